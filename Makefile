@@ -1,0 +1,70 @@
+# On a bare machine with python3 >= 3.11, g++ >= 11 and make: make demo, make test.
+# With your own environment (an existing CUDA torch, say): make demo VENV=$$VIRTUAL_ENV SETUP=0
+PYTHON  ?= python3
+VENV    ?= .venv
+SETUP   ?= 1
+PIPARGS ?=
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.noria-deps
+BUILT   := $(VENV)/.noria-built
+SOURCES := $(shell find csrc kernels tests/csrc -type f) CMakeLists.txt setup.py pyproject.toml
+CXX_FILES := $(shell find csrc kernels tests/csrc -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu')
+CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*' -not -name 'cuda_*')
+CMAKE   := $(BIN)/cmake
+JOBS    ?= $(shell nproc)
+SANITIZERS := address,undefined thread
+
+.PHONY: all demo test test-all googletest sanitize lint clean
+all: $(BUILT)
+
+ifeq ($(SETUP),1)
+$(STAMP): requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIPARGS) -r requirements.lock
+	touch $@
+else
+$(STAMP): pyproject.toml
+	$(BIN)/python -m pip install -q $(PIPARGS) "cmake>=3.25,<5" ninja "setuptools>=77,<82" tbb tbb-devel numpy rich \
+	  "pytest>=8" hypothesis tokenizers safetensors transformers peft psutil
+	touch $@
+endif
+
+# The result lies in the source tree: without it the stamp of another environment proves nothing.
+$(BUILT): $(STAMP) $(SOURCES) $(if $(wildcard python/noria/_built_with.json),,missing-engine)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+.PHONY: missing-engine
+missing-engine:
+
+demo: all
+	$(BIN)/python examples/02_gpt.py
+
+test: all
+	$(BIN)/python -m pytest
+
+# Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too.
+test-all: googletest sanitize
+	$(BIN)/python -m pytest -m ""
+
+googletest: all
+	@test -n "$$($(BIN)/ninja -C build/current -t query cpp_tests 2>/dev/null)" || \
+	  { echo "the C++ tests need GoogleTest: apt-get install libgtest-dev"; exit 1; }
+	$(CMAKE) --build build/current --target cpp_tests --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/current --output-on-failure
+
+sanitize: googletest
+	for s in $(SANITIZERS); do d=build/san-$${s%%,*}; \
+	  $(CMAKE) -S . -B $$d -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DNORIA_PYTHON=OFF -DNORIA_CUDA=OFF \
+	    -DNORIA_SANITIZE=$$s -DCMAKE_PREFIX_PATH=$(abspath $(VENV)) && \
+	  $(CMAKE) --build $$d --target cpp_tests --parallel $(JOBS) && \
+	  $(BIN)/ctest --test-dir $$d --output-on-failure || exit 1; done
+
+lint: all
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/clang-tidy -p build/current --quiet --warnings-as-errors='*' $(CORE_FILES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist python/*.egg-info python/noria/_C*.so python/noria/_built_with.json $(BUILT)
