@@ -1,0 +1,41 @@
+// An amount of memory, in bytes, that cannot be mistaken for a count of elements or an index.
+//
+// Units: bytes everywhere; `to_string` prints binary units (KiB, MiB, GiB).
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <string>
+
+namespace noria {
+
+struct Bytes {
+  std::int64_t count = 0;
+
+  constexpr auto operator<=>(const Bytes&) const = default;
+  constexpr Bytes& operator+=(Bytes other) {
+    count += other.count;
+    return *this;
+  }
+  constexpr Bytes& operator-=(Bytes other) {
+    count -= other.count;
+    return *this;
+  }
+  friend constexpr Bytes operator+(Bytes a, Bytes b) { return {a.count + b.count}; }
+  friend constexpr Bytes operator-(Bytes a, Bytes b) { return {a.count - b.count}; }
+  friend constexpr Bytes operator*(Bytes a, std::int64_t n) { return {a.count * n}; }
+};
+
+/// The smallest multiple of `alignment` (a power of two) that holds `amount`.
+constexpr Bytes align_up(Bytes amount, Bytes alignment) {
+  return {(amount.count + alignment.count - 1) & -alignment.count};
+}
+
+/// Every tensor inside a lease, a gradient buffer or the home starts at a multiple of this: libraries choose kernels by
+/// the alignment of their operands, so a looser one would change bits.
+inline constexpr Bytes kTensorAlignment{512};
+
+/// "812.0 MiB"; exact bytes below 1 KiB.
+std::string to_string(Bytes amount);
+
+}  // namespace noria

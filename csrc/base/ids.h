@@ -1,0 +1,32 @@
+// Names of things as numbers that do not convert into one another.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <functional>
+
+namespace noria {
+
+template <class Tag, class Value = std::int32_t>
+struct Id {
+  Value value = -1;
+
+  constexpr Id() = default;
+  constexpr explicit Id(Value v) : value(v) {}
+  constexpr bool valid() const { return value >= 0; }
+  constexpr auto operator<=>(const Id&) const = default;
+};
+
+using UnitId = Id<struct UnitTag>;            // index into the engine's units
+using BufferId = Id<struct BufferTag>;        // index into a BufferTable
+using HookId = Id<struct HookTag>;            // a module that announces visits; -1: between modules
+using OpId = Id<struct OpTag, std::int64_t>;  // position in issue order, never reused
+using Version = std::int64_t;                 // of the bytes in a buffer; counts writes in issue order
+using MicroBatch = std::int32_t;              // 0 while one micro-batch is in flight
+
+}  // namespace noria
+
+template <class Tag, class Value>
+struct std::hash<noria::Id<Tag, Value>> {
+  std::size_t operator()(noria::Id<Tag, Value> id) const noexcept { return std::hash<Value>{}(id.value); }
+};

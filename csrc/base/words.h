@@ -1,0 +1,38 @@
+// The vocabulary that plan, engine, backends and trace share: lanes and verbs.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace noria {
+
+/// A queue of work. All lanes run in order except `update`, the host pool, which is ordered by waits alone.
+enum class Lane : std::uint8_t { compute, fetch, drain, collect, peer, update };
+inline constexpr int kNumLanes = 6;
+
+enum class Verb : std::uint8_t {
+  forward,   // compute lane: a visit of a forward pass
+  backward,  // compute lane: a visit of a backward pass
+  user,      // compute lane: whatever the user's own loop does between passes (reads and edits p.grad)
+  fetch,     // fetch lane: home to device
+  drain,     // drain lane: gradients to the home
+  update,    // update lane: the host optimizer on one unit
+  evict,     // no lane: the lease may be reused (bookkeeping, never waits)
+  poison,    // fetch lane, hostile backend only: vacated memory is overwritten
+  load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
+};
+inline constexpr int kNumVerbs = 9;
+
+/// What a pass does with the units it visits.
+enum class Phase : std::uint8_t { forward, backward };
+
+std::string_view to_string(Lane lane);
+std::string_view to_string(Verb verb);
+std::string_view to_string(Phase phase);
+
+/// The inverse of to_string; throws UsageError that lists the known words.
+Lane parse_lane(std::string_view text);
+Verb parse_verb(std::string_view text);
+Phase parse_phase(std::string_view text);
+
+}  // namespace noria
