@@ -1,0 +1,247 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/ops/from_blob.h>
+
+#include "bindings/custody.h"
+#include "store/arena.h"
+
+namespace py = pybind11;
+
+namespace noria {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
+
+std::vector<UnitId> unit_ids(const std::vector<std::int32_t>& units) {
+  std::vector<UnitId> ids;
+  for (std::int32_t unit : units) ids.emplace_back(unit);
+  return ids;
+}
+
+std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
+  std::vector<std::int32_t> units;
+  for (UnitId id : ids) units.push_back(id.value);
+  return units;
+}
+
+/// Home buffers are ranges of three regions, one for each purpose; a region is a place of its own.
+std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buffers) {
+  std::vector<CustodyUnit> units;
+  Bytes working_end, held_end;
+  for (const py::handle& item : described) {
+    CustodyUnit unit;
+    const UnitId id(static_cast<std::int32_t>(units.size()));
+    UnitFacts& facts = unit.engine.facts;
+    facts.name = item.attr("name").cast<std::string>();
+    facts.weights = Bytes{item.attr("weights").cast<std::int64_t>()};
+    facts.gradients = Bytes{item.attr("gradients").cast<std::int64_t>()};
+    unit.engine.working = pointer(item.attr("working_address").cast<std::int64_t>());
+    if (facts.gradients > Bytes{0}) unit.engine.held = pointer(item.attr("held_address").cast<std::int64_t>());
+    const auto range = [&](int region, Bytes& end, Bytes bytes, Format format, Purpose purpose) {
+      const Buffer buffer{{Place::Kind::host, region}, end, bytes, format, purpose, id};
+      end += bytes;
+      return buffers.intern(buffer);
+    };
+    Bytes state_start{id.value};
+    facts.working = range(0, working_end, facts.weights, Format::travel, Purpose::working_copy);
+    facts.held = range(1, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
+    facts.state = range(2, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
+    for (const py::handle& each : item.attr("parameters")) {
+      CustodyParameter parameter;
+      parameter.variable = each.attr("parameter").cast<at::Tensor>();
+      parameter.name = each.attr("name").cast<std::string>();
+      parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
+      parameter.offset = each.attr("offset").cast<std::int64_t>();
+      parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
+      unit.parameters.push_back(std::move(parameter));
+    }
+    units.push_back(std::move(unit));
+  }
+  return units;
+}
+
+std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
+                                      std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
+                                      std::int64_t arena, std::int32_t window, bool prefetch_at_step,
+                                      std::int64_t nan_range) {
+  BufferTable buffers;
+  std::vector<CustodyUnit> units = read_units(described, buffers);
+  const c10::Device on(device);
+  EngineOptions options;
+  options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
+  options.budget = {Bytes{arena}, window};
+  options.prefetch_at_step = prefetch_at_step;
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
+                                   std::move(optimizer), on, pointer(nan_range));
+}
+
+py::dict pass_dict(const PassStats& stats) {
+  py::dict result;
+  result["itinerary"] = stats.itinerary.value;
+  result["phase"] = std::string(to_string(stats.signature.phase));
+  result["training"] = stats.signature.training;
+  result["grad_enabled"] = stats.signature.grad_enabled;
+  result["accumulating"] = stats.signature.accumulating;
+  result["num_visits"] = stats.num_visits;
+  result["times"] = stats.times;
+  result["planned_fetches"] = stats.planned_fetches ? py::object(py::int_(*stats.planned_fetches)) : py::none();
+  result["fetches"] = stats.fetches;
+  result["unplanned_visits"] = stats.unplanned_visits;
+  return result;
+}
+
+py::dict sums_dict(const StepSums& sums) {
+  py::dict result;
+  result["num_steps"] = sums.num_steps;
+  result["wall_us"] = sums.wall_us;
+  result["forward_us"] = sums.forward_us;
+  result["backward_us"] = sums.backward_us;
+  result["forward_stall_us"] = sums.forward_stall_us;
+  result["backward_stall_us"] = sums.backward_stall_us;
+  result["forward_fetched"] = sums.forward_fetched.count;
+  result["backward_fetched"] = sums.backward_fetched.count;
+  result["drained"] = sums.drained.count;
+  result["forward_fetch_us"] = sums.forward_fetch_us;
+  result["backward_fetch_us"] = sums.backward_fetch_us;
+  result["drain_us"] = sums.drain_us;
+  result["update_us"] = sums.update_us;
+  return result;
+}
+
+py::dict lane_dict(const LaneStats& stats) {
+  py::dict stalled;
+  for (const auto& [kind, time] : stats.stalled_us) {
+    stalled[py::str(std::string(to_string(kind.first)) + " -> " + std::string(to_string(kind.second)))] = time;
+  }
+  py::dict result;
+  result["busy_us"] = stats.busy_us;
+  result["num_ops"] = stats.num_ops;
+  result["bytes"] = stats.bytes.count;
+  result["stalled_us"] = stalled;
+  return result;
+}
+
+}  // namespace
+
+void bind_custody(py::module_& m) {
+  m.attr("STORAGE_CAN_REFUSE") = kStorageCanRefuse;
+  m.def(
+      "tensor_in",
+      [](std::shared_ptr<Arena> arena, std::int64_t offset, at::ScalarType dtype, const std::vector<std::int64_t>& sizes,
+         const std::vector<std::int64_t>& strides) {
+        std::byte* data = arena->data() + offset;
+        return at::from_blob(data, sizes, strides, [arena](void*) {}, at::TensorOptions().dtype(dtype));
+      },
+      py::arg("arena"), py::arg("offset"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"));
+
+  py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
+      .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
+           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"))
+      .def("set_update_callback",
+           [](Custody& self, py::function run_update) {
+             // Shared, so that copying the callback needs no GIL; freed with it.
+             const std::shared_ptr<py::function> kept(new py::function(std::move(run_update)), [](py::function* held) {
+               const py::gil_scoped_acquire gil;
+               delete held;
+             });
+             self.set_update_callback([kept](UnitId unit) {
+               const py::gil_scoped_acquire gil;
+               (*kept)(unit.value);
+             });
+           })
+      .def("clear_update_callback", [](Custody& self) { self.set_update_callback({}); })
+      .def("add_hook",
+           [](Custody& self, std::string name, const std::vector<std::int32_t>& needs) {
+             return self.add_hook(std::move(name), unit_ids(needs)).value;
+           })
+      .def("begin_forward", &Custody::begin_forward, NoGil())
+      .def("end_forward", &Custody::end_forward, NoGil())
+      .def("enter", [](Custody& self, std::int32_t hook) { self.enter(HookId(hook)); }, NoGil())
+      .def("leave",
+           [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
+             self.leave(HookId(hook), outputs);
+           },
+           NoGil())
+      .def("inner_outputs",
+           [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
+             self.inner_outputs(HookId(hook), outputs);
+           },
+           NoGil())
+      .def("inner_was_first", [](Custody& self, std::int32_t hook) { return self.inner_was_first(HookId(hook)); })
+      .def("visit_for_operator", [](Custody& self, std::int32_t hook) { self.visit_for_operator(HookId(hook)); },
+           NoGil())
+      .def("is_visited",
+           [](Custody& self, const std::vector<std::int32_t>& units) {
+             return self.engine().is_visited(unit_ids(units));
+           },
+           NoGil())
+      .def("in_pass", [](Custody& self) { return self.engine().phase().has_value(); }, NoGil())
+      .def("recover", &Custody::recover, NoGil())
+      .def("gradient_is",
+           [](Custody& self, int index) {
+             switch (self.gradient_is(index)) {
+               case GradientIs::none: return "none";
+               case GradientIs::held: return "held";
+               case GradientIs::foreign: return "foreign";
+             }
+             return "";
+           })
+      .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
+      .def("begin_step", &Custody::begin_step, NoGil())
+      .def("update_on_pool",
+           [](Custody& self, std::int32_t unit, AdamWJob job) {
+             self.engine().update_on_pool(UnitId(unit), std::move(job));
+           },
+           NoGil())
+      .def("defer_update", [](Custody& self, std::int32_t unit) { self.engine().defer_update(UnitId(unit)); }, NoGil())
+      .def("end_step", [](Custody& self, bool blocking) { self.engine().end_step(blocking); }, NoGil())
+      .def("settle", [](Custody& self, std::int32_t unit) { self.engine().settle(UnitId(unit)); }, NoGil())
+      .def("settle_all", [](Custody& self) { self.engine().settle_all(); }, NoGil())
+      .def("next_forward_order", [](Custody& self) { return plain(self.engine().next_forward_order()); }, NoGil())
+      .def("guard_gradients", &Custody::guard_gradients, NoGil())
+      .def("bump_versions", &Custody::bump_versions)
+      .def("access_home",
+           [](Custody& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); },
+           NoGil())
+      .def("open_home",
+           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
+             self.open_home(unit_ids(units), write);
+           },
+           NoGil())
+      .def("close_home",
+           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
+             self.close_home(unit_ids(units), write);
+           },
+           NoGil())
+      .def("rejoin", &Custody::rejoin)
+      .def("release", &Custody::release)
+      .def("idle", [](Custody& self) { self.engine().idle(); }, NoGil())
+      .def("close", &Custody::close, NoGil())
+      .def("set_trace",
+           [](Custody& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); }, NoGil())
+      .def("omit_wait", [](Custody& self, const std::string& kind) { self.engine().omit_wait(kind); })
+      .def("passes",
+           [](Custody& self) {
+             py::list result;
+             for (const PassStats& stats : self.engine().passes()) result.append(pass_dict(stats));
+             return result;
+           })
+      .def("step_sums", [](Custody& self) { return sums_dict(self.engine().step_sums()); })
+      .def("update_stats", [](Custody& self) { return lane_dict(self.engine().update_stats()); })
+      .def("resident_units", [](Custody& self) { return plain(self.engine().resident_units()); })
+      .def("plan_text",
+           [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); })
+      .def_property_readonly("arena_bytes", [](Custody& self) { return self.engine().leases().arena_bytes().count; })
+      .def_property_readonly("peak_bytes", [](Custody& self) { return self.engine().leases().peak().count; })
+      .def_property_readonly("peak_units", [](Custody& self) { return self.engine().leases().peak_units(); })
+      .def_property_readonly("num_fetches", [](Custody& self) { return self.engine().num_fetches(); })
+      .def_property_readonly("drained_bytes", [](Custody& self) { return self.engine().drained().count; })
+      .def_property_readonly("num_remembered", [](Custody& self) { return self.engine().num_remembered(); });
+}
+
+}  // namespace noria

@@ -1,0 +1,219 @@
+// Backends and tickets, by integer addresses and stream handles.
+//
+// Compiled twice: into _C, and with NORIA_FAKE_CUDA into the tests' _fake_cuda, where the same C++ types are bound for
+// that module alone and make_cuda_backend is the one over the fake runtime.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <tuple>
+
+#include "base/errors.h"
+#include "base/words.h"
+#include "device/backend.h"
+#include "device/host_backend.h"
+#include "device/host_ticket.h"
+#include "device/timing.h"
+
+namespace py = pybind11;
+
+namespace noria {
+namespace {
+
+using Address = std::uintptr_t;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+#ifdef NORIA_FAKE_CUDA
+constexpr bool kLocal = true;
+#else
+constexpr bool kLocal = false;
+#endif
+
+std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
+Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
+Stream as_stream(Address handle) { return reinterpret_cast<Stream>(handle); }
+
+OpLabel make_label(std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
+  return {OpId(op), parse_lane(lane), parse_verb(verb), UnitId(unit)};
+}
+
+Hostility make_hostility(const py::dict& fields) {
+  Hostility hostility;
+  for (const auto& [name, value] : fields) {
+    const auto field = py::cast<std::string>(name);
+    if (field == "seed") {
+      hostility.seed = py::cast<std::uint64_t>(value);
+    } else if (field == "max_delay_us") {
+      hostility.max_delay_us = py::cast<std::int64_t>(value);
+    } else if (field == "hold_us") {
+      for (const auto& [verb, us] : py::cast<std::map<std::string, std::int64_t>>(value)) {
+        hostility.hold_us[parse_verb(verb)] = us;
+      }
+    } else if (field == "poison") {
+      hostility.poison = py::cast<bool>(value);
+    } else {
+      throw UsageError("hostility with seed, max_delay_us, hold_us or poison", "\"" + field + "\"", "correct the name");
+    }
+  }
+  return hostility;
+}
+
+std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
+                                       const std::map<std::string, std::pair<double, double>>& limits,
+                                       const py::dict& hostility) {
+  HostBackendOptions options{Bytes{capacity}, {}, make_hostility(hostility)};
+  for (const auto& [lane, limit] : limits) options.limits[parse_lane(lane)] = {limit.first, limit.second};
+  return std::make_shared<HostBackend>(options);
+}
+
+std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility) {
+  const CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
+  py::gil_scoped_release release;
+  return make_cuda_backend(options);
+}
+
+Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
+                       const std::vector<std::pair<Address, std::int64_t>>& poison) {
+  Transfer transfer;
+  for (const auto& [to, from, bytes] : copies) transfer.copies.push_back({at(to), at(from), Bytes{bytes}});
+  for (const auto& [memory, bytes] : poison) transfer.poison.emplace_back(at(memory), Bytes{bytes});
+  return transfer;
+}
+
+py::dict stats_of(const Backend& backend, const std::string& lane) {
+  const LaneStats stats = backend.stats(parse_lane(lane));
+  py::dict stalled;
+  for (const auto& [pair, us] : stats.stalled_us) {
+    stalled[py::make_tuple(std::string(to_string(pair.first)), std::string(to_string(pair.second)))] = us;
+  }
+  py::dict result;
+  result["busy_us"] = stats.busy_us;
+  result["num_ops"] = stats.num_ops;
+  result["bytes"] = stats.bytes.count;
+  result["stalled_us"] = stalled;
+  return result;
+}
+
+void bind_tickets(py::module_& m) {
+  py::class_<TicketState, std::shared_ptr<TicketState>>(m, "Ticket", py::module_local(kLocal))
+      .def_property_readonly("op", [](const TicketState& ticket) { return ticket.label.op.value; })
+      .def_property_readonly("lane", [](const TicketState& ticket) { return to_string(ticket.label.lane); })
+      .def_property_readonly("verb", [](const TicketState& ticket) { return to_string(ticket.label.verb); })
+      .def_property_readonly("unit", [](const TicketState& ticket) { return ticket.label.unit.value; })
+      .def("passed", &TicketState::passed, Release())
+      .def("wait_passed", &TicketState::wait_passed, Release())
+      .def("wait_issued", &TicketState::wait_issued, Release());
+
+  py::class_<HostTicket, TicketState, std::shared_ptr<HostTicket>>(m, "HostTicket", py::module_local(kLocal))
+      .def(py::init([](std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
+             return std::make_shared<HostTicket>(make_label(op, lane, verb, unit));
+           }),
+           py::arg("op") = -1, py::arg("lane") = "update", py::arg("verb") = "update", py::arg("unit") = -1)
+      .def("pass_", &HostTicket::pass, Release())
+      .def(
+          "fail",
+          [](HostTicket& ticket, const std::string& why) { ticket.fail(std::make_exception_ptr(MachineError(why))); },
+          py::arg("why"), Release());
+}
+
+void bind_backend(py::module_& m) {
+  py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend", py::module_local(kLocal))
+      .def_property_readonly("name", &Backend::name)
+      .def(
+          "allocate", [](Backend& b, std::int64_t bytes) { return address_of(b.allocate(Bytes{bytes})); },
+          py::arg("bytes"), Release())
+      .def(
+          "free", [](Backend& b, Address memory) { b.free(at(memory)); }, py::arg("memory"), Release())
+      .def_property_readonly("allocated", [](const Backend& b) { return b.allocated().count; })
+      .def_property_readonly("capacity", [](const Backend& b) { return b.capacity().count; })
+      .def_property_readonly("num_allocations", &Backend::num_allocations)
+      .def_property_readonly("num_events", &Backend::num_events)
+      .def(
+          "register_home",
+          [](Backend& b, Address memory, std::int64_t bytes) { b.register_home(at(memory), Bytes{bytes}); },
+          py::arg("memory"), py::arg("bytes"), Release())
+      .def(
+          "unregister_home", [](Backend& b, Address memory) { b.unregister_home(at(memory)); }, py::arg("memory"),
+          Release())
+      .def(
+          "device_address", [](const Backend& b, Address memory) { return address_of(b.device_address(at(memory))); },
+          py::arg("home_memory"), Release())
+      .def(
+          "submit",
+          [](Backend& b, const std::string& lane, const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
+             const std::vector<std::pair<Address, std::int64_t>>& poison, std::vector<Ticket> waits, std::int64_t op,
+             const std::string& verb, std::int32_t unit) {
+            const OpLabel label = make_label(op, lane, verb.empty() ? lane : verb, unit);
+            return b.submit(label, make_transfer(copies, poison), std::move(waits));
+          },
+          py::arg("lane"), py::arg("copies"), py::arg("poison") = std::vector<std::pair<Address, std::int64_t>>(),
+          py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("op") = -1, py::arg("verb") = "",
+          py::arg("unit") = -1, Release())
+      .def(
+          "open",
+          [](Backend& b, std::int64_t op, const std::string& verb, std::int32_t unit) {
+            return b.open(make_label(op, "compute", verb, unit));
+          },
+          py::arg("op") = -1, py::arg("verb") = "forward", py::arg("unit") = -1, Release())
+      .def(
+          "give", [](Backend& b, const Ticket& ticket, Address stream) { b.give(ticket, as_stream(stream)); },
+          py::arg("ticket"), py::arg("stream") = 0, Release())
+      .def(
+          "give_failed",
+          [](Backend& b, const Ticket& ticket, const std::string& why) {
+            b.give_failed(ticket, std::make_exception_ptr(MachineError(why)));
+          },
+          py::arg("ticket"), py::arg("why"), Release())
+      .def(
+          "wait",
+          [](Backend& b, const std::vector<Ticket>& tickets, Address stream, std::int64_t op, const std::string& verb,
+             std::int32_t unit) { b.wait(tickets, as_stream(stream), make_label(op, "compute", verb, unit)); },
+          py::arg("tickets"), py::arg("stream") = 0, py::kw_only(), py::arg("op") = -1, py::arg("verb") = "forward",
+          py::arg("unit") = -1, Release())
+      .def("idle", &Backend::idle, Release())
+      .def("close", &Backend::close, Release())
+      .def("stats", &stats_of, py::arg("lane"))
+      .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
+      .def_property_readonly("poisons", &Backend::poisons);
+
+  py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend", py::module_local(kLocal))
+      .def(
+          "create_stream", [](HostBackend& b) { return address_of(b.create_stream()); }, Release())
+      .def(
+          "enqueue_copy",
+          [](HostBackend& b, Address stream, Address to, Address from, std::size_t bytes) {
+            b.enqueue(as_stream(stream), [=] { std::memcpy(at(to), at(from), bytes); });
+          },
+          py::arg("stream"), py::arg("to"), py::arg("from_"), py::arg("bytes"), Release())
+      .def(
+          "enqueue_hold",
+          [](HostBackend& b, Address stream, const std::shared_ptr<HostTicket>& until) {
+            b.enqueue(as_stream(stream), [until] { until->wait_passed(); });
+          },
+          py::arg("stream"), py::arg("until"), Release());
+}
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  bind_tickets(m);
+  bind_backend(m);
+  m.attr("DEFAULT_STREAM") = address_of(kDefaultStream);
+  m.def("make_host_backend", &make_host, py::arg("capacity"),
+        py::arg("limits") = std::map<std::string, std::pair<double, double>>(), py::arg("hostility") = py::dict());
+  m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
+        py::arg("hostility") = py::dict());
+  m.def("cuda_absent_reason", &cuda_absent_reason, Release());
+  m.def(
+      "hostile_delays",
+      [](std::uint64_t seed, std::int64_t max_delay_us, const std::string& lane, int count) {
+        Delays delays({seed, max_delay_us, {}, false}, parse_lane(lane));
+        std::vector<std::int64_t> drawn;
+        for (int i = 0; i < count; ++i) drawn.push_back(delays.next_us());
+        return drawn;
+      },
+      py::arg("seed"), py::arg("max_delay_us"), py::arg("lane"), py::arg("count"));
+}
+
+}  // namespace noria

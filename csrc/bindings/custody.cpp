@@ -1,0 +1,456 @@
+#include "bindings/custody.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "base/errors.h"
+#include "bindings/grad_hooks.h"
+#include "bindings/python_errors.h"
+
+namespace noria {
+
+using torch::autograd::variable_list;
+
+namespace {
+
+std::vector<EngineUnit> engine_units(const std::vector<CustodyUnit>& units) {
+  std::vector<EngineUnit> result;
+  for (const CustodyUnit& unit : units) result.push_back(unit.engine);
+  return result;
+}
+
+std::string evicted_message(const std::string& unit) {
+  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
+         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with noria.materialize(model):`";
+}
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
+
+}  // namespace
+
+Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units,
+                 BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
+                 std::byte* nan_range)
+    : device_(device),
+      self_(std::make_shared<Custody*>(this)),
+      engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    const EngineUnit& engine = units[u].engine;
+    names_.push_back(engine.facts.name);
+    homes_.push_back(backend->device_address(engine.working));
+    weights_.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()),
+                                                     nan_range));
+    gradients_.push_back(engine.held == nullptr
+                             ? nullptr
+                             : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
+                                                             "gradient buffer of " + names_.back() + " is closed",
+                                                             nan_range));
+    parameters_of_.emplace_back();
+    for (CustodyParameter& facts : units[u].parameters) {
+      const int index = static_cast<int>(parameters_.size());
+      parameters_of_.back().push_back(index);
+      Parameter parameter;
+      parameter.unit = UnitId(static_cast<std::int32_t>(u));
+      const at::Tensor& variable = facts.variable;
+      parameter.sizes = variable.sizes().vec();
+      parameter.strides = variable.strides().vec();
+      variable.set_data(weights_.back()->view(facts.dtype, facts.offset, variable.sizes(), variable.strides()));
+      std::unique_ptr<HeldGradient> held;
+      if (facts.gradient_offset >= 0) {
+        parameter.buffer =
+            gradients_.back()->view(facts.dtype, facts.gradient_offset, variable.sizes(), variable.strides());
+        held = std::make_unique<HeldGradient>(
+            backend->device_address(engine.held + facts.gradient_offset), variable.numel() * variable.element_size(),
+            device, variable, [this, unit = parameter.unit] { engine_.access_held(unit, current_stream()); });
+      }
+      parameter.facts = std::move(facts);
+      parameters_.push_back(std::move(parameter));
+      held_.push_back(std::move(held));
+    }
+  }
+}
+
+Custody::~Custody() { *self_ = nullptr; }
+
+Stream Custody::current_stream() const {
+  if (device_.is_cpu()) return nullptr;
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  void* handle = guard.getStream(device_).native_handle();
+  // The legacy default stream is named by 0 as well as by 1; null means "the calling thread" to a Backend.
+  return handle != nullptr ? handle : reinterpret_cast<void*>(1);
+}
+
+// ---- module hooks -----------------------------------------------------------------------------------------------
+
+HookId Custody::add_hook(std::string name, std::vector<UnitId> needs) {
+  std::sort(needs.begin(), needs.end());
+  hooks_.push_back({std::move(name), std::move(needs), 0, false});
+  return HookId(static_cast<std::int32_t>(hooks_.size()) - 1);
+}
+
+void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
+  refuse_open_home();
+  forget_failed_backward();
+  // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
+  if (grad_enabled) make_accumulators();
+  entered_.clear();
+  Signature signature;
+  signature.phase = Phase::forward;
+  signature.root = root;
+  signature.training = training;
+  signature.grad_enabled = grad_enabled;
+  engine_.begin_pass(signature, current_stream());
+}
+
+void Custody::end_forward(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad() && output.grad_fn()) hook_backward(output, self_, -1, /*inner=*/false);
+  }
+  entered_.clear();
+  if (engine_.phase() == Phase::forward) engine_.end_pass(current_stream());
+  raise_lost_writes();
+}
+
+void Custody::enter(HookId id) {
+  raise_lost_writes();
+  hooks_[static_cast<std::size_t>(id.value)].sequence = at::sequence_number::peek();
+  if (in_backward()) {
+    arm();  // a recomputation
+  } else if (!engine_.phase()) {
+    // A part of the model is called by itself: a pass of its own.
+    begin_forward(-1, /*training=*/true, at::GradMode::is_enabled());
+  }
+  entered_.push_back(id);
+  announce(id, in_backward() ? Phase::backward : Phase::forward);
+}
+
+void Custody::leave(HookId id, const std::vector<at::Tensor>& outputs) {
+  hook_outputs(id, outputs, /*inner=*/false);
+  // A recomputation may have stopped early and left modules entered; whoever is further in is gone.
+  const auto found = std::find(entered_.rbegin(), entered_.rend(), id);
+  if (found != entered_.rend()) entered_.erase(std::prev(found.base()), entered_.end());
+  if (!entered_.empty()) {
+    announce(entered_.back(), in_backward() ? Phase::backward : Phase::forward);
+  } else if (!in_backward()) {
+    engine_.leave(current_stream());
+  }
+  raise_lost_writes();
+}
+
+void Custody::inner_outputs(HookId id, const std::vector<at::Tensor>& outputs) {
+  hook_outputs(id, outputs, /*inner=*/true);
+}
+
+void Custody::visit_for_operator(HookId id) {
+  hooks_[static_cast<std::size_t>(id.value)].sequence = at::sequence_number::peek();
+  announce(id, Phase::forward);
+}
+
+void Custody::hook_outputs(HookId id, const std::vector<at::Tensor>& outputs, bool inner) {
+  if (!at::GradMode::is_enabled()) return;
+  const std::uint64_t sequence = hooks_[static_cast<std::size_t>(id.value)].sequence;
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    const auto& node = output.grad_fn();
+    // A node older than this forward belongs to another unit: the output was only passed through.
+    if (node && node->sequence_nr() >= sequence) hook_backward(output, self_, id.value, inner);
+  }
+}
+
+void Custody::announce(HookId id, Phase phase) {
+  const Hook& hook = hooks_[static_cast<std::size_t>(id.value)];
+  check_in_custody(hook);
+  engine_.announce(id, hook.needs, phase, current_stream());
+}
+
+void Custody::check_in_custody(const Hook& hook) {
+  for (UnitId unit : hook.needs) {
+    for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+      Parameter& checked = parameter(index);
+      const bool unfrozen = checked.facts.gradient_offset < 0 && checked.facts.variable.requires_grad();
+      if (unfrozen) {
+        throw UsageError("parameter \"" + checked.facts.name + "\" frozen, as it was when the model was wrapped",
+                         "requires_grad=True", "unfreeze parameters before noria.wrap, or unwrap and wrap again");
+      }
+      if (rejoin(index)) {
+        throw UsageError("parameter \"" + checked.facts.name + "\" where noria.wrap put it",
+                         "its data replaced (by .to(), .half(), load_state_dict(assign=True) or p.data = ...); the "
+                         "home's values were kept",
+                         "change dtype and values before noria.wrap, or inside `with noria.materialize(model):`");
+      }
+    }
+  }
+}
+
+bool Custody::rejoin(int index) {
+  const Parameter& strayed = parameter(index);
+  const UnitStorage& storage = *weights_[static_cast<std::size_t>(strayed.unit.value)];
+  const at::Tensor& variable = strayed.facts.variable;
+  if (storage.holds(variable) && variable.scalar_type() == strayed.facts.dtype) return false;
+  variable.set_data(storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides));
+  return true;
+}
+
+void Custody::release(int index, const at::Tensor& replacement) {
+  parameter(index).facts.variable.set_data(replacement);
+}
+
+void Custody::recover() {
+  if (engine_.phase() == Phase::backward) reset();
+}
+
+void Custody::reset() {
+  armed_.clear();
+  entered_.clear();
+  for (Parameter& each : parameters_) each.written = each.arrived = each.take_after = false;
+  engine_.reset(current_stream());
+}
+
+// ---- backward ---------------------------------------------------------------------------------------------------
+
+void Custody::make_accumulators() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& each = parameters_[i];
+    if (each.facts.gradient_offset < 0 || !each.facts.variable.requires_grad()) continue;
+    NodePtr node = torch::autograd::impl::grad_accumulator(each.facts.variable);
+    if (node == each.accumulator) continue;  // else: new, or torch made another after a change of dtype
+    hook_accumulator(*node, self_, static_cast<int>(i));
+    each.accumulator = std::move(node);
+  }
+}
+
+void Custody::backward_begins(HookId hook, bool inner) {
+  if (at::GradMode::is_enabled()) {
+    throw UsageError("backward() without create_graph",
+                     "create_graph=True, whose second backward would need weights that have left the device",
+                     "compute higher derivatives on an unwrapped model");
+  }
+  raise_lost_writes();
+  arm();
+  if (!hook.valid()) return;
+  Hook& announced = hooks_[static_cast<std::size_t>(hook.value)];
+  announced.inner_was_first |= inner && !engine_.is_visited(announced.needs);
+  announce(hook, Phase::backward);
+}
+
+void Custody::arm() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  for (const Armed& each : armed_) {
+    if (each.task == task) return;
+  }
+  refuse_captured_gradients();
+  forget_failed_backward();
+  const auto token = std::make_shared<int>(task);
+  armed_.push_back({task, token});
+  torch::autograd::Engine::get_default_engine().queue_callback([this, self = self_, token] {
+    if (*self != nullptr) as_python_errors([&] { task_ended(*token); });
+  });
+  if (engine_.phase() == Phase::backward) return;
+  Signature signature;
+  signature.phase = Phase::backward;
+  signature.forward = engine_.last_forward();
+  for (std::size_t i = 0; i < parameters_.size() && !signature.accumulating; ++i) {
+    signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
+  }
+  engine_.begin_pass(signature, current_stream());
+}
+
+void Custody::forget_failed_backward() {
+  const bool failed = std::any_of(armed_.begin(), armed_.end(), [](const Armed& each) { return each.alive.expired(); });
+  if (failed) reset();
+}
+
+void Custody::refuse_captured_gradients() const {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return;
+  for (const Parameter& each : parameters_) {
+    if (!each.accumulator) continue;
+    const auto found = wanted->find(&*each.accumulator);
+    if (found == wanted->end() || !found->second.captures_ || found->second.captures_->empty()) continue;
+    throw UsageError("gradients of wrapped parameters by loss.backward()",
+                     "torch.autograd.grad with respect to \"" + each.facts.name + "\"",
+                     "call loss.backward() and read p.grad, or unwrap the model first");
+  }
+}
+
+void Custody::task_ended(int task) {
+  std::erase_if(armed_, [&](const Armed& each) { return each.task == task; });
+  const bool nested = static_cast<bool>(torch::autograd::get_current_node());
+  if (nested && !armed_.empty()) return;
+  armed_.clear();
+  finish_backward();
+}
+
+void Custody::finish_backward() {
+  entered_.clear();
+  engine_.end_pass(current_stream());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& each = parameters_[i];
+    if (!std::exchange(each.arrived, false)) continue;
+    at::Tensor& gradient = each.facts.variable.mutable_grad();
+    if (!gradient.defined()) gradient = held_[i]->tensor();
+  }
+}
+
+variable_list Custody::catch_gradient(int index, const variable_list& gradients) {
+  if (!gradients[0].defined()) return gradients;
+  arm();
+  Parameter& into = parameter(index);
+  if (torch::autograd::impl::post_acc_grad_hooks(into.facts.variable)) {
+    if (gradient_is(index) == GradientIs::foreign) return gradients;
+    into.take_after = true;
+    if (gradient_is(index) == GradientIs::none) return gradients;
+    const at::NoGradGuard no_grad;
+    at::Tensor sum = at::add(held_[static_cast<std::size_t>(index)]->inner(), gradients[0]);
+    into.facts.variable.mutable_grad().reset();
+    return {sum};
+  }
+  if (gradient_is(index) == GradientIs::foreign) return gradients;
+  write_gradient(index, gradients[0]);
+  return {at::Tensor()};
+}
+
+void Custody::after_accumulate(int index) {
+  Parameter& from = parameter(index);
+  if (!std::exchange(from.take_after, false)) return;
+  const at::Tensor gradient = std::exchange(from.facts.variable.mutable_grad(), at::Tensor());
+  if (gradient.defined()) write_gradient(index, gradient);  // undefined: the user's hook has used it up
+}
+
+void Custody::write_gradient(int index, const at::Tensor& gradient) {
+  Parameter& into = parameter(index);
+  if (gradient.layout() != at::kStrided || gradient.scalar_type() != into.facts.dtype) {
+    throw UsageError("a dense gradient of \"" + into.facts.name + "\" in its own dtype",
+                     gradient.layout() != at::kStrided ? "a sparse one" : c10::toString(gradient.scalar_type()),
+                     "use dense embeddings (sparse=False) and leave grad_dtype alone");
+  }
+  engine_.expect_gradient(into.unit, current_stream());
+  const at::NoGradGuard no_grad;
+  const auto slot = static_cast<std::size_t>(index);
+  if (into.written) {
+    into.buffer.add_(gradient);
+  } else if (into.arrived || gradient_is(index) == GradientIs::held) {
+    at::add_out(into.buffer, held_[slot]->inner(), gradient);
+  } else {
+    held_[slot]->reuse(into.facts.variable.grad());
+    into.buffer.copy_(gradient, /*non_blocking=*/true);
+  }
+  into.written = into.arrived = true;
+  engine_.gradient_arrived(into.unit, Bytes{into.facts.gradient_offset},
+                           Bytes{into.facts.variable.numel() * into.facts.variable.element_size()});
+}
+
+// ---- the optimizer ----------------------------------------------------------------------------------------------
+
+GradientIs Custody::gradient_is(int index) const {
+  const at::Tensor& gradient = parameter(index).facts.variable.grad();
+  if (!gradient.defined()) return GradientIs::none;
+  const auto& held = held_[static_cast<std::size_t>(index)];
+  return held && held->is(gradient) ? GradientIs::held : GradientIs::foreign;
+}
+
+void Custody::take_foreign_gradient(int index) {
+  const Parameter& from = parameter(index);
+  engine_.access_held(from.unit, current_stream());
+  const at::NoGradGuard no_grad;
+  HeldGradient& held = *held_[static_cast<std::size_t>(index)];
+  held.reuse(from.facts.variable.grad());
+  held.inner().copy_(from.facts.variable.grad());
+}
+
+void Custody::begin_step() {
+  forget_failed_backward();
+  engine_.begin_step(current_stream());
+}
+
+void Custody::guard_gradients() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!held_[i] || gradient_is(static_cast<int>(i)) != GradientIs::held) continue;
+    if (kStorageCanRefuse) held_[i]->guard();
+    else held_[i]->kill();
+  }
+}
+
+// ---- the home ---------------------------------------------------------------------------------------------------
+
+void Custody::open_home(const std::vector<UnitId>& units, bool write) {
+  if (engine_.phase()) {
+    throw UsageError("noria.materialize between passes", "it inside a forward or backward pass",
+                     "call it before the forward or after backward()");
+  }
+  for (UnitId unit : units) {
+    engine_.access_home(unit, write);
+    if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) {
+      weights_[static_cast<std::size_t>(unit.value)]->attach(homes_[static_cast<std::size_t>(unit.value)]);
+    }
+    home_open_.push_back(unit);  // counted: materialize nests
+  }
+}
+
+void Custody::close_home(const std::vector<UnitId>& units, bool write) {
+  for (UnitId unit : units) {
+    const auto found = std::find(home_open_.begin(), home_open_.end(), unit);
+    NORIA_INVARIANT(found != home_open_.end(), "a home is closed that was not open");
+    home_open_.erase(found);
+    if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) {
+      weights_[static_cast<std::size_t>(unit.value)]->evict();
+    }
+    if (!write) continue;
+    bump_versions(parameters_of_[static_cast<std::size_t>(unit.value)]);
+  }
+}
+
+void Custody::refuse_open_home() const {
+  if (home_open_.empty()) return;
+  throw UsageError("a model whose weights are at home", "a forward inside `with noria.materialize(...)`",
+                   "leave the block before calling the model");
+}
+
+void Custody::close() {
+  *self_ = nullptr;
+  engine_.close();
+}
+
+void Custody::bump_versions(const std::vector<int>& indices) {
+  for (int index : indices) parameter(index).facts.variable.unsafeGetTensorImpl()->bump_version();
+}
+
+void Custody::raise_lost_writes() {
+  if (lost_writes_.empty()) return;
+  const std::string name = std::exchange(lost_writes_, {}).front();
+  throw UsageError("parameters that only optimizer.step() changes while they are on the device",
+                   "an in-place write to \"" + name + "\" inside forward or backward; it has been dropped",
+                   "write inside `with noria.materialize(model):`, between passes");
+}
+
+// ---- Custodian --------------------------------------------------------------------------------------------------
+
+void Custody::attach(UnitId unit, std::byte* weights) {
+  weights_[static_cast<std::size_t>(unit.value)]->attach(weights);
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    parameter(index).version = parameter(index).facts.variable._version();
+  }
+}
+
+void Custody::evict(UnitId unit) {
+  weights_[static_cast<std::size_t>(unit.value)]->evict();
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    const Parameter& left = parameter(index);
+    if (left.facts.variable._version() != left.version) lost_writes_.push_back(left.facts.name);
+  }
+}
+
+void Custody::open_gradients(UnitId unit, std::byte* buffer) {
+  gradients_[static_cast<std::size_t>(unit.value)]->attach(buffer);
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) parameter(index).written = false;
+}
+
+void Custody::close_gradients(UnitId unit) { gradients_[static_cast<std::size_t>(unit.value)]->evict(); }
+
+}  // namespace noria

@@ -1,0 +1,167 @@
+// The parameters of a wrapped model hand their storage over to this object, and it tells the engine what autograd does.
+//
+// It translates and nothing more: module hooks and autograd hooks come in, engine verbs go out; the engine says where a
+// unit's bytes are, storages are pointed there. Ownership: owns the unit storages, the gradient views and the engine;
+// keeps the parameters and their AccumulateGrad nodes alive. Threads: hooks of one model run one at a time (the
+// launching thread, or autograd's thread for the device while the launching thread waits in `backward`). Public members
+// are called without the GIL; only `run_update` takes it.
+//
+// Note [Gradients]. A gradient is caught before AccumulateGrad sees it, written into the unit's gradient buffer on the
+// compute stream, and AccumulateGrad is given nothing; `p.grad` is put in place when the outermost backward ends. Two
+// cases are left to AccumulateGrad: a parameter with post-accumulate hooks of the user's (they must see `p.grad`; what
+// it then holds is taken), and a `p.grad` that the user put there (it accumulates in place, as in torch).
+//
+// Note [Graph tasks]. Engine::queue_callback runs once per graph task and not after an exception, so the end of a
+// backward is: the callback of a task that is not nested, or of a nested one when no other is armed. A task that died is
+// known by its token, which dies with it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/held_gradient.h"
+#include "bindings/torch_compat.h"
+#include "bindings/unit_storage.h"
+#include "engine/engine.h"
+
+namespace noria {
+
+/// One parameter of a unit. `gradient_offset` -1: frozen when it was wrapped.
+struct CustodyParameter {
+  at::Tensor variable;
+  std::string name;
+  at::ScalarType dtype = at::kFloat;  // of the working copy
+  std::int64_t offset = 0;            // bytes, in the unit's working copy
+  std::int64_t gradient_offset = -1;  // bytes, in the unit's gradient layout
+};
+
+struct CustodyUnit {
+  EngineUnit engine;
+  std::vector<CustodyParameter> parameters;
+};
+
+enum class GradientIs { none, held, foreign };
+
+class Custody final : public Custodian {
+ public:
+  Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units, BufferTable buffers,
+          std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range);
+  ~Custody() override;
+
+  Engine& engine() { return engine_; }
+  void set_update_callback(std::function<void(UnitId)> run_update) { run_update_ = std::move(run_update); }
+
+  // ---- hooks ----
+  HookId add_hook(std::string name, std::vector<UnitId> needs);
+
+  void begin_forward(std::int32_t root, bool training, bool grad_enabled);
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  void enter(HookId hook);
+  /// Ends the module's visit and hooks the backward of its outputs.
+  void leave(HookId hook, const std::vector<at::Tensor>& outputs);
+  /// A module inside of the hook's returned these: should their backward come before that of the hook's own outputs
+  /// (a loss on an inner tensor), it announces the visit.
+  void inner_outputs(HookId hook, const std::vector<at::Tensor>& outputs);
+  bool inner_was_first(HookId hook) const { return hooks_[static_cast<std::size_t>(hook.value)].inner_was_first; }
+  /// An operator outside of any module that has a hook is about to use these units, and has returned `outputs`.
+  void visit_for_operator(HookId hook);
+  /// Forgets a backward that raised, if there is one.
+  void recover();
+
+  // ---- autograd, through grad_hooks.cpp ----
+  void backward_begins(HookId hook, bool inner);  // hook -1: the outermost module's output
+  torch::autograd::variable_list catch_gradient(int index, const torch::autograd::variable_list& gradients);
+  void after_accumulate(int index);
+
+  // ---- the optimizer ----
+  GradientIs gradient_is(int index) const;
+  /// Copies a gradient that the user put into `p.grad` into the held one.
+  void take_foreign_gradient(int index);
+  void begin_step();
+  /// After the updates were issued: the first write to a held gradient waits for them.
+  void guard_gradients();
+
+  // ---- the home ----
+  void open_home(const std::vector<UnitId>& units, bool write);
+  void close_home(const std::vector<UnitId>& units, bool write);
+  /// Puts a parameter's storage back where it belongs; false when it was there.
+  bool rejoin(int index);
+  /// The parameter leaves for good and becomes `replacement`.
+  void release(int index, const at::Tensor& replacement);
+  at::Tensor held(int index) const { return held_[static_cast<std::size_t>(index)]->inner(); }
+
+  void close();
+  /// Autograd's own "modified by an inplace operation" for graphs that are older than the update.
+  void bump_versions(const std::vector<int>& indices);
+  Stream current_stream() const;
+
+  // ---- Custodian ----
+  void attach(UnitId unit, std::byte* weights) override;
+  void evict(UnitId unit) override;
+  void open_gradients(UnitId unit, std::byte* buffer) override;
+  void close_gradients(UnitId unit) override;
+  void update(UnitId unit) override { run_update_(unit); }
+
+ private:
+  struct Hook {
+    std::string name;
+    std::vector<UnitId> needs;    // sorted
+    std::uint64_t sequence = 0;   // autograd's counter when its forward began
+    bool inner_was_first = false; // its backward was first announced by an output of an inner module
+  };
+  struct Parameter {
+    CustodyParameter facts;
+    UnitId unit;
+    NodePtr accumulator;         // kept alive: its hooks are ours
+    at::Tensor buffer;           // view of the unit's gradient storage
+    std::vector<std::int64_t> sizes, strides;
+    std::uint32_t version = 0;   // when its unit was attached
+    bool written = false;        // in the buffer that is open now
+    bool arrived = false;        // in this backward
+    bool take_after = false;     // AccumulateGrad goes first, see the Note
+  };
+  struct Armed {
+    int task;
+    std::weak_ptr<int> alive;
+  };
+
+  void announce(HookId hook, Phase phase);
+  void reset();
+  void hook_outputs(HookId hook, const std::vector<at::Tensor>& outputs, bool inner);
+  void raise_lost_writes();
+  void check_in_custody(const Hook& hook);
+  void arm();
+  void task_ended(int task);
+  void finish_backward();
+  void write_gradient(int index, const at::Tensor& gradient);
+  void refuse_captured_gradients() const;
+  void refuse_open_home() const;
+  void make_accumulators();
+  void forget_failed_backward();
+  Parameter& parameter(int index) { return parameters_[static_cast<std::size_t>(index)]; }
+  const Parameter& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
+
+  const c10::Device device_;
+  const std::shared_ptr<Custody*> self_;  // what hooks hold; emptied when this object closes
+  std::vector<Parameter> parameters_;
+  std::vector<std::vector<int>> parameters_of_;  // by unit
+  std::vector<std::unique_ptr<UnitStorage>> weights_;
+  std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
+  std::vector<std::unique_ptr<HeldGradient>> held_;      // by parameter; null: frozen
+  std::vector<std::byte*> homes_;                        // by unit, as the device addresses them
+  std::vector<std::string> names_;
+  std::vector<Hook> hooks_;
+  std::vector<HookId> entered_;  // modules that have been entered and not left, innermost last
+  std::vector<Armed> armed_;
+  std::vector<UnitId> home_open_;
+  std::vector<std::string> lost_writes_;  // changed in place while on the device, not yet complained of
+  std::function<void(UnitId)> run_update_;
+  Engine engine_;  // last: it calls back into everything above
+};
+
+}  // namespace noria

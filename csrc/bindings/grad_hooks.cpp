@@ -1,0 +1,61 @@
+#include "bindings/grad_hooks.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "bindings/custody.h"
+#include "bindings/python_errors.h"
+
+namespace noria {
+namespace {
+
+using torch::autograd::variable_list;
+using CustodyRef = std::shared_ptr<Custody*>;  // emptied when the Custody closes
+
+struct BackwardBegins final : torch::autograd::FunctionPreHook {
+  BackwardBegins(CustodyRef custody, int hook, bool inner) : custody(std::move(custody)), hook(hook), inner(inner) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (*custody != nullptr) as_python_errors([&] { (*custody)->backward_begins(HookId(hook), inner); });
+    return gradients;
+  }
+  CustodyRef custody;
+  int hook;
+  bool inner;
+};
+
+struct CatchGradient final : torch::autograd::FunctionPreHook {
+  CatchGradient(CustodyRef custody, int index) : custody(std::move(custody)), index(index) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (*custody == nullptr) return gradients;
+    variable_list kept;
+    as_python_errors([&] { kept = (*custody)->catch_gradient(index, gradients); });
+    return kept;
+  }
+  CustodyRef custody;
+  int index;
+};
+
+struct AfterAccumulate final : torch::autograd::FunctionPostHook {
+  AfterAccumulate(CustodyRef custody, int index) : custody(std::move(custody)), index(index) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    if (*custody != nullptr) as_python_errors([&] { (*custody)->after_accumulate(index); });
+    return outputs;
+  }
+  CustodyRef custody;
+  int index;
+};
+
+}  // namespace
+
+void hook_backward(const at::Tensor& output, const CustodyRef& custody, int hook, bool inner) {
+  output.grad_fn()->add_pre_hook(std::make_unique<BackwardBegins>(custody, hook, inner));
+}
+
+void hook_accumulator(torch::autograd::Node& accumulator, const CustodyRef& custody, int index) {
+  accumulator.add_pre_hook(std::make_unique<CatchGradient>(custody, index));
+  accumulator.add_post_hook(std::make_unique<AfterAccumulate>(custody, index));
+}
+
+}  // namespace noria

@@ -1,0 +1,19 @@
+// What differs between the torch versions that noria builds against, in one place.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+#include <torch/headeronly/version.h>
+
+#define NORIA_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace noria {
+
+/// From 2.13 a storage can refuse access and be opened again, and can call back before its first write. Before, an
+/// evicted unit reads as NaN, and an uncleared gradient is dead after `step()`.
+inline constexpr bool kStorageCanRefuse = NORIA_TORCH_AT_LEAST(2, 13);
+
+/// shared_ptr before 2.13, intrusive_ptr since.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+}  // namespace noria

@@ -1,0 +1,36 @@
+// One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
+// buffer, live in it as ordinary tensors, and moving all of them is one pointer.
+//
+// Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
+// Evicted means "throws" (torch >= 2.13); before, it points at a range of NaN that the caller provides. Null would
+// crash the process.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <string>
+
+namespace noria {
+
+class UnitStorage {
+ public:
+  UnitStorage(std::int64_t num_bytes, c10::Device device, std::string evicted_message, std::byte* nan_range);
+
+  void attach(std::byte* memory);
+  void evict();
+  bool attached() const { return attached_; }
+
+  /// A tensor in this storage, with a version counter of its own; `offset` in bytes.
+  at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  bool holds(const at::Tensor& tensor) const { return tensor.storage().unsafeGetStorageImpl() == storage_.get(); }
+
+ private:
+  const c10::intrusive_ptr<c10::StorageImpl> storage_;
+  const c10::Device device_;
+  const std::string evicted_message_;
+  std::byte* const nan_range_;
+  bool attached_ = true;  // until the constructor evicts it
+};
+
+}  // namespace noria

@@ -1,0 +1,182 @@
+// The only door to the machine: device memory, lanes that move bytes, and tickets that order them.
+//
+// Units: bytes; bandwidth in GiB/s, latency and delays in microseconds.
+// Ownership: a backend owns its lane threads, streams and events; device memory belongs to whoever allocated it and is
+//   given back with `free`. `close()` may wait and throw; the destructor closes a backend that was left open, because
+//   a lane may be writing, and then swallows what fails.
+// Order: each lane passes its ops in the order of submission. Between lanes nothing is ordered but by tickets.
+// Threads: every member may be called from any thread. No member takes the GIL; none is called by a lane thread.
+//   In a forked child the lanes do not exist: ops submitted there fail, and closing does nothing.
+//
+// Note [Two meanings of a ticket]. A ticket goes open -> issued -> passed (or failed). On the host, issued and passed
+// are one. On a device, *issued* means that the event has been recorded on its stream, so a stream may now wait for it;
+// waiting on an event that was never recorded passes silently on CUDA, which is why every wait first waits, on the
+// host, for issued. Host lanes threads wait for passed.
+//
+// Note [The null stream]. Torch's default CUDA stream has the native handle null, and null here means the calling
+// thread. The CUDA backend therefore takes null for both at once: `give` records on the device's default stream, `wait`
+// makes that stream wait and blocks the calling thread too. That is always right and overlaps nothing; whoever means
+// the default stream alone passes kDefaultStream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/ids.h"
+#include "base/trace.h"
+#include "base/words.h"
+
+namespace noria {
+
+/// Which op a ticket, a span or a stall belongs to.
+struct OpLabel {
+  OpId op;
+  Lane lane = Lane::compute;
+  Verb verb = Verb::forward;
+  UnitId unit;
+};
+
+/// A point in a lane. Shared by whoever gives it and all who wait for it.
+class TicketState {
+ public:
+  explicit TicketState(OpLabel label) : label(label) {}
+  virtual ~TicketState() = default;
+  TicketState(const TicketState&) = delete;  // identity is the point of it
+  TicketState& operator=(const TicketState&) = delete;
+
+  const OpLabel label;
+
+  /// True once `wait_passed` would not block: passed, or failed.
+  virtual bool passed() const = 0;
+  /// Blocks the calling host thread until the point is passed; throws the giver's failure.
+  virtual void wait_passed() = 0;
+  /// Blocks until the ticket is issued (see the Note); throws the giver's failure if it failed before that.
+  virtual void wait_issued() = 0;
+  /// Calls back once the ticket is issued or failed: on the giver's thread, or at once if it is already.
+  virtual void when_issued(std::function<void()> callback) = 0;
+};
+using Ticket = std::shared_ptr<TicketState>;
+
+/// The compute queue that the caller uses now: a cudaStream_t, a compute lane of a HostBackend, or null for "the
+/// calling thread itself computes, and has finished when it says so" (but see Note [The null stream]).
+using Stream = void*;
+/// The device's own default stream, whose native handle is null: the value of cudaStreamLegacy.
+inline const Stream kDefaultStream = reinterpret_cast<Stream>(std::uintptr_t{1});
+
+struct CopySpan {
+  std::byte* to;
+  const std::byte* from;
+  Bytes bytes;
+};
+
+/// What one op on the fetch or drain lane does: copies in order, then fills (0xFF: NaN in every float format).
+struct Transfer {
+  std::vector<CopySpan> copies;
+  std::vector<std::pair<std::byte*, Bytes>> poison;
+  Bytes bytes() const;
+};
+
+struct LaneStats {
+  std::int64_t busy_us = 0;
+  std::int64_t num_ops = 0;
+  Bytes bytes;
+  std::map<std::pair<Verb, Verb>, std::int64_t> stalled_us;  // (giver, waiter) -> time lost
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  Backend() = default;
+  Backend(const Backend&) = delete;  // owns threads
+  Backend& operator=(const Backend&) = delete;
+
+  virtual std::string name() const = 0;  // "host", "cuda:1"
+
+  // ---- memory ----
+  /// Device memory, aligned to 2 MiB or the device's own granularity. Throws MachineError when `capacity` or the
+  /// device is exhausted; nothing is taken then.
+  virtual std::byte* allocate(Bytes bytes) = 0;
+  virtual void free(std::byte* memory) = 0;
+  virtual Bytes allocated() const = 0;
+  virtual Bytes capacity() const = 0;
+  virtual std::int64_t num_allocations() const = 0;  // ever made: a steady state makes none
+  virtual std::int64_t num_events() const = 0;       // likewise; always 0 on the host
+
+  /// Makes host memory reachable by the copy engines (pins it). No-op on the host.
+  virtual void register_home(std::byte* memory, Bytes bytes) = 0;
+  virtual void unregister_home(std::byte* memory) = 0;
+  /// The address under which the device itself reads registered host memory (CUDA unified addressing).
+  virtual std::byte* device_address(std::byte* home_memory) const = 0;
+
+  // ---- lanes ----
+  /// Queues a transfer on the fetch or drain lane, after `waits`. Does not synchronize. If a wait fails, the transfer
+  /// is not done and its own ticket fails with the same error.
+  virtual Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) = 0;
+
+  /// Compute ops are the caller's: opened here, given when the caller's kernels have been launched.
+  virtual Ticket open(const OpLabel& label) = 0;
+  virtual void give(const Ticket& ticket, Stream stream) = 0;
+  /// Gives the ticket as failed, so that no lane waits for ever on a visit that raised.
+  virtual void give_failed(const Ticket& ticket, std::exception_ptr error) = 0;
+  /// Makes `stream` wait for `tickets` (null stream: blocks the calling thread until they are passed). Blocks the
+  /// calling thread only until each is issued. Throws the failure of a ticket known to have failed.
+  virtual void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) = 0;
+
+  /// Blocks until the fetch and drain lanes are empty. Does not throw ops' failures (their tickets carry them).
+  virtual void idle() = 0;
+  /// Stops the lanes and joins their threads; the running op is finished, queued ops and later ones fail. Idempotent.
+  virtual void close() = 0;
+
+  // ---- what happened ----
+  /// Complete when the lane is idle. A compute op is busy from the end of its waits until it is given.
+  virtual LaneStats stats(Lane lane) const = 0;
+  /// Spans of fetch and drain ops go here from now on (null: nowhere); compute spans are the caller's to add.
+  virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
+  /// True when vacated memory must be overwritten (the hostile setting).
+  virtual bool poisons() const = 0;
+};
+
+/// A rate limit of one lane, so that overlap can be measured on any machine. 0 means unlimited.
+struct LaneLimit {
+  double bandwidth_gib_s = 0;
+  double latency_us = 0;
+};
+
+/// The hostile setting: everything that is allowed to happen late, does.
+struct Hostility {
+  std::uint64_t seed = 0;         // 0: not hostile
+  std::int64_t max_delay_us = 0;  // a random delay up to this before and after each lane op, and after compute waits
+  std::map<Verb, std::int64_t> hold_us;  // ops of this verb are held back by so much before they run
+  bool poison = false;                   // vacated memory is overwritten with 0xFF
+};
+
+struct HostBackendOptions {
+  Bytes capacity;                    // the cap on device memory
+  std::map<Lane, LaneLimit> limits;  // fetch, drain (update's limit is the host optimizer's)
+  Hostility hostility;
+};
+
+std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options);
+
+struct CudaBackendOptions {
+  int device_index = 0;
+  Bytes capacity;
+  Hostility hostility;
+};
+
+/// Throws MachineError naming what is missing when this build or machine has no CUDA.
+std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options);
+
+/// Why `make_cuda_backend` would fail here; empty when it would not.
+std::string cuda_absent_reason();
+
+}  // namespace noria

@@ -1,0 +1,545 @@
+// The verbs of device/backend.h on the CUDA runtime. The only file that sees it.
+//
+// Ownership: two non-blocking streams (copy engines are per direction, more streams add nothing), a host thread for
+//   each that never takes the GIL, three threads that follow the device for the numbers, and a pool of events.
+// Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets),
+//   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
+//   wait for an event that has not been recorded.
+//
+// Note [Pending errors]. A failed runtime call also leaves its error behind for the next caller of cudaGetLastError,
+// which would be torch, in a place that has nothing to do with us. Every failure here takes its error away again.
+//
+// Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
+// where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+#include "device/host_lane.h"
+#include "device/host_ticket.h"
+#include "device/lane_follower.h"
+#include "device/lane_ledger.h"
+#include "device/timing.h"
+
+namespace noria {
+
+#ifdef NORIA_HAVE_KERNELS
+void hold_stream(void* stream, std::int64_t us);  // kernels/hold.cu
+#endif
+
+namespace {
+
+[[noreturn]] void fail(cudaError_t error, const std::string& call) {
+  (void)cudaGetLastError();  // Note [Pending errors]
+  throw MachineError(call + " failed: " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+}
+
+void check(cudaError_t error, const char* call, int device, Bytes bytes = {}) {
+  if (error == cudaSuccess) return;
+  const std::string size =
+      bytes.count > 0 ? " of " + to_string(bytes) + " (" + std::to_string(bytes.count) + " bytes)" : std::string();
+  fail(error, call + size + " on cuda:" + std::to_string(device));
+}
+
+/// For threads of ours.
+void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice", device); }
+
+/// For threads of others: Note [Current device].
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice", device);
+    if (previous_ == device) return;
+    use_device(device);
+    changed_ = true;
+  }
+  ~OnDevice() {
+    if (changed_ && cudaSetDevice(previous_) != cudaSuccess) (void)cudaGetLastError();
+  }
+  OnDevice(const OnDevice&) = delete;  // puts back once
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+/// Events are made up to the steady need and used again. Tickets may outlive the backend: what comes back after
+/// `close` is destroyed. An event that comes back before the device has passed it may be recorded again at once: a
+/// stream that waits for it captured the earlier record.
+class EventPool {
+ public:
+  explicit EventPool(int device) : device_(device), pid_(getpid()) {}
+
+  cudaEvent_t take() {
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) {
+      OnDevice on(device_);
+      cudaEvent_t event = nullptr;
+      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
+            "cudaEventCreateWithFlags", device_);
+      ++num_created_;
+      return event;
+    }
+    cudaEvent_t event = idle_.back();
+    idle_.pop_back();
+    return event;
+  }
+  void give_back(cudaEvent_t event) noexcept {
+    if (getpid() != pid_) return;  // a forked child must not touch CUDA
+    std::lock_guard lock(mutex_);
+    if (closed_) {
+      destroy(event);
+    } else {
+      idle_.push_back(event);
+    }
+  }
+  void close() noexcept {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (cudaEvent_t event : idle_) destroy(event);
+    idle_.clear();
+  }
+  std::int64_t num_created() const {
+    std::lock_guard lock(mutex_);
+    return num_created_;
+  }
+
+ private:
+  static void destroy(cudaEvent_t event) noexcept {
+    if (cudaEventDestroy(event) != cudaSuccess) (void)cudaGetLastError();
+  }
+
+  const int device_;
+  const pid_t pid_;
+  mutable std::mutex mutex_;
+  std::vector<cudaEvent_t> idle_;
+  std::int64_t num_created_ = 0;
+  bool closed_ = false;
+};
+
+/// A point in a stream. Issued when its event has been recorded; before that there is no event.
+class CudaTicket final : public TicketState {
+ public:
+  CudaTicket(const OpLabel& op, int device, std::shared_ptr<EventPool> events)
+      : TicketState(op),
+        device_(device),
+        events_(std::move(events)),
+        issued_(op) {}
+  ~CudaTicket() override {
+    if (event_ != nullptr) events_->give_back(event_);
+  }
+
+  bool passed() const override {
+    if (passed_) return true;
+    if (!issued_.passed()) return false;
+    if (!recorded_) return true;  // failed
+    const cudaError_t error = cudaEventQuery(event_);
+    if (error == cudaSuccess) {
+      passed_ = true;
+      return true;
+    }
+    (void)cudaGetLastError();           // "not ready" is left behind like any error
+    return error != cudaErrorNotReady;  // a broken device: wait_passed will say so
+  }
+  void wait_passed() override {
+    issued_.wait_passed();
+    if (passed_) return;
+    check(cudaEventSynchronize(event_), "cudaEventSynchronize", device_);
+    passed_ = true;
+  }
+  void wait_issued() override { issued_.wait_passed(); }
+  void when_issued(std::function<void()> callback) override { issued_.when_done(std::move(callback)); }
+
+  void record(cudaStream_t stream) {
+    NORIA_INVARIANT(!issued_.passed(), "the ticket of a " + std::string(to_string(label.verb)) + " op was given twice");
+    event_ = events_->take();
+    check(cudaEventRecord(event_, stream), "cudaEventRecord", device_);
+    recorded_ = true;
+    issued_.pass();
+  }
+  void fail(std::exception_ptr error) { issued_.fail(std::move(error)); }
+  std::int64_t opened_ns() const { return opened_ns_; }
+  /// Only after `wait_issued`.
+  void hold_back(cudaStream_t stream) const {
+    check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent", device_);
+  }
+
+ private:
+  const int device_;
+  const std::int64_t opened_ns_ = now_ns();
+  const std::shared_ptr<EventPool> events_;
+  cudaEvent_t event_ = nullptr;  // these two are written before `issued_` passes, and read only after
+  bool recorded_ = false;
+  HostTicket issued_;
+  mutable std::atomic<bool> passed_ = false;
+};
+
+/// `stream` waits for an issued ticket. A host ticket that is issued has passed.
+void hold_back(cudaStream_t stream, const Ticket& ticket) {
+  if (const auto* on_device = dynamic_cast<const CudaTicket*>(ticket.get())) on_device->hold_back(stream);
+}
+
+class CudaBackend final : public Backend {
+ public:
+  explicit CudaBackend(const CudaBackendOptions& options);
+  ~CudaBackend() override;
+
+  std::string name() const override { return "cuda:" + std::to_string(device_); }
+
+  std::byte* allocate(Bytes bytes) override;
+  void free(std::byte* memory) override;
+  Bytes allocated() const override;
+  Bytes capacity() const override { return options_.capacity; }
+  std::int64_t num_allocations() const override;
+  std::int64_t num_events() const override { return events_->num_created(); }
+
+  void register_home(std::byte* memory, Bytes bytes) override;
+  void unregister_home(std::byte* memory) override;
+  std::byte* device_address(std::byte* home_memory) const override;
+
+  Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) override;
+  Ticket open(const OpLabel& label) override;
+  void give(const Ticket& ticket, Stream stream) override;
+  void give_failed(const Ticket& ticket, std::exception_ptr error) override;
+  void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) override;
+
+  void idle() override;
+  void close() override;
+
+  LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
+  void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  bool poisons() const override { return options_.hostility.poison; }
+
+ private:
+  struct CopyLane {
+    CopyLane(Lane lane, const CudaBackendOptions& options, LaneLedger& ledger)
+        : kind(lane == Lane::fetch ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost),
+          delays(options.hostility, lane),
+          follower(lane, ledger, [device = options.device_index] { use_device(device); }),
+          thread(std::string(to_string(lane))) {}
+    const cudaMemcpyKind kind;
+    cudaStream_t stream = nullptr;
+    Delays delays;
+    LaneFollower follower;
+    HostLane thread;  // last: it is gone before what it uses
+  };
+
+  CopyLane& copy_lane(Lane lane);
+  void run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
+           const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
+  void require_registered(const CopyLane& lane, const Transfer& transfer) const;
+  CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
+  void hold_compute(cudaStream_t stream, Verb verb);
+
+  const CudaBackendOptions options_;
+  const int device_;
+  const std::shared_ptr<EventPool> events_;
+  LaneLedger ledger_;
+  Delays compute_delays_;
+  LaneFollower compute_follower_;
+  CopyLane fetch_, drain_;
+  bool closed_ = false;
+  std::mutex close_mutex_;
+
+  mutable std::mutex mutex_;  // protects all below
+  std::map<std::byte*, Bytes> allocations_;
+  std::map<const std::byte*, Bytes> registered_;
+  Bytes allocated_;
+  std::int64_t num_allocations_ = 0;
+};
+
+CudaBackend::CudaBackend(const CudaBackendOptions& options)
+    : options_(options),
+      device_(options.device_index),
+      events_(std::make_shared<EventPool>(device_)),
+      compute_delays_(options.hostility, Lane::compute),
+      compute_follower_(Lane::compute, ledger_, [device = device_] { use_device(device); }),
+      fetch_(Lane::fetch, options, ledger_),
+      drain_(Lane::drain, options, ledger_) {
+  OnDevice on(device_);
+  check(cudaStreamCreateWithFlags(&fetch_.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", device_);
+  const cudaError_t error = cudaStreamCreateWithFlags(&drain_.stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) return;
+  (void)cudaStreamDestroy(fetch_.stream);
+  check(error, "cudaStreamCreateWithFlags", device_);
+}
+
+CudaBackend::~CudaBackend() {
+  try {
+    close();
+  } catch (...) {  // whoever wants to hear of it calls close()
+  }
+}
+
+// ---- memory ----
+
+std::byte* CudaBackend::allocate(Bytes bytes) {
+  NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
+  std::lock_guard lock(mutex_);
+  OnDevice on(device_);
+  const std::string policy =
+      " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
+  if (allocated_ + bytes > options_.capacity) {
+    throw MachineError("allocating " + to_string(bytes) + " on " + name() + " failed" + policy);
+  }
+  // Plain cudaMalloc: a pipeline neighbour can open such memory (cudaIpcGetMemHandle), which memory of a stream-ordered
+  // pool or of an expandable segment does not allow.
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(bytes.count));
+  if (error != cudaSuccess) {
+    std::size_t free = 0, total = 0;
+    std::string found;
+    if (cudaMemGetInfo(&free, &total) == cudaSuccess) {
+      found = " with " + to_string(Bytes{static_cast<std::int64_t>(free)}) + " free of " +
+              to_string(Bytes{static_cast<std::int64_t>(total)});
+    }
+    fail(error, "cudaMalloc of " + to_string(bytes) + " on " + name() + found + policy);
+  }
+  auto* device_memory = static_cast<std::byte*>(memory);
+  allocations_.emplace(device_memory, bytes);
+  allocated_ += bytes;
+  ++num_allocations_;
+  return device_memory;
+}
+
+void CudaBackend::free(std::byte* memory) {
+  if (fetch_.thread.is_forked()) return;
+  std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  NORIA_INVARIANT(found != allocations_.end(), "freed what " + name() + " did not allocate");
+  const Bytes bytes = found->second;
+  allocated_ -= bytes;
+  allocations_.erase(found);
+  OnDevice on(device_);
+  check(cudaFree(memory), "cudaFree", device_, bytes);
+}
+
+Bytes CudaBackend::allocated() const {
+  std::lock_guard lock(mutex_);
+  return allocated_;
+}
+
+std::int64_t CudaBackend::num_allocations() const {
+  std::lock_guard lock(mutex_);
+  return num_allocations_;
+}
+
+void CudaBackend::register_home(std::byte* memory, Bytes bytes) {
+  std::lock_guard lock(mutex_);
+  OnDevice on(device_);
+  // One call a range: a copy may not span two registered ranges. Mapped, because the device reads held gradients in it.
+  check(cudaHostRegister(memory, static_cast<std::size_t>(bytes.count),
+                         cudaHostRegisterPortable | cudaHostRegisterMapped),
+        "cudaHostRegister", device_, bytes);
+  registered_.emplace(memory, bytes);
+}
+
+void CudaBackend::unregister_home(std::byte* memory) {
+  if (fetch_.thread.is_forked()) return;
+  std::lock_guard lock(mutex_);
+  const auto found = registered_.find(memory);
+  NORIA_INVARIANT(found != registered_.end(), "unregistered what " + name() + " had not registered");
+  const Bytes bytes = found->second;
+  registered_.erase(found);
+  OnDevice on(device_);
+  check(cudaHostUnregister(memory), "cudaHostUnregister", device_, bytes);
+}
+
+std::byte* CudaBackend::device_address(std::byte* home_memory) const {
+  OnDevice on(device_);
+  void* address = nullptr;
+  check(cudaHostGetDevicePointer(&address, home_memory, 0), "cudaHostGetDevicePointer", device_);
+  return static_cast<std::byte*>(address);
+}
+
+// ---- transfers ----
+
+CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
+  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain,
+                  "no transfer runs on the " + std::string(to_string(lane)) + " lane");
+  return lane == Lane::fetch ? fetch_ : drain_;
+}
+
+// CUDA would copy from or to pageable memory too, through a buffer of its own and without overlap: silently slow.
+void CudaBackend::require_registered(const CopyLane& lane, const Transfer& transfer) const {
+  std::lock_guard lock(mutex_);
+  for (const CopySpan& copy : transfer.copies) {
+    const std::byte* home = lane.kind == cudaMemcpyHostToDevice ? copy.from : copy.to;
+    auto range = registered_.upper_bound(home);
+    const bool inside = range != registered_.begin() &&
+                        home + copy.bytes.count <= std::prev(range)->first + std::prev(range)->second.count;
+    NORIA_INVARIANT(inside, "a copy of " + to_string(copy.bytes) + " leaves the registered home");
+  }
+}
+
+Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
+  CopyLane& lane = copy_lane(label.lane);
+  require_registered(lane, transfer);
+  auto ticket = std::make_shared<CudaTicket>(label, device_, events_);
+  const std::int64_t submitted_ns = now_ns();
+  lane.thread.enqueue(
+      {[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer), waits = std::move(waits)] {
+         try {
+           run(lane, label, transfer, waits, ticket, submitted_ns);
+         } catch (...) {
+           ticket->fail(std::current_exception());
+         }
+       },
+       [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
+  return ticket;
+}
+
+void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
+                      const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns) {
+  use_device(device_);
+  FollowedOp op{label, submitted_ns, {}, 0, ticket, transfer.bytes()};
+  for (const Ticket& wait : waits) {
+    lane.thread.await_issued(wait);
+    op.waits.push_back({wait, now_ns()});
+    hold_back(lane.stream, wait);
+  }
+  lane.delays.sleep(label.verb);
+  op.begun_ns = now_ns();
+  for (const CopySpan& copy : transfer.copies) {
+    check(cudaMemcpyAsync(copy.to, copy.from, static_cast<std::size_t>(copy.bytes.count), lane.kind, lane.stream),
+          "cudaMemcpyAsync", device_, copy.bytes);
+  }
+  for (const auto& [memory, bytes] : transfer.poison) {
+    check(cudaMemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream), "cudaMemsetAsync", device_,
+          bytes);
+  }
+  lane.delays.sleep();
+  lane.follower.follow(std::move(op));
+  ticket->record(lane.stream);  // last: a callback on this thread may release the backend itself
+}
+
+// ---- the compute lane ----
+
+CudaTicket& CudaBackend::as_cuda_ticket(const Ticket& ticket) const {
+  auto* on_device = dynamic_cast<CudaTicket*>(ticket.get());
+  NORIA_INVARIANT(on_device != nullptr, name() + " gives only tickets that it opened");
+  return *on_device;
+}
+
+static_assert(sizeof(cudaStream_t) == sizeof(Stream));
+
+static cudaStream_t native(Stream stream) {
+  static const bool same_value = kDefaultStream == static_cast<Stream>(cudaStreamLegacy);
+  NORIA_INVARIANT(same_value, "kDefaultStream is no longer cudaStreamLegacy");
+  return static_cast<cudaStream_t>(stream == nullptr ? kDefaultStream : stream);
+}
+
+Ticket CudaBackend::open(const OpLabel& label) { return std::make_shared<CudaTicket>(label, device_, events_); }
+
+void CudaBackend::give(const Ticket& ticket, Stream stream) {
+  CudaTicket& on_device = as_cuda_ticket(ticket);
+  try {
+    OnDevice on(device_);
+    compute_follower_.follow({ticket->label, 0, {}, on_device.opened_ns(), ticket, {}});
+    on_device.record(native(stream));
+  } catch (...) {
+    on_device.fail(std::current_exception());  // nobody may wait for ever; the caller hears it too
+    throw;
+  }
+}
+
+void CudaBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
+  as_cuda_ticket(ticket).fail(std::move(error));
+}
+
+void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
+  const cudaStream_t waiting = native(stream);
+  FollowedOp op{waiter, now_ns(), {}, 0, nullptr, {}};
+  OnDevice on(device_);
+  for (const Ticket& ticket : tickets) {
+    ticket->wait_issued();
+    op.waits.push_back({ticket, now_ns()});
+    hold_back(waiting, ticket);
+  }
+  compute_follower_.follow(std::move(op));
+  if (stream == nullptr) {
+    for (const Ticket& ticket : tickets) ticket->wait_passed();
+  }
+  hold_compute(waiting, waiter.verb);
+}
+
+// The stream is held where kernels were built, so that the caller runs ahead of it as in real life; else the caller is.
+void CudaBackend::hold_compute([[maybe_unused]] cudaStream_t stream, Verb verb) {
+#ifdef NORIA_HAVE_KERNELS
+  const std::int64_t us = compute_delays_.next_us() + compute_delays_.hold_us(verb);
+  if (us == 0) return;
+  hold_stream(stream, us);
+  check(cudaGetLastError(), "hold_stream", device_);
+#else
+  compute_delays_.sleep(verb);
+#endif
+}
+
+// ---- the end ----
+
+void CudaBackend::idle() {
+  fetch_.thread.idle();
+  drain_.thread.idle();
+  fetch_.follower.idle();
+  drain_.follower.idle();
+}
+
+void CudaBackend::close() {
+  if (fetch_.thread.is_forked()) return;
+  std::lock_guard lock(close_mutex_);
+  if (std::exchange(closed_, true)) return;
+  fetch_.thread.close();
+  drain_.thread.close();
+  // What was queued on the device is finished, whatever goes wrong on the way; the first failure is reported.
+  cudaError_t first = cudaSuccess;
+  auto attempt = [&first](cudaError_t error) {
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();
+    if (first == cudaSuccess) first = error;
+  };
+  for (CopyLane* lane : {&fetch_, &drain_}) {
+    attempt(cudaStreamSynchronize(lane->stream));
+    lane->follower.idle();
+    lane->follower.close();
+    attempt(cudaStreamDestroy(lane->stream));
+  }
+  compute_follower_.close();
+  events_->close();
+  check(first, "closing the lanes", device_);
+}
+
+}  // namespace
+
+std::string cuda_absent_reason() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return std::string("cudaGetDeviceCount failed: ") + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
+           ")";
+  }
+  return count > 0 ? "" : "cudaGetDeviceCount finds no device";
+}
+
+std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options) {
+  const std::string device = "cuda:" + std::to_string(options.device_index);
+  const std::string absent = cuda_absent_reason();
+  if (!absent.empty()) throw MachineError("opening " + device + " failed: " + absent);
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "cudaGetDeviceCount", options.device_index);
+  if (options.device_index < 0 || options.device_index >= count) {
+    throw MachineError("opening " + device + " failed: this machine has " + std::to_string(count) +
+                       " CUDA devices, numbered from 0");
+  }
+  return std::make_shared<CudaBackend>(options);
+}
+
+}  // namespace noria

@@ -1,0 +1,309 @@
+#include "device/host_backend.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/errors.h"
+#include "device/host_memory.h"
+#include "device/host_ticket.h"
+
+namespace noria {
+
+namespace {
+
+LaneLimit limit_of(const HostBackendOptions& options, Lane lane) {
+  const auto found = options.limits.find(lane);
+  return found == options.limits.end() ? LaneLimit{} : found->second;
+}
+
+HostTicket& as_host_ticket(const Ticket& ticket) {
+  auto* host = dynamic_cast<HostTicket*>(ticket.get());
+  NORIA_INVARIANT(host != nullptr, "the host backend gives only tickets that it opened");
+  return *host;
+}
+
+std::vector<OpId> ids_of(const std::vector<Ticket>& tickets) {
+  std::vector<OpId> ids;
+  for (const Ticket& ticket : tickets) ids.push_back(ticket->label.op);
+  return ids;
+}
+
+}  // namespace
+
+struct HostBackend::TransferLane {
+  TransferLane(Lane lane, const HostBackendOptions& options)
+      : limit(limit_of(options, lane)),
+        delays(options.hostility, lane),
+        thread(std::string(to_string(lane))) {}
+
+  const LaneLimit limit;
+  Delays delays;
+  std::int64_t free_ns = 0;  // when the last op was over; lane thread only
+  HostLane thread;           // last: it is gone before what it uses
+};
+
+struct HostBackend::ComputeStream {
+  std::mutex mutex;
+  std::exception_ptr broken;
+  HostLane thread{"compute"};
+
+  void rethrow() {
+    std::lock_guard lock(mutex);
+    if (broken) std::rethrow_exception(broken);
+  }
+  std::exception_ptr error() {
+    std::lock_guard lock(mutex);
+    return broken;
+  }
+  void run(const std::function<void()>& work) {
+    if (error()) return;
+    try {
+      work();
+    } catch (...) {
+      std::lock_guard lock(mutex);
+      broken = std::current_exception();
+    }
+  }
+};
+
+HostBackend::HostBackend(const HostBackendOptions& options)
+    : options_(options),
+      compute_delays_(options.hostility, Lane::compute),
+      fetch_(std::make_unique<TransferLane>(Lane::fetch, options)),
+      drain_(std::make_unique<TransferLane>(Lane::drain, options)) {}
+
+HostBackend::~HostBackend() { close(); }
+
+// ---- memory ----
+
+std::byte* HostBackend::allocate(Bytes bytes) {
+  NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
+  std::lock_guard lock(mutex_);
+  const std::string policy =
+      " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
+  if (allocated_ + bytes > options_.capacity) {
+    throw MachineError("allocating " + to_string(bytes) + " of device memory on the host failed" + policy);
+  }
+  std::byte* memory = map_pages(bytes);
+  if (memory == nullptr) {
+    throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::strerror(errno) + policy);
+  }
+  if (poisons()) std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
+  allocations_.emplace(memory, bytes);
+  allocated_ += bytes;
+  ++num_allocations_;
+  return memory;
+}
+
+void HostBackend::free(std::byte* memory) {
+  std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");
+  unmap_pages(memory, found->second);
+  allocated_ -= found->second;
+  allocations_.erase(found);
+}
+
+Bytes HostBackend::allocated() const {
+  std::lock_guard lock(mutex_);
+  return allocated_;
+}
+
+std::int64_t HostBackend::num_allocations() const {
+  std::lock_guard lock(mutex_);
+  return num_allocations_;
+}
+
+// ---- transfers ----
+
+HostBackend::TransferLane& HostBackend::transfer_lane(Lane lane) {
+  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain,
+                  "no transfer runs on the " + std::string(to_string(lane)) + " lane");
+  return lane == Lane::fetch ? *fetch_ : *drain_;
+}
+
+Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
+  TransferLane& lane = transfer_lane(label.lane);
+  auto ticket = std::make_shared<HostTicket>(label);
+  const std::int64_t submitted_ns = now_ns();
+  lane.thread.enqueue(
+      {[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer), waits = std::move(waits)] {
+         try {
+           run(lane, label, transfer, waits, submitted_ns);
+         } catch (...) {
+           ticket->fail(std::current_exception());
+           return;
+         }
+         ticket->pass();  // last: whoever sees it passed also sees its bytes and its numbers
+       },
+       [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
+  return ticket;
+}
+
+void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& transfer,
+                      const std::vector<Ticket>& waits, std::int64_t submitted_ns) {
+  // Free since, and waiting since: by when things happened, not by when this thread was scheduled to see them.
+  std::int64_t free_ns = std::max(lane.free_ns, submitted_ns);
+  for (const Ticket& ticket : waits) {
+    lane.thread.await_issued(ticket);
+    free_ns = stood_until(ticket, label, free_ns);
+  }
+  const bool delayed = lane.delays.sleep(label.verb);
+  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer.bytes());
+  // A paced op begins at the moment it could: the lane then carries its bandwidth, however late each wake-up is.
+  const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
+
+  for (const CopySpan& copy : transfer.copies) {
+    std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes.count));
+  }
+  for (const auto& [memory, bytes] : transfer.poison) {
+    std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
+  }
+
+  lane.free_ns = std::max(start_ns + least_ns, now_ns());
+  sleep_until_ns(lane.free_ns);
+  ledger_.transferred(label, start_ns, lane.free_ns, transfer.bytes(), ids_of(waits));
+  if (lane.delays.sleep()) lane.free_ns = now_ns();
+}
+
+std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns) {
+  const auto* host = dynamic_cast<const HostTicket*>(ticket.get());
+  const std::int64_t until_ns = host != nullptr ? host->done_ns() : now_ns();
+  if (until_ns > since_ns) ledger_.stalled(waiter.lane, ticket->label.verb, waiter.verb, until_ns - since_ns);
+  return std::max(since_ns, until_ns);
+}
+
+// ---- the compute lane ----
+
+Ticket HostBackend::open(const OpLabel& label) {
+  auto ticket = std::make_shared<HostTicket>(label);
+  std::lock_guard lock(mutex_);
+  computing_since_ns_[label.op] = now_ns();
+  return ticket;
+}
+
+void HostBackend::give(const Ticket& ticket, Stream stream) {
+  HostTicket& host = as_host_ticket(ticket);
+  if (stream == nullptr) {
+    compute_given(ticket->label);
+    host.pass();
+    return;
+  }
+  ComputeStream& compute = compute_stream(stream);
+  compute.thread.enqueue({[this, &compute, &host, ticket] {
+                            compute_given(ticket->label);
+                            if (auto error = compute.error()) {
+                              host.fail(std::move(error));
+                            } else {
+                              host.pass();
+                            }
+                          },
+                          [&host, ticket](std::exception_ptr error) { host.fail(std::move(error)); }});
+}
+
+void HostBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
+  {
+    std::lock_guard lock(mutex_);
+    computing_since_ns_.erase(ticket->label.op);
+  }
+  as_host_ticket(ticket).fail(std::move(error));
+}
+
+void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
+  if (stream == nullptr) {
+    std::int64_t since_ns = now_ns();
+    for (const Ticket& ticket : tickets) {
+      ticket->wait_passed();
+      since_ns = stood_until(ticket, waiter, since_ns);
+    }
+    compute_delays_.sleep(waiter.verb);
+    compute_resumed(waiter);
+    return;
+  }
+  ComputeStream& compute = compute_stream(stream);
+  compute.rethrow();
+  for (const Ticket& ticket : tickets) {
+    if (ticket->passed()) ticket->wait_passed();  // throws what is known by now
+  }
+  enqueue(stream, [this, &compute, tickets, waiter] {
+    std::int64_t idle_since_ns = now_ns();
+    for (const Ticket& ticket : tickets) {
+      compute.thread.await_issued(ticket);
+      idle_since_ns = stood_until(ticket, waiter, idle_since_ns);
+    }
+    compute_delays_.sleep(waiter.verb);
+    compute_resumed(waiter);
+  });
+}
+
+void HostBackend::compute_resumed(const OpLabel& label) {
+  std::lock_guard lock(mutex_);
+  const auto found = computing_since_ns_.find(label.op);
+  if (found != computing_since_ns_.end()) found->second = now_ns();
+}
+
+void HostBackend::compute_given(const OpLabel& label) {
+  const std::int64_t end_ns = now_ns();
+  std::int64_t start_ns = end_ns;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = computing_since_ns_.find(label.op);
+    if (found != computing_since_ns_.end()) {
+      start_ns = found->second;
+      computing_since_ns_.erase(found);
+    }
+  }
+  ledger_.worked(label, start_ns, end_ns, {});
+}
+
+Stream HostBackend::create_stream() {
+  auto stream = std::make_unique<ComputeStream>();
+  Stream handle = stream.get();
+  std::lock_guard lock(mutex_);
+  streams_.emplace(handle, std::move(stream));
+  return handle;
+}
+
+void HostBackend::enqueue(Stream stream, std::function<void()> work) {
+  ComputeStream& compute = compute_stream(stream);
+  compute.thread.enqueue({[&compute, work = std::move(work)] { compute.run(work); },
+                          [&compute](std::exception_ptr error) {
+                            std::lock_guard lock(compute.mutex);
+                            if (!compute.broken) compute.broken = std::move(error);
+                          }});
+}
+
+HostBackend::ComputeStream& HostBackend::compute_stream(Stream stream) {
+  std::lock_guard lock(mutex_);
+  const auto found = streams_.find(stream);
+  NORIA_INVARIANT(found != streams_.end(), "not a stream of this host backend");
+  return *found->second;
+}
+
+// ---- the end ----
+
+void HostBackend::idle() {
+  fetch_->thread.idle();
+  drain_->thread.idle();
+}
+
+void HostBackend::close() {
+  // A forked child may have inherited our mutex locked, so nothing but the pid is looked at there.
+  if (fetch_->thread.is_forked()) return;
+  fetch_->thread.close();
+  drain_->thread.close();
+  std::vector<ComputeStream*> streams;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [handle, stream] : streams_) streams.push_back(stream.get());
+  }
+  for (ComputeStream* stream : streams) stream->thread.close();
+}
+
+std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options) {
+  return std::make_shared<HostBackend>(options);
+}
+
+}  // namespace noria

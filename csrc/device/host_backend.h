@@ -1,0 +1,88 @@
+// The machine without a device: real memory under a real cap, real lane threads, real copies.
+//
+// It is a backend in its own right (layers compute on the CPU) and the strictest place to test everything above it:
+// lanes can be slowed to a given bandwidth and latency, and the hostile setting makes everything late that may be late
+// and overwrites what was vacated. Contract: device/backend.h. Tests hold the CUDA backend to the same suite.
+//
+// Order on the compute lane: with the null stream the calling thread computes, so `give` passes the ticket at once and
+// `wait` blocks until its tickets are passed. A stream of `create_stream` is a thread that behaves as a CUDA stream
+// does: `give` and `wait` are queued behind its work and return at once.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "device/backend.h"
+#include "device/host_lane.h"
+#include "device/lane_ledger.h"
+#include "device/timing.h"
+
+namespace noria {
+
+class HostTicket;
+
+class HostBackend final : public Backend {
+ public:
+  explicit HostBackend(const HostBackendOptions& options);
+  ~HostBackend() override;
+
+  std::string name() const override { return "host"; }
+
+  std::byte* allocate(Bytes bytes) override;
+  void free(std::byte* memory) override;
+  Bytes allocated() const override;
+  Bytes capacity() const override { return options_.capacity; }
+  std::int64_t num_allocations() const override;
+  std::int64_t num_events() const override { return 0; }
+
+  void register_home(std::byte*, Bytes) override {}
+  void unregister_home(std::byte*) override {}
+  std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
+
+  Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) override;
+  Ticket open(const OpLabel& label) override;
+  void give(const Ticket& ticket, Stream stream) override;
+  void give_failed(const Ticket& ticket, std::exception_ptr error) override;
+  void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) override;
+
+  void idle() override;
+  void close() override;
+
+  LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
+  void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  bool poisons() const override { return options_.hostility.poison; }
+
+  /// An asynchronous compute stream, owned by the backend until `close`.
+  Stream create_stream();
+  /// Queues work on such a stream. Work that throws breaks the stream: nothing runs on it any more, its tickets fail
+  /// with that error, and waiting on it throws.
+  void enqueue(Stream stream, std::function<void()> work);
+
+ private:
+  struct TransferLane;
+  struct ComputeStream;
+  TransferLane& transfer_lane(Lane lane);
+  ComputeStream& compute_stream(Stream stream);
+  void run(TransferLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
+           std::int64_t submitted_ns);
+  std::int64_t stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns);
+  void compute_resumed(const OpLabel& label);
+  void compute_given(const OpLabel& label);
+
+  const HostBackendOptions options_;
+  LaneLedger ledger_;
+  Delays compute_delays_;
+  std::unique_ptr<TransferLane> fetch_, drain_;
+
+  mutable std::mutex mutex_;  // protects all below
+  std::map<std::byte*, Bytes> allocations_;
+  Bytes allocated_;
+  std::int64_t num_allocations_ = 0;
+  std::map<Stream, std::unique_ptr<ComputeStream>> streams_;
+  std::unordered_map<OpId, std::int64_t> computing_since_ns_;  // of compute ops that are open
+};
+
+}  // namespace noria

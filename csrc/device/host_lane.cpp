@@ -1,0 +1,133 @@
+#include "device/host_lane.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <utility>
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+#include "device/timing.h"
+
+namespace noria {
+
+struct HostLane::State {
+  explicit State(std::string lane_name) : name(std::move(lane_name)) {}
+
+  const std::string name;
+  std::thread::id thread_id;  // set before anybody else can see the lane
+  std::mutex mutex;           // protects all below
+  std::condition_variable changed;
+  std::deque<Work> queue;
+  bool running = false;
+  bool closing = false;
+  bool ended = false;
+
+  std::exception_ptr closed_error() const {
+    return std::make_exception_ptr(MachineError("the " + name + " lane was closed before this op could run"));
+  }
+
+  void serve() {
+    pthread_setname_np(pthread_self(), ("noria-" + name).substr(0, 15).c_str());
+    ask_for_precise_sleep();
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [this] { return closing || !queue.empty(); });
+      if (closing) break;
+      Work work = std::move(queue.front());
+      queue.pop_front();
+      running = true;
+      lock.unlock();
+      work.run();
+      work = {};  // what it held is released before anybody sees an idle lane
+      lock.lock();
+      running = false;
+      changed.notify_all();
+    }
+    std::deque<Work> abandoned;
+    abandoned.swap(queue);
+    lock.unlock();
+    for (Work& work : abandoned) work.abandon(closed_error());
+    abandoned.clear();
+    lock.lock();
+    ended = true;
+    changed.notify_all();
+  }
+};
+
+HostLane::HostLane(const std::string& name) : state_(std::make_shared<State>(name)), pid_(getpid()) {
+  std::lock_guard lock(state_->mutex);
+  try {
+    thread_ = std::make_unique<std::thread>([state = state_] { state->serve(); });
+  } catch (const std::system_error& error) {
+    throw MachineError("starting the thread of the " + name + " lane failed: " + error.what());
+  }
+  state_->thread_id = thread_->get_id();
+}
+
+HostLane::~HostLane() {
+  close();
+  if (is_forked()) {
+    (void)thread_.release();  // not our thread: neither to be joined nor detached
+  } else if (thread_->joinable()) {
+    thread_->detach();  // we are it
+  }
+}
+
+bool HostLane::is_forked() const { return getpid() != pid_; }
+
+void HostLane::enqueue(Work work) {
+  if (is_forked()) {
+    work.abandon(std::make_exception_ptr(
+        MachineError("the " + state_->name + " lane belongs to the parent process: a forked child has no lanes")));
+    return;
+  }
+  {
+    std::lock_guard lock(state_->mutex);
+    if (!state_->closing) {
+      state_->queue.push_back(std::move(work));
+      state_->changed.notify_all();
+      return;
+    }
+  }
+  work.abandon(state_->closed_error());
+}
+
+void HostLane::await_issued(const Ticket& ticket) {
+  auto issued = std::make_shared<bool>(false);  // protected by the lane's mutex; may outlive this call
+  ticket->when_issued([state = state_, issued] {
+    std::lock_guard lock(state->mutex);
+    *issued = true;
+    state->changed.notify_all();
+  });
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [&] { return *issued || state_->closing; });
+    if (!*issued) std::rethrow_exception(state_->closed_error());
+  }
+  ticket->wait_issued();  // does not block any more; throws if the giver failed
+}
+
+void HostLane::idle() {
+  if (is_forked()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->queue.empty() && !state_->running; });
+}
+
+void HostLane::close() {
+  if (is_forked()) return;
+  {
+    std::unique_lock lock(state_->mutex);
+    const bool first = !std::exchange(state_->closing, true);
+    state_->changed.notify_all();
+    if (state_->thread_id == std::this_thread::get_id()) return;
+    state_->changed.wait(lock, [this] { return state_->ended; });
+    if (!first) return;
+  }
+  if (thread_->joinable()) thread_->join();
+}
+
+}  // namespace noria

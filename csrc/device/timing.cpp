@@ -1,0 +1,56 @@
+#include "device/timing.h"
+
+#include <cerrno>
+#include <cmath>
+#include <ctime>
+
+#include <sys/prctl.h>
+
+namespace noria {
+
+std::int64_t now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+void sleep_until_ns(std::int64_t deadline_ns) {
+  const timespec deadline{deadline_ns / 1'000'000'000, deadline_ns % 1'000'000'000};
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &deadline, nullptr) == EINTR) {
+  }
+}
+
+void ask_for_precise_sleep() { prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); }
+
+std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes) {
+  double ns = limit.latency_us * 1e3;
+  if (limit.bandwidth_gib_s > 0) ns += static_cast<double>(bytes.count) / (limit.bandwidth_gib_s * 1073741824.0) * 1e9;
+  return static_cast<std::int64_t>(std::ceil(ns));
+}
+
+// The lane is mixed into the seed so that the lanes of one backend do not delay in step.
+Delays::Delays(const Hostility& hostility, Lane lane)
+    : hostility_(hostility),
+      random_(hostility.seed * 1'000'003 + static_cast<std::uint64_t>(lane)) {}
+
+std::int64_t Delays::next_us() {
+  if (hostility_.seed == 0 || hostility_.max_delay_us <= 0) return 0;
+  std::lock_guard lock(mutex_);
+  return static_cast<std::int64_t>(random_() % (static_cast<std::uint64_t>(hostility_.max_delay_us) + 1));
+}
+
+std::int64_t Delays::hold_us(Verb verb) const {
+  const auto found = hostility_.hold_us.find(verb);
+  return found == hostility_.hold_us.end() ? 0 : found->second;
+}
+
+static bool sleep_us(std::int64_t us) {
+  if (us > 0) sleep_until_ns(now_ns() + us * 1000);
+  return us > 0;
+}
+
+bool Delays::sleep(Verb verb) { return sleep_us(next_us() + hold_us(verb)); }
+
+bool Delays::sleep() { return sleep_us(next_us()); }
+
+}  // namespace noria

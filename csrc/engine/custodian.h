@@ -1,0 +1,25 @@
+// Whoever holds the parameters: told where a unit's bytes are now.
+//
+// Threads: called on the thread that announces visits (or settles updates), without the GIL. Order: between `attach` and
+// `evict` of a unit the range holds the unit's weights at the home's version, as far as the compute stream is concerned.
+#pragma once
+
+#include <cstddef>
+
+#include "base/ids.h"
+
+namespace noria {
+
+class Custodian {
+ public:
+  virtual ~Custodian() = default;
+
+  virtual void attach(UnitId unit, std::byte* weights) = 0;
+  virtual void evict(UnitId unit) = 0;
+  virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
+  virtual void close_gradients(UnitId unit) = 0;
+  /// Runs the unit's deferred update here and now, on the calling thread (kernel="torch").
+  virtual void update(UnitId unit) = 0;
+};
+
+}  // namespace noria

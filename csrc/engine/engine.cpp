@@ -1,0 +1,399 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace noria {
+namespace {
+
+Verb verb_of(Phase phase) { return phase == Phase::forward ? Verb::forward : Verb::backward; }
+
+bool contains_all(const std::vector<UnitId>& sorted, const std::vector<UnitId>& wanted) {
+  return std::includes(sorted.begin(), sorted.end(), wanted.begin(), wanted.end());
+}
+
+std::vector<UnitFacts> facts_of(const std::vector<EngineUnit>& units) {
+  std::vector<UnitFacts> facts;
+  for (const EngineUnit& unit : units) facts.push_back(unit.facts);
+  return facts;
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units,
+               BufferTable buffers, Custodian& custodian, std::shared_ptr<HostOptimizer> optimizer)
+    : options_(options),
+      backend_(std::move(backend)),
+      units_(std::move(units)),
+      facts_(facts_of(units_)),
+      buffers_(std::move(buffers)),
+      custodian_(custodian),
+      optimizer_(std::move(optimizer)),
+      issuer_(buffers_),
+      leases_(backend_, options_.budget.arena),
+      fetcher_(*backend_, issuer_, leases_, units_, options_.device),
+      drainer_(*backend_, issuer_, leases_, units_, options_.device, custodian_),
+      pending_(units_.size(), false) {}
+
+Engine::~Engine() = default;
+
+// ---- passes -----------------------------------------------------------------------------------------------------
+
+void Engine::begin_pass(const Signature& signature, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (phase_) {
+    // A backward that was still open raised; a forward that was still open has simply come to its end.
+    if (*phase_ == Phase::backward) reset_unlocked(stream);
+    else end_pass_unlocked(stream);
+  }
+  issuer_.sweep();
+  expect(signature);
+  play_until(-1);
+}
+
+void Engine::expect(const Signature& signature) {
+  phase_ = signature.phase;
+  const auto expected = book_.begin(signature);
+  const bool adopt = prepared_ && expected && prepared_->itinerary == expected &&
+                     prepared_residents_ == fetcher_.residents();
+  if (adopt) {
+    following_ = *prepared_;
+    count_ = prepared_count_;
+  } else {
+    count_ = {};
+    count_.first_fetch = fetcher_.num_fetches();
+    count_.first_fetched = fetcher_.fetched();
+    following_ = {};
+    if (expected) {
+      following_.itinerary = expected;
+      following_.plan = plan_from(*expected, 0);
+    }
+  }
+  prepared_.reset();
+  count_.drained_before = drainer_.drained();
+  if (following_.plan) count_.planned = following_.plan->num_fetches;
+}
+
+void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
+  if (visit_ && contains_all(visit_->visit.needs, needs)) return;
+  close_visit(stream);
+  follow(Visit{hook, phase, needs, {}});
+  play_until(book_.position() - following_.base);
+  enter_visit(stream);
+}
+
+void Engine::leave(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  close_visit(stream);
+}
+
+void Engine::follow(const Visit& visit) {
+  const auto itinerary = book_.announce(visit);
+  const std::int64_t position = book_.position();
+  const bool as_planned = following_.plan && itinerary && following_.itinerary == itinerary &&
+                          position - following_.base < static_cast<std::int64_t>(following_.plan->visits.size());
+  if (as_planned) return;
+  following_ = {};
+  following_.base = position;
+  count_.planned.reset();
+  if (itinerary) {
+    following_.itinerary = itinerary;
+    following_.plan = plan_from(*itinerary, position);
+    return;
+  }
+  ++count_.unplanned_visits;
+  following_.plan = std::make_shared<const PassPlan>(plan({visit}, {}));
+}
+
+PassPlan Engine::plan(std::vector<Visit> visits, std::vector<Visit> next) {
+  fetcher_.evict_stale();
+  return plan_pass({options_.device, options_.budget, std::move(visits), std::move(next), fetcher_.residents()}, facts_,
+                   buffers_);
+}
+
+std::shared_ptr<const PassPlan> Engine::plan_from(ItineraryId itinerary, std::int64_t position) {
+  fetcher_.evict_stale();
+  const auto successor = book_.successor(itinerary);
+  PlanKey key{itinerary, position, successor ? successor->itinerary : ItineraryId(),
+              successor && successor->after_update, fetcher_.residents()};
+  auto& known = plans_[key];
+  if (!known) {
+    const auto& visits = book_.visits(itinerary);
+    known = std::make_shared<const PassPlan>(
+        plan({visits.begin() + position, visits.end()}, visits_after(itinerary)));
+  }
+  return known;
+}
+
+std::vector<Visit> Engine::visits_after(ItineraryId itinerary) const {
+  const auto successor = book_.successor(itinerary);
+  if (!successor) {
+    // Nothing has followed it yet. A forward that autograd records is usually followed by its mirror image.
+    const auto& signature = book_.signature(itinerary);
+    if (signature.phase != Phase::forward || !signature.grad_enabled) return {};
+    std::vector<Visit> mirrored = book_.visits(itinerary);
+    std::reverse(mirrored.begin(), mirrored.end());
+    return mirrored;
+  }
+  std::vector<Visit> visits = book_.visits(successor->itinerary);
+  if (!successor->after_update) return visits;
+  for (Visit& visit : visits) {  // after an update only frozen units are still what the home holds
+    std::erase_if(visit.needs, [&](UnitId unit) {
+      return units_[static_cast<std::size_t>(unit.value)].facts.gradients > Bytes{0};
+    });
+  }
+  return visits;
+}
+
+void Engine::play_until(std::int64_t visit_index) {
+  if (!following_.plan) return;
+  const std::shared_ptr<const PassPlan> plan = following_.plan;
+  while (following_.next_op < plan->ops.size()) {
+    const Op& op = plan->ops[following_.next_op];
+    if (op.visit > visit_index) break;
+    ++following_.next_op;
+    switch (op.verb) {
+      case Verb::evict: fetcher_.evict(op.unit); break;
+      case Verb::fetch:
+        settle(op.unit);
+        fetcher_.fetch(op.unit, buffers_[op.accesses.back().buffer].offset);
+        break;
+      case Verb::forward:
+      case Verb::backward: issue_visit(plan->visits[static_cast<std::size_t>(op.visit)], op); break;
+      default: break;  // drains were issued when their visit ended
+    }
+  }
+}
+
+void Engine::issue_visit(const Visit& visit, const Op& planned) {
+  OpenVisit open;
+  open.visit = visit;
+  open.op.lane = Lane::compute;
+  open.op.verb = verb_of(visit.phase);
+  open.op.unit = planned.unit;
+  for (UnitId unit : visit.needs) open.op.accesses.push_back(fetcher_.access(unit));
+  for (const Access& access : planned.accesses) {
+    const Buffer buffer = buffers_[access.buffer];
+    if (buffer.purpose != Purpose::gradient_buffer) continue;
+    for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
+  }
+  auto begun = issuer_.begin(open.op);
+  open.ticket = backend_->open(begun.label);
+  issuer_.keep(open.op.id, open.ticket);
+  open.waits = std::move(begun.waits);
+  visit_ = std::move(open);
+}
+
+void Engine::enter_visit(Stream stream) {
+  NORIA_INVARIANT(visit_.has_value(), "the plan has no compute op for this visit");
+  OpenVisit& open = *visit_;
+  const std::int64_t before = clock_us();
+  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
+  backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
+  open.waits.clear();
+  open.opened_us = clock_us();
+  count_.stall_us += open.opened_us - before;
+  for (UnitId unit : open.visit.needs) {
+    custodian_.attach(unit, fetcher_.address(unit));
+    attached_.push_back(unit);
+  }
+}
+
+void Engine::close_visit(Stream stream) {
+  if (!visit_) return;
+  OpenVisit open = std::move(*visit_);
+  visit_.reset();
+  backend_->give(open.ticket, stream);
+  const std::int64_t now = clock_us();
+  if (open.opened_us != 0) count_.visit_us += now - open.opened_us;
+  if (trace_ && open.opened_us != 0) {
+    Span span;
+    span.op = open.op.id;
+    span.lane = Lane::compute;
+    span.verb = open.op.verb;
+    span.unit = open.op.unit;
+    span.end_us = trace_->now_us();
+    span.start_us = span.end_us - (now - open.opened_us);
+    span.waits = open.waited_on;
+    trace_->add(std::move(span));
+  }
+  for (UnitId unit : attached_) custodian_.evict(unit);
+  attached_.clear();
+  drainer_.drain_open();
+}
+
+void Engine::expect_gradient(UnitId unit, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  book_.note_gradient(unit);
+  if (drainer_.is_open(unit)) return;
+  NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
+  // Not foreseen: the visit goes on as a new op, with a buffer for this unit too. What is left of the pass is planned
+  // again from here.
+  Visit visit = visit_->visit;
+  visit.gradients = {unit};
+  close_visit(stream);
+  const std::int64_t position = book_.position();
+  std::vector<Visit> rest = {visit};
+  std::vector<Visit> next;
+  if (following_.itinerary) {
+    const auto& known = book_.visits(*following_.itinerary);
+    const auto done = std::min(position + 1, static_cast<std::int64_t>(known.size()));
+    rest.insert(rest.end(), known.begin() + done, known.end());
+    next = visits_after(*following_.itinerary);
+  }
+  following_.plan = std::make_shared<const PassPlan>(plan(std::move(rest), std::move(next)));
+  following_.base = position;
+  following_.next_op = 0;
+  count_.planned.reset();
+  play_until(0);
+  enter_visit(stream);
+}
+
+void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  drainer_.arrived(unit, offset, bytes);
+}
+
+std::vector<UnitId> Engine::end_pass(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (!phase_) return {};
+  return end_pass_unlocked(stream);
+}
+
+std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
+  close_visit(stream);
+  const Phase phase = *phase_;
+  phase_.reset();
+  following_ = {};
+  const ItineraryId itinerary = book_.end();
+  PassStats& stats = passes_[itinerary];
+  stats.itinerary = itinerary;
+  stats.signature = book_.signature(itinerary);
+  stats.num_visits = static_cast<std::int64_t>(book_.visits(itinerary).size());
+  ++stats.times;
+  stats.planned_fetches = count_.planned;
+  stats.fetches = fetcher_.num_fetches() - count_.first_fetch;
+  stats.unplanned_visits += count_.unplanned_visits;
+  const Bytes fetched = fetcher_.fetched() - count_.first_fetched;
+  if (phase == Phase::forward) {
+    last_forward_ = itinerary;
+    sums_.forward_us += count_.visit_us;
+    sums_.forward_stall_us += count_.stall_us;
+    sums_.forward_fetched += fetched;
+    return {};
+  }
+  sums_.backward_us += count_.visit_us;
+  sums_.backward_stall_us += count_.stall_us;
+  sums_.backward_fetched += fetched;
+  sums_.drained += drainer_.drained() - count_.drained_before;
+
+  // Landing: from here on the user's loop may read and edit what is held.
+  const std::vector<UnitId> landed = drainer_.take_landed();
+  Op op;
+  op.verb = Verb::user;
+  for (UnitId unit : landed) {
+    const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
+    op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
+  }
+  finish_user_op(std::move(op), stream);
+  return landed;
+}
+
+void Engine::finish_user_op(Op op, Stream stream) {
+  auto begun = issuer_.begin(op);
+  const Ticket ticket = backend_->open(begun.label);
+  issuer_.keep(op.id, ticket);
+  try {
+    backend_->wait(begun.waits, stream, begun.label);
+  } catch (...) {
+    backend_->give_failed(ticket, std::current_exception());
+    throw;
+  }
+  backend_->give(ticket, stream);
+}
+
+void Engine::reset(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  reset_unlocked(stream);
+}
+
+void Engine::reset_unlocked(Stream stream) {
+  if (!phase_) return;
+  if (visit_) {
+    backend_->give(visit_->ticket, stream);  // what was launched has been launched
+    visit_.reset();
+  }
+  for (UnitId unit : attached_) custodian_.evict(unit);
+  attached_.clear();
+  drainer_.abandon();
+  drainer_.take_landed();
+  book_.abandon();
+  following_ = {};
+  prepared_.reset();
+  phase_.reset();
+}
+
+std::optional<Phase> Engine::phase() const {
+  const std::lock_guard lock(mutex_);
+  return phase_;
+}
+
+bool Engine::is_visited(const std::vector<UnitId>& needs) const {
+  const std::lock_guard lock(mutex_);
+  return visit_ && contains_all(visit_->visit.needs, needs);
+}
+
+void Engine::idle() {
+  const std::lock_guard lock(mutex_);
+  backend_->idle();
+  if (optimizer_) optimizer_->idle();
+  issuer_.sweep();
+}
+
+void Engine::close() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  reset_unlocked(nullptr);
+  if (optimizer_) optimizer_->close();
+  backend_->close();
+}
+
+// ---- what happened ----------------------------------------------------------------------------------------------
+
+std::vector<PassStats> Engine::passes() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<PassStats> result;
+  for (const auto& [id, stats] : passes_) result.push_back(stats);
+  return result;
+}
+
+std::vector<UnitId> Engine::resident_units() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<UnitId> units;
+  for (const Resident& resident : fetcher_.residents()) units.push_back(resident.unit);
+  return units;
+}
+
+void Engine::set_trace(std::shared_ptr<Trace> trace) {
+  const std::lock_guard lock(mutex_);
+  trace_ = trace;
+  backend_->set_trace(trace);
+  if (optimizer_) optimizer_->set_trace(trace);
+}
+
+std::string Engine::plan_text(ItineraryId id) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const UnitFacts& unit : facts_) names.push_back(unit.name);
+  std::string text;
+  for (const auto& [key, plan] : plans_) {
+    if (std::get<0>(key) == id && std::get<1>(key) == 0) text = to_text(*plan, buffers_, names);
+  }
+  return text;
+}
+
+}  // namespace noria

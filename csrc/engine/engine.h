@@ -1,0 +1,207 @@
+// Follows the plan: the one object that Python holds. Hooks say what the model does now; the engine plays the ops that
+// the plan has for this moment, gives and takes tickets, and counts.
+//
+// Ownership: owns issuer, leases, fetcher and drainer; shares the backend and the host optimizer; borrows the custodian,
+// which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and nothing else
+// orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to it); a call may block
+// until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL held.
+//
+// Note [A visit]. `announce` ends the visit before it: its compute ticket is given, what arrived is drained, its units
+// are evicted from their parameters. Then the ops that the plan has for the new visit are issued, the stream waits for
+// what the visit reads, and its units are attached. A visit that is announced while its units are attached already is
+// no visit. What the plan did not foresee (another branch, a gradient that comes unexpectedly) is planned on the spot
+// from what lies on the device now, and learnt when the pass ends.
+//
+// Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
+// it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
+// `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/trace.h"
+#include "device/backend.h"
+#include "engine/custodian.h"
+#include "engine/drainer.h"
+#include "engine/fetcher.h"
+#include "engine/issuer.h"
+#include "engine/unit.h"
+#include "optim/host_optimizer.h"
+#include "plan/itinerary.h"
+#include "store/leases.h"
+
+namespace noria {
+
+struct EngineOptions {
+  Place device;
+  Budget budget;
+  bool prefetch_at_step = true;  // the next forward's first units, as soon as `step` has queued their updates
+};
+
+/// What one kind of pass did, for the report.
+struct PassStats {
+  ItineraryId itinerary;
+  Signature signature;
+  std::int64_t num_visits = 0;
+  std::int64_t times = 0;
+  std::optional<std::int64_t> planned_fetches;  // of the last occurrence; none: it was unknown, or left its plan
+  std::int64_t fetches = 0;                     // of the last occurrence
+  std::int64_t unplanned_visits = 0;            // of all occurrences
+};
+
+/// Sums over the steps since `reset_times`.
+struct StepSums {
+  std::int64_t num_steps = 0;
+  std::int64_t wall_us = 0;
+  std::int64_t forward_us = 0, backward_us = 0;            // inside visits; host clock
+  std::int64_t forward_stall_us = 0, backward_stall_us = 0;
+  Bytes forward_fetched, backward_fetched, drained;
+  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, update_us = 0;
+};
+
+class Engine {
+ public:
+  Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units, BufferTable buffers,
+         Custodian& custodian, std::shared_ptr<HostOptimizer> optimizer);
+  ~Engine();  // abandons; does not wait
+  Engine(const Engine&) = delete;  // others point into it
+  Engine& operator=(const Engine&) = delete;
+
+  // ---- passes ----
+  void begin_pass(const Signature& signature, Stream stream);
+  void announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream);
+  /// Ends the visit without another one beginning (the outermost module returned, or a block did).
+  void leave(Stream stream);
+  /// A gradient of this unit is about to be written: makes sure that its buffer is open.
+  void expect_gradient(UnitId unit, Stream stream);
+  void gradient_arrived(UnitId unit, Bytes offset, Bytes bytes);
+  /// Ends the pass; after a backward the stream waits until everything has landed. Returns the units that did.
+  std::vector<UnitId> end_pass(Stream stream);
+  /// Ends a pass that raised: leases stay, what was not drained is lost.
+  void reset(Stream stream);
+  std::optional<Phase> phase() const;
+  /// True while a visit is open that needs all of these (sorted).
+  bool is_visited(const std::vector<UnitId>& needs) const;
+  ItineraryId last_forward() const { return last_forward_; }
+
+  // ---- updates ----
+  /// The user's clip and edits of `held` are on the stream.
+  void begin_step(Stream stream);
+  void update_on_pool(UnitId unit, AdamWJob job);
+  void defer_update(UnitId unit);
+  void end_step(bool blocking);
+  /// Runs the unit's deferred update, if it has one, on this thread.
+  void settle(UnitId unit);
+  void settle_all();
+  /// Units in the order in which the next forward is expected to need them; those it does not need come last.
+  std::vector<UnitId> next_forward_order() const;
+
+  // ---- the home, seen from outside ----
+  /// Blocks until no op still reads or writes what is asked for. `write_weights`: the caller changes working copy and
+  /// state now, every device copy becomes stale.
+  void access_home(UnitId unit, bool write_weights);
+  /// The caller writes the held gradient on the stream, after whoever still reads it.
+  void access_held(UnitId unit, Stream stream);
+
+  void idle();
+  void close();
+
+  // ---- what happened ----
+  std::vector<PassStats> passes() const;
+  StepSums step_sums() const;
+  LaneStats update_stats() const;  // launching-thread updates or the pool's
+  std::vector<UnitId> resident_units() const;
+  const Leases& leases() const { return leases_; }
+  std::size_t num_remembered() const { return issuer_.num_remembered(); }
+  void omit_wait(const std::string& kind) { issuer_.hazards().omit(kind); }
+  void set_trace(std::shared_ptr<Trace> trace);
+  /// The plan of the pass that is expected (or was last followed) for each known itinerary, as text.
+  std::string plan_text(ItineraryId id) const;
+  const BufferTable& buffers() const { return buffers_; }
+  Bytes drained() const { return drainer_.drained(); }
+  std::int64_t num_fetches() const { return fetcher_.num_fetches(); }
+
+ private:
+  struct Following {                       // the plan that is being played
+    std::optional<ItineraryId> itinerary;  // none: this visit only
+    std::shared_ptr<const PassPlan> plan;
+    std::int64_t base = 0;                 // visit 0 of the plan is this visit of the pass
+    std::size_t next_op = 0;
+  };
+  struct OpenVisit {
+    Visit visit;
+    Op op;
+    Ticket ticket;
+    std::int64_t opened_us = 0;    // 0: issued, not yet waited for
+    std::vector<Ticket> waits;
+    std::vector<OpId> waited_on;   // for the trace
+  };
+  struct PassCount {
+    std::int64_t first_fetch = 0;
+    Bytes first_fetched;
+    std::optional<std::int64_t> planned;
+    std::int64_t unplanned_visits = 0;
+    std::int64_t visit_us = 0, stall_us = 0;
+    Bytes drained_before;
+  };
+
+  // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
+  using PlanKey = std::tuple<ItineraryId, std::int64_t, ItineraryId, bool, std::vector<Resident>>;
+
+  std::shared_ptr<const PassPlan> plan_from(ItineraryId itinerary, std::int64_t position);
+  std::vector<Visit> visits_after(ItineraryId itinerary) const;
+  void follow(const Visit& visit);
+  void play_until(std::int64_t visit_index);
+  void issue_visit(const Visit& visit, const Op& planned);
+  void enter_visit(Stream stream);
+  void close_visit(Stream stream);
+  void finish_user_op(Op op, Stream stream);
+  void expect(const Signature& signature);
+  PassPlan plan(std::vector<Visit> visits, std::vector<Visit> next);
+  std::vector<UnitId> end_pass_unlocked(Stream stream);
+  void reset_unlocked(Stream stream);
+  void prepare_next_forward();
+  Op update_op(UnitId unit);
+
+  const EngineOptions options_;
+  const std::shared_ptr<Backend> backend_;
+  const std::vector<EngineUnit> units_;
+  const std::vector<UnitFacts> facts_;
+  BufferTable buffers_;
+  Custodian& custodian_;
+  const std::shared_ptr<HostOptimizer> optimizer_;  // null: updates run on the launching thread
+
+  mutable std::recursive_mutex mutex_;  // recursive: a deferred update may ask for the home it updates
+  Issuer issuer_;
+  Leases leases_;
+  Fetcher fetcher_;
+  Drainer drainer_;
+  ItineraryBook book_;
+  std::map<PlanKey, std::shared_ptr<const PassPlan>> plans_;
+
+  std::optional<Phase> phase_;
+  Following following_;
+  std::optional<Following> prepared_;  // the next forward's, when its opening was played at `step`
+  std::vector<Resident> prepared_residents_;
+  std::optional<OpenVisit> visit_;
+  std::vector<UnitId> attached_;
+  PassCount count_;
+  PassCount prepared_count_;
+  ItineraryId last_forward_;
+  std::vector<bool> pending_;          // by unit: deferred to the launching thread
+  std::map<ItineraryId, PassStats> passes_;
+  StepSums sums_;
+  std::int64_t last_step_us_ = 0;
+  LaneStats launching_updates_;
+  std::shared_ptr<Trace> trace_;
+  bool closed_ = false;
+};
+
+}  // namespace noria

@@ -1,0 +1,196 @@
+// The part of the engine that deals with updates and with the home as seen from outside; see engine.h, Note [Updates].
+#include <algorithm>
+#include <exception>
+
+#include "base/errors.h"
+#include "device/host_ticket.h"
+#include "engine/engine.h"
+
+namespace noria {
+
+void Engine::begin_step(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ == Phase::backward) reset_unlocked(stream);
+  if (phase_) end_pass_unlocked(stream);
+  issuer_.sweep();
+  // Whatever the user's loop did to the held gradients is on the stream by now.
+  Op op;
+  op.verb = Verb::user;
+  for (const EngineUnit& unit : units_) {
+    if (unit.held == nullptr) continue;
+    op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
+  }
+  finish_user_op(std::move(op), stream);
+}
+
+Op Engine::update_op(UnitId unit) {
+  const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
+  Op op;
+  op.lane = Lane::update;
+  op.verb = Verb::update;
+  op.unit = unit;
+  op.accesses = {{facts.held, issuer_.version(facts.held), Access::Mode::read},
+                 {facts.state, issuer_.next_version(facts.state), Access::Mode::write},
+                 {facts.working, issuer_.version(facts.working), Access::Mode::write}};
+  return op;
+}
+
+void Engine::update_on_pool(UnitId unit, AdamWJob job) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
+  issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
+  Op op = update_op(unit);
+  op.bytes = job.bytes();
+  auto begun = issuer_.begin(op);
+  issuer_.keep(op.id, optimizer_->submit(begun.label, std::move(job), std::move(begun.waits)));
+}
+
+void Engine::defer_update(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(!pending_[static_cast<std::size_t>(unit.value)], "an update is deferred twice");
+  issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
+  pending_[static_cast<std::size_t>(unit.value)] = true;
+}
+
+void Engine::settle(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  if (!pending_[static_cast<std::size_t>(unit.value)]) return;
+  Op op = update_op(unit);
+  auto begun = issuer_.begin(op);
+  const auto ticket = std::make_shared<HostTicket>(begun.label);
+  issuer_.keep(op.id, ticket);
+  const std::int64_t asked_us = clock_us();
+  try {
+    for (const Ticket& wait : begun.waits) wait->wait_passed();
+    const std::int64_t start_us = clock_us();
+    pending_[static_cast<std::size_t>(unit.value)] = false;  // before: the update itself may look at the home
+    custodian_.update(unit);
+    const std::int64_t end_us = clock_us();
+    launching_updates_.busy_us += end_us - start_us;
+    ++launching_updates_.num_ops;
+    launching_updates_.bytes += facts_[static_cast<std::size_t>(unit.value)].weights;
+    if (start_us > asked_us && !begun.waits.empty()) {
+      launching_updates_.stalled_us[{begun.waits.front()->label.verb, Verb::update}] += start_us - asked_us;
+    }
+    if (trace_) {
+      Span span;
+      span.op = op.id;
+      span.lane = Lane::update;
+      span.verb = Verb::update;
+      span.unit = unit;
+      span.end_us = trace_->now_us();
+      span.start_us = span.end_us - (end_us - start_us);
+      for (const Ticket& wait : begun.waits) span.waits.push_back(wait->label.op);
+      trace_->add(std::move(span));
+    }
+  } catch (...) {
+    ticket->fail(std::current_exception());  // sealed with its error: whoever fetches this unit hears of it
+    throw;
+  }
+  ticket->pass();
+}
+
+void Engine::settle_all() {
+  const std::lock_guard lock(mutex_);
+  for (UnitId unit : next_forward_order()) settle(unit);
+}
+
+void Engine::end_step(bool blocking) {
+  const std::lock_guard lock(mutex_);
+  book_.note_update();
+  if (blocking) {
+    settle_all();
+    if (optimizer_) optimizer_->idle();
+    issuer_.sweep();
+  }
+  const bool none_pending = std::none_of(pending_.begin(), pending_.end(), [](bool pending) { return pending; });
+  if (options_.prefetch_at_step && none_pending) prepare_next_forward();
+  const std::int64_t now = clock_us();
+  if (last_step_us_ != 0) {
+    ++sums_.num_steps;
+    sums_.wall_us += now - last_step_us_;
+  }
+  last_step_us_ = now;
+}
+
+void Engine::prepare_next_forward() {
+  const auto next = book_.expected_after_update();
+  if (!next) return;
+  count_ = {};
+  count_.first_fetch = fetcher_.num_fetches();
+  count_.first_fetched = fetcher_.fetched();
+  following_ = {};
+  following_.itinerary = next;
+  following_.plan = plan_from(*next, 0);
+  play_until(-1);
+  prepared_ = following_;
+  prepared_count_ = count_;
+  prepared_residents_ = fetcher_.residents();
+  following_ = {};
+}
+
+std::vector<UnitId> Engine::next_forward_order() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<UnitId> order;
+  std::vector<bool> seen(units_.size(), false);
+  const auto add = [&](UnitId unit) {
+    if (seen[static_cast<std::size_t>(unit.value)]) return;
+    seen[static_cast<std::size_t>(unit.value)] = true;
+    order.push_back(unit);
+  };
+  const auto next = book_.expected_after_update();
+  if (next) {
+    for (const Visit& visit : book_.visits(*next)) {
+      for (UnitId unit : visit.needs) add(unit);
+    }
+  }
+  for (std::size_t i = 0; i < units_.size(); ++i) add(UnitId(static_cast<std::int32_t>(i)));
+  return order;
+}
+
+void Engine::access_home(UnitId unit, bool write_weights) {
+  const std::lock_guard lock(mutex_);
+  settle(unit);
+  const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
+  Op op;
+  op.lane = Lane::update;  // the calling thread itself, not its stream: only waits order it
+  op.verb = Verb::load;
+  op.unit = unit;
+  // Always a write of the state: ops of one unit on the update lane form a chain.
+  op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
+  if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
+  finish_user_op(std::move(op), nullptr);
+}
+
+void Engine::access_held(UnitId unit, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  settle(unit);
+  const BufferId held = facts_[static_cast<std::size_t>(unit.value)].held;
+  Op op;
+  op.verb = Verb::user;
+  op.unit = unit;
+  op.accesses = {{held, issuer_.next_version(held), Access::Mode::write}};
+  finish_user_op(std::move(op), stream);
+}
+
+StepSums Engine::step_sums() const {
+  const std::lock_guard lock(mutex_);
+  StepSums sums = sums_;
+  const std::int64_t fetch_us = backend_->stats(Lane::fetch).busy_us;
+  const Bytes fetched = sums.forward_fetched + sums.backward_fetched;
+  if (fetched > Bytes{0}) {  // the lane counts its time as a whole; bytes say how to share it
+    const double per_byte = static_cast<double>(fetch_us) / static_cast<double>(fetched.count);
+    sums.forward_fetch_us = static_cast<std::int64_t>(per_byte * static_cast<double>(sums.forward_fetched.count));
+    sums.backward_fetch_us = static_cast<std::int64_t>(per_byte * static_cast<double>(sums.backward_fetched.count));
+  }
+  sums.drain_us = backend_->stats(Lane::drain).busy_us;
+  sums.update_us = update_stats().busy_us;
+  return sums;
+}
+
+LaneStats Engine::update_stats() const {
+  const std::lock_guard lock(mutex_);
+  return optimizer_ ? optimizer_->stats() : launching_updates_;
+}
+
+}  // namespace noria

@@ -1,0 +1,85 @@
+#include "engine/fetcher.h"
+
+#include "base/errors.h"
+
+namespace noria {
+
+void Fetcher::fetch(UnitId unit, Bytes offset) {
+  const EngineUnit& source = units_[static_cast<std::size_t>(unit.value)];
+  NORIA_INVARIANT(!resident_.contains(unit), "unit " + source.facts.name + " is fetched twice");
+  std::byte* to = leases_.take(offset, source.facts.weights, /*is_weights=*/true);
+  const BufferId buffer = issuer_.buffers().intern(
+      {device_, offset, source.facts.weights, Format::compute, Purpose::weights, unit});
+  const Version version = issuer_.version(source.facts.working);
+  resident_.emplace(unit, Held{offset, buffer, version});
+
+  Op op;
+  op.lane = Lane::fetch;
+  op.verb = Verb::fetch;
+  op.unit = unit;
+  op.bytes = source.facts.weights;
+  op.accesses = {{source.facts.working, version, Access::Mode::read}, {buffer, version, Access::Mode::write}};
+  auto begun = issuer_.begin(op);
+  Transfer transfer;
+  transfer.copies.push_back({to, source.working, source.facts.weights});
+  issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+  ++num_fetches_;
+  fetched_ += op.bytes;
+}
+
+void Fetcher::evict(UnitId unit) {
+  const Held held = this->held(unit);
+  leases_.release(held.offset);
+  resident_.erase(unit);
+  if (!backend_.poisons()) return;
+  const Bytes bytes = units_[static_cast<std::size_t>(unit.value)].facts.weights;
+  Op op;
+  op.lane = Lane::fetch;
+  op.verb = Verb::poison;
+  op.unit = unit;
+  op.bytes = bytes;
+  op.accesses = {{held.buffer, -1, Access::Mode::write}};
+  auto begun = issuer_.begin(op);
+  Transfer transfer;
+  transfer.poison.emplace_back(leases_.at(held.offset), bytes);
+  issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+}
+
+void Fetcher::evict_stale() {
+  std::vector<UnitId> stale;
+  for (const auto& [unit, held] : resident_) {
+    if (!is_current(unit)) stale.push_back(unit);
+  }
+  for (UnitId unit : stale) evict(unit);
+}
+
+bool Fetcher::is_current(UnitId unit) const {
+  const auto found = resident_.find(unit);
+  if (found == resident_.end()) return false;
+  const UnitFacts& facts = units_[static_cast<std::size_t>(unit.value)].facts;
+  return found->second.version == issuer_.version(facts.working);
+}
+
+std::vector<Resident> Fetcher::residents() const {
+  std::vector<Resident> result;
+  for (const auto& [unit, held] : resident_) {
+    if (is_current(unit)) result.push_back({unit, held.offset});
+  }
+  return result;
+}
+
+std::byte* Fetcher::address(UnitId unit) const { return leases_.at(held(unit).offset); }
+
+Access Fetcher::access(UnitId unit) const {
+  const Held& held = this->held(unit);
+  return {held.buffer, held.version, Access::Mode::read};
+}
+
+const Fetcher::Held& Fetcher::held(UnitId unit) const {
+  const auto found = resident_.find(unit);
+  NORIA_INVARIANT(found != resident_.end(),
+                  "unit " + units_[static_cast<std::size_t>(unit.value)].facts.name + " is not on the device");
+  return found->second;
+}
+
+}  // namespace noria

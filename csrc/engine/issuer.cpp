@@ -1,0 +1,48 @@
+#include "engine/issuer.h"
+
+namespace noria {
+
+Issuer::Begun Issuer::begin(Op& op) {
+  op.id = OpId(next_id_++);
+  Begun begun{OpLabel{op.id, op.lane, op.verb, op.unit}, {}};
+  for (const Wait& wait : hazards_.issue(op)) {
+    const auto found = tickets_.find(wait.on);
+    if (found != tickets_.end()) begun.waits.push_back(found->second);  // absent: passed and swept
+  }
+  return begun;
+}
+
+void Issuer::sweep() {
+  std::exception_ptr failure;
+  for (auto it = tickets_.begin(); it != tickets_.end();) {
+    if (!it->second->passed()) {
+      ++it;
+      continue;
+    }
+    try {
+      it->second->wait_passed();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    it = tickets_.erase(it);
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+Version Issuer::version(BufferId buffer) const {
+  const auto index = static_cast<std::size_t>(buffer.value);
+  return index < versions_.size() ? versions_[index] : 0;
+}
+
+Version Issuer::next_version(BufferId buffer) {
+  set_version(buffer, version(buffer) + 1);
+  return version(buffer);
+}
+
+void Issuer::set_version(BufferId buffer, Version version) {
+  const auto index = static_cast<std::size_t>(buffer.value);
+  if (index >= versions_.size()) versions_.resize(index + 1, 0);
+  versions_[index] = version;
+}
+
+}  // namespace noria

@@ -1,0 +1,50 @@
+// Gives ops their place in issue order, and finds the tickets that each must wait for.
+//
+// The only caller of `Hazards` at run time: every op of the engine passes through `begin`, so no wait can be forgotten
+// or written by hand. Versions: `write` raises the version of a home buffer; a read asks for the newest.
+// Threads: the caller serialises.
+#pragma once
+
+#include <exception>
+#include <unordered_map>
+#include <vector>
+
+#include "device/backend.h"
+#include "plan/hazards.h"
+#include "plan/plan.h"
+
+namespace noria {
+
+class Issuer {
+ public:
+  explicit Issuer(BufferTable& buffers) : buffers_(buffers), hazards_(buffers) {}
+
+  struct Begun {
+    OpLabel label;
+    std::vector<Ticket> waits;
+  };
+  /// Names `op` (sets its id) and derives its waits. Follow with `keep`, unless the op gives no ticket.
+  Begun begin(Op& op);
+  void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
+
+  /// Forgets tickets that have passed. A failure found on the way is thrown, once.
+  void sweep();
+
+  Version version(BufferId buffer) const;
+  /// The version after one more write.
+  Version next_version(BufferId buffer);
+  void set_version(BufferId buffer, Version version);
+
+  BufferTable& buffers() { return buffers_; }
+  Hazards& hazards() { return hazards_; }
+  std::size_t num_remembered() const { return hazards_.num_remembered() + tickets_.size(); }
+
+ private:
+  BufferTable& buffers_;
+  Hazards hazards_;
+  std::int64_t next_id_ = 0;
+  std::unordered_map<OpId, Ticket> tickets_;
+  std::vector<Version> versions_;  // by buffer
+};
+
+}  // namespace noria

@@ -1,0 +1,246 @@
+#include "optim/host_optimizer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <tbb/blocked_range.h>
+#include <tbb/global_control.h>
+#include <tbb/info.h>
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include "base/errors.h"
+#include "device/lane_ledger.h"
+#include "device/timing.h"
+#include "optim/update_queue.h"
+
+namespace noria {
+namespace {
+
+// Elements per task: 1.6 MiB of traffic, far above the cost of a task and far below a unit.
+constexpr std::int64_t kChunk = 64 * 1024;
+
+int threads_for(int requested) {
+  if (requested < 0) throw UsageError("num_threads >= 0", std::to_string(requested), "0 lets noria choose");
+  return requested > 0 ? requested : std::max(1, tbb::info::default_concurrency() - 1);
+}
+
+std::exception_ptr closed_error() {
+  return std::make_exception_ptr(MachineError("the host optimizer was closed before this update could run"));
+}
+
+void check_job(const OpLabel& label, const AdamWJob& job) {
+  NORIA_INVARIANT(label.lane == Lane::update, "an update belongs on the update lane");
+  const bool split = job.working != nullptr;
+  NORIA_INVARIANT(split == (job.low != nullptr) && split == (job.master == nullptr),
+                  "an update is of an fp32 master, or of a working copy with its low bits");
+  NORIA_INVARIANT(job.m != nullptr && job.v != nullptr && job.gradient != nullptr, "an update lacks an array");
+  std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+  for (const AdamWPiece& piece : job.pieces) {
+    NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
+    if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    NORIA_INVARIANT(ranges[i - 1].second <= ranges[i].first, "pieces of an update overlap");
+  }
+}
+
+struct Chunk {
+  const AdamWScalars* scalars;
+  std::int64_t offset;
+  std::int64_t count;
+};
+
+void cut(const std::vector<AdamWPiece>& pieces, std::vector<Chunk>& chunks) {
+  chunks.clear();
+  for (const AdamWPiece& piece : pieces) {
+    for (std::int64_t done = 0; done < piece.count; done += kChunk) {
+      chunks.push_back({&piece.scalars, piece.offset + done, std::min(kChunk, piece.count - done)});
+    }
+  }
+}
+
+void update(const AdamWJob& job, const Chunk& chunk) {
+  const std::int64_t at = chunk.offset;
+  const auto count = static_cast<std::size_t>(chunk.count);
+  if (job.master != nullptr) {
+    adamw_fp32(job.master + at, job.m + at, job.v + at, static_cast<const float*>(job.gradient) + at, count,
+               *chunk.scalars);
+  } else {
+    adamw_split(job.working + at, job.low + at, job.m + at, job.v + at,
+                static_cast<const std::uint16_t*>(job.gradient) + at, count, *chunk.scalars);
+  }
+}
+
+}  // namespace
+
+Bytes AdamWJob::bytes() const {
+  std::int64_t elements = 0;
+  for (const AdamWPiece& piece : pieces) elements += piece.count;
+  return Bytes{master != nullptr ? 28 : 26} * elements;
+}
+
+struct HostOptimizer::State {
+  explicit State(const HostOptimizerOptions& options)
+      : num_threads(threads_for(options.num_threads)),
+        limit(options.limit),
+        delays(options.hostility, Lane::update),
+        arena(num_threads) {
+    // TBB starts no more workers than there are cores, unless told to: more is slower, but it is what was asked for.
+    if (num_threads > tbb::info::default_concurrency()) {
+      more_threads.emplace(tbb::global_control::max_allowed_parallelism, static_cast<std::size_t>(num_threads));
+    }
+    thread = std::thread([this] { serve(); });
+  }
+
+  void serve();
+  void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
+  void compute(const AdamWJob& job);
+
+  const pid_t pid = getpid();
+  const int num_threads;
+  const LaneLimit limit;
+  LaneLedger ledger;
+  const std::shared_ptr<UpdateQueue> queue = std::make_shared<UpdateQueue>();
+  std::once_flag closed;
+
+  // The serving thread's own.
+  Delays delays;
+  std::optional<tbb::global_control> more_threads;
+  tbb::task_arena arena;
+  std::vector<Chunk> chunks;  // kept between jobs: no growth in a steady state
+  std::atomic<bool> begun = false;
+  std::atomic<std::int64_t> num_ranges = 0;
+  std::int64_t free_ns = 0;  // when the job before this one was due to end; 0: it did not run
+
+  std::thread thread;
+};
+
+void HostOptimizer::State::serve() {
+  pthread_setname_np(pthread_self(), "noria-update");
+  ask_for_precise_sleep();
+  while (true) {
+    const std::int64_t idle_since_ns = now_ns();
+    const UpdateQueue::Taken taken = queue->take();
+    if (!taken.item) break;
+    run(*taken.item, taken.was_ready, idle_since_ns);
+  }
+  for (const UpdateQueue::Item& item : queue->take_rest()) {
+    item->waits.clear();  // a ticket that is never given holds the item, which must not hold the ticket
+    item->ticket->fail(closed_error());
+  }
+}
+
+void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns) {
+  const std::int64_t previous_end_ns = std::exchange(free_ns, 0);
+  std::vector<OpId> waited_on;
+  try {
+    for (const Ticket& wait : std::exchange(update.waits, {})) {
+      waited_on.push_back(wait->label.op);
+      was_ready = was_ready && wait->passed();
+      wait->wait_passed();
+    }
+  } catch (...) {
+    update.ticket->fail(std::current_exception());
+    return;
+  }
+  if (!was_ready && !waited_on.empty()) {
+    const std::int64_t since_ns = std::max(idle_since_ns, update.submitted_ns);
+    ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
+  }
+
+  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
+  if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
+    update.ticket->fail(closed_error());
+    return;
+  }
+  try {
+    // Under a limit, jobs that are back to back start when the one before was due to end: sleeping a little too long
+    // must not add up.
+    const Bytes bytes = update.job.bytes();
+    const std::int64_t least_ns = least_duration_ns(limit, bytes);
+    const bool back_to_back = least_ns > 0 && was_ready && hold_us == 0 && previous_end_ns != 0;
+    const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
+    compute(update.job);
+    free_ns = std::max(now_ns(), start_ns + least_ns);
+    queue->sleep_until(free_ns);
+    ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
+  } catch (...) {
+    update.ticket->fail(std::current_exception());
+    return;
+  }
+  update.ticket->pass();
+}
+
+void HostOptimizer::State::compute(const AdamWJob& job) {
+  cut(job.pieces, chunks);
+  // TBB orders all this itself, but in a library that ThreadSanitizer cannot see into: the two atomics say it again.
+  begun.store(true, std::memory_order_release);
+  arena.execute([&] {
+    tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
+      (void)begun.load(std::memory_order_acquire);
+      for (std::size_t i = range.begin(); i != range.end(); ++i) update(job, chunks[i]);
+      num_ranges.fetch_add(1, std::memory_order_release);
+    });
+  });
+  (void)num_ranges.load(std::memory_order_acquire);
+}
+
+HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::make_unique<State>(options)) {}
+
+HostOptimizer::~HostOptimizer() {
+  // A forked child has no thread to join, and TBB's and our locks may be held by threads that it does not have.
+  if (getpid() != state_->pid) {
+    (void)state_.release();
+    return;
+  }
+  close();
+}
+
+Ticket HostOptimizer::submit(const OpLabel& label, AdamWJob job, std::vector<Ticket> waits) {
+  if (getpid() != state_->pid) {
+    throw UsageError("updates in the process that made the optimizer", "a forked child of it",
+                     "wrap the model in the process that trains it");
+  }
+  check_job(label, job);
+  auto item = std::make_shared<QueuedUpdate>();
+  item->label = label;
+  item->job = std::move(job);
+  item->waits = std::move(waits);
+  item->ticket = std::make_shared<HostTicket>(label);
+  item->submitted_ns = now_ns();
+  Ticket ticket = item->ticket;
+  const bool taken = state_->queue->push(item);
+  NORIA_INVARIANT(taken, "an update was submitted to a closed host optimizer");
+  return ticket;
+}
+
+void HostOptimizer::idle() {
+  if (getpid() == state_->pid) state_->queue->await_idle();
+}
+
+void HostOptimizer::close() {
+  if (getpid() != state_->pid) return;
+  std::call_once(state_->closed, [this] {
+    state_->queue->close();
+    state_->thread.join();
+  });
+}
+
+LaneStats HostOptimizer::stats() const { return state_->ledger.stats(Lane::update); }
+
+void HostOptimizer::set_trace(std::shared_ptr<Trace> trace) { state_->ledger.set_trace(std::move(trace)); }
+
+int HostOptimizer::num_threads() const { return state_->num_threads; }
+
+}  // namespace noria

@@ -1,0 +1,84 @@
+#include "optim/update_queue.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace noria {
+
+bool UpdateQueue::push(const Item& item) {
+  // Taken before the item is visible: from then on it belongs to the serving thread.
+  const std::vector<Ticket> waits = item->waits;
+  item->num_unissued = static_cast<int>(waits.size());
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_) return false;
+    items_.push_back(item);
+    changed_.notify_all();
+  }
+  // Without the lock: a ticket that is issued already calls back here and now.
+  for (const Ticket& wait : waits) {
+    wait->when_issued([self = shared_from_this(), item, giver = wait->label.verb] { self->issued(item, giver); });
+  }
+  return true;
+}
+
+void UpdateQueue::issued(const Item& item, Verb giver) {
+  const std::lock_guard lock(mutex_);
+  item->last_giver = giver;
+  if (--item->num_unissued == 0) changed_.notify_all();
+}
+
+UpdateQueue::Item UpdateQueue::first_ready() {
+  const auto has_passed = [](const Ticket& wait) { return wait->passed(); };
+  auto chosen = items_.end();
+  for (auto it = items_.begin(); it != items_.end(); ++it) {
+    if ((*it)->num_unissued > 0) continue;
+    if (std::all_of((*it)->waits.begin(), (*it)->waits.end(), has_passed)) {
+      chosen = it;
+      break;
+    }
+    if (chosen == items_.end()) chosen = it;  // second best: see optim/host_optimizer.h, Note [Tickets of a device]
+  }
+  if (chosen == items_.end()) return nullptr;
+  Item item = std::move(*chosen);
+  items_.erase(chosen);
+  return item;
+}
+
+UpdateQueue::Taken UpdateQueue::take() {
+  std::unique_lock lock(mutex_);
+  running_ = false;
+  changed_.notify_all();
+  Taken taken;
+  if (!closing_) taken.item = first_ready();
+  taken.was_ready = taken.item != nullptr;
+  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = first_ready()); });
+  running_ = taken.item != nullptr;
+  return taken;
+}
+
+bool UpdateQueue::sleep_until(std::int64_t deadline_ns) {
+  const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
+  std::unique_lock lock(mutex_);
+  return !changed_.wait_until(lock, deadline, [this] { return closing_; });
+}
+
+std::deque<UpdateQueue::Item> UpdateQueue::take_rest() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+  return std::exchange(items_, {});
+}
+
+void UpdateQueue::close() {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  changed_.notify_all();
+}
+
+void UpdateQueue::await_idle() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return items_.empty() && !running_; });
+}
+
+}  // namespace noria

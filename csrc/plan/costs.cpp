@@ -1,0 +1,39 @@
+#include "plan/costs.h"
+
+#include <algorithm>
+
+namespace noria {
+namespace {
+
+double by_unit(const std::vector<double>& times_us, UnitId unit) {
+  const auto index = static_cast<std::size_t>(unit.value);
+  return unit.valid() && index < times_us.size() ? times_us[index] : 0.0;
+}
+
+double by_lane(const std::map<Lane, double>& values, Lane lane) {
+  const auto found = values.find(lane);
+  return found == values.end() ? 0.0 : found->second;
+}
+
+}  // namespace
+
+double duration_us(const Op& op, const Costs& costs) {
+  if (op.verb == Verb::evict) return 0.0;
+  if (op.verb == Verb::forward) return by_unit(costs.forward_us, op.unit);
+  if (op.verb == Verb::backward) return by_unit(costs.backward_us, op.unit);
+  const double bandwidth_gib_s = by_lane(costs.bandwidth_gib_s, op.lane);
+  const double gib = static_cast<double>(op.bytes.count) / static_cast<double>(std::int64_t{1} << 30);
+  return by_lane(costs.latency_us, op.lane) + (bandwidth_gib_s > 0 ? 1e6 * gib / bandwidth_gib_s : 0.0);
+}
+
+double blocking_bound_us(const StepTimes& t) {
+  return std::max(t.forward_us, t.forward_fetch_us) + std::max({t.backward_us, t.drain_us, t.backward_fetch_us}) +
+         t.update_us;
+}
+
+double deferred_bound_us(const StepTimes& t) {
+  return std::max({t.forward_us, t.update_us, t.forward_fetch_us}) +
+         std::max({t.backward_us, t.drain_us, t.backward_fetch_us});
+}
+
+}  // namespace noria

@@ -1,0 +1,30 @@
+// How long things take, for predictions; and the bound that no schedule of a mode can beat.
+//
+// Units: microseconds, GiB/s. The bounds are DESIGN's: with F, B compute of forward and backward, U host update, f_F and
+// f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U, f_F) + max(B, d, f_B).
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace noria {
+
+struct Costs {
+  std::map<Lane, double> bandwidth_gib_s;   // fetch, drain, update; absent or 0: free
+  std::map<Lane, double> latency_us;
+  std::vector<double> forward_us;           // by unit
+  std::vector<double> backward_us;
+};
+
+double duration_us(const Op& op, const Costs& costs);
+
+struct StepTimes {
+  double forward_us = 0, backward_us = 0, update_us = 0;
+  double forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
+};
+double blocking_bound_us(const StepTimes& times);
+double deferred_bound_us(const StepTimes& times);
+
+}  // namespace noria

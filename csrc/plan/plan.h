@@ -1,0 +1,121 @@
+// Who is where when, as data: buffers, ops with accesses, leases, and the plan of one pass.
+//
+// The planner makes these, `hazards` derives every wait from them, the simulator runs them in virtual time, the engine
+// for real. They hold no pointers and know no device.
+//
+// Order: ops are listed in issue order, and issue order is the meaning of the program: a read sees the last write that
+// was issued before it. Versions count the writes of a buffer; in a PassPlan they are relative to the version at the
+// beginning of the pass (0), so that one plan serves every step.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/ids.h"
+#include "base/words.h"
+
+namespace noria {
+
+struct Place {
+  enum class Kind : std::uint8_t { device, host, peer, file };
+  Kind kind = Kind::device;
+  std::int32_t index = 0;  // device number, rank or file number
+  auto operator<=>(const Place&) const = default;
+};
+/// "device:0", "host", "peer:3", "file:1"
+std::string to_string(const Place& place);
+
+/// Three roles of a unit's bytes, even where two of them have the same dtype today.
+enum class Format : std::uint8_t { master, travel, compute };
+
+enum class Purpose : std::uint8_t { weights, gradient_buffer, working_copy, held_gradient, optimizer_state };
+std::string_view to_string(Purpose purpose);
+
+/// A range of a place. Two buffers conflict when their ranges overlap, whatever they are called.
+struct Buffer {
+  Place place;
+  Bytes offset;
+  Bytes bytes;
+  Format format = Format::travel;
+  Purpose purpose = Purpose::weights;
+  UnitId unit;
+  auto operator<=>(const Buffer&) const = default;
+};
+
+/// Gives equal buffers equal ids, so that a steady state names finitely many.
+class BufferTable {
+ public:
+  BufferId intern(const Buffer& buffer);
+  const Buffer& operator[](BufferId id) const { return buffers_[static_cast<std::size_t>(id.value)]; }
+  std::size_t size() const { return buffers_.size(); }
+
+ private:
+  std::vector<Buffer> buffers_;
+  std::map<Buffer, BufferId> ids_;
+};
+
+struct Access {
+  enum class Mode : std::uint8_t { read, write };
+  BufferId buffer;
+  Version version = 0;  // read: the version that must be seen; write: the version that is made
+  Mode mode = Mode::read;
+};
+
+struct Op {
+  OpId id;
+  Lane lane = Lane::compute;  // meaningless for Verb::evict, which takes no time and waits for nothing
+  Verb verb = Verb::forward;
+  UnitId unit;
+  MicroBatch micro_batch = 0;
+  Bytes bytes;
+  std::int32_t visit = -1;  // issued when this visit of the pass opens; -1: before the first
+  std::vector<Access> accesses;
+};
+
+/// The right to a range over a span of ops, by index into the plan's ops. last_op -1: still leased at the end.
+struct Lease {
+  BufferId buffer;
+  Place place;
+  Bytes offset;
+  Bytes bytes;
+  std::int64_t first_op = -1;
+  std::int64_t last_op = -1;
+};
+
+/// A unit's weights that lie on the device between two visits. `version` as in the plan: 0 is the home's version at the
+/// beginning of the pass; anything else is stale and must not be passed in.
+struct Resident {
+  UnitId unit;
+  Bytes offset;
+  auto operator<=>(const Resident&) const = default;
+};
+
+/// One use of units in a pass: which module announced it, what must be leased while it lasts, and the units whose
+/// gradients arrive during it (each takes a gradient buffer, drained when the visit ends).
+struct Visit {
+  HookId hook;
+  Phase phase = Phase::forward;
+  std::vector<UnitId> needs;      // sorted, unique
+  std::vector<UnitId> gradients;  // sorted, unique
+  auto operator<=>(const Visit&) const = default;
+};
+
+struct PassPlan {
+  std::vector<Visit> visits;
+  std::vector<Op> ops;        // issue order; ids are 0, 1, 2...
+  std::vector<Lease> leases;
+  std::vector<Resident> exit;  // what stays resident across the end of the pass
+  std::int64_t num_fetches = 0;
+  Bytes fetched;
+  Bytes peak;                  // highest end of any lease
+  std::int32_t peak_units = 0;  // most units leased at once
+};
+
+/// The plan as text, one op a line: for people, for tests, and to compare two plans.
+std::string to_text(const PassPlan& plan, const BufferTable& buffers, const std::vector<std::string>& unit_names);
+
+}  // namespace noria

@@ -1,0 +1,106 @@
+#include "store/arena.h"
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+
+namespace noria {
+namespace {
+
+constexpr Bytes kHugePage{2 * 1024 * 1024};
+
+Bytes round_to_page(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESIZE)}); }
+
+[[noreturn]] void refuse(const char* call, Bytes bytes, Bytes mapped) {
+  throw MachineError(std::string(call) + " failed for an arena of " + to_string(bytes) + " (" +
+                     std::to_string(mapped.count) + " bytes with whole pages): " + std::strerror(errno) +
+                     "; free host memory, or raise the limit of the process (ulimit -v, the container's memory)");
+}
+
+// mmap aligns to the small page only: take one huge page more, then give back what lies before and behind.
+std::byte* map_aligned(Bytes bytes, Bytes mapped) {
+  const Bytes reserved = mapped + kHugePage;
+  void* taken = mmap(nullptr, static_cast<std::size_t>(reserved.count), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (taken == MAP_FAILED) refuse("mmap", bytes, mapped);
+  auto* const begin = static_cast<std::byte*>(taken);
+  const Bytes address{static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(begin))};
+  const Bytes before = align_up(address, kHugePage) - address;
+  const Bytes behind = kHugePage - before;
+  std::byte* const data = begin + before.count;
+  if (before > Bytes{0}) munmap(begin, static_cast<std::size_t>(before.count));
+  if (behind > Bytes{0}) munmap(data + mapped.count, static_cast<std::size_t>(behind.count));
+  return data;
+}
+
+}  // namespace
+
+Arena::Arena(Bytes bytes) {
+  NORIA_INVARIANT(bytes >= Bytes{0}, "an arena has no size");
+  if (bytes == Bytes{0}) return;
+  const Bytes mapped = round_to_page(bytes);
+  std::byte* const data = map_aligned(bytes, mapped);
+  const auto size = static_cast<std::size_t>(mapped.count);
+  // Advice: a kernel without huge pages refuses it, and small pages serve as well.
+  madvise(data, size, MADV_HUGEPAGE);
+  if (madvise(data, size, MADV_DONTFORK) != 0) {
+    const int reason = errno;
+    munmap(data, size);
+    errno = reason;
+    refuse("madvise(MADV_DONTFORK)", bytes, mapped);
+  }
+  data_ = data;
+  bytes_ = bytes;
+}
+
+Arena::~Arena() {
+  try {
+    close();
+  } catch (...) {  // the mapping is gone; a backend that cannot unregister has failed before, and said so there
+  }
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, Bytes{0})),
+      backend_(std::exchange(other.backend_, nullptr)) {}
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  Arena taken(std::move(other));
+  std::swap(data_, taken.data_);
+  std::swap(bytes_, taken.bytes_);
+  std::swap(backend_, taken.backend_);
+  return *this;
+}
+
+void Arena::register_with(std::shared_ptr<Backend> backend) {
+  NORIA_INVARIANT(!registered(), "an arena is registered twice");
+  if (data_ == nullptr) return;
+  backend->register_home(data_, bytes_);
+  backend_ = std::move(backend);
+}
+
+void Arena::close() {
+  struct Unmap {  // also when unregistering throws
+    std::byte* data;
+    Bytes bytes;
+    ~Unmap() {
+      if (data != nullptr) munmap(data, static_cast<std::size_t>(bytes.count));
+    }
+  };
+  const Unmap unmap{data_, mapped_bytes()};
+  std::byte* const data = std::exchange(data_, nullptr);
+  bytes_ = Bytes{0};
+  if (const auto backend = std::exchange(backend_, nullptr)) backend->unregister_home(data);
+}
+
+Bytes Arena::mapped_bytes() const { return round_to_page(bytes_); }
+
+}  // namespace noria

@@ -1,0 +1,49 @@
+// The window: one range of device memory, handed out by offset to weights and gradient buffers.
+//
+// Who gets which offset is the planner's choice; this room owns the memory, turns offsets into addresses, and keeps the
+// account of what was leased at once, so that plan and ledger can be compared to the byte.
+// Ownership: owns the arena, which is taken once and given back at the end. Threads: the caller serialises.
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "base/bytes.h"
+#include "device/backend.h"
+
+namespace noria {
+
+class Leases {
+ public:
+  Leases(std::shared_ptr<Backend> backend, Bytes arena);
+  ~Leases();
+  Leases(const Leases&) = delete;  // owns device memory
+  Leases& operator=(const Leases&) = delete;
+
+  /// Throws InvariantError when the range overlaps a live lease or leaves the arena: a plan never asks for that.
+  std::byte* take(Bytes offset, Bytes bytes, bool is_weights);
+  void release(Bytes offset);
+  void release_all();
+
+  std::byte* at(Bytes offset) const { return arena_ + offset.count; }
+  Bytes arena_bytes() const { return bytes_; }
+  Bytes peak() const { return peak_; }            // highest end of any lease so far
+  int peak_units() const { return peak_units_; }  // most weight leases at once
+  int num_units() const { return num_units_; }
+  std::size_t num_leases() const { return live_.size(); }
+
+ private:
+  struct Live {
+    Bytes bytes;
+    bool is_weights;
+  };
+  std::shared_ptr<Backend> backend_;
+  std::byte* arena_ = nullptr;
+  Bytes bytes_;
+  std::map<Bytes, Live> live_;  // by offset
+  Bytes peak_;
+  int num_units_ = 0;
+  int peak_units_ = 0;
+};
+
+}  // namespace noria

@@ -1,0 +1,33 @@
+"""noria trains PyTorch models larger than the GPU: one call, your own loop, the same bits.
+
+    model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
+"""
+
+from pathlib import Path as _Path
+
+import torch as _torch
+
+from noria._build_check import check_build as _check_build
+from noria._version import __version__ as __version__
+
+_check_build(_Path(__file__).parent, _torch.__version__)  # before anything loads _C
+
+from noria import testing
+from noria._C import UsageError
+from noria.checkpoint import load, save
+from noria.policy import Policy
+from noria.report import report
+from noria.wrap import materialize, plan, unwrap, wrap
+
+__all__ = [
+    "Policy",
+    "UsageError",
+    "load",
+    "materialize",
+    "plan",
+    "report",
+    "save",
+    "testing",
+    "unwrap",
+    "wrap",
+]

@@ -1,0 +1,31 @@
+"""Refuses to load an engine that was built against another torch.
+
+LibTorch keeps no binary interface between minor versions: members are inserted mid-vtable, structures change
+their size. Loading the wrong one crashes, at best. So this runs before `noria._C` is imported, and reads what
+the build recorded beside it.
+"""
+
+import json
+from pathlib import Path
+
+_REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall . (in noria's source tree)"
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def check_build(package: Path, torch_version: str) -> None:
+    """Raises ImportError unless the engine in `package` was built against `torch_version`'s minor version."""
+    record = package / "_built_with.json"
+    if not record.exists():
+        raise ImportError(
+            f"expected noria's engine, built against torch {torch_version}; found none in {package}; "
+            f"remedy: {_REBUILD}"
+        )
+    built_with = json.loads(record.read_text())["torch"]
+    if _minor(built_with) != _minor(torch_version):
+        raise ImportError(
+            f"expected torch {'.'.join(_minor(built_with))}.*, against which noria was built; "
+            f"found torch {torch_version}; remedy: {_REBUILD}"
+        )

@@ -1,0 +1,378 @@
+"""One `wrap` call: the models' parameters in custody, the hooks that announce their use, and everything that is shared.
+
+Hooks are thin: translate, call one verb, return. They are hidden from torch.compile, so blocks compile inside of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria._errors import usage_error
+from noria.home import Home, HomeParameter
+from noria.partition import HookSpec
+from noria.record import OperatorWatch, tensors_of
+
+if TYPE_CHECKING:
+    from noria.optimizer import Updates
+    from noria.plan import WrapPlan
+
+__all__ = ["Wrapped", "wrapped_by"]
+
+_WRAPPED: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDictionary()
+
+
+def wrapped_by(model: nn.Module) -> Wrapped | None:
+    """The wrap call that a model, or a module inside of one, belongs to."""
+    found = _WRAPPED.get(model)
+    if found is not None:
+        return found
+    for root, wrapped in list(_WRAPPED.items()):
+        if any(module is model for module in root.modules()):
+            return wrapped
+    return None
+
+
+class Wrapped:
+    """Owns the home, the engine's Custody and the module hooks; knows every parameter by its object."""
+
+    def __init__(
+        self,
+        plan: WrapPlan,
+        home: Home,
+        custody: _C.Custody,
+        backend: _C.Backend,
+        pool: _C.HostOptimizer | None,
+    ) -> None:
+        self.plan = plan
+        self.partition = plan.partition
+        self.units = plan.units
+        self.policy = plan.policy
+        self.device = plan.device
+        self.home = home
+        self.custody = custody
+        self.backend = backend
+        self.pool = pool
+        self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
+        self.slot_of: dict[nn.Parameter, HomeParameter] = {slot.parameter: slot for slot in self.slots}
+        self.optimizers: list[Updates] = []
+        self.trace: _C.Trace | None = None
+        self.pid = os.getpid()
+        self.closed = False
+        self._handles: list[Any] = []
+        self._inner_handles: dict[int, list[Any]] = {}
+        self._hook_names: list[str] = []
+        self._operator_hooks: dict[tuple[int, ...], int] = {}
+        self._root_depth = 0
+        self._known_roots: set[tuple[int, bool, bool]] = set()
+        self._state_views: dict[HomeParameter, torch.Tensor] = {}
+        storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
+        self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
+        self._needs_watch = False
+        for root in self.partition.roots:
+            _WRAPPED[root] = self
+        self._install_hooks()
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def _install_hooks(self) -> None:
+        # Root hooks come first on a module that is both a root and a hook of its own.
+        for number, root in enumerate(self.partition.roots):
+            pre, post = self._root_hooks(number, root)
+            self._handles.append(root.register_forward_pre_hook(pre, prepend=True))
+        for spec in self.partition.hooks:
+            self._install_hook(spec)
+        for number, root in enumerate(self.partition.roots):
+            pre, post = self._root_hooks(number, root)
+            self._handles.append(root.register_forward_hook(post, always_call=True))
+            self._install_state_dict_hooks(root)
+
+    def _root_hooks(self, number: int, root: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+        @torch._dynamo.disable
+        def enter(module: nn.Module, args: Any) -> None:
+            self._check_alive()
+            if torch._C._current_graph_task_id() >= 0:
+                return  # recomputed inside of a backward
+            self._root_depth += 1
+            if self._root_depth > 1:
+                return
+            self._forget_inner_hooks()
+            training, grad = module.training, torch.is_grad_enabled()
+            self.custody.begin_forward(number, training, grad)
+            if self._wants_watch(number, training, grad):
+                self.watch.start()
+
+        @torch._dynamo.disable
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() >= 0 or self._root_depth == 0:
+                return
+            self._root_depth -= 1
+            if self._root_depth > 0:
+                return
+            self.watch.stop()
+            self._known_roots.add((number, module.training, torch.is_grad_enabled()))
+            self._needs_watch |= self.watch.num_seen > 0
+            self.custody.end_forward(tensors_of(output))
+
+        return enter, leave
+
+    def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
+        if self.policy.check == "off":
+            return False
+        return (
+            self.policy.check == "operators"
+            or self._needs_watch
+            or (number, training, grad) not in self._known_roots
+        )
+
+    def _install_hook(self, spec: HookSpec) -> None:
+        custody, watch = self.custody, self.watch
+        hook = custody.add_hook(spec.name, list(spec.needs))
+        self._hook_names.append(spec.name)
+
+        @torch._dynamo.disable
+        def enter(module: nn.Module, args: Any) -> None:
+            self._check_alive()
+            custody.enter(hook)
+            watch.suspend()
+
+        @torch._dynamo.disable
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            watch.resume()
+            custody.leave(hook, tensors_of(output))
+
+        self._handles.append(spec.module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(spec.module.register_forward_hook(leave, always_call=True))
+        if self.policy.check == "off" or not spec.is_block:
+            return
+
+        @torch._dynamo.disable
+        def inner(module: nn.Module, args: Any, output: Any) -> None:
+            custody.inner_outputs(hook, tensors_of(output))
+
+        for module in spec.module.modules():
+            if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
+                self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(inner))
+
+    def _forget_inner_hooks(self) -> None:
+        """After the first backward: a block whose own outputs announce its backward needs no hooks inside."""
+        if not self._inner_handles or self.policy.check == "operators":
+            return
+        if not any(done["phase"] == "backward" for done in self.custody.passes()):
+            return
+        for hook, handles in self._inner_handles.items():
+            if not self.custody.inner_was_first(hook):
+                for handle in handles:
+                    handle.remove()
+        self._inner_handles.clear()
+
+    def _visit_for_operator(self, units: tuple[int, ...]) -> int:
+        hook = self._operator_hooks.get(units)
+        if hook is None:
+            name = "operator on " + ", ".join(self.units[unit].name for unit in units)
+            hook = self._operator_hooks[units] = self.custody.add_hook(name, list(units))
+            self._hook_names.append(name)
+        self.custody.visit_for_operator(hook)
+        return hook
+
+    def _hook_operator_outputs(self, hook: int, outputs: list[torch.Tensor]) -> None:
+        self.custody.inner_outputs(hook, outputs)
+
+    def _check_alive(self) -> None:
+        if os.getpid() != self.pid:
+            raise usage_error(
+                "a wrapped model used in the process that wrapped it",
+                f"it in process {os.getpid()}, forked from {self.pid}",
+                "wrap inside the child, or let data loader workers leave the model alone",
+            )
+        if self.closed:
+            raise usage_error("a model that is wrapped", "one whose engine was shut down", "wrap it again")
+
+    # ---- state_dict ---------------------------------------------------------------------------------------------
+
+    def _install_state_dict_hooks(self, root: nn.Module) -> None:
+        for module in root.modules():
+            own = {
+                name: self.slot_of[parameter]
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+                if parameter in self.slot_of
+            }
+            refuse = self._refuse_assign
+            self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+            if own:
+                self._handles.append(module._register_state_dict_hook(self._give_state(own)))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._take_state(own)))
+                self._handles.append(module.register_load_state_dict_post_hook(self._state_taken(own)))
+
+    def _give_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+            for name, slot in own.items():
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = self.current(slot)
+
+        return give
+
+    def _refuse_assign(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise usage_error(
+                "load_state_dict(assign=False)",
+                "assign=True, which would replace the parameters that noria holds",
+                "leave assign out: values are copied into the home",
+            )
+
+    def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+            units = sorted({slot.unit for slot in own.values()})
+            self.custody.open_home(units, True)
+            for name, slot in own.items():
+                value = state_dict.get(prefix + name)
+                if isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape:
+                    self.write(slot, value)
+                    state_dict[prefix + name] = self.home.working(slot)  # torch copies it onto itself
+
+        return take
+
+    def _state_taken(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def taken(module: nn.Module, incompatible_keys: Any) -> None:
+            self.custody.close_home(sorted({slot.unit for slot in own.values()}), True)
+
+        return taken
+
+    # ---- values -------------------------------------------------------------------------------------------------
+
+    def current(self, slot: HomeParameter) -> torch.Tensor:
+        """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
+        self.custody.access_home(slot.unit, False)
+        view = self._state_views.get(slot.index)
+        if view is None:
+            view = self._state_views[slot.index] = self.home.working(slot)
+        return view
+
+    def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
+        with torch.no_grad():
+            if slot.has_master:
+                self.set_master(slot, value.to(device="cpu", dtype=torch.float32))
+            else:
+                self.home.working(slot).copy_(value)
+
+    def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
+        """`master`: fp32 on the CPU, with the parameter's shape."""
+        if "masters" in self.home.arenas:
+            own = self.home.master(slot)
+            own.copy_(master)
+            self.round_master(slot)
+        else:
+            dense = torch.empty_like(self.home.moment("first moments", slot))  # storage order of the parameter
+            dense.copy_(master)
+            _C.split_master(
+                dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
+            )
+
+    def round_master(self, slot: HomeParameter) -> None:
+        """Working copy from the plain master: nearest, ties away from zero."""
+        _C.split_master(
+            self.home.master(slot).data_ptr(), self.home.working(slot).data_ptr(), 0, slot.parameter.numel()
+        )
+
+    def master(self, slot: HomeParameter) -> torch.Tensor:
+        """The fp32 master as a plain tensor: the home's own where it has one, rebuilt from the split one else."""
+        if "masters" in self.home.arenas:
+            return self.home.master(slot)
+        master = torch.empty_like(self.home.moment("first moments", slot))
+        _C.join_master(
+            self.home.working(slot).data_ptr(),
+            self.home.low_bits(slot).data_ptr(),
+            master.data_ptr(),
+            master.numel(),
+        )
+        return master
+
+    @contextlib.contextmanager
+    def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
+        """Parameters of these units show the home itself, until the block ends."""
+        self._check_alive()
+        slots = [slot for unit in units for slot in self.units[unit].parameters]
+        self.custody.open_home(list(units), not read_only)
+        was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
+        versions = {slot.index: slot.parameter._version for slot in slots}
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for index, before in was.items():
+                self._follow_working_copy(self.slots[index], before)
+            written = next((slot for slot in slots if slot.parameter._version != versions[slot.index]), None)
+            if read_only and written is not None:  # take it, so that nothing is lost, and complain
+                self.custody.access_home(written.unit, True)
+            self.custody.close_home(list(units), not read_only or written is not None)
+        if read_only and written is not None:
+            raise usage_error(
+                "no writes inside noria.materialize(..., read_only=True)",
+                f'a write to "{written.name}"',
+                "leave read_only out; the write was kept",
+            )
+
+    def _follow_working_copy(self, slot: HomeParameter, before: torch.Tensor) -> None:
+        """Where the caller changed the working copy, the master becomes that value; elsewhere it keeps its low bits."""
+        with torch.no_grad():
+            working = self.home.working(slot)
+            changed = working.view(torch.int16) != before.view(torch.int16)
+            if not changed.any():
+                return
+            if "masters" in self.home.arenas:
+                self.home.master(slot)[changed] = working[changed].float()
+            else:
+                self.home.low_bits(slot)[changed] = 0
+
+    def run_update(self, unit: int) -> None:
+        """What the engine calls when somebody needs a unit whose update was deferred to the launching thread."""
+        for updates in self.optimizers:
+            updates.run(unit)
+
+    def recover(self) -> None:
+        """After a backward that raised: what it had begun is forgotten, gradients that had landed stay."""
+        self.custody.recover()
+
+    def unit_indices(self, module: nn.Module) -> list[int]:
+        return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})
+
+    # ---- end ----------------------------------------------------------------------------------------------------
+
+    def write_trace(self) -> None:
+        if self.trace is not None and self.policy.trace is not None:
+            path = os.fspath(self.policy.trace)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.trace.chrome_json([unit.name for unit in self.units]))
+
+    def shutdown(self) -> None:
+        """Ends the engine's threads. A forked child never joins what it does not have."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        with contextlib.suppress(Exception):
+            self.custody.idle()
+        self.write_trace()
+        self.custody.close()
+        self.custody.clear_update_callback()
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for handles in self._inner_handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        self._inner_handles.clear()
+        for root in self.partition.roots:
+            _WRAPPED.pop(root, None)

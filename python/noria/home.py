@@ -1,0 +1,165 @@
+"""The home: where every byte of the wrapped parameters lies in host memory, and the tensors that view it.
+
+A unit's parameters lie behind each other, trainable ones first, each at a multiple of 512 bytes; its held gradients have
+the layout of that first part, so one offset serves both. Arenas are of exact size, one for each purpose, and nothing is
+taken before the plan has been checked against `host_memory`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria.partition import UnitSpec
+
+__all__ = ["Home", "HomeParameter", "HomeUnit", "Region", "describe_units"]
+
+
+@dataclasses.dataclass
+class HomeParameter:
+    """One parameter's place in its unit. Offsets in bytes; `gradient_offset` -1 means frozen."""
+
+    parameter: nn.Parameter
+    name: str
+    names: tuple[str, ...]
+    index: int
+    unit: int
+    dtype: torch.dtype
+    offset: int
+    gradient_offset: int
+    has_master: bool
+
+    @property
+    def trainable(self) -> bool:
+        return self.gradient_offset >= 0
+
+
+@dataclasses.dataclass
+class HomeUnit:
+    """What the engine must know of a unit: sizes in bytes, addresses once the home has been taken."""
+
+    name: str
+    index: int
+    is_block: bool
+    weights: int
+    gradients: int
+    parameters: list[HomeParameter]
+    working_address: int = 0
+    held_address: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """One arena: a purpose as the ledger calls it, and for each unit its offset and size in bytes."""
+
+    purpose: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    @staticmethod
+    def of(purpose: str, sizes: Iterable[int]) -> Region:
+        sizes = tuple(sizes)
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += size
+        return Region(purpose, tuple(offsets), sizes)
+
+
+def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[HomeUnit]:
+    """Lays out the units; `dtype` is `Policy.dtype`: what floating parameters travel in."""
+    described: list[HomeUnit] = []
+    index = 0
+    for spec in units:
+        order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
+        travel = [_travel_dtype(spec.parameters[i], dtype) for i in order]
+        layout = _C.lay_out_unit(
+            [
+                (spec.parameters[i].numel(), torch.empty(0, dtype=d).element_size(), spec.parameters[i].numel())
+                for i, d in zip(order, travel, strict=True)
+            ]
+        )
+        parameters, gradients = [], 0
+        for i, travels_in, (offset, size) in zip(order, travel, layout.slots, strict=True):
+            parameter = spec.parameters[i]
+            trainable = parameter.requires_grad
+            parameters.append(
+                HomeParameter(
+                    parameter=parameter,
+                    name=spec.names[i][0],
+                    names=spec.names[i],
+                    index=index,
+                    unit=len(described),
+                    dtype=travels_in,
+                    offset=offset,
+                    gradient_offset=offset if trainable else -1,
+                    has_master=trainable and dtype is not None and parameter.is_floating_point(),
+                )
+            )
+            index += 1
+            if trainable:
+                gradients = _align(offset + size)
+        described.append(HomeUnit(spec.name, len(described), spec.is_block, layout.total, gradients, parameters))
+    return described
+
+
+def _travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+
+
+class Home:
+    """The arenas of one `wrap` call. Arenas live as long as any tensor in them."""
+
+    def __init__(self, units: list[HomeUnit], regions: list[Region], backend: _C.Backend) -> None:
+        self.units = units
+        self.regions = {region.purpose: region for region in regions}
+        self.arenas = {region.purpose: _C.Arena(region.bytes) for region in regions if region.bytes}
+        for purpose in ("working copies", "held gradients"):  # what the copy engines touch
+            if purpose in self.arenas:
+                self.arenas[purpose].register_with(backend)
+        for unit in units:
+            unit.working_address = self.address("working copies", unit.index)
+            if unit.gradients:
+                unit.held_address = self.address("held gradients", unit.index)
+
+    def address(self, purpose: str, unit: int) -> int:
+        if purpose not in self.arenas:
+            return 0
+        return self.arenas[purpose].data + self.regions[purpose].offsets[unit]
+
+    def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
+        base = self.regions[purpose].offsets[unit]
+        return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+
+    def working(self, slot: HomeParameter) -> torch.Tensor:
+        return self.tensor("working copies", slot.unit, slot.offset, slot.parameter, slot.dtype)
+
+    def held(self, slot: HomeParameter) -> torch.Tensor:
+        return self.tensor("held gradients", slot.unit, slot.gradient_offset, slot.parameter, slot.dtype)
+
+    def master(self, slot: HomeParameter) -> torch.Tensor:
+        """The plain fp32 master (kernel="torch" under a bfloat16 policy)."""
+        scale = 4 // slot.dtype.itemsize
+        return self.tensor("masters", slot.unit, slot.offset * scale, slot.parameter, torch.float32)
+
+    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """The low 16 bits of a split master, as int16."""
+        return self.tensor("low bits", slot.unit, slot.offset, slot.parameter, torch.int16)
+
+    def moment(self, purpose: str, slot: HomeParameter) -> torch.Tensor:
+        """An fp32 moment of the fused kernels, with the parameter's element offset."""
+        scale = 4 // slot.dtype.itemsize
+        return self.tensor(purpose, slot.unit, slot.offset * scale, slot.parameter, torch.float32)

@@ -1,0 +1,595 @@
+"""The user's optimizer, unchanged to the eye: `step()` becomes updates of units, and its state lies in the home.
+
+`facade(optimizer)` changes the class of the object to a subclass of its own class, so schedulers, scalers and trainers
+that hold it stay right. The real torch optimizer does the work (kernel="torch"): a *worker*, an object of the original
+class whose parameters are the home's tensors and whose state is the user's, run for one unit at a time. AdamW can be
+updated by noria's own kernels instead (kernel="fused").
+
+Note [Separable]. Optimizers whose update of one parameter looks at nothing but that parameter give the same bits unit
+by unit as all at once. torch's own are listed in SEPARABLE; anything else runs whole, inside `step()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria import _C
+from noria._errors import usage_error
+from noria.custody import Wrapped
+from noria.home import HomeParameter
+
+__all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "predict_state", "unfacade"]
+
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop Adafactor Muon".split()
+    if hasattr(torch.optim, name)
+)
+"""Classes of torch.optim that run unit by unit; compared by identity, for a subclass may look further."""
+
+
+def fused_covers(optimizer: Optimizer) -> bool:
+    """True for what kernel="fused" updates itself: torch.optim.AdamW without amsgrad, on fp32 or fp32 masters."""
+    return type(optimizer) is torch.optim.AdamW and not any(
+        group["amsgrad"] or group["capturable"] or group["differentiable"] for group in optimizer.param_groups
+    )
+
+
+# ---- state --------------------------------------------------------------------------------------------------------
+
+
+class OptimizerState(defaultdict[Any, Any]):
+    """`optimizer.state`: looking at a parameter's state first settles the update that may still be under way."""
+
+    def __init__(self, settle: Callable[[Any], None], values: dict[Any, Any]) -> None:
+        super().__init__(dict, values)
+        self._settle = settle
+
+    def __getitem__(self, key: Any) -> Any:
+        self._settle(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._settle(key)
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self._settle(None)
+        return super().values()
+
+    def items(self) -> Any:
+        self._settle(None)
+        return super().items()
+
+    def unsettled(self, key: Any) -> dict[str, Any]:
+        """The state as it is, for the update itself."""
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> Any:
+        return (defaultdict, (dict, dict(self.items())))
+
+
+def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
+    """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors of one dimension or more.
+
+    The optimizer's own code is run on tensors without memory. None when it cannot say.
+    """
+    stand_ins: dict[int, nn.Parameter] = {}
+    groups = []
+    of_parameter = {slot.parameter: slot for slot in slots}
+    parameters = {slot.index: parameter for parameter, slot in of_parameter.items()}
+    for group in optimizer.param_groups:
+        members = []
+        for parameter in group["params"]:
+            slot = of_parameter.get(parameter)
+            if slot is None or not slot.trainable:
+                continue
+            dtype = torch.float32 if slot.has_master else slot.dtype
+            stand_in = nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta"))
+            stand_in.grad = torch.zeros_like(stand_in)
+            stand_ins[slot.index] = stand_in
+            members.append(stand_in)
+        groups.append({**_hyper(group), "params": members})
+    worker = _worker_of(optimizer, groups)
+    for index, stand_in in stand_ins.items():
+        existing = optimizer.state.get(parameters[index])
+        if existing:
+            worker.state[stand_in] = {
+                key: torch.empty_like(value, device="meta") if _is_array(value) else copy.deepcopy(value)
+                for key, value in existing.items()
+            }
+    try:
+        _step_of(type(worker))(worker)
+    except Exception:  # some optimizers look at values; what they keep is then only known after the first step
+        return None
+    return {
+        index: {
+            key: (tuple(value.shape), value.element_size())
+            for key, value in worker.state[stand_in].items()
+            if _is_array(value)
+        }
+        for index, stand_in in stand_ins.items()
+    }
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot of a group's hyperparameters: later edits affect the next step."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _step_of(cls: type[Optimizer]) -> Callable[[Any], Any]:
+    """The class's own step, without the wrapper that runs step hooks (they run once, on the facade)."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """An object of the optimizer's original class, with these groups, an empty state and no hooks."""
+    cls = _original_class(type(optimizer))
+    worker = object.__new__(cls)
+    old_lists = {id(group["params"]): number for number, group in enumerate(optimizer.param_groups)}
+    for name, value in vars(optimizer).items():
+        if name in ("step", "_noria") or name.startswith("_optimizer_"):
+            continue
+        # LBFGS and its kin keep the list of parameters itself.
+        worker.__dict__[name] = groups[old_lists[id(value)]]["params"] if id(value) in old_lists else value
+    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre",
+                 "load_state_dict_post"):
+        worker.__dict__[f"_optimizer_{name}_hooks"] = OrderedDict()
+    worker.param_groups = groups
+    worker.state = defaultdict(dict)
+    return worker
+
+
+# ---- updates ------------------------------------------------------------------------------------------------------
+
+
+class Updates:
+    """Turns `step()` of one optimizer into updates of units. `kernel`: "fused", "torch", or "whole" (see the Note)."""
+
+    def __init__(self, wrapped: Wrapped, optimizer: Optimizer, kernel: str, state_places: dict[tuple[int, str], int],
+                 state_arena: Any, blocking: bool) -> None:
+        self.wrapped = wrapped
+        self.optimizer = optimizer
+        self.kernel = kernel
+        self.blocking = blocking
+        self.num_steps = 0
+        self._places = state_places  # (slot index, key) -> offset in the arena
+        self._arena = state_arena
+        self._jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]] = {}  # by unit, not run yet
+        self._home_parameters: dict[int, nn.Parameter] = {}
+        self._whole_worker: Any = None
+        self._check_members(optimizer.param_groups)
+        optimizer.state = OptimizerState(self._settle, dict(optimizer.state))
+        for slot in self.slots():
+            self._adopt(slot)
+
+    def slots(self) -> Iterator[HomeParameter]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self.wrapped.slot_of[parameter]
+
+    def _check_members(self, groups: list[dict[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if parameter not in self.wrapped.slot_of:
+                    raise usage_error(
+                        "an optimizer whose parameters belong to the wrapped models",
+                        f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
+                        "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
+                    )
+
+    # ---- home side ----
+
+    def home_parameter(self, slot: HomeParameter) -> nn.Parameter:
+        """The tensor that the real optimizer updates: the fp32 master, or the working copy where that is the master."""
+        known = self._home_parameters.get(slot.index)
+        if known is None:
+            values = self.wrapped.home.master(slot) if slot.has_master else self.wrapped.home.working(slot)
+            known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
+        return known
+
+    def _gradient(self, slot: HomeParameter) -> torch.Tensor:
+        held = self.wrapped.home.held(slot)
+        if not slot.has_master:
+            return held
+        scratch = self.wrapped.home.tensor("update scratch", 0, slot.offset * 2, slot.parameter, torch.float32)
+        return scratch.copy_(held)
+
+    def _adopt(self, slot: HomeParameter) -> None:
+        """Moves the state tensors that the optimizer has made into the home, where the plan has room for them."""
+        state = self.optimizer.state.unsettled(slot.parameter)
+        for key, value in list(state.items()):
+            if not _is_array(value):
+                continue
+            if self.kernel == "fused" and key in ("exp_avg", "exp_avg_sq"):
+                place = self._moment(slot, key)
+            else:
+                offset = self._places.get((slot.index, key))
+                if offset is None:
+                    continue
+                dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
+                strides = torch.empty_like(value, device="meta").stride()
+                place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+                state[key] = place
+
+    def _moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
+        return self.wrapped.home.moment("first moments" if key == "exp_avg" else "second moments", slot)
+
+    def _settle(self, parameter: Any) -> None:
+        wrapped = self.wrapped
+        if parameter is None:
+            wrapped.custody.settle_all()
+            if wrapped.pool is not None:
+                wrapped.pool.idle()
+        elif isinstance(parameter, nn.Parameter) and parameter in wrapped.slot_of:
+            wrapped.custody.access_home(wrapped.slot_of[parameter].unit, False)
+
+    # ---- step ----
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        wrapped = self.wrapped
+        wrapped._check_alive()
+        if self.kernel == "whole":
+            return self._step_whole(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_groups()
+        jobs = self._take_gradients()
+        wrapped.custody.begin_step()
+        order = [unit for unit in wrapped.custody.next_forward_order() if unit in jobs]
+        updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
+        for unit in order:
+            wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
+            if self.kernel == "fused":
+                self._submit(unit, jobs[unit])
+            else:
+                self._jobs[unit] = jobs[unit]
+                wrapped.custody.defer_update(unit)
+        wrapped.custody.bump_versions(updated)
+        wrapped.custody.end_step(self.blocking)
+        wrapped.custody.guard_gradients()
+        self.num_steps += 1
+        return loss
+
+    def _check_groups(self) -> None:
+        self._check_members(self.optimizer.param_groups)
+        if self.kernel == "fused" and not fused_covers_groups(self.optimizer.param_groups):
+            raise usage_error(
+                'AdamW without amsgrad, capturable and differentiable under kernel="fused"',
+                "a group that asks for one of them",
+                'wrap with kernel="torch"',
+            )
+
+    def _take_gradients(self) -> dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]]:
+        """What `p.grad` says now, unit by unit and group by group; the user's own tensors are copied to the home."""
+        jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]] = {}
+        for group in self.optimizer.param_groups:
+            hyper = _hyper(group)
+            by_unit: dict[int, list[HomeParameter]] = {}
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of[parameter]
+                if parameter.grad is None:
+                    continue
+                if self.wrapped.custody.gradient_is(slot.index) == "foreign":
+                    if not slot.trainable:
+                        raise usage_error(
+                            f'no gradient on "{slot.name}", frozen when it was wrapped',
+                            "one in p.grad",
+                            "unfreeze parameters before noria.wrap",
+                        )
+                    self.wrapped.custody.take_foreign_gradient(slot.index)
+                by_unit.setdefault(slot.unit, []).append(slot)
+            for unit, slots in by_unit.items():
+                jobs.setdefault(unit, []).append((hyper, slots))
+        return jobs
+
+    def run(self, unit: int) -> bool:
+        """The real optimizer on one unit; False when this optimizer has no update of it waiting."""
+        groups = self._jobs.pop(unit, None)
+        if groups is None:
+            return False
+        members = []
+        with torch.no_grad():
+            for hyper, slots in groups:
+                parameters = []
+                for slot in slots:
+                    parameter = self.home_parameter(slot)
+                    parameter.grad = self._gradient(slot)
+                    parameters.append(parameter)
+                members.append({**hyper, "params": parameters})
+        worker = _worker_of(self.optimizer, members)
+        slots = [slot for _, slots in groups for slot in slots]
+        for slot in slots:
+            worker.state[self.home_parameter(slot)] = self.optimizer.state.unsettled(slot.parameter)
+        _step_of(type(worker))(worker)
+        self._finish(slots)
+        return True
+
+    def _finish(self, slots: Iterable[HomeParameter]) -> None:
+        for slot in slots:
+            self.home_parameter(slot).grad = None
+            self._adopt(slot)
+            if slot.has_master:
+                self.wrapped.round_master(slot)
+
+    def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
+        """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float tensor."""
+        home = self.wrapped.home
+        pieces = []
+        split = False
+        for hyper, slots in groups:
+            beta1, beta2 = hyper["betas"]
+            for slot in slots:
+                state = self.optimizer.state.unsettled(slot.parameter)
+                if not state:
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = self._moment(slot, key).zero_()
+                state["step"] += 1
+                split = slot.has_master
+                scalars = _C.adamw_scalars(
+                    int(state["step"].item()),
+                    lr=float(hyper["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=float(hyper["eps"]),
+                    weight_decay=float(hyper["weight_decay"]),
+                    maximize=bool(hyper["maximize"]),
+                )
+                pieces.append((slot.offset // slot.dtype.itemsize, slot.parameter.numel(), scalars))
+        working = home.address("working copies", unit)
+        master = {"working": working, "low": home.address("low bits", unit)} if split else {"master": working}
+        job = _C.AdamWJob(
+            pieces,
+            m=home.address("first moments", unit),
+            v=home.address("second moments", unit),
+            gradient=home.address("held gradients", unit),
+            **master,
+        )
+        self.wrapped.custody.update_on_pool(unit, job)
+
+    # ---- whole: optimizers that look at more than one parameter ----
+
+    def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
+        slots = list(self.slots())
+        worker = self._whole_worker
+        groups = [
+            {**_hyper(group), "params": [self.home_parameter(self.wrapped.slot_of[p]) for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        if worker is None:
+            worker = self._whole_worker = _worker_of(self.optimizer, groups)
+            for slot in slots:
+                worker.state[self.home_parameter(slot)] = self.optimizer.state.unsettled(slot.parameter)
+        else:
+            for old, new in zip(worker.param_groups, groups, strict=True):
+                old.update({key: value for key, value in new.items() if key != "params"})
+        self._own_home(slots)
+
+        def with_home() -> Any:
+            """The user's closure: the model must see what the optimizer wrote, the optimizer the new gradients."""
+            self._finish(slots)
+            with torch.enable_grad():
+                loss = closure()
+            self._own_home(slots)
+            return loss
+
+        result = _step_of(type(worker))(worker, with_home) if closure is not None else _step_of(type(worker))(worker)
+        self._finish(slots)
+        self.wrapped.custody.bump_versions([slot.index for slot in slots])
+        self.wrapped.custody.end_step(True)
+        self.num_steps += 1
+        return result
+
+    def _own_home(self, slots: list[HomeParameter]) -> None:
+        """Waits until nobody reads or writes the home of these parameters, and shows the optimizer their gradients."""
+        self._take_gradients()
+        self.wrapped.custody.begin_step()
+        for unit in sorted({slot.unit for slot in slots}):
+            self.wrapped.custody.defer_update(unit)
+            self.wrapped.custody.settle(unit)  # the waits of an update; `run` finds no job and returns
+        for slot in slots:
+            self.home_parameter(slot).grad = None if slot.parameter.grad is None else self._whole_gradient(slot)
+
+    def _whole_gradient(self, slot: HomeParameter) -> torch.Tensor:
+        held = self.wrapped.home.held(slot)
+        return held.float() if slot.has_master else held
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle(None)
+        optimizer = self.optimizer
+        result = Optimizer.state_dict(optimizer)
+        number = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of[parameter]
+                if slot.has_master and number in result["state"]:
+                    result["state"][number] = {**result["state"][number], "low_bits": self._low_bits(slot)}
+                number += 1
+        return result
+
+    def _low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
+        if "low bits" in self.wrapped.home.arenas:
+            return self.wrapped.home.low_bits(slot)
+        return self.wrapped.home.master(slot).view(torch.int32).to(torch.int16)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        optimizer, wrapped = self.optimizer, self.wrapped
+        self._settle(None)
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(optimizer, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        # torch's own code does the checks and the casts, on a stand-in that holds the home's dtypes on the CPU.
+        stand_ins = {p: self._stand_in(wrapped.slot_of[p]) for g in optimizer.param_groups for p in g["params"]}
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [stand_ins[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        worker = _worker_of(optimizer, groups)
+        _original_class(type(optimizer)).load_state_dict(worker, state_dict)
+        for old, new in zip(optimizer.param_groups, worker.param_groups, strict=True):
+            parameters = old["params"]
+            old.clear()
+            old.update({**new, "params": parameters})
+        self._whole_worker = None
+        for parameter, stand_in in stand_ins.items():
+            slot = wrapped.slot_of[parameter]
+            wrapped.custody.access_home(slot.unit, True)
+            state = dict(worker.state.get(stand_in, {}))
+            low = state.pop("low_bits", None)
+            if low is not None and slot.has_master:
+                high = wrapped.home.working(slot).view(torch.int16).to(torch.int32) << 16
+                wrapped.set_master(slot, (high + low.to(torch.int16).to(torch.int32)).view(torch.float32))
+            dict.__setitem__(optimizer.state, parameter, state)
+            self._adopt(slot)
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+
+    def _stand_in(self, slot: HomeParameter) -> nn.Parameter:
+        """Shape and dtype of the home's tensor, no memory of its own: `low_bits` must not be cast to a float."""
+        dtype = torch.float32 if slot.has_master else slot.dtype
+        like = torch.empty(1, dtype=dtype).expand(slot.parameter.shape)
+        return nn.Parameter(like, requires_grad=slot.trainable)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        members = group.get("params", [])
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        group = {**group, "params": members}
+        self._check_members([{"params": [m[1] if isinstance(m, tuple) else m for m in members]}])
+        _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
+        self._whole_worker = None
+
+
+def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
+    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
+
+
+# ---- facade -------------------------------------------------------------------------------------------------------
+
+
+class WrappedOptimizer(Optimizer):
+    """Mixed in before the user's optimizer class. Without `_noria` (unpickled, unwrapped) it is that class."""
+
+    _noria: Updates | None = None
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._noria is None:
+            own = _step_of(_original_class(type(self)))
+            return own(self) if closure is None else own(self, closure)
+        self._opt_called = True  # what LR schedulers look at
+        return self._noria.step(closure)
+
+    step = Optimizer.profile_hook_step(_step)
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._noria is not None:
+            self._noria.wrapped.recover()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self._noria is None else self._noria.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._noria is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._noria.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._noria is None:
+            super().add_param_group(param_group)
+        else:
+            self._noria.add_param_group(param_group)
+
+
+_FACADES: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _facade_class(cls: type[Optimizer]) -> type[Optimizer]:
+    if cls not in _FACADES:
+        name = f"Noria{cls.__name__}"
+        made = type(name, (WrappedOptimizer, cls), {"__module__": __name__, "__doc__": cls.__doc__})
+        globals()[name] = _FACADES[cls] = made
+    return _FACADES[cls]
+
+
+def __getattr__(name: str) -> Any:
+    """Unpickling in a fresh process asks for NoriaAdamW and the like by name."""
+    original = getattr(torch.optim, name.removeprefix("Noria"), None) if name.startswith("Noria") else None
+    if original is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _facade_class(original)
+
+
+def _original_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return cls.__mro__[cls.__mro__.index(WrappedOptimizer) + 1] if issubclass(cls, WrappedOptimizer) else cls
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what cannot be wrapped, before anything is changed."""
+    if not isinstance(optimizer, Optimizer):
+        raise usage_error("a torch.optim.Optimizer", type(optimizer).__qualname__, "wrap optimizers of torch.optim")
+    if isinstance(optimizer, WrappedOptimizer) and optimizer._noria is not None:
+        raise usage_error("an optimizer that is not wrapped", "one that is", "noria.unwrap it first")
+    if type(optimizer) is torch.optim.SparseAdam:
+        raise usage_error("dense gradients", "SparseAdam, which wants sparse ones", "use Adam and sparse=False")
+    step = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
+        raise usage_error(
+            "an optimizer whose step() is its class's own", "one replaced on the object", "replace it after noria.wrap"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable") or group.get("capturable"):
+            raise usage_error(
+                "optimizer groups without differentiable and capturable",
+                f"group {number} with one of them",
+                "leave them out: updates run on the host",
+            )
+
+
+def facade(optimizer: Optimizer, updates: Updates) -> None:
+    """From now on `optimizer.step()` and its kin go to `updates`. A scheduler's patch on the object is taken off: the
+    class's step says itself what the scheduler wants to know."""
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = _facade_class(type(optimizer) if not isinstance(optimizer, WrappedOptimizer)
+                                        else _original_class(type(optimizer)))
+    optimizer._noria = updates  # type: ignore[attr-defined]
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # a scaler then unscales p.grad itself
+
+
+def unfacade(optimizer: Optimizer) -> None:
+    """A plain optimizer again, on the same state."""
+    updates: Updates = optimizer._noria  # type: ignore[attr-defined]
+    del optimizer._noria  # type: ignore[attr-defined]
+    optimizer.__class__ = _original_class(type(optimizer))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for parameter, values in optimizer.state.items():
+        state[parameter] = dict(values)
+    optimizer.state = state
+    optimizer._patch_step_function()

@@ -1,0 +1,283 @@
+"""From modules to units (what moves together) and hooks (where the model announces what it is about to use).
+
+Blocks are the children of the model's outermost big list, or what the caller names; everything else is
+grouped by module. Units are never nested and every Parameter belongs to exactly one: the first, in module
+order, that names it.
+
+Order: units and hooks follow `named_modules()`, so the same model always gives the same numbers.
+Ownership: a Partition refers to the caller's modules and parameters; nothing is changed here.
+
+Note [Called modules]. A hook fires only on a module that is called. A ModuleList, ModuleDict, ParameterList
+or any module without a `forward` of its own never is, so it is no unit and carries no hook: its children
+stand for it, and parameters that it owns itself count as direct parameters of the nearest module above it
+that is called.
+
+Note [Lists in lists]. In Sequential(embedding, Sequential(*blocks), head) the inner list is the one that
+repeats. A list of which one child is such a list itself, and holds more than half of the parameters, is
+opened, not taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from noria._errors import usage_error
+
+__all__ = ["HookSpec", "Partition", "UnitSpec", "partition"]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSpec:
+    """Parameters that move together; `module`: the block or subtree that holds them, None if direct."""
+
+    name: str
+    parameters: list[nn.Parameter]
+    names: list[tuple[str, ...]]
+    """For each parameter all names it has in the models: more than one where it is tied."""
+    is_block: bool
+    module: nn.Module | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HookSpec:
+    """A module whose call needs a set of units at once: sorted indices into `Partition.units`."""
+
+    name: str
+    module: nn.Module
+    needs: tuple[int, ...]
+    is_block: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    units: list[UnitSpec]
+    hooks: list[HookSpec]
+    roots: list[nn.Module]
+
+
+def partition(
+    models: nn.Module | Sequence[nn.Module], units: str | Sequence[type[nn.Module] | str] = "auto"
+) -> Partition:
+    """Units and hooks of one model or several; with several, names start with "0.", "1.", ...
+
+    `units` as in `Policy.units`; patterns are matched with the names that each model itself gives its
+    modules. Raises UsageError for parameters that cannot be moved (meta, sparse, lazy, overlapping, of
+    another type) and for a class or pattern that matches no module with parameters.
+    """
+    roots = [models] if isinstance(models, nn.Module) else list(models)
+    prefixes = [""] if len(roots) == 1 else [str(index) for index in range(len(roots))]
+    names: dict[nn.Parameter, list[str]] = {}
+    for root, prefix in zip(roots, prefixes, strict=True):
+        for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+    _refuse_immovable(names)
+    builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
+    for root, prefix in zip(roots, prefixes, strict=True):
+        builder.add_root(root, prefix)
+    return builder.finish(roots, prefixes, names)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """See Note [Called modules]."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or what stands for it: the outermost called modules with parameters below it."""
+    if not _has_parameters(module):
+        return
+    if _is_called(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _called_parts(child)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those that lie in no other of them."""
+    chosen = set(modules)
+    inner = {below for module in chosen for below in module.modules() if below is not module}
+    return chosen - inner
+
+
+def _auto_blocks(roots: Sequence[nn.Module]) -> set[nn.Module]:
+    """The children of each model's largest list and of every list outside it with 5 % of its parameters."""
+    blocks: set[nn.Module] = set()
+    for root in roots:
+        lists = [(_num_elements(module), module) for module in root.modules() if _is_list_of_blocks(module)]
+        largest = max((num_elements for num_elements, _ in lists), default=0)
+        for num_elements, module in lists:
+            if num_elements * 20 >= largest:
+                blocks.update(block for child in module.children() for block in _called_parts(child))
+    return _outermost(blocks)
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    children = [child for child in module.children() if _has_parameters(child)]
+    half = _num_elements(module) / 2  # see Note [Lists in lists]
+    return len(children) >= 2 and not any(_is_list_of_blocks(c) and _num_elements(c) > half for c in children)
+
+
+def _chosen_blocks(roots: Sequence[nn.Module], units: Sequence[type[nn.Module] | str]) -> set[nn.Module]:
+    blocks: set[nn.Module] = set()
+    for choice in units:
+        found = [part for root in roots for match in _matches(root, choice) for part in _called_parts(match)]
+        if not found:
+            wanted = repr(choice) if isinstance(choice, str) else choice.__qualname__
+            known = sorted({type(module).__qualname__ for root in roots for module in root.modules()})
+            raise usage_error(
+                "units that name modules with parameters",
+                f"none for {wanted}",
+                f"give a class of the model ({', '.join(known)}) or a pattern of names in named_modules()",
+            )
+        blocks.update(found)
+    return _outermost(blocks)
+
+
+def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Module]:
+    for name, module in root.named_modules():
+        if isinstance(choice, str):
+            if module is not root and fnmatch.fnmatchcase(name, choice):
+                yield module
+        elif isinstance(
+            module._modules.get("_orig_mod", module), choice
+        ):  # what is called is torch.compile's wrapper
+            yield module
+
+
+def _refuse_immovable(names: dict[nn.Parameter, list[str]]) -> None:
+    places: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for parameter, (name, *_) in names.items():
+        flaw = _flaw(parameter)
+        if flaw is not None:
+            found, remedy = flaw
+            raise usage_error("dense parameters in ordinary memory", f'"{name}" {found}', remedy)
+        start = parameter.data_ptr()
+        if parameter.numel():
+            span = (start, start + parameter.numel() * parameter.element_size(), name)
+            places.setdefault(parameter.device, []).append(span)
+    for spans in places.values():
+        spans.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+            if start < end:
+                raise usage_error(
+                    "parameters that share no memory",
+                    f'"{name}" and "{other}", two Parameters over the same bytes',
+                    "tie them by assigning the same Parameter to both names, or clone one",
+                )
+
+
+def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
+    """What keeps a parameter from being moved, and the remedy."""
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        return "not initialised yet", "run one forward pass on the CPU before wrapping"
+    if type(parameter) is not nn.Parameter:
+        return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
+    if parameter.device.type == "meta":
+        return "on the meta device", "materialise and initialise the model on the CPU first"
+    if parameter.layout is not torch.strided:
+        return f"with layout {parameter.layout}", "use a dense parameter"
+    if parameter.is_quantized:
+        return "quantised", "use a parameter of an ordinary dtype"
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        found = f"with shape {tuple(parameter.shape)} and strides {parameter.stride()}"
+        return found, "assign a contiguous copy"
+    return None
+
+
+class _Builder:
+    """Walks the roots in module order, giving each parameter to the first group that names it."""
+
+    def __init__(self, blocks: set[nn.Module]) -> None:
+        self.blocks = blocks
+        self.groups: list[UnitSpec] = []
+        self.owner: dict[nn.Parameter, UnitSpec] = {}
+        self.hooked: set[nn.Module] = set()
+        self.direct: dict[nn.Module, list[nn.Parameter]] = {}  # by holder: what it uses itself, around its blocks
+        self.seen: set[nn.Module] = set()
+
+    def add_root(self, root: nn.Module, prefix: str) -> None:
+        direct = self._new_group(f"{prefix or type(root).__name__} (direct)", None)
+        self._walk(root, prefix, holder=root, direct=direct)
+
+    def _new_group(self, name: str, module: nn.Module | None) -> UnitSpec:
+        group = UnitSpec(name, [], [], module in self.blocks, module)
+        self.groups.append(group)
+        return group
+
+    def _give(self, group: UnitSpec, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter not in self.owner:
+                self.owner[parameter] = group
+                group.parameters.append(parameter)
+
+    def _walk(self, module: nn.Module, name: str, holder: nn.Module, direct: UnitSpec) -> None:
+        """`holder`: the nearest called module above; its direct parameters are the unit `direct`."""
+        is_called = _is_called(module)
+        if module in self.seen:
+            return
+        if is_called:  # one that is not may hold direct parameters of a different holder wherever it occurs
+            self.seen.add(module)
+        if module in self.blocks or (is_called and self.blocks.isdisjoint(module.modules())):
+            if _has_parameters(module):
+                self._give(self._new_group(name or type(module).__name__, module), module.parameters())
+                self.hooked.add(module)
+                if module not in self.blocks:
+                    self.hooked.update(_announcers(module, module))
+            return
+        if is_called and module is not holder:
+            holder, direct = module, self._new_group(f"{name} (direct)", None)
+        own = list(module.parameters(recurse=False))
+        if own:
+            self._give(direct, own)
+            self.direct.setdefault(holder, []).extend(own)
+            self.hooked.add(holder)
+        for child_name, child in module.named_children():
+            self._walk(child, f"{name}.{child_name}" if name else child_name, holder, direct)
+
+    def finish(
+        self, roots: list[nn.Module], prefixes: list[str], names: dict[nn.Parameter, list[str]]
+    ) -> Partition:
+        units = [group for group in self.groups if group.parameters]
+        for unit in units:
+            unit.names.extend(tuple(names[parameter]) for parameter in unit.parameters)
+        index = {parameter: i for i, unit in enumerate(units) for parameter in unit.parameters}
+        hooks: list[HookSpec] = []
+        for root, prefix in zip(roots, prefixes, strict=True):
+            for name, module in root.named_modules(prefix=prefix):
+                if module in self.hooked:
+                    self.hooked.discard(module)
+                    needs = sorted({index[parameter] for parameter in self._used(module)})
+                    title = name or type(root).__name__
+                    hooks.append(HookSpec(title, module, tuple(needs), module in self.blocks))
+        return Partition(units, hooks, roots)
+
+    def _used(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """All parameters in the subtree of a hooked module; of one that holds blocks only its direct ones, for what
+        else lies below it announces itself."""
+        return iter(self.direct[module]) if module in self.direct else module.parameters()
+
+
+def _announcers(module: nn.Module, called: nn.Module) -> Iterator[nn.Module]:
+    """The called modules in a subtree that own parameters, themselves or through uncalled ones."""
+    called = module if _is_called(module) else called
+    if next(module.parameters(recurse=False), None) is not None:
+        yield called
+    for child in module.children():
+        yield from _announcers(child, called)

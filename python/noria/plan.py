@@ -1,0 +1,240 @@
+"""What a wrap call would do, before it does it: units, memory to the byte, and the fetches of each pass.
+
+Passes are not known before they happen; a plan assumes the usual one: every module with a hook once, in the order of the
+model, and backward in reverse. The engine plans again with what it sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria import _C
+from noria._errors import usage_error
+from noria.home import HomeUnit, Region, describe_units
+from noria.optimizer import SEPARABLE, fused_covers, predict_state
+from noria.partition import Partition, partition
+from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget
+
+__all__ = ["WrapPlan", "make_plan"]
+
+
+@dataclasses.dataclass
+class WrapPlan:
+    """`rows()` are the ledger's planned side; `str()` is for people."""
+
+    policy: Policy
+    device: torch.device
+    partition: Partition
+    units: list[HomeUnit]
+    regions: list[Region]
+    arena_bytes: int
+    nan_bytes: int
+    window: int
+    kernels: list[str]
+    states: list[dict[tuple[int, str], int]]
+    visits: dict[str, list[Any]]
+    passes: dict[str, Any]
+    unpredicted: list[str]
+
+    @property
+    def device_bytes(self) -> int:
+        return self.arena_bytes + self.nan_bytes
+
+    @property
+    def home_bytes(self) -> int:
+        return sum(region.bytes for region in self.regions)
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(place, purpose, bytes) of everything that noria takes."""
+        rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
+        rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
+        if self.nan_bytes:
+            rows.append((str(self.device), "NaN range for evicted units", self.nan_bytes))
+        return rows
+
+    def __str__(self) -> str:
+        weights = sum(unit.weights for unit in self.units)
+        lines = [
+            f"{len(self.units)} units, {sum(unit.is_block for unit in self.units)} of them blocks; "
+            f"{format_bytes(weights)} of weights, of which {self.arena_bytes / max(weights, 1):.0%} fit the window"
+        ]
+        for unit in self.units:
+            what = f"gradients {format_bytes(unit.gradients)}" if unit.gradients else "frozen"
+            lines.append(f"  {unit.name:<40} weights {format_bytes(unit.weights):>10}  {what}")
+        lines.append("memory:")
+        lines += [f"  {place:<8} {purpose:<34} {format_bytes(amount):>10}" for place, purpose, amount in self.rows()]
+        for name, planned in self.passes.items():
+            lines.append(
+                f"{name}: {len(planned.visits)} visits, {planned.num_fetches} fetches, "
+                f"{format_bytes(planned.fetched)}; at most {planned.peak_units} units and {format_bytes(planned.peak)} "
+                "leased at once"
+            )
+        for note in self.unpredicted:
+            lines.append(f"note: {note}")
+        return "\n".join(lines)
+
+
+def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> WrapPlan:
+    device = compute_device(policy)
+    parts = partition(roots, policy.units)
+    units = describe_units(parts.units, policy.dtype)
+    if not units:
+        raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
+    kernels = [_kernel(optimizer, policy) for optimizer in optimizers]
+    unpredicted: list[str] = []
+    regions, states = _regions(units, optimizers, kernels, policy, unpredicted)
+    nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
+    facts, table = _facts(units)
+    forward, backward = _assumed_visits(parts, units)
+    arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes)
+    result = WrapPlan(
+        policy, device, parts, units, regions, arena, nan_bytes, window, kernels, states,
+        {"forward": forward, "backward": backward}, {}, unpredicted,
+    )
+    _check_host(policy, result)
+    entry: list[tuple[int, int]] = []
+    for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
+        planned = _C.plan_pass(_request(device, arena, window, visits, after, entry), facts, table)
+        result.passes[name] = planned
+        entry = list(planned.exit)
+    return result
+
+
+def _kernel(optimizer: Optimizer, policy: Policy) -> str:
+    if type(optimizer) not in SEPARABLE:
+        return "whole"
+    return "fused" if policy.kernel == "fused" and fused_covers(optimizer) else "torch"
+
+
+def _regions(
+    units: list[HomeUnit],
+    optimizers: list[Optimizer],
+    kernels: list[str],
+    policy: Policy,
+    unpredicted: list[str],
+) -> tuple[list[Region], list[dict[tuple[int, str], int]]]:
+    """The home's arenas, and where in "optimizer state" each tensor of each optimizer goes."""
+    regions = [
+        Region.of("working copies", (unit.weights for unit in units)),
+        Region.of("held gradients", (unit.gradients for unit in units)),
+    ]
+    slots = [slot for unit in units for slot in unit.parameters]
+    fused = bool(kernels) and all(kernel == "fused" for kernel in kernels) and _dtypes_allow_fused(units, policy)
+    if not fused:
+        kernels[:] = ["torch" if kernel == "fused" else kernel for kernel in kernels]
+        if policy.kernel == "fused" and optimizers:
+            unpredicted.append('kernel="fused" does not cover these optimizers or dtypes; they run with kernel="torch"')
+    if policy.dtype is not None:
+        if fused:
+            regions.append(Region.of("low bits", (unit.gradients for unit in units)))
+        else:
+            regions.append(Region.of("masters", (unit.gradients * 2 for unit in units)))
+            regions.append(Region.of("update scratch", [max(unit.gradients * 2 for unit in units)]))
+    if fused:
+        for purpose in ("first moments", "second moments"):
+            scale = 2 if policy.dtype is not None else 1
+            regions.append(Region.of(purpose, (unit.gradients * scale for unit in units)))
+        return regions, [{} for _ in optimizers]
+    states: list[dict[tuple[int, str], int]] = []
+    end = 0
+    for optimizer in optimizers:
+        predicted = predict_state(optimizer, slots)
+        places: dict[tuple[int, str], int] = {}
+        if predicted is None:
+            unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
+        for index, tensors in (predicted or {}).items():
+            for key, (shape, itemsize) in tensors.items():
+                places[(index, key)] = end
+                size = itemsize * int(torch.Size(shape).numel())
+                end += -(-size // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+        states.append(places)
+    regions.append(Region.of("optimizer state", [end]))
+    return regions, states
+
+
+def _dtypes_allow_fused(units: list[HomeUnit], policy: Policy) -> bool:
+    trainable = [slot for unit in units for slot in unit.parameters if slot.trainable]
+    if policy.dtype is not None:
+        return all(slot.has_master for slot in trainable)
+    return all(slot.dtype is torch.float32 for slot in trainable)
+
+
+def _facts(units: list[HomeUnit]) -> tuple[list[Any], Any]:
+    table = _C.BufferTable()
+    facts = []
+    for unit in units:
+        working = table.intern("host:0", unit.index, 1, "working_copy", unit.index)
+        held = table.intern("host:1", unit.index, 1, "held_gradient", unit.index)
+        state = table.intern("host:2", unit.index, 1, "optimizer_state", unit.index)
+        facts.append(_C.UnitFacts(unit.name, unit.weights, unit.gradients, working, held, state))
+    return facts, table
+
+
+def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[Any], list[Any]]:
+    forward, backward = [], []
+    inside: set[int] = set()  # modules inside of a hooked one announce nothing new
+    for number, hook in enumerate(parts.hooks):
+        if id(hook.module) in inside or not hook.needs:
+            continue
+        inside.update(id(module) for module in hook.module.modules())
+        forward.append(_C.Visit(number, "forward", list(hook.needs), []))
+        own = {slot.unit for unit in hook.needs for slot in units[unit].parameters if slot.trainable}
+        backward.append(_C.Visit(number, "backward", list(hook.needs), sorted(own)))
+    return forward, backward[::-1]
+
+
+def _request(device: torch.device, arena: int, window: int, visits: Any, after: Any, entry: Any) -> Any:
+    return _C.PlanRequest(visits, arena, window, after, entry, f"device:{device.index or 0}")
+
+
+def _budget(
+    policy: Policy, device: torch.device, units: list[HomeUnit], facts: list[Any], visits: list[Any], nan_bytes: int
+) -> tuple[int, int]:
+    """Arena and window; raises when the largest visit does not fit, naming what would."""
+    least_arena, least_window = _C.smallest_budget(visits, facts)
+    largest_gradients = sorted((unit.gradients for unit in units), reverse=True)[:2]
+    everything = sum(unit.weights for unit in units) + sum(largest_gradients)
+    window = 0 if policy.window == "auto" else int(policy.window)
+    if window and window < least_window:
+        raise usage_error(
+            f"a window of at least {least_window} units, which one module needs at once",
+            f"window={policy.window}",
+            f"window={least_window} or more",
+        )
+    arena = everything
+    if window:
+        leased = sorted((unit.weights for unit in units), reverse=True)[:window]
+        arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
+    if device.type == "cuda":
+        # Half of the budget is left to activations, which torch's own allocator takes; the ledger shows ours.
+        free, total = torch.cuda.mem_get_info(device)
+        asked = device_budget(policy, total)
+        budget = (free if asked is None else asked) // 2
+    else:
+        budget = device_budget(policy, everything)
+    if budget is not None:
+        if budget < least_arena + nan_bytes:
+            largest = max(facts, key=lambda unit: unit.weights + unit.gradients)
+            raise usage_error(
+                f"device_memory of at least {format_bytes(least_arena + nan_bytes)} ({least_arena + nan_bytes} bytes)",
+                f"{format_bytes(budget)}; the largest unit is {largest.name}",
+                "raise device_memory, or name smaller units",
+            )
+        arena = min(arena, budget - nan_bytes)
+    return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
+
+
+def _check_host(policy: Policy, planned: WrapPlan) -> None:
+    budget = host_budget(policy)
+    if budget is not None and planned.home_bytes > budget:
+        rows = ", ".join(f"{region.purpose} {format_bytes(region.bytes)}" for region in planned.regions if region.bytes)
+        raise usage_error(
+            f"host_memory of at least {format_bytes(planned.home_bytes)} ({planned.home_bytes} bytes): {rows}",
+            format_bytes(budget),
+            "raise host_memory, freeze parameters, or choose an optimizer with less state",
+        )

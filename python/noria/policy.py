@@ -1,0 +1,252 @@
+"""What the caller may choose, each choice checked before anything is done.
+
+A field exists here only once it works. Amounts of memory are bytes; their text form is a number and a unit
+("8GiB", "1.5 GB").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria._errors import UsageError, usage_error
+
+__all__ = [
+    "Policy",
+    "compute_device",
+    "device_budget",
+    "format_bytes",
+    "host_budget",
+    "make_policy",
+    "parse_bytes",
+]
+
+_UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)}
+_UNITS |= {prefix.lower() + "b": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])}
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB" is 8 * 1024**3, "8GB" is 8 * 1000**3; fractions of a byte are dropped."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise usage_error(
+            'an amount of memory such as "8GiB" or "512MiB"', repr(text), "write a number and a unit"
+        )
+    return int(Decimal(match[1]) * factor)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """ "812.0 MiB"; exact bytes below 1 KiB."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes} B"
+    amount, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while round(abs(amount), 1) >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.1f} {units[0]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The choices of one wrapped model. Checked when made; a nonsense value raises `noria.UsageError`."""
+
+    device: str = "auto"
+    """Where layers compute: "cuda", "cuda:N" or "cpu". "auto" is "cuda" where torch finds one, else "cpu"."""
+
+    device_memory: str | int | float = "auto"
+    """Budget there for the window and the gradient buffers, and on CUDA for activations too: "8GiB", bytes,
+    or a fraction as a float up to 1. The fraction is of the device's total memory; on "cpu" it is of what
+    would keep all resident: every working copy and the gradient buffers of the two largest units."""
+
+    host_memory: str | int = "auto"
+    """Budget for the home: "64GiB" or bytes. "auto" takes what the plan needs and the machine has."""
+
+    window: str | int = "auto"
+    """Cap on how many units are leased at once, 2 or more. "auto": no cap but `device_memory`."""
+
+    units: str | Sequence[type[nn.Module] | str] = "auto"
+    """What moves together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*"); the
+    outermost matches count. "auto": the repeated blocks. What no unit holds is grouped by module."""
+
+    dtype: torch.dtype | None = None
+    """None keeps the model's dtypes. torch.bfloat16: as `model.bfloat16()`, with an fp32 master."""
+
+    kernel: str = "auto"
+    """Which code updates: "torch", the real torch optimizer on the home's tensors, or "fused", noria's own
+    kernels where one exists. "auto" is "torch"."""
+
+    activations: str = "keep"
+    """What happens to what backward needs: "keep" leaves it to autograd, on the device."""
+
+    update: str = "auto"
+    """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later, same bits."""
+
+    check: str = "auto"
+    """How closely use of evicted units is watched. "operators" sees every operator outside the blocks, in
+    every pass; "auto" does so until the model's passes are known; "off" never."""
+
+    trace: str | os.PathLike[str] | None = None
+    """A file to which a Chrome/Perfetto trace of what really happened is written."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        if isinstance(self.units, Sequence) and not isinstance(self.units, str):
+            object.__setattr__(self, "units", tuple(self.units))
+        _check_device(self.device)
+        _check_memory("device_memory", self.device_memory, fraction_allowed=True)
+        _check_memory("host_memory", self.host_memory, fraction_allowed=False)
+        _check_window(self.window)
+        _check_units(self.units)
+        _check_dtype(self.dtype)
+        _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
+        _check_choice("activations", self.activations, ["keep"], planned=["auto", "recompute", "offload"])
+        _check_choice("update", self.update, ["auto", "blocking"], planned=["backward"])
+        _check_choice("check", self.check, ["auto", "operators", "off"])
+        _check_trace(self.trace)
+
+
+def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
+    """What a call such as `wrap(model, optimizer, policy, **fields)` asks for: a Policy or fields of one."""
+    known = [field.name for field in dataclasses.fields(Policy)]
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            remedy = f"did you mean {close[0]!r}?" if close else "remove it"
+            raise usage_error(f"policy fields out of {', '.join(known)}", f"{name}={fields[name]!r}", remedy)
+    if policy is None:
+        return Policy(**fields)
+    if not isinstance(policy, Policy):
+        raise usage_error(
+            "a noria.Policy", repr(policy), 'give fields by name, for example device_memory="8GiB"'
+        )
+    if fields:
+        raise usage_error(
+            "a policy or fields of one, not both",
+            f"a Policy and {', '.join(fields)}",
+            "use dataclasses.replace(policy, ...) and give the result",
+        )
+    return policy
+
+
+def compute_device(policy: Policy) -> torch.device:
+    """The device that `policy.device` means on this machine; raises where this machine has no such device."""
+    if policy.device == "cpu" or (policy.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0:
+        raise usage_error(
+            f"a CUDA device for device={policy.device!r}",
+            "none that torch can use",
+            'device="cpu" computes on the host',
+        )
+    index = int(policy.device[5:]) if policy.device.startswith("cuda:") else torch.cuda.current_device()
+    if index >= num_devices:
+        raise usage_error(f"device=cuda:0 to cuda:{num_devices - 1}", policy.device, "choose one of these")
+    return torch.device("cuda", index)
+
+
+def device_budget(policy: Policy, whole: int) -> int | None:
+    """`device_memory` in bytes; None for "auto". `whole`: the bytes that a fraction of 1.0 stands for."""
+    if isinstance(policy.device_memory, float):
+        return int(policy.device_memory * whole)
+    return _budget(policy.device_memory)
+
+
+def host_budget(policy: Policy) -> int | None:
+    """`host_memory` in bytes; None for "auto"."""
+    return _budget(policy.host_memory)
+
+
+def _budget(value: Any) -> int | None:
+    if isinstance(value, str):
+        return None if value == "auto" else parse_bytes(value)
+    return int(value)
+
+
+def _check_device(value: Any) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", value, re.ASCII):
+        raise usage_error(
+            'device="auto", "cuda", "cuda:N" or "cpu"', f"device={value!r}", "choose one of these"
+        )
+
+
+def _check_memory(name: str, value: Any, *, fraction_allowed: bool) -> None:
+    fraction = ", or a float fraction above 0 and up to 1" if fraction_allowed else ""
+    expected, found = f'{name}="auto", text such as "8GiB", bytes as an int{fraction}', f"{name}={value!r}"
+    if isinstance(value, str):
+        try:
+            positive = value == "auto" or parse_bytes(value) > 0
+        except UsageError:
+            raise usage_error(expected, found, "write a number and a unit") from None
+        if positive:
+            return
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value > 0:
+            return
+    elif isinstance(value, float):
+        if fraction_allowed and 0 < value <= 1:
+            return
+        raise usage_error(expected, found, f'a float is not a number of GiB: write {name}="8GiB"')
+    raise usage_error(expected, found, f'write {name}="8GiB", or leave it out')
+
+
+def _check_window(value: Any) -> None:
+    if isinstance(value, str) and value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise usage_error(
+            'window="auto" or an int of 2 or more', f"window={value!r}", "give the cap as an int"
+        )
+    if value < 2:
+        raise usage_error(
+            "a window of 2 units or more",
+            f"window={value}",
+            "raise it: nothing can be fetched while the only leased unit computes, so no work would overlap",
+        )
+
+
+def _check_units(value: Any) -> None:
+    if isinstance(value, str) and value == "auto":
+        return
+    expected, found = 'units="auto" or a list of module classes or name patterns', f"units={value!r}"
+    if not isinstance(value, tuple):
+        raise usage_error(expected, found, "put it in a list, for example units=[Block]")
+    if not value:
+        raise usage_error(expected, "an empty list", 'units="auto" finds the repeated blocks')
+    for entry in value:
+        is_module_class = isinstance(entry, type) and issubclass(entry, nn.Module)
+        if not is_module_class and not (isinstance(entry, str) and entry):
+            raise usage_error(
+                expected, f"{entry!r} in the list", 'name a class or a pattern such as "*.layers.*"'
+            )
+
+
+def _check_dtype(value: Any) -> None:
+    if value is None or value is torch.bfloat16:
+        return
+    remedy = "other dtypes are not supported: convert the model yourself and leave dtype out"
+    raise usage_error("dtype=None or torch.bfloat16", f"dtype={value!r}", remedy)
+
+
+def _check_trace(value: Any) -> None:
+    names_a_file = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+    if value is not None and not names_a_file:
+        raise usage_error("trace=None or a path", f"trace={value!r}", 'name a file, such as "trace.json"')
+
+
+def _check_choice(name: str, value: Any, allowed: list[str], planned: Sequence[str] = ()) -> None:
+    if isinstance(value, str) and value in allowed:
+        return
+    expected = f"{name}=" + " or ".join(f'"{choice}"' for choice in allowed)
+    is_planned = isinstance(value, str) and value in planned
+    remedy = "that value is not supported yet: choose one of these" if is_planned else "choose one of these"
+    raise usage_error(expected, f"{name}={value!r}", remedy)

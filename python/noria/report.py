@@ -1,0 +1,205 @@
+"""`report`: what a wrapped model's engine did, in numbers that can be compared with its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from noria import _C
+from noria._errors import usage_error
+from noria.custody import Wrapped, wrapped_by
+from noria.policy import format_bytes
+
+__all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneReport:
+    """Microseconds since the wrap call. `stalled_us`: by "giver -> waiter", time that ops of this lane lost waiting.
+
+    The compute lane's times are the host's, and so measured only where the host computes (device "cpu").
+    """
+
+    lane: str
+    busy_us: int
+    num_ops: int
+    bytes: int
+    stalled_us: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerRow:
+    """Bytes that noria takes: as planned, and as taken."""
+
+    place: str
+    purpose: str
+    planned: int
+    taken: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """A kind of pass. `planned_fetches` and `fetches` are of its last occurrence; None: it had no plan, or left it."""
+
+    phase: str
+    training: bool
+    accumulating: bool
+    num_visits: int
+    times: int
+    planned_fetches: int | None
+    fetches: int
+    unplanned_visits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Microseconds of an average step, and what no schedule of the mode can beat (docs/journey.md, "The bound")."""
+
+    step_us: float
+    blocking_us: float
+    deferred_us: float
+    mode: str
+
+    @property
+    def ratio(self) -> float:
+        """Measured step over the bound of the mode in use."""
+        bound = self.blocking_us if self.mode == "blocking" else self.deferred_us
+        return self.step_us / bound if bound else float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Prints well; `to_dict()` for programs."""
+
+    device: str
+    num_units: int
+    kernels: list[str]
+    num_steps: int
+    lanes: list[LaneReport]
+    passes: list[PassReport]
+    ledger: list[LedgerRow]
+    num_fetches: int
+    peak_lease_bytes: int
+    peak_units: int
+    resident: list[str]
+    bound: Bound | None
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"noria on {self.device}: {self.num_units} units, {self.num_steps} steps, {self.num_fetches} fetches"]
+        if self.kernels:
+            lines.append("updates: " + ", ".join(self.kernels))
+        lines.append("lanes:")
+        for lane in self.lanes:
+            stalls = ", ".join(f"{kind} {us / 1e3:.1f} ms" for kind, us in sorted(lane.stalled_us.items()))
+            lines.append(
+                f"  {lane.lane:<8} busy {lane.busy_us / 1e3:>10.1f} ms  {lane.num_ops:>7} ops  "
+                f"{format_bytes(lane.bytes):>10}" + (f"  waited: {stalls}" if stalls else "")
+            )
+        lines.append("passes (last occurrence):")
+        for each in self.passes:
+            kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"
+            planned = "no plan" if each.planned_fetches is None else f"planned {each.planned_fetches}"
+            lines.append(
+                f"  {kind:<24} {each.num_visits:>4} visits, {each.times:>5} times, {each.fetches} fetches ({planned}), "
+                f"{each.unplanned_visits} unplanned visits in all"
+            )
+        lines.append("memory (planned = taken):" if self.ledger_agrees else "memory (PLAN AND LEDGER DIFFER):")
+        for row in self.ledger:
+            lines.append(f"  {row.place:<8} {row.purpose:<34} {format_bytes(row.planned):>10} {format_bytes(row.taken):>10}")
+        lines.append(f"leases: at most {self.peak_units} units, {format_bytes(self.peak_lease_bytes)}")
+        if self.bound is not None:
+            b = self.bound
+            lines.append(
+                f"step {b.step_us / 1e3:.1f} ms; bound of update={b.mode!r} "
+                f"{(b.blocking_us if b.mode == 'blocking' else b.deferred_us) / 1e3:.1f} ms: {b.ratio:.2f} x; "
+                f"blocking {b.blocking_us / 1e3:.1f} ms, deferred {b.deferred_us / 1e3:.1f} ms"
+            )
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    @property
+    def ledger_agrees(self) -> bool:
+        return all(row.planned == row.taken for row in self.ledger)
+
+
+def report(model: nn.Module) -> Report:
+    """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one.
+
+    Raises UsageError for a model that is not wrapped.
+    """
+    wrapped = wrapped_by(model)
+    if wrapped is None:
+        raise usage_error("a wrapped model", type(model).__qualname__, "noria.wrap it first")
+    wrapped.write_trace()
+    custody, sums = wrapped.custody, wrapped.custody.step_sums()
+    return Report(
+        device=str(wrapped.device),
+        num_units=len(wrapped.units),
+        kernels=[f"{type(u.optimizer).__name__.removeprefix('Noria')} by {_KERNELS[u.kernel]}" for u in wrapped.optimizers],
+        num_steps=max((updates.num_steps for updates in wrapped.optimizers), default=0),
+        lanes=_lanes(wrapped, sums),
+        passes=[
+            PassReport(
+                each["phase"], each["training"], each["accumulating"], each["num_visits"], each["times"],
+                each["planned_fetches"], each["fetches"], each["unplanned_visits"],
+            )
+            for each in custody.passes()
+        ],
+        ledger=_ledger(wrapped),
+        num_fetches=custody.num_fetches,
+        peak_lease_bytes=custody.peak_bytes,
+        peak_units=custody.peak_units,
+        resident=[wrapped.units[unit].name for unit in custody.resident_units()],
+        bound=_bound(wrapped, sums),
+        notes=list(wrapped.plan.unpredicted),
+    )
+
+
+_KERNELS = {
+    "fused": "noria's fused kernel, on the host pool",
+    "torch": "torch, unit by unit",
+    "whole": "torch, all at once inside step() (not known to be separable)",
+}
+
+
+def _lanes(wrapped: Wrapped, sums: dict[str, int]) -> list[LaneReport]:
+    lanes = []
+    for lane in ("compute", "fetch", "drain", "update"):
+        stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
+        busy = sums["forward_us"] + sums["backward_us"] if lane == "compute" else stats["busy_us"]
+        stalled = {kind if isinstance(kind, str) else " -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
+        lanes.append(LaneReport(lane, busy, stats["num_ops"], stats["bytes"], stalled))
+    return lanes
+
+
+def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
+    taken = {("host", purpose): arena.bytes for purpose, arena in wrapped.home.arenas.items()}
+    device = str(wrapped.device)
+    taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
+    if wrapped.plan.nan_bytes:
+        taken[(device, "NaN range for evicted units")] = wrapped.backend.allocated - wrapped.custody.arena_bytes
+    rows = [
+        LedgerRow(place, purpose, planned, taken.pop((place, purpose), 0))
+        for place, purpose, planned in wrapped.plan.rows()
+    ]
+    rows += [LedgerRow(place, purpose, 0, amount) for (place, purpose), amount in taken.items()]
+    return rows
+
+
+def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
+    steps = sums["num_steps"]
+    if steps == 0 or wrapped.device.type != "cpu":
+        return None
+    per_step = {name: value / steps for name, value in sums.items() if name.endswith("_us")}
+    times = _C.StepTimes(
+        per_step["forward_us"], per_step["backward_us"], per_step["update_us"],
+        per_step["forward_fetch_us"], per_step["backward_fetch_us"], per_step["drain_us"],
+    )
+    mode = "blocking" if wrapped.policy.update == "blocking" else "auto"
+    return Bound(per_step["wall_us"], _C.blocking_bound_us(times), _C.deferred_bound_us(times), mode)

@@ -1,0 +1,105 @@
+"""The plain-PyTorch twin of a bfloat16 run with fp32 masters, and comparison to the bit.
+
+Slow and obvious on purpose: whatever noria does to memory and order, the bits must be those of this loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["MasterTwin", "assert_same_bits", "first_difference", "round_to_bfloat16"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
+    """float32 to bfloat16, to nearest, ties away from zero; torch's own cast differs on ties and on NaNs.
+
+    The rule is `(u + 0x8000) >> 16` on the bits, in 32 bits with wrap-around, so that the result and the 16
+    low bits of `u` rebuild the master exactly.
+    """
+    if master.dtype is not torch.float32:
+        raise TypeError(f"round_to_bfloat16 takes float32, not {master.dtype}")
+    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+class MasterTwin:
+    """A bfloat16 model that an ordinary optimizer trains through fp32 masters.
+
+    `model` may come in float32, whose values then are the first masters, or in bfloat16; it is converted in
+    place as by `model.bfloat16()`, parameters rounded like every later step's. `make_optimizer` gets the
+    masters as a list of nn.Parameter in the order of `model.parameters()`. The caller's loop runs forward and
+    backward on `model`, may edit `p.grad`, and calls `step()`.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self.model = model
+        self.masters = {
+            name: nn.Parameter(p.detach().to(torch.float32, copy=True), requires_grad=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        model.bfloat16()
+        self.optimizer = make_optimizer(list(self.masters.values()))
+        self._round_masters()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates each master whose parameter has a gradient, rounds into the model, clears its gradients."""
+        for name, p in self.model.named_parameters():
+            self.masters[name].grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+        self._round_masters()
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(round_to_bfloat16(self.masters[name]))
+
+
+def first_difference(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], names: Sequence[str]
+) -> str | None:
+    """About the first pair of tensors whose bits differ (NaN payloads and -0.0 count); None if none do."""
+    for name, x, y in zip(names, a, b, strict=True):
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return f"{name}: {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
+        differs = (_bits(x) != _bits(y)).any(dim=-1)
+        if differs.any():
+            first = tuple(differs.nonzero()[0].tolist())
+            where = f"{int(differs.sum())} of {x.numel()} elements differ, first at {first}"
+            return f"{name}: {where}: {_shown(x, first)} against {_shown(y, first)}"
+    return None
+
+
+def assert_same_bits(
+    named_a: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    named_b: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Same names, and under each name the same dtype, shape and bits; nothing to compare is an error too."""
+    a, b = dict(named_a), dict(named_b)
+    assert a, "nothing to compare"
+    assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())}"
+    difference = first_difference(list(a.values()), [b[name] for name in a], list(a))
+    assert difference is None, difference
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The integers behind every element, in a new last dimension: one, or two for complex numbers."""
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    else:
+        x = x.unsqueeze(-1)
+    return x.contiguous().view(_BITS[x.element_size()])
+
+
+def _shown(x: torch.Tensor, index: tuple[int, ...]) -> str:
+    digits = 2 * x.element_size() // (2 if x.is_complex() else 1)
+    bits = " ".join(f"{word & (1 << 4 * digits) - 1:#0{digits + 2}x}" for word in _bits(x)[index].tolist())
+    return f"{x[index].item()} ({bits})"

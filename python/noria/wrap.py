@@ -1,0 +1,244 @@
+"""`wrap` and its inverse: an ordinary model and optimizer go in, the same two objects come out, trained from the home.
+
+Everything is checked and planned before anything is changed; then the home is taken, unit by unit the parameters move
+into it, and hooks and facades are put in place. No random numbers are drawn and no global torch state is touched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria import _C
+from noria._errors import usage_error
+from noria.custody import Wrapped, wrapped_by
+from noria.home import Home
+from noria.optimizer import Updates, check_optimizer, facade, unfacade
+from noria.plan import WrapPlan, make_plan
+from noria.policy import Policy, make_policy
+from noria.testing._machine import machine
+
+__all__ = ["materialize", "plan", "unwrap", "wrap"]
+
+Models = TypeVar("Models", bound="nn.Module | Sequence[nn.Module]")
+Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
+
+_LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    roots, updaters = _as_list(models), _as_list(optimizers)
+    if not roots:
+        raise usage_error("a torch.nn.Module or a list of them", repr(models), "give the model first")
+    for root in roots:
+        if not isinstance(root, nn.Module):
+            raise usage_error("a torch.nn.Module or a list of them", type(root).__qualname__, "give the model first")
+        for module in root.modules():
+            if wrapped_by(module) is not None:
+                raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
+            options = getattr(module, "_compiled_call_impl", None)
+            if options is not None or hasattr(module, "_orig_mod"):
+                _refuse_cuda_graphs(module)
+    for updater in updaters:
+        check_optimizer(updater)
+    known = {parameter for root in roots for parameter in root.parameters()}
+    for updater in updaters:
+        for number, group in enumerate(updater.param_groups):
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise usage_error(
+                        "an optimizer whose parameters belong to the wrapped models",
+                        f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
+                        "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
+                    )
+    return roots, updaters
+
+
+def _refuse_cuda_graphs(module: nn.Module) -> None:
+    compiled = getattr(module, "_compiled_call_impl", None) or getattr(module, "forward", None)
+    context = getattr(compiled, "_torchdynamo_inline", None) or compiled
+    backend = getattr(context, "_torchdynamo_orig_backend", None)
+    config = getattr(backend, "config", {}) or {}
+    if config.get("triton.cudagraphs"):
+        raise usage_error(
+            'torch.compile without mode="reduce-overhead"',
+            f"{type(module).__name__} compiled for CUDA graphs, which bake the addresses of weights that move",
+            'compile with mode="default" or "max-autotune-no-cudagraphs"',
+        )
+
+
+def plan(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    policy: Policy | None = None,
+    /,
+    **policy_fields: Any,
+) -> WrapPlan:
+    """What `wrap` with the same arguments would do: units, memory to the byte, fetches per pass. Nothing is changed.
+
+    Raises UsageError where `wrap` would.
+    """
+    roots, updaters = _checked(model, optimizer)
+    return make_plan(roots, updaters, make_policy(policy, policy_fields))
+
+
+def wrap(
+    model: Any,
+    optimizer: Any = None,
+    policy: Policy | None = None,
+    /,
+    **policy_fields: Any,
+) -> Any:
+    """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
+    device memory from now on. Edits both objects in place and returns what it was given.
+
+    `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher);
+    `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. Returns
+    `(model, optimizer)` as given, or the model alone without an optimizer. Raises UsageError before anything is
+    changed: nonsense policy, a budget that is too small (with what would fit), an optimizer with parameters that no
+    wrapped model has, a model that is wrapped already.
+    """
+    roots, updaters = _checked(model, optimizer)
+    chosen = make_policy(policy, policy_fields)
+    planned = make_plan(roots, updaters, chosen)
+    wrapped = _carry_out(planned, roots, updaters)
+    _LIVE.add(wrapped)
+    return (model, optimizer) if optimizer is not None else model
+
+
+def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer]) -> Wrapped:
+    policy, device, units = planned.policy, planned.device, planned.units
+    settings = machine()
+    if device.type == "cuda":
+        backend = _C.make_cuda_backend(device.index, planned.device_bytes, settings.hostility)
+    else:
+        backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
+    pool = None
+    if "fused" in planned.kernels:
+        pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
+    home = Home(units, planned.regions, backend)
+
+    # Values first: a parameter's old memory is free as soon as it has moved, so no second model ever exists.
+    nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
+    values = [(slot, slot.parameter.data) for unit in units for slot in unit.parameters]
+    custody = _C.Custody(
+        units=units,
+        backend=backend,
+        optimizer=pool,
+        device=str(device),
+        arena=planned.arena_bytes,
+        window=planned.window,
+        prefetch_at_step=True,
+        nan_range=nan_range,
+    )
+    wrapped = Wrapped(planned, home, custody, backend, pool)
+    while values:
+        slot, value = values.pop(0)
+        wrapped.write(slot, value)
+        del value
+    for root in roots:
+        _move_buffers(root, device, policy.dtype)
+    for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
+        arena = home.arenas.get("optimizer state")
+        updates = Updates(wrapped, updater, kernel, predicted, arena, policy.update == "blocking")
+        wrapped.optimizers.append(updates)
+        facade(updater, updates)
+    custody.set_update_callback(_weak_callback(wrapped))
+    if policy.trace is not None:
+        wrapped.trace = _C.Trace(1 << 18)
+        custody.set_trace(wrapped.trace)
+    return wrapped
+
+
+def _weak_callback(wrapped: Wrapped) -> Any:
+    """The engine must not keep the wrap call alive."""
+    reference = weakref.ref(wrapped)
+
+    def run_update(unit: int) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.run_update(unit)
+
+    return run_update
+
+
+def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Buffers are not streamed: they live on the device, in the dtype that `model.bfloat16()` would give them."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if buffer.device != device or buffer.dtype != wanted:
+                module._buffers[name] = buffer.to(device=device, dtype=wanted)
+
+
+def unwrap(model: Any, optimizer: Any = None) -> Any:
+    """Gives back plain CPU tensors and the optimizer's own class; returns what it was given.
+
+    Parameters, gradients and optimizer state keep their values (views of the home's memory, which lives as long as any
+    of them); a bfloat16 policy leaves bfloat16 parameters, the low bits of the masters stay in the optimizer's state.
+    """
+    roots = _as_list(model)
+    owners = {id(found): found for found in (wrapped_by(root) for root in roots) if found is not None}
+    if len(owners) != 1:
+        raise usage_error("models of one noria.wrap call", f"{len(owners)} of them", "unwrap what wrap was given")
+    wrapped = next(iter(owners.values()))
+    missing = [root for root in wrapped.partition.roots if all(root is not given for given in roots)]
+    if missing:
+        raise usage_error(
+            "all models of the wrap call", f"{len(missing)} of them missing", "unwrap all that wrap was given"
+        )
+    wrapped.recover()
+    wrapped.custody.settle_all()
+    wrapped.custody.idle()
+    gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
+    for updates in wrapped.optimizers:
+        for slot in updates.slots():
+            if slot.has_master and slot.parameter in updates.optimizer.state:
+                updates.optimizer.state[slot.parameter]["low_bits"] = updates._low_bits(slot)
+        unfacade(updates.optimizer)
+    wrapped.remove_hooks()
+    for slot, gradient, kind in gradients:
+        slot.parameter.grad = None
+        wrapped.custody.release(slot.index, wrapped.home.working(slot))
+        if gradient is not None:
+            slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
+    for root in roots:
+        _move_buffers(root, torch.device("cpu"), None)
+    wrapped.shutdown()
+    _LIVE.discard(wrapped)
+    return (model, optimizer) if optimizer is not None else model
+
+
+@contextlib.contextmanager
+def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Module]:
+    """Inside the block the parameters of `module` (a wrapped model or a module inside of one) have their real values.
+
+    They are the home itself, so nothing is copied to the device. Edits are kept, also in fp32 masters (an element that
+    changed becomes that value). `read_only=True` says that there will be none and keeps copies on the device valid; a
+    write then raises at the end of the block. Between passes only; raises UsageError inside one, and for a module that
+    is not wrapped.
+    """
+    wrapped = wrapped_by(module)
+    if wrapped is None:
+        raise usage_error("a wrapped model or a module inside of one", type(module).__qualname__, "noria.wrap it first")
+    with wrapped.materialized(wrapped.unit_indices(module), read_only):
+        yield module
+
+
+@atexit.register
+def _shutdown() -> None:
+    for wrapped in list(_LIVE):
+        wrapped.shutdown()

@@ -1,0 +1,20 @@
+"""What all tests share: the `gpu` marker skips by name, saying what is missing."""
+
+import pytest
+import torch
+from noria import _C
+
+
+def missing_for_gpu(needs_torch: bool) -> str:
+    """Why tests that need a CUDA device cannot run here; empty when they can."""
+    if reason := _C.cuda_absent_reason():
+        return reason
+    if needs_torch and not torch.cuda.is_available():
+        return f"torch {torch.__version__} reaches no CUDA device"
+    return ""
+
+
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("gpu")
+    if marker is not None and (reason := missing_for_gpu(marker.kwargs.get("torch", True))):
+        pytest.skip(f"{item.name} needs a CUDA device: {reason}")

@@ -1,0 +1,64 @@
+// The CUDA backend over the fake runtime, as a Python module: the backend's own bindings and the controls of the fake.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "device/host_ticket.h"
+#include "fake_cuda.h"
+
+namespace py = pybind11;
+
+namespace noria {
+void bind_device(py::module_& m);
+}
+
+namespace {
+
+cudaStream_t as_stream(std::uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+}  // namespace
+
+PYBIND11_MODULE(_fake_cuda, m) {
+  py::module_::import("noria._C");  // registers exceptions and Trace, which the backend's bindings use
+  noria::bind_device(m);
+
+  using Release = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "fail_next",
+      [](const std::string& call, int nth, int error) {
+        fake_cuda::fail_next(call, nth, static_cast<cudaError_t>(error));
+      },
+      py::arg("call"), py::arg("nth") = 1, py::arg("error") = static_cast<int>(cudaErrorUnknown));
+  m.def("counts", &fake_cuda::counts);
+  m.def("log", &fake_cuda::log);
+  m.def("reset", &fake_cuda::reset);
+  m.def("alive", [] {
+    const fake_cuda::Alive alive = fake_cuda::alive();
+    return std::map<std::string, std::int64_t>{{"allocations", alive.allocations},
+                                               {"registrations", alive.registrations},
+                                               {"streams", alive.streams},
+                                               {"events", alive.events}};
+  });
+  m.def("num_empty_waits", &fake_cuda::num_empty_waits);
+  m.def("pending_error", [] { return static_cast<int>(fake_cuda::pending_error()); });
+  m.def("set_device", [](int device) { return static_cast<int>(cudaSetDevice(device)); });
+  m.def("get_device", [] {
+    int device = -1;
+    cudaGetDevice(&device);
+    return device;
+  });
+
+  // What a user's own CUDA code would do between the verbs of the backend.
+  m.def("make_stream", [] { return reinterpret_cast<std::uintptr_t>(fake_cuda::make_stream()); });
+  m.def("destroy_stream", [](std::uintptr_t stream) { cudaStreamDestroy(as_stream(stream)); }, Release());
+  m.def("synchronize", [](std::uintptr_t stream) { cudaStreamSynchronize(as_stream(stream)); }, Release());
+  m.def("enqueue_copy", [](std::uintptr_t stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
+    fake_cuda::run_on(as_stream(stream),
+                      [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
+  });
+  m.def("enqueue_hold", [](std::uintptr_t stream, const std::shared_ptr<noria::HostTicket>& until) {
+    fake_cuda::run_on(as_stream(stream), [until] { until->wait_passed(); });
+  });
+}

@@ -1,0 +1,329 @@
+// The host pool: what it promises about order, failure and letting go. The arithmetic is tested from Python.
+#include "optim/host_optimizer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <future>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+#include "device/host_ticket.h"
+
+namespace noria {
+namespace {
+
+OpLabel label(std::int64_t op) { return {OpId(op), Lane::update, Verb::update, UnitId(0)}; }
+
+std::shared_ptr<HostTicket> open_ticket(std::int64_t op = 1000) {
+  return std::make_shared<HostTicket>(OpLabel{OpId(op), Lane::drain, Verb::drain, UnitId(0)});
+}
+
+// Arrays of one unit, and a job over them.
+struct Unit {
+  explicit Unit(std::size_t count) : p(count, 1.0f), m(count), v(count), g(count, 0.5f) {}
+
+  AdamWJob job(std::int64_t step = 1) {
+    AdamWJob result;
+    result.master = p.data();
+    result.m = m.data();
+    result.v = v.data();
+    result.gradient = g.data();
+    result.pieces = {{0, static_cast<std::int64_t>(p.size()), adamw_scalars({}, step)}};
+    return result;
+  }
+  bool updated() const { return p.front() != 1.0f && p.back() != 1.0f; }
+
+  std::vector<float> p, m, v, g;
+};
+
+HostOptimizerOptions threads(int count) {
+  HostOptimizerOptions options;
+  options.num_threads = count;
+  return options;
+}
+
+// A ticket of a device: it can be issued long before it is passed.
+class DeviceTicket final : public TicketState {
+ public:
+  using TicketState::TicketState;
+
+  bool passed() const override { return passed_; }
+  void wait_passed() override {
+    waited_for.set_value();
+    pass_now.get_future().wait();
+    passed_ = true;
+  }
+  void wait_issued() override {}
+  void when_issued(std::function<void()> callback) override {
+    if (issued_) callback();
+    else callback_ = std::move(callback);
+  }
+  void issue() {
+    issued_ = true;
+    if (callback_) std::exchange(callback_, nullptr)();
+  }
+
+  std::promise<void> waited_for, pass_now;
+
+ private:
+  std::atomic<bool> passed_ = false;
+  bool issued_ = false;
+  std::function<void()> callback_;
+};
+
+TEST(HostOptimizer, JobWaitsForAllItsTickets) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10), other(10);
+  const auto first = open_ticket(), second = open_ticket();
+  const Ticket sealed = optimizer.submit(label(1), unit.job(), {first, second});
+  first->pass();
+  // Another job goes through the whole pool meanwhile: the waiting one had every chance to run.
+  optimizer.submit(label(2), other.job(), {})->wait_passed();
+  EXPECT_TRUE(other.updated());
+  EXPECT_FALSE(sealed->passed());
+  EXPECT_FALSE(unit.updated());
+  second->pass();
+  sealed->wait_passed();
+  EXPECT_TRUE(unit.updated());
+}
+
+TEST(HostOptimizer, FirstReadyInOrderOfSubmissionRunsFirst) {
+  HostOptimizer optimizer(threads(1));
+  Unit blocking(10);
+  const auto device = std::make_shared<DeviceTicket>(label(1000));
+  device->issue();
+  optimizer.submit(label(100), blocking.job(), {device});
+  device->waited_for.get_future().wait();  // the pool is busy: what follows is ready before it looks again
+  const auto gate = open_ticket();
+  std::vector<std::unique_ptr<Unit>> units;
+  std::vector<std::int64_t> order;
+  for (std::int64_t op = 0; op < 8; ++op) {
+    units.push_back(std::make_unique<Unit>(100));
+    const auto ticket = std::dynamic_pointer_cast<HostTicket>(optimizer.submit(label(op), units.back()->job(), {gate}));
+    ASSERT_NE(ticket, nullptr);
+    ticket->when_done([&order, op] { order.push_back(op); });  // on the pool's one thread
+  }
+  gate->pass();
+  device->pass_now.set_value();
+  optimizer.idle();
+  EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+}
+
+TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {
+  // Each job waits for the one before it; a slow twin does the same steps by hand.
+  HostOptimizer optimizer(threads(2));
+  Unit unit(100'000), twin(100'000);
+  Ticket before;
+  for (std::int64_t step = 1; step <= 20; ++step) {
+    before =
+        optimizer.submit(label(step), unit.job(step), before ? std::vector<Ticket>{before} : std::vector<Ticket>{});
+    adamw_fp32(twin.p.data(), twin.m.data(), twin.v.data(), twin.g.data(), twin.p.size(), adamw_scalars({}, step));
+  }
+  before->wait_passed();
+  EXPECT_EQ(unit.p, twin.p);
+  EXPECT_EQ(unit.m, twin.m);
+  EXPECT_EQ(unit.v, twin.v);
+}
+
+TEST(HostOptimizer, FailedWaitFailsTheJobWithoutRunningItAndReleasesItsWaiters) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10), after(10), unrelated(10);
+  const auto gate = open_ticket();
+  const Ticket first = optimizer.submit(label(1), unit.job(), {gate});
+  const Ticket second = optimizer.submit(label(2), after.job(), {first});
+  gate->fail(std::make_exception_ptr(MachineError("the drain broke")));
+  EXPECT_THROW(first->wait_passed(), MachineError);
+  EXPECT_THROW(second->wait_passed(), MachineError);
+  EXPECT_FALSE(unit.updated());
+  EXPECT_FALSE(after.updated());
+  optimizer.submit(label(3), unrelated.job(), {})->wait_passed();  // the pool goes on
+  EXPECT_EQ(optimizer.stats().num_ops, 1);
+}
+
+TEST(HostOptimizer, IssuedTicketOfADeviceIsWaitedForAndReadyJobsGoFirst) {
+  HostOptimizer optimizer(threads(1));
+  Unit slow(10), ready(10);
+  const auto device = std::make_shared<DeviceTicket>(label(1000));
+  const auto gate = open_ticket();
+  const Ticket waits = optimizer.submit(label(1), slow.job(), {device, gate});
+  device->issue();
+  optimizer.submit(label(2), ready.job(), {})->wait_passed();  // not held up: the first lacks a ticket
+  gate->pass();
+  device->waited_for.get_future().wait();
+  EXPECT_FALSE(waits->passed());
+  EXPECT_FALSE(slow.updated());
+  device->pass_now.set_value();
+  waits->wait_passed();
+  EXPECT_TRUE(slow.updated());
+}
+
+TEST(HostOptimizer, CloseFailsWhatIsQueuedAndMayBeCalledTwice) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10);
+  const auto never = open_ticket();
+  const Ticket sealed = optimizer.submit(label(1), unit.job(), {never});
+  optimizer.close();
+  optimizer.close();
+  EXPECT_THROW(sealed->wait_passed(), MachineError);
+  EXPECT_FALSE(unit.updated());
+  EXPECT_THROW(optimizer.submit(label(2), unit.job(), {}), InvariantError);
+  never->pass();  // the late giver finds nobody, and nothing breaks
+}
+
+TEST(HostOptimizer, DestructorReleasesWaitersAndDoesNotWaitForHolds) {
+  auto options = threads(1);
+  options.hostility.hold_us[Verb::update] = 3'600'000'000;  // an hour: only an interrupted hold ends this test
+  Unit unit(10);
+  Ticket sealed;
+  {
+    HostOptimizer optimizer(options);
+    sealed = optimizer.submit(label(1), unit.job(), {});
+  }
+  EXPECT_THROW(sealed->wait_passed(), MachineError);
+}
+
+TEST(HostOptimizer, LetsGoOfTicketsSoThatNothingGrows) {
+  const auto gate = open_ticket(), never = open_ticket();
+  const auto passed_before = open_ticket();
+  passed_before->pass();
+  {
+    HostOptimizer optimizer(threads(1));
+    Unit unit(10);
+    Ticket last;
+    for (std::int64_t op = 0; op < 200; ++op) {
+      last = optimizer.submit(label(op), unit.job(), {gate, passed_before});
+    }
+    const Ticket abandoned = optimizer.submit(label(200), unit.job(), {never});
+    gate->pass();
+    last->wait_passed();
+    EXPECT_FALSE(abandoned->passed());
+    optimizer.close();
+    EXPECT_EQ(last.use_count(), 1);
+    EXPECT_EQ(abandoned.use_count(), 2);  // the callback in `never` still knows it
+  }
+  EXPECT_EQ(gate.use_count(), 1);
+  EXPECT_EQ(passed_before.use_count(), 1);
+  EXPECT_EQ(never.use_count(), 1);
+}
+
+TEST(HostOptimizer, SubmitsFromManyThreadsAllRun) {
+  auto options = threads(2);
+  options.hostility.seed = 7;
+  options.hostility.max_delay_us = 20;
+  HostOptimizer optimizer(options);
+  constexpr int kThreads = 4, kJobs = 25;
+  std::vector<std::unique_ptr<Unit>> units;
+  for (int i = 0; i < kThreads * kJobs; ++i) units.push_back(std::make_unique<Unit>(1000));
+  std::vector<std::thread> submitters;
+  for (int t = 0; t < kThreads; ++t) {
+    submitters.emplace_back([&, t] {
+      for (int i = t * kJobs; i < (t + 1) * kJobs; ++i) {
+        const auto gate = open_ticket();
+        optimizer.submit(label(i), units[static_cast<std::size_t>(i)]->job(), {gate});
+        gate->pass();
+      }
+    });
+  }
+  for (std::thread& submitter : submitters) submitter.join();
+  optimizer.idle();
+  EXPECT_EQ(optimizer.stats().num_ops, kThreads * kJobs);
+  for (const auto& unit : units) EXPECT_TRUE(unit->updated());
+}
+
+TEST(HostOptimizer, LimitIsALowerBoundOfBusyTimeAndBytesAreCounted) {
+  auto options = threads(1);
+  options.limit.bandwidth_gib_s = 1.0;
+  options.limit.latency_us = 50;
+  HostOptimizer optimizer(options);
+  Unit unit(1 << 18);
+  for (std::int64_t op = 0; op < 3; ++op) optimizer.submit(label(op), unit.job(), {});
+  optimizer.idle();
+  const LaneStats stats = optimizer.stats();
+  const double bytes = 3.0 * 28 * (1 << 18);
+  EXPECT_EQ(stats.bytes.count, static_cast<std::int64_t>(bytes));
+  EXPECT_EQ(stats.num_ops, 3);
+  EXPECT_GE(static_cast<double>(stats.busy_us) + 1, bytes / 1073741824.0 * 1e6 + 3 * 50);
+}
+
+TEST(HostOptimizer, SpansNameTheOpsThatWereWaitedFor) {
+  HostOptimizer optimizer(threads(1));
+  const auto trace = std::make_shared<Trace>(100);
+  optimizer.set_trace(trace);
+  Unit unit(10);
+  const auto gate = open_ticket(77);
+  const Ticket first = optimizer.submit(label(1), unit.job(), {gate});
+  const Ticket second = optimizer.submit(label(2), unit.job(), {first});
+  gate->pass();
+  second->wait_passed();
+  const auto spans = trace->spans();
+  ASSERT_EQ(spans.size(), 2u);
+  EXPECT_EQ(spans[0].op, OpId(1));
+  EXPECT_EQ(spans[0].waits, std::vector<OpId>{OpId(77)});
+  EXPECT_EQ(spans[0].bytes, Bytes{280});
+  EXPECT_EQ(spans[1].waits, std::vector<OpId>{OpId(1)});
+  EXPECT_EQ(spans[1].verb, Verb::update);
+  EXPECT_LE(spans[0].end_us, spans[1].end_us);
+}
+
+TEST(HostOptimizer, RefusesJobsThatNoPlanMakes) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10);
+  AdamWJob overlapping = unit.job();
+  overlapping.pieces.push_back({9, 1, adamw_scalars({}, 1)});
+  EXPECT_THROW(optimizer.submit(label(1), overlapping, {}), InvariantError);
+  AdamWJob lacking = unit.job();
+  lacking.v = nullptr;
+  EXPECT_THROW(optimizer.submit(label(1), lacking, {}), InvariantError);
+  EXPECT_THROW(HostOptimizer(threads(-1)), UsageError);
+}
+
+TEST(HostOptimizer, FlushingOfDenormalsDoesNotLeakOut) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10);
+  volatile float denormal = 1e-40f;
+  adamw_fp32(unit.p.data(), unit.m.data(), unit.v.data(), unit.g.data(), unit.p.size(), adamw_scalars({}, 1));
+  EXPECT_GT(denormal * 1.0f, 0.0f);
+  // The ticket's callback runs on the pool's own thread, right behind the kernels.
+  const auto gate = open_ticket();
+  const auto ticket = std::dynamic_pointer_cast<HostTicket>(optimizer.submit(label(1), unit.job(), {gate}));
+  std::promise<float> product;
+  ticket->when_done([&] { product.set_value(denormal * 1.0f); });
+  gate->pass();
+  EXPECT_GT(product.get_future().get(), 0.0f);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // a thread of TBB's may hold the sanitizer's own locks while we fork
+TEST(HostOptimizer, ForkedChildNeitherHangsNorJoins) {
+  auto optimizer = std::make_unique<HostOptimizer>(threads(2));
+  Unit unit(10);
+  optimizer->submit(label(1), unit.job(), {})->wait_passed();
+  const pid_t child = fork();
+  if (child == 0) {
+    bool refused = false;
+    try {
+      optimizer->submit(label(2), unit.job(), {});
+    } catch (const UsageError&) {
+      refused = true;
+    }
+    optimizer->idle();
+    optimizer->close();
+    optimizer.reset();
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+#endif
+
+}  // namespace
+}  // namespace noria

@@ -1,0 +1,133 @@
+// Arenas: who owns what, and in which order it ends.
+#include "store/arena.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/errors.h"
+
+namespace noria {
+namespace {
+
+// mincore fails with ENOMEM on what is not mapped.
+bool mapped(std::byte* at) {
+  unsigned char resident = 0;
+  return mincore(at, 1, &resident) == 0;
+}
+
+// Knows only registrations, and whether the memory was still there when they ended.
+class Registry final : public Backend {
+ public:
+  void register_home(std::byte* memory, Bytes bytes) override {
+    events.push_back("register " + std::to_string(bytes.count) + (mapped(memory) ? "" : " unmapped"));
+  }
+  void unregister_home(std::byte* memory) override {
+    events.push_back(mapped(memory) ? "unregister" : "unregister unmapped");
+    if (fails) throw MachineError("unregister refused");
+  }
+  std::vector<std::string> events;
+  bool fails = false;
+
+  std::string name() const override { return "registry"; }
+  std::byte* allocate(Bytes) override { return nullptr; }
+  void free(std::byte*) override {}
+  Bytes allocated() const override { return {}; }
+  Bytes capacity() const override { return {}; }
+  std::int64_t num_allocations() const override { return 0; }
+  std::int64_t num_events() const override { return 0; }
+  std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
+  Ticket submit(const OpLabel&, Transfer, std::vector<Ticket>) override { return nullptr; }
+  Ticket open(const OpLabel&) override { return nullptr; }
+  void give(const Ticket&, Stream) override {}
+  void give_failed(const Ticket&, std::exception_ptr) override {}
+  void wait(const std::vector<Ticket>&, Stream, const OpLabel&) override {}
+  void idle() override {}
+  void close() override {}
+  LaneStats stats(Lane) const override { return {}; }
+  void set_trace(std::shared_ptr<Trace>) override {}
+  bool poisons() const override { return false; }
+};
+
+TEST(Arena, TakesWholePagesAlignedForHugeOnesAndNothingBehindThem) {
+  const std::int64_t page = sysconf(_SC_PAGESIZE);
+  for (const std::int64_t bytes :
+       std::vector<std::int64_t>{1, page, page + 1, 2 * 1024 * 1024 - 1, 5 * 1024 * 1024 + 512}) {
+    const Arena arena(Bytes{bytes});
+    EXPECT_EQ(arena.bytes(), Bytes{bytes});
+    EXPECT_EQ(arena.mapped_bytes(), align_up(Bytes{bytes}, Bytes{page}));
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(arena.data()) % (2 * 1024 * 1024), 0u);
+    EXPECT_TRUE(mapped(arena.data()));
+    EXPECT_TRUE(mapped(arena.data() + arena.mapped_bytes().count - page));
+    arena.data()[0] = std::byte{1};
+    arena.data()[bytes - 1] = std::byte{1};
+  }
+}
+
+TEST(Arena, MovedFromIsEmptyAndTheMappingHasOneOwner) {
+  Arena first(Bytes{10'000});
+  std::byte* const data = first.data();
+  Arena second(std::move(first));
+  EXPECT_EQ(first.data(), nullptr);  // NOLINT(bugprone-use-after-move): that is the promise
+  EXPECT_EQ(first.bytes(), Bytes{0});
+  EXPECT_EQ(first.mapped_bytes(), Bytes{0});
+  EXPECT_EQ(second.data(), data);
+  Arena third(Bytes{20'000});
+  std::byte* const replaced = third.data();
+  third = std::move(second);
+  EXPECT_FALSE(mapped(replaced));
+  EXPECT_TRUE(mapped(data));
+  third.close();
+  third.close();
+  EXPECT_FALSE(mapped(data));
+  EXPECT_EQ(third.data(), nullptr);
+}
+
+TEST(Arena, RegistrationEndsBeforeTheMapping) {
+  const auto backend = std::make_shared<Registry>();
+  {
+    Arena arena(Bytes{10'000});
+    arena.register_with(backend);
+    EXPECT_TRUE(arena.registered());
+    EXPECT_THROW(arena.register_with(backend), InvariantError);
+    Arena moved(std::move(arena));
+    EXPECT_TRUE(moved.registered());
+    EXPECT_FALSE(arena.registered());  // NOLINT(bugprone-use-after-move)
+  }
+  EXPECT_EQ(backend->events, (std::vector<std::string>{"register 10000", "unregister"}));
+  EXPECT_EQ(backend.use_count(), 1);
+}
+
+TEST(Arena, MemoryIsGivenBackEvenWhenUnregisteringFails) {
+  const auto backend = std::make_shared<Registry>();
+  backend->fails = true;
+  Arena arena(Bytes{10'000});
+  std::byte* const data = arena.data();
+  arena.register_with(backend);
+  EXPECT_THROW(arena.close(), MachineError);
+  EXPECT_FALSE(mapped(data));
+  EXPECT_EQ(arena.data(), nullptr);
+
+  Arena silent(Bytes{10'000});
+  silent.register_with(backend);
+  silent = Arena();  // a destructor that does not throw
+  EXPECT_EQ(silent.data(), nullptr);
+}
+
+TEST(Arena, RefusalNamesTheSizes) {
+  try {
+    const Arena arena(Bytes{std::int64_t{1} << 60});
+    FAIL() << "an exbibyte was given";
+  } catch (const MachineError& error) {
+    EXPECT_NE(std::string(error.what()).find(std::to_string(std::int64_t{1} << 60)), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace noria

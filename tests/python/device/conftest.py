@@ -1,0 +1,206 @@
+"""The machines that the contract suite runs on: the host, CUDA over the fake runtime, and a real device."""
+
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from noria import _C
+
+BUILD = Path(__file__).parents[3] / "build" / "current"
+MIB = 1 << 20
+
+
+class Machine:
+    """A kind of backend, and what a user's own code does on it between the verbs."""
+
+    name: str
+    module: ModuleType = _C  # whose types the backend has
+
+    def __init__(self) -> None:
+        self.backends: list[Any] = []
+        self.homes: list[tuple[Any, np.ndarray]] = []
+        self.held: list[Any] = []
+
+    def backend(self, capacity: int = 64 * MIB, **options: Any) -> Any:
+        self.backends.append(self.make(capacity, **options))
+        return self.backends[-1]
+
+    def make(self, capacity: int, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def home(self, backend: Any, content: bytes | int) -> np.ndarray:
+        """Registered host memory: zeros, or these bytes."""
+        content = bytes(content)  # bytes(int) are zeros
+        # Pages of its own, because memory is registered by pages.
+        array = np.frombuffer(mmap.mmap(-1, len(content)), np.uint8)
+        array[:] = np.frombuffer(content, np.uint8)
+        backend.register_home(array.ctypes.data, array.nbytes)
+        self.homes.append((backend, array))
+        return array
+
+    def fetched(self, backend: Any, content: bytes) -> int:
+        """Device memory that holds these bytes."""
+        memory: int = backend.allocate(len(content))
+        home = self.home(backend, content)
+        backend.submit("fetch", [(memory, home.ctypes.data, home.nbytes)]).wait_passed()
+        return memory
+
+    def drained(self, backend: Any, memory: int, num_bytes: int, waits: Any = ()) -> bytes:
+        home = self.home(backend, num_bytes)
+        backend.submit("drain", [(home.ctypes.data, memory, num_bytes)], waits=waits).wait_passed()
+        return home.tobytes()
+
+    def ticket(self, **label: Any) -> Any:
+        """A ticket that the test itself gives; given at the latest when the test ends."""
+        self.held.append(self.module.HostTicket(**label))
+        return self.held[-1]
+
+    def stream(self, backend: Any) -> int:
+        raise NotImplementedError
+
+    def copy_on(self, backend: Any, stream: int, to: int, from_: int, num_bytes: int) -> None:
+        """The stream copies within device memory: the stand-in for a layer's kernels."""
+        raise NotImplementedError
+
+    def hold(self, backend: Any, stream: int) -> Callable[[], None]:
+        """Nothing that comes later on the stream happens before the returned function is called."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for ticket in self.held:
+            if not ticket.passed():
+                ticket.pass_()
+        for backend in self.backends:
+            backend.close()
+        for backend, array in self.homes:
+            backend.unregister_home(array.ctypes.data)
+
+
+class Host(Machine):
+    name = "host"
+
+    def make(self, capacity: int, **options: Any) -> Any:
+        limits = options.pop("limits", {})
+        return _C.make_host_backend(capacity, limits, options)
+
+    def stream(self, backend: Any) -> int:
+        return backend.create_stream()
+
+    def copy_on(self, backend: Any, stream: int, to: int, from_: int, num_bytes: int) -> None:
+        backend.enqueue_copy(stream, to, from_, num_bytes)
+
+    def hold(self, backend: Any, stream: int) -> Callable[[], None]:
+        until = self.ticket()
+        backend.enqueue_hold(stream, until)
+        return until.pass_
+
+
+class FakeCuda(Machine):
+    name = "fake_cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = import_fake_cuda()
+        self.module.reset()
+        self.streams: list[int] = []
+        self.empty_waits = self.module.num_empty_waits()
+
+    def make(self, capacity: int, **options: Any) -> Any:
+        return self.module.make_cuda_backend(options.pop("device", 0), capacity, options)
+
+    def stream(self, backend: Any) -> int:
+        before = self.module.get_device()
+        self.module.set_device(int(backend.name.removeprefix("cuda:")))
+        self.streams.append(self.module.make_stream())
+        self.module.set_device(before)
+        return self.streams[-1]
+
+    def copy_on(self, backend: Any, stream: int, to: int, from_: int, num_bytes: int) -> None:
+        self.module.enqueue_copy(stream, to, from_, num_bytes)
+
+    def hold(self, backend: Any, stream: int) -> Callable[[], None]:
+        until = self.ticket()
+        self.module.enqueue_hold(stream, until)
+        return until.pass_
+
+    def close(self) -> None:
+        super().close()
+        for stream in self.streams:
+            self.module.destroy_stream(stream)
+        # Two promises that hold in every test: no stream waits for an event that was never recorded, and no
+        # error is left behind for the next user of CUDA on this thread.
+        assert self.module.num_empty_waits() == self.empty_waits
+        assert self.module.pending_error() == 0
+
+
+class Cuda(Machine):
+    name = "cuda"
+
+    def make(self, capacity: int, **options: Any) -> Any:
+        return _C.make_cuda_backend(options.pop("device", 0), capacity, options)
+
+    def stream(self, backend: Any) -> int:
+        import torch
+
+        self.held_streams = [*getattr(self, "held_streams", []), torch.cuda.Stream()]
+        return self.held_streams[-1].cuda_stream
+
+    def _on(self, stream: int) -> Any:
+        import torch
+
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream))
+
+    def copy_on(self, backend: Any, stream: int, to: int, from_: int, num_bytes: int) -> None:
+        import torch
+
+        def tensor(address: int) -> Any:
+            interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+            return torch.as_tensor(
+                type("Range", (), {"__cuda_array_interface__": interface})(), device="cuda"
+            )
+
+        with self._on(stream):
+            tensor(to).copy_(tensor(from_), non_blocking=True)
+
+    def hold(self, backend: Any, stream: int) -> Callable[[], None]:
+        import torch
+
+        with self._on(stream):
+            torch.cuda._sleep(2_000_000_000)  # about a second: a real stream cannot be held for good
+        return lambda: None
+
+
+def import_fake_cuda() -> ModuleType:
+    if str(BUILD) not in sys.path:
+        sys.path.append(str(BUILD))
+    return pytest.importorskip(
+        "_fake_cuda", reason=f"the CUDA backend over the fake runtime is not built in {BUILD}"
+    )
+
+
+def opened(machine: type[Machine]) -> Iterator[Machine]:
+    the_machine = machine()
+    yield the_machine
+    the_machine.close()
+
+
+@pytest.fixture(params=["host", "fake_cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    if request.param == "cuda" and (reason := _C.cuda_absent_reason()):
+        pytest.skip(f"needs a CUDA device: {reason}")
+    yield from opened({"host": Host, "fake_cuda": FakeCuda, "cuda": Cuda}[request.param])
+
+
+@pytest.fixture
+def host() -> Iterator[Machine]:
+    yield from opened(Host)
+
+
+@pytest.fixture
+def fake_cuda() -> Iterator[Machine]:
+    yield from opened(FakeCuda)

@@ -1,0 +1,708 @@
+"""The contract of csrc/device/backend.h, one suite for every backend. See conftest.py for the machines."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from noria import _C
+
+MIB = 1 << 20
+PATIENCE_S = 60  # how long a test waits for what must happen; only a failing test takes so long
+
+some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def noise(num_bytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 255, num_bytes, np.uint8).tobytes()  # never 0xFF: poison
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+class Started:
+    """A call on a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self.entered = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self.thread.start()
+        assert self.entered.wait(PATIENCE_S)
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        self.entered.set()
+        try:
+            call()
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> BaseException | None:
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), "the call did not return"
+        return self.error
+
+
+def blocks_until_passed(wait: Callable[[], Any], tickets: list[Any], release: Callable[[], Any]) -> None:
+    """Asserts that `wait` returns only when the tickets are passed. They are released while it runs; a wait that
+    does not block returns first, because the release lets it."""
+    returned = threading.Event()
+    releasing = Started(lambda: (returned.wait(0.05), release()))
+    wait()
+    passed = [ticket.passed() for ticket in tickets]
+    returned.set()
+    assert releasing.join() is None
+    assert all(passed)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what has no event to wait for: the backend's bookkeeping, which may follow its work."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+# ---- memory ----
+
+
+@some
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_every_byte_is_counted_and_the_capacity_is_never_exceeded(machine, sizes):
+    backend = machine.backend(capacity=10_000)
+    taken = []
+    for size in sizes:
+        expected = sum(other for _, other in taken)
+        if expected + size <= 10_000:
+            taken.append((backend.allocate(size), size))
+        else:
+            with pytest.raises(_C.MachineError, match=r"capacity of 9\.8 KiB"):
+                backend.allocate(size)
+        assert backend.allocated == sum(other for _, other in taken)
+    assert backend.num_allocations == len(taken)
+    for memory, _ in taken:
+        backend.free(memory)
+    assert backend.allocated == 0
+    backend.close()
+
+
+def test_device_memory_is_aligned_for_every_tensor(machine):
+    backend = machine.backend()
+    for size in (1, 513, 4097, 3 * MIB + 1):
+        memory = backend.allocate(size)
+        assert memory % _C.TENSOR_ALIGNMENT == 0
+        backend.free(memory)
+
+
+def test_freeing_what_was_not_allocated_is_our_mistake_and_is_said(machine):
+    with pytest.raises(_C.InvariantError, match="did not allocate"):
+        machine.backend().free(512)
+
+
+def test_the_device_reads_the_home_at_the_address_it_is_given(machine):
+    backend = machine.backend()
+    home = machine.home(backend, noise(64))
+    assert backend.device_address(address(home)) != 0
+
+
+# ---- transfers ----
+
+
+@some
+@given(data=st.data())
+def test_copies_are_bit_exact_for_any_size_and_offset_and_touch_nothing_else(machine, data):
+    size = data.draw(st.integers(1, 70_000), label="arena")
+    cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=6), label="cuts"))
+    pieces = list(itertools.pairwise(cuts))[::2]
+    backend = machine.backend()
+    content, before = noise(size, 1), noise(size, 2)
+    source, result = machine.home(backend, content), machine.home(backend, size)
+    memory = machine.fetched(backend, before)
+    backend.submit("fetch", [(memory + a, address(source) + a, b - a) for a, b in pieces]).wait_passed()
+    backend.submit("drain", [(address(result), memory, size)]).wait_passed()
+    expected = bytearray(before)
+    for a, b in pieces:
+        expected[a:b] = content[a:b]
+    assert result.tobytes() == bytes(expected)
+    backend.free(memory)
+
+
+def test_poison_overwrites_the_vacated_range_and_nothing_else(machine):
+    backend = machine.backend(seed=1, poison=True)
+    assert backend.poisons and not machine.backend().poisons
+    content = noise(1000)
+    memory = machine.fetched(backend, content)
+    backend.submit("fetch", [], poison=[(memory + 100, 300)], verb="poison").wait_passed()
+    assert machine.drained(backend, memory, 1000) == content[:100] + b"\xff" * 300 + content[400:]
+
+
+def test_a_lane_passes_its_ops_in_the_order_of_submission(machine):
+    backend = machine.backend()
+    memory = backend.allocate(4096)
+    held = machine.ticket()
+    sources = [machine.home(backend, noise(4096, seed)) for seed in range(8)]
+    ops = [
+        backend.submit("fetch", [(memory, address(source), 4096)], waits=[held] if i == 0 else [])
+        for i, source in enumerate(sources)
+    ]
+    machine.drained(backend, memory, 4096)  # the other lane is free to run
+    assert not any(
+        op.passed() for op in ops
+    )  # those behind the held one had nothing to wait for but their turn
+    held.pass_()
+    ops[-1].wait_passed()
+    assert all(op.passed() for op in ops)
+    assert machine.drained(backend, memory, 4096) == sources[-1].tobytes()
+
+
+@pytest.mark.parametrize("giver", ["host ticket", "other lane", "compute stream", "calling thread"])
+def test_a_transfer_sees_what_its_givers_did_however_late(machine, giver):
+    backend = machine.backend()
+    new, size = noise(5000, 1), 5000
+    memory, scratch = machine.fetched(backend, bytes(size)), machine.fetched(backend, new)
+    result = machine.home(backend, size)
+    stream = machine.stream(backend)
+
+    def drain_after(ticket: Any) -> Any:
+        return backend.submit("drain", [(address(result), memory, size)], waits=[ticket])
+
+    if giver == "host ticket":  # as the host optimizer: it writes the home, then gives
+        home, sealed = machine.home(backend, size), machine.ticket()
+        fetch = backend.submit("fetch", [(memory, address(home), size)], waits=[sealed])
+        drain = drain_after(fetch)
+        assert not drain.passed()
+        home[:] = np.frombuffer(new, np.uint8)
+        sealed.pass_()
+    elif giver == "other lane":
+        home, held = machine.home(backend, new), machine.ticket()
+        fetch = backend.submit("fetch", [(memory, address(home), size)], waits=[held])
+        drain = drain_after(fetch)
+        assert not drain.passed()
+        held.pass_()
+    elif giver == "compute stream":
+        ready = backend.open(verb="backward")
+        drain = drain_after(ready)  # before anything is recorded
+        release = machine.hold(backend, stream)
+        machine.copy_on(backend, stream, memory, scratch, size)
+        backend.give(ready, stream)
+        assert not drain.passed()
+        release()
+    else:
+        ready = backend.open(verb="backward")
+        drain = drain_after(ready)
+        assert not drain.passed()
+        machine.copy_on(backend, stream, memory, scratch, size)
+        copied = backend.open()
+        backend.give(copied, stream)
+        copied.wait_passed()
+        backend.give(ready)
+    drain.wait_passed()
+    assert result.tobytes() == new
+
+
+# ---- the compute lane ----
+
+
+def test_streams_are_ordered_by_tickets_and_the_caller_runs_ahead(machine):
+    backend = machine.backend()
+    size = 4096
+    content = noise(size)
+    first, second, third = machine.fetched(backend, content), backend.allocate(size), backend.allocate(size)
+    a, b = machine.stream(backend), machine.stream(backend)
+    release = machine.hold(backend, a)
+    machine.copy_on(backend, a, second, first, size)
+    read = backend.open(1)
+    backend.give(read, a)
+    backend.wait([read], b, op=2)  # returns although `a` is held
+    machine.copy_on(backend, b, third, second, size)
+    done = backend.open(2)
+    backend.give(done, b)
+    assert not read.passed() and not done.passed()
+    release()
+    assert machine.drained(backend, third, size, [done]) == content
+    assert read.passed()
+
+
+def test_the_calling_thread_waits_until_the_tickets_are_passed(machine):
+    backend = machine.backend()
+    memory, home, held = backend.allocate(64), machine.home(backend, noise(64)), machine.ticket()
+    arrived = backend.submit("fetch", [(memory, address(home), 64)], waits=[held])
+    blocks_until_passed(lambda: backend.wait([arrived]), [arrived], held.pass_)
+
+
+def test_a_stream_never_waits_in_vain_for_a_ticket_that_is_not_issued_yet(machine):
+    """On CUDA a wait for an event that was never recorded passes at once; here it must wait for the giver."""
+    backend = machine.backend()
+    size = 4096
+    content = noise(size)
+    source, memory = machine.fetched(backend, content), machine.fetched(backend, bytes(size))
+    copy = machine.fetched(backend, bytes(size))
+    a, b = machine.stream(backend), machine.stream(backend)
+    written, read = backend.open(1), backend.open(2)
+
+    def use() -> None:
+        backend.wait([written], b, op=2)
+        machine.copy_on(backend, b, copy, memory, size)
+        backend.give(read, b)
+
+    using = Started(use)
+    machine.copy_on(backend, a, memory, source, size)
+    backend.give(written, a)
+    assert using.join() is None
+    assert machine.drained(backend, copy, size, [read]) == content
+
+
+def test_a_ticket_is_given_once(machine):
+    backend = machine.backend()
+    ticket = backend.open()
+    backend.give(ticket)
+    with pytest.raises(_C.InvariantError, match="given twice"):
+        backend.give(ticket)
+
+
+# ---- failure ----
+
+
+def test_a_failed_wait_fails_the_transfer_without_running_it_and_the_lane_goes_on(machine):
+    backend = machine.backend()
+    content = noise(256)
+    memory = machine.fetched(backend, content)
+    home, late = machine.home(backend, noise(256, 1)), machine.ticket()
+    failed = backend.submit("fetch", [(memory, address(home), 256)], waits=[late])
+    behind = backend.submit("drain", [(address(home), memory, 256)], waits=[failed])
+    after = backend.submit("fetch", [])
+    late.fail("the update of blocks.3 found a NaN")
+    for ticket in (failed, behind):
+        with pytest.raises(_C.MachineError, match=r"the update of blocks\.3 found a NaN"):
+            ticket.wait_passed()
+        assert ticket.passed()  # over, in the sense that nobody need wait for it
+    after.wait_passed()
+    assert machine.drained(backend, memory, 256) == content
+
+
+def test_a_visit_that_raised_releases_everybody_who_waits_for_it(machine):
+    backend = machine.backend()
+    visit, stream = backend.open(verb="backward"), machine.stream(backend)
+    drain = backend.submit("drain", [], waits=[visit])
+    waiting = Started(visit.wait_passed)
+    backend.give_failed(visit, "the user's own exception")
+    with pytest.raises(_C.MachineError, match="the user's own exception"):
+        drain.wait_passed()
+    assert "the user's own exception" in str(waiting.join())
+    for where in (0, stream):
+        with pytest.raises(_C.MachineError, match="the user's own exception"):
+            backend.wait([visit], where)
+
+
+def test_closing_fails_what_is_queued_and_releases_who_waits(machine):
+    backend = machine.backend()
+    never = machine.module.HostTicket()  # its giver is gone
+    queued = [
+        backend.submit("fetch", [], waits=[never]),
+        backend.submit("fetch", []),
+        backend.submit("drain", []),
+    ]
+    queued[2].wait_passed()
+    waiting = Started(queued[1].wait_passed)
+    backend.close()
+    assert isinstance(waiting.join(), _C.MachineError)
+    for ticket in (*queued[:2], backend.submit("fetch", [])):
+        with pytest.raises(_C.MachineError, match="the fetch lane was closed before this op could run"):
+            ticket.wait_passed()
+    backend.idle()
+    backend.close()
+
+
+def test_tickets_may_outlive_their_backend(machine):
+    backend = machine.make(MIB)
+    ticket = backend.submit("fetch", [])
+    given = backend.open()
+    backend.give(given)
+    ticket.wait_passed()
+    given.wait_passed()
+    del backend
+    assert ticket.passed() and given.passed()
+
+
+def test_only_copy_lanes_carry_transfers(machine):
+    with pytest.raises(_C.InvariantError, match="no transfer runs on the compute lane"):
+        machine.backend().submit("compute", [], verb="fetch")
+
+
+def test_a_forked_child_neither_hangs_nor_joins_the_parents_threads(machine):
+    if machine.name == "cuda":
+        pytest.skip("a process that has used a real device must not fork")
+    backend = machine.backend()
+    held = machine.ticket()
+    queued = backend.submit("fetch", [], waits=[held])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)
+        told = False
+        try:
+            backend.submit("drain", []).wait_passed()
+        except _C.MachineError as error:
+            told = "a forked child has no lanes" in str(error)
+        backend.idle()
+        backend.close()
+        os._exit(0 if told else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    held.pass_()
+    queued.wait_passed()  # the parent's lanes are as they were
+
+
+# ---- what happened ----
+
+
+def test_steady_state_takes_no_memory_no_registration_and_no_event(machine):
+    backend = machine.backend()
+    size = 4096
+    memory, home, stream = backend.allocate(size), machine.home(backend, noise(size)), machine.stream(backend)
+
+    def step() -> None:
+        copies = [(memory, address(home), size)]
+        arrived = backend.submit("fetch", copies, op=1)
+        visit = backend.open(2)
+        backend.wait([arrived], stream, op=2)
+        backend.give(visit, stream)
+        drain = backend.submit("drain", [(address(home), memory, size)], waits=[visit], op=3)
+        backend.wait([drain], stream, op=4)
+        drain.wait_passed()
+        backend.idle()
+
+    def taken() -> tuple[int, ...]:
+        made = ("cudaMalloc", "cudaHostRegister", "cudaStreamCreateWithFlags")
+        counts = machine.module.counts() if machine.name == "fake_cuda" else {}
+        return (backend.num_allocations, backend.allocated, *(counts.get(call, 0) for call in made))
+
+    # The need is the most tickets held at once, and those that the backend's own bookkeeping still holds from
+    # earlier steps are a matter of scheduling: let the pool see far more than both, and have them all back.
+    burst = [backend.open() for _ in range(256)]
+    done = backend.stats("compute")["num_ops"] + len(burst)
+    for ticket in burst:
+        backend.give(ticket, stream)
+    until(lambda: backend.stats("compute")["num_ops"] == done)
+    del burst, ticket
+    step()
+    before, events = taken(), backend.num_events
+    for _ in range(200):
+        step()
+    assert taken() == before
+    assert backend.num_events == events
+    assert (events == 0) == (machine.name == "host")
+
+
+def test_bytes_and_ops_are_counted_by_lane(machine):
+    backend = machine.backend()
+    memory = machine.fetched(backend, noise(3000))
+    machine.drained(backend, memory, 3000)
+    backend.submit("fetch", [], poison=[(memory, 1000)], verb="poison").wait_passed()
+    backend.idle()
+    assert (backend.stats("fetch")["num_ops"], backend.stats("fetch")["bytes"]) == (2, 4000)
+    assert (backend.stats("drain")["num_ops"], backend.stats("drain")["bytes"]) == (1, 3000)
+
+
+def test_a_stall_names_who_was_late_and_who_waited(machine):
+    backend = machine.backend()
+    visit = backend.open(1, verb="backward")
+    drain = backend.submit("drain", [], waits=[visit], op=2)
+    time.sleep(0.002)  # long enough to be counted; nothing is compared with it
+    backend.give(visit)
+    drain.wait_passed()
+    backend.idle()
+    assert list(backend.stats("drain")["stalled_us"]) == [("backward", "drain")]
+    assert backend.stats("drain")["stalled_us"]["backward", "drain"] > 0
+
+
+def test_a_span_lies_between_the_end_of_its_waits_and_its_own_end(machine):
+    backend, trace = machine.backend(), _C.Trace(100)
+    backend.set_trace(trace)
+    memory, home = backend.allocate(MIB), machine.home(backend, MIB)
+    fetch = backend.submit("fetch", [(memory, address(home), MIB)], op=10, unit=3)
+    drain = backend.submit("drain", [(address(home), memory, MIB)], waits=[fetch], op=11, unit=3)
+    drain.wait_passed()
+    backend.idle()
+    spans = {span.op: span for span in trace.spans()}
+    assert sorted(spans) == [10, 11]
+    assert [(spans[op].lane, spans[op].verb) for op in (10, 11)] == [("fetch", "fetch"), ("drain", "drain")]
+    assert spans[11].waits == [10] and spans[11].unit == 3 and spans[11].bytes == MIB
+    assert spans[10].start_us <= spans[10].end_us
+    if (
+        machine.name == "host"
+    ):  # elsewhere the two lanes are seen by two threads, each late by its own wake-up
+        assert spans[10].end_us <= spans[11].start_us + 1  # each is rounded to a microsecond
+    assert spans[11].start_us <= spans[11].end_us <= trace.now_us
+    backend.set_trace(None)
+    backend.submit("fetch", [], op=12).wait_passed()
+    backend.idle()
+    assert len(trace.spans()) == 2
+
+
+# ---- the hostile setting ----
+
+
+def test_hostile_delays_are_a_function_of_seed_and_lane():
+    def drawn(seed: int, lane: str) -> list[int]:
+        return _C.hostile_delays(seed, 500, lane, 100)
+
+    assert drawn(1, "fetch") == drawn(1, "fetch")
+    assert drawn(1, "fetch") != drawn(2, "fetch")
+    assert drawn(1, "fetch") != drawn(1, "drain")
+    assert min(drawn(1, "fetch")) >= 0 and 300 < max(drawn(1, "fetch")) <= 500
+    assert drawn(0, "fetch") == [0] * 100
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(1, 1 << 40))
+def test_no_delay_reorders_a_lane_or_outruns_a_ticket(machine, seed):
+    backend, trace = machine.backend(seed=seed, max_delay_us=200), _C.Trace(1000)
+    backend.set_trace(trace)
+    size, rounds = 4096, 12
+    window, stream = backend.allocate(size), machine.stream(backend)
+    scratch = backend.allocate(size)
+    homes = [machine.home(backend, noise(size, i)) for i in range(rounds)]
+    results = [machine.home(backend, size) for _ in range(rounds)]
+    taken: list[Any] = []  # the last read of `scratch`, before it may be written again
+    read: list[Any] = []  # likewise of `window`
+    for i in range(rounds):  # one window, used again every round: every wait matters
+        arrived = backend.submit("fetch", [(window, address(homes[i]), size)], waits=read, op=4 * i)
+        visit = backend.open(4 * i + 1)
+        backend.wait([arrived, *taken], stream, op=4 * i + 1)
+        machine.copy_on(backend, stream, scratch, window, size)
+        backend.give(visit, stream)
+        read = [visit]
+        taken = [backend.submit("drain", [(address(results[i]), scratch, size)], waits=[visit], op=4 * i + 2)]
+    taken[0].wait_passed()
+    backend.idle()
+    for home, result in zip(homes, results, strict=True):
+        assert result.tobytes() == home.tobytes()
+    for lane in ("fetch", "drain"):
+        spans = [span for span in trace.spans() if span.lane == lane]
+        assert [span.op for span in spans] == sorted(span.op for span in spans) and len(spans) == rounds
+        assert all(a.end_us <= b.start_us + 1 for a, b in itertools.pairwise(spans))
+    backend.close()
+
+
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+def test_a_hold_keeps_back_the_ops_of_its_verb_alone(host, verb):
+    backend = host.backend(hold_us={verb: 20_000})
+    other = {"forward": "backward", "backward": "forward"}[verb]
+    began = time.monotonic()
+    backend.wait([], verb=verb)
+    assert time.monotonic() - began >= 0.020
+    opened = backend.open(1, verb=other)
+    backend.wait([], op=1, verb=other)
+    backend.give(opened)
+    assert opened.passed()
+
+
+# ---- limits of the host backend ----
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(1, MIB), min_size=1, max_size=4),
+    gib_s=st.sampled_from([0.25, 1.0, 4.0]),
+    latency_us=st.sampled_from([0.0, 150.0]),
+    lane=st.sampled_from(["fetch", "drain"]),
+)
+def test_a_limited_lane_is_busy_for_at_least_bytes_over_bandwidth_and_latency(
+    host, sizes, gib_s, latency_us, lane
+):
+    backend, trace = host.backend(limits={lane: (gib_s, latency_us)}), _C.Trace(100)
+    backend.set_trace(trace)
+    memory, home = backend.allocate(MIB), host.home(backend, MIB)
+    to, from_ = (memory, address(home)) if lane == "fetch" else (address(home), memory)
+    began = time.monotonic()
+    for op, size in enumerate(sizes):
+        backend.submit(lane, [(to, from_, size)], op=op)
+    backend.idle()
+    took_us = (time.monotonic() - began) * 1e6
+    least_us = sum(sizes) / (gib_s * 2**30) * 1e6 + latency_us * len(sizes)
+    assert backend.stats(lane)["busy_us"] >= int(least_us)
+    assert took_us >= least_us
+    spans = trace.spans()
+    assert all(a.end_us <= b.start_us + 1 for a, b in itertools.pairwise(spans))  # one at a time
+
+
+def test_a_broken_compute_stream_fails_its_tickets(host):
+    backend = host.backend()
+    stream, late = backend.create_stream(), host.ticket()
+    backend.wait([late], stream, op=1)
+    visit = backend.open(1)
+    backend.give(visit, stream)
+    drain = backend.submit("drain", [], waits=[visit])
+    late.fail("the fetch failed")
+    with pytest.raises(_C.MachineError, match="the fetch failed"):
+        drain.wait_passed()
+    with pytest.raises(_C.MachineError, match="the fetch failed"):
+        backend.wait([], stream)
+
+
+# ---- CUDA's own rules, over the fake runtime ----
+
+
+def use(machine: Any, backend: Any) -> None:
+    """Every verb once; raises what any of them raises."""
+    home = np.frombuffer(noise(2048), np.uint8).copy()
+    result = np.zeros(2048, np.uint8)
+    backend.register_home(address(home), 2048)
+    try:
+        backend.register_home(address(result), 2048)
+        try:
+            memory = backend.allocate(2048)
+            try:
+                fetch = backend.submit("fetch", [(memory, address(home), 2048)])
+                stream = machine.stream(backend)
+                backend.wait([fetch], stream, op=1)
+                visit = backend.open(1)
+                backend.give(visit, stream)
+                drain = backend.submit("drain", [(address(result), memory, 2048)], waits=[visit])
+                poison = backend.submit("fetch", [], poison=[(memory, 2048)], waits=[drain], verb="poison")
+                for ticket in (fetch, visit, drain, poison):
+                    ticket.wait_passed()
+            finally:
+                backend.idle()
+                backend.free(memory)
+        finally:
+            backend.unregister_home(address(result))
+    finally:
+        backend.unregister_home(address(home))
+    assert result.tobytes() == home.tobytes()
+
+
+INJECTED = {
+    "cudaMalloc": "2.0 KiB",
+    "cudaHostRegister": "2.0 KiB (2048 bytes)",
+    "cudaMemcpyAsync": "2.0 KiB (2048 bytes)",
+    "cudaMemsetAsync": "2.0 KiB (2048 bytes)",
+    "cudaFree": "2.0 KiB (2048 bytes)",
+    "cudaHostUnregister": "2.0 KiB (2048 bytes)",
+    "cudaEventCreateWithFlags": "",
+    "cudaEventRecord": "",
+    "cudaStreamWaitEvent": "",
+}
+
+
+@pytest.mark.parametrize("call", INJECTED)
+def test_a_failing_cuda_call_is_named_with_its_sizes_and_leaves_nothing_behind(fake_cuda, call):
+    backend = fake_cuda.backend()
+    fake = fake_cuda.module
+    fake.fail_next(call)
+    with pytest.raises(_C.MachineError) as caught:
+        use(fake_cuda, backend)
+    assert call in str(caught.value) and INJECTED[call] in str(caught.value)
+    assert "on cuda:0" in str(caught.value) and "cudaErrorUnknown" in str(caught.value)
+    assert fake.pending_error() == 0
+    if call not in ("cudaFree", "cudaHostUnregister"):  # the fake still holds what could not be given back
+        use(fake_cuda, backend)
+
+
+def test_a_device_that_cannot_be_waited_for_is_said(fake_cuda):
+    backend = fake_cuda.backend()
+    stream = fake_cuda.stream(backend)
+    release = fake_cuda.hold(backend, stream)
+    visit = backend.open()
+    backend.give(visit, stream)
+    assert not visit.passed()
+    fake_cuda.module.fail_next("cudaEventQuery", error=700)
+    assert visit.passed()  # over: whoever polls goes on and hears of it
+    release()
+    visit.wait_passed()
+
+
+def test_a_backend_that_cannot_be_made_says_why(fake_cuda):
+    fake = fake_cuda.module
+    for nth in (1, 2):
+        fake.fail_next("cudaStreamCreateWithFlags", nth)
+        with pytest.raises(_C.MachineError, match="cudaStreamCreateWithFlags on cuda:0 failed"):
+            fake.make_cuda_backend(0, MIB)
+    with pytest.raises(_C.MachineError, match=r"opening cuda:7 failed: this machine has 2 CUDA devices"):
+        fake.make_cuda_backend(7, MIB)
+    fake.fail_next("cudaGetDeviceCount", error=101)
+    assert "cudaErrorInvalidDevice" in fake.cuda_absent_reason()
+    assert fake.cuda_absent_reason() == ""
+    assert fake.alive()["streams"] == 0
+
+
+def test_a_full_device_is_refused_with_the_numbers(fake_cuda):
+    backend = fake_cuda.backend(capacity=1 << 40)
+    with pytest.raises(_C.MachineError) as caught:
+        backend.allocate(1 << 31)
+    for part in ("cudaMalloc of 2.0 GiB on cuda:0", "out of memory", "free of 1.0 GiB", "capacity of"):
+        assert part in str(caught.value)
+    assert backend.allocated == 0 and backend.num_allocations == 0
+    assert fake_cuda.module.pending_error() == 0
+
+
+def test_a_copy_must_stay_inside_one_registered_range(fake_cuda):
+    backend = fake_cuda.backend()
+    memory = backend.allocate(4096)
+    home = np.zeros(4096, np.uint8)
+    backend.register_home(address(home), 2048)
+    backend.register_home(address(home) + 2048, 2048)
+    for start, size in ((1024, 2048), (2048, 2049)):
+        with pytest.raises(_C.InvariantError, match="leaves the registered home"):
+            backend.submit("fetch", [(memory, address(home) + start, size)])
+    backend.submit("fetch", [(memory, address(home) + 2048, 2048)]).wait_passed()
+    with pytest.raises(_C.MachineError, match="cudaErrorHostMemoryAlreadyRegistered"):
+        backend.register_home(address(home), 4096)
+    backend.unregister_home(address(home))
+    backend.unregister_home(address(home) + 2048)
+
+
+def test_a_backend_works_on_its_own_device_and_leaves_the_callers_alone(fake_cuda):
+    fake = fake_cuda.module
+    backend = fake_cuda.backend(device=1)
+    assert backend.name == "cuda:1" and fake.get_device() == 0
+    use(fake_cuda, backend)
+    given = backend.open()
+    backend.give(given, fake.DEFAULT_STREAM)  # which means: the default stream of its own device
+    given.wait_passed()
+    assert fake.get_device() == 0
+
+
+def test_the_null_stream_means_the_default_stream_and_the_caller(fake_cuda):
+    fake = fake_cuda.module
+    backend = fake_cuda.backend()
+    release = fake_cuda.hold(backend, fake.DEFAULT_STREAM)
+    visit = backend.open()
+    backend.give(visit)
+    assert not visit.passed()  # torch's kernels on the default stream are still running
+    blocks_until_passed(lambda: backend.wait([visit]), [visit], release)
+
+
+def test_nothing_of_a_closed_backend_stays_alive(fake_cuda):
+    fake = fake_cuda.module
+    before = fake.alive()
+    backend = fake.make_cuda_backend(0, MIB)
+    ticket = backend.open()
+    backend.give(ticket)
+    backend.submit("fetch", [], waits=[ticket]).wait_passed()
+    backend.close()
+    assert fake.alive()["streams"] == before["streams"]
+    del ticket
+    del backend
+    assert fake.alive() == before
+
+
+def test_a_failure_while_closing_is_reported_after_all_is_closed(fake_cuda):
+    fake = fake_cuda.module
+    backend = fake.make_cuda_backend(0, MIB)
+    fake.fail_next("cudaStreamSynchronize")
+    with pytest.raises(_C.MachineError, match="closing the lanes on cuda:0 failed"):
+        backend.close()
+    assert fake.alive()["streams"] == 0
+    backend.close()
+    another = fake.make_cuda_backend(0, MIB)
+    fake.fail_next("cudaStreamSynchronize")
+    del another  # a destructor has nobody to tell
+    assert fake.alive()["streams"] == 0

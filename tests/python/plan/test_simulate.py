@@ -1,0 +1,107 @@
+"""Room plan: a plan in virtual time, and the bound that no schedule of a mode can beat."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noria import _C
+
+from tests.python.plan.programs import CELL, Model, budgets, models, training
+
+GIB = 2**30
+
+
+@st.composite
+def costs(draw, num_units):
+    times = st.lists(st.integers(0, 50), min_size=num_units, max_size=num_units)
+    lanes = ("fetch", "drain", "update")
+    microseconds_per_cell = {lane: draw(st.integers(0, 20)) for lane in lanes}
+    bandwidth = {lane: CELL / us * 1e6 / GIB for lane, us in microseconds_per_cell.items() if us}
+    return _C.Costs(bandwidth, {lane: draw(st.integers(0, 5)) for lane in lanes}, draw(times), draw(times))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_op_starts_when_its_lane_is_free_and_its_waits_have_ended_and_not_later(data):
+    model = data.draw(models())
+    program = training(model, *data.draw(budgets(model)))
+    price = data.draw(costs(len(model.sizes)))
+    waits = _C.derive(program.ops, model.buffers)
+    spans = _C.simulate(program.ops, waits, price)
+    assert [span.op for span in spans] == [op.id for op in program.ops]
+    end, lane_free = {}, {}
+    for span, op in zip(spans, program.ops, strict=True):
+        assert (span.lane, span.verb, span.unit, span.bytes) == (op.lane, op.verb, op.unit, op.bytes)
+        assert span.waits == waits[op.id]
+        start = max([lane_free.get(op.lane, 0.0), *(end[wait] for wait in waits[op.id])])
+        end[op.id] = lane_free[op.lane] = start + _C.duration_us(op, price)
+        assert (span.start_us, span.end_us) == (
+            pytest.approx(start, abs=0.51),
+            pytest.approx(end[op.id], abs=0.51),
+        )
+
+
+def test_evictions_take_no_time_and_make_no_span():
+    model = Model([(1, 0)] * 4, [[unit] for unit in range(4)])
+    plan = model.plan(model.visits("forward"), 2 * CELL)
+    price = _C.Costs(latency_us={"compute": 7}, forward_us=[1, 1, 1, 1])
+    spans = _C.simulate(plan.ops, _C.derive(plan.ops, model.buffers), price)
+    assert {op.verb for op in plan.ops} - {span.verb for span in spans} == {"evict"}
+    assert max(span.end_us for span in spans) == 4
+    assert [_C.duration_us(op, price) for op in plan.ops if op.verb == "evict"] == [0, 0]
+
+
+def test_waiting_for_an_op_that_comes_later_is_our_mistake():
+    ops = [_C.Op(0, "fetch", "fetch"), _C.Op(1, "drain", "drain")]
+    for waits in ([[1], []], [[], [1]], [[]]):
+        with pytest.raises(_C.InvariantError):
+            _C.simulate(ops, waits, _C.Costs())
+
+
+def test_durations_are_latency_and_bytes_over_bandwidth_or_what_the_unit_computes():
+    price = _C.Costs({"fetch": 2.0}, {"fetch": 10.0, "drain": 3.0}, [5.0], [6.0, 7.0])
+    duration = {
+        (lane, verb, unit): _C.duration_us(_C.Op(0, lane, verb, unit, GIB), price)
+        for lane, verb, unit in (
+            ("fetch", "fetch", 0),
+            ("drain", "drain", 0),
+            ("compute", "forward", 0),
+            ("compute", "backward", 1),
+            ("compute", "forward", 1),
+            ("compute", "user", -1),
+        )
+    }
+    assert list(duration.values()) == [500_010.0, 3.0, 5.0, 7.0, 0.0, 0.0]
+
+
+@given(st.lists(st.integers(0, 1000), min_size=6, max_size=6))
+def test_bounds_are_those_of_the_design(times):
+    forward, backward, update, f_forward, f_backward, drain = times
+    step = _C.StepTimes(*times)
+    assert _C.blocking_bound_us(step) == max(forward, f_forward) + max(backward, drain, f_backward) + update
+    assert _C.deferred_bound_us(step) == max(forward, update, f_forward) + max(backward, drain, f_backward)
+
+
+@pytest.mark.parametrize(
+    ("phase", "num_cells", "compute_us", "move_us"),
+    [
+        ("forward", 2, 20, 10),
+        ("forward", 2, 20, 20),
+        ("forward", 3, 10, 20),
+        ("backward", 3, 20, 10),
+        ("backward", 4, 10, 20),
+        ("backward", 4, 20, 20),
+    ],
+)
+def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, compute_us, move_us):
+    """A long model through a small window costs its busiest lane, plus the first fetch and the last drain."""
+    num_units = 40
+    model = Model([(1, 1)] * num_units, [[unit] for unit in range(num_units)])
+    bandwidth = CELL / move_us * 1e6 / GIB
+    price = _C.Costs(
+        {"fetch": bandwidth, "drain": bandwidth}, {}, [compute_us] * num_units, [compute_us] * num_units
+    )
+    plan = model.plan(model.visits(phase), num_cells * CELL)
+    assert plan.num_fetches == num_units
+    spans = _C.simulate(plan.ops, _C.derive(plan.ops, model.buffers), price)
+    busiest = num_units * max(compute_us, move_us)
+    assert busiest < max(span.end_us for span in spans) <= busiest + compute_us + 2 * move_us
