@@ -70,7 +70,7 @@ using Ticket = std::shared_ptr<TicketState>;
 /// calling thread itself computes, and has finished when it says so" (but see Note [The null stream]).
 using Stream = void*;
 /// The device's own default stream, whose native handle is null: the value of cudaStreamLegacy.
-inline const Stream kDefaultStream = reinterpret_cast<Stream>(std::uintptr_t{1});
+inline const Stream kDefaultStream = reinterpret_cast<Stream>(std::uintptr_t{1});  // NOLINT(performance-no-int-to-ptr)
 
 struct CopySpan {
   std::byte* to;

@@ -275,7 +275,7 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
 CudaBackend::~CudaBackend() {
   try {
     close();
-  } catch (...) {  // whoever wants to hear of it calls close()
+  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
   }
 }
 
@@ -465,10 +465,12 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
     hold_back(waiting, ticket);
   }
   compute_follower_.follow(std::move(op));
-  if (stream == nullptr) {
+  if (stream == nullptr) {  // Note [The null stream]: the caller waits too
     for (const Ticket& ticket : tickets) ticket->wait_passed();
+    compute_delays_.sleep(waiter.verb);
+  } else {
+    hold_compute(waiting, waiter.verb);
   }
-  hold_compute(waiting, waiter.verb);
 }
 
 // The stream is held where kernels were built, so that the caller runs ahead of it as in real life; else the caller is.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "base/errors.h"
@@ -26,6 +27,7 @@ HostTicket& as_host_ticket(const Ticket& ticket) {
 
 std::vector<OpId> ids_of(const std::vector<Ticket>& tickets) {
   std::vector<OpId> ids;
+  ids.reserve(tickets.size());
   for (const Ticket& ticket : tickets) ids.push_back(ticket->label.op);
   return ids;
 }
@@ -88,7 +90,7 @@ std::byte* HostBackend::allocate(Bytes bytes) {
   }
   std::byte* memory = map_pages(bytes);
   if (memory == nullptr) {
-    throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::strerror(errno) + policy);
+    throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::generic_category().message(errno) + policy);
   }
   if (poisons()) std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
   allocations_.emplace(memory, bytes);

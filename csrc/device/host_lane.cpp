@@ -71,7 +71,7 @@ HostLane::HostLane(const std::string& name) : state_(std::make_shared<State>(nam
 HostLane::~HostLane() {
   close();
   if (is_forked()) {
-    (void)thread_.release();  // not our thread: neither to be joined nor detached
+    [[maybe_unused]] std::thread* const parents = thread_.release();  // neither to be joined nor detached here
   } else if (thread_->joinable()) {
     thread_->detach();  // we are it
   }

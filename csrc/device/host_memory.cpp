@@ -16,12 +16,10 @@ std::byte* map_pages(Bytes bytes) {
       mmap(nullptr, size + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   // Only address space so far: what lies before and behind the aligned range goes back.
-  const auto start = reinterpret_cast<std::uintptr_t>(mapped);
-  const std::uintptr_t aligned = (start + alignment - 1) & ~(alignment - 1);
-  if (aligned > start) munmap(mapped, aligned - start);
-  const std::size_t behind = start + alignment - aligned;
-  if (behind > 0) munmap(reinterpret_cast<void*>(aligned + size), behind);
-  auto* memory = reinterpret_cast<std::byte*>(aligned);
+  const std::size_t before = (alignment - reinterpret_cast<std::uintptr_t>(mapped) % alignment) % alignment;
+  auto* memory = static_cast<std::byte*>(mapped) + before;
+  if (before > 0) munmap(mapped, before);
+  munmap(memory + size, alignment - before);
   madvise(memory, size, MADV_HUGEPAGE);  // advice: refusal costs speed only
   return memory;
 }

@@ -13,7 +13,7 @@ namespace {
 void ignore_failure(const std::function<void()>& work) {
   try {
     work();
-  } catch (...) {
+  } catch (...) {  // NOLINT(bugprone-empty-catch): see above
   }
 }
 
@@ -23,11 +23,13 @@ LaneFollower::LaneFollower(Lane lane, LaneLedger& ledger, std::function<void()> 
     : lane_(lane),
       ledger_(ledger),
       thread_(std::string(to_string(lane)) + "-log") {
-  thread_.enqueue({[prepare = std::move(prepare_thread)] { ignore_failure(prepare); }, [](std::exception_ptr) {}});
+  thread_.enqueue(
+      {[prepare = std::move(prepare_thread)] { ignore_failure(prepare); }, [](const std::exception_ptr&) {}});
 }
 
 void LaneFollower::follow(FollowedOp op) {
-  thread_.enqueue({[this, op = std::move(op)] { ignore_failure([&] { observe(op); }); }, [](std::exception_ptr) {}});
+  thread_.enqueue(
+      {[this, op = std::move(op)] { ignore_failure([&] { observe(op); }); }, [](const std::exception_ptr&) {}});
 }
 
 void LaneFollower::observe(const FollowedOp& op) {

@@ -26,18 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Wrapped", "wrapped_by"]
 
-_WRAPPED: weakref.WeakKeyDictionary[nn.Module, Wrapped] = weakref.WeakKeyDictionary()
+# By module, of every module of a wrapped model. Weak on both sides: a wrap call lives as long as its models.
+_WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
 
 
-def wrapped_by(model: nn.Module) -> Wrapped | None:
+def wrapped_by(module: nn.Module) -> Wrapped | None:
     """The wrap call that a model, or a module inside of one, belongs to."""
-    found = _WRAPPED.get(model)
-    if found is not None:
-        return found
-    for root, wrapped in list(_WRAPPED.items()):
-        if any(module is model for module in root.modules()):
-            return wrapped
-    return None
+    found = _WRAPPED.get(module)
+    return found() if found is not None else None
 
 
 class Wrapped:
@@ -72,29 +68,32 @@ class Wrapped:
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._root_depth = 0
         self._known_roots: set[tuple[int, bool, bool]] = set()
-        self._state_views: dict[HomeParameter, torch.Tensor] = {}
+        self._state_views: dict[int, torch.Tensor] = {}
         storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
         for root in self.partition.roots:
-            _WRAPPED[root] = self
+            for module in root.modules():
+                _WRAPPED[module] = weakref.ref(self)
         self._install_hooks()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter exit what this needs may be gone; atexit came before
+            self.shutdown()
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def _install_hooks(self) -> None:
-        # Root hooks come first on a module that is both a root and a hook of its own.
-        for number, root in enumerate(self.partition.roots):
-            pre, post = self._root_hooks(number, root)
-            self._handles.append(root.register_forward_pre_hook(pre, prepend=True))
         for spec in self.partition.hooks:
             self._install_hook(spec)
+        # Last, so that on a root with a hook of its own the pass is what begins first and ends last.
         for number, root in enumerate(self.partition.roots):
-            pre, post = self._root_hooks(number, root)
-            self._handles.append(root.register_forward_hook(post, always_call=True))
+            enter, leave = self._root_hooks(number)
+            self._handles.append(root.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(root.register_forward_hook(leave, always_call=True))
             self._install_state_dict_hooks(root)
 
-    def _root_hooks(self, number: int, root: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         @torch._dynamo.disable
         def enter(module: nn.Module, args: Any) -> None:
             self._check_alive()
@@ -375,4 +374,5 @@ class Wrapped:
         self._handles.clear()
         self._inner_handles.clear()
         for root in self.partition.roots:
-            _WRAPPED.pop(root, None)
+            for module in root.modules():
+                _WRAPPED.pop(module, None)

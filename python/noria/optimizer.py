@@ -132,9 +132,9 @@ def _hyper(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _step_of(cls: type[Optimizer]) -> Callable[[Any], Any]:
+def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
     """The class's own step, without the wrapper that runs step hooks (they run once, on the facade)."""
-    step = cls.step
+    step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -175,7 +175,8 @@ class Updates:
         self._home_parameters: dict[int, nn.Parameter] = {}
         self._whole_worker: Any = None
         self._check_members(optimizer.param_groups)
-        optimizer.state = OptimizerState(self._settle, dict(optimizer.state))
+        self.state = OptimizerState(self._settle, dict(optimizer.state))
+        optimizer.state = self.state
         for slot in self.slots():
             self._adopt(slot)
 
@@ -213,7 +214,7 @@ class Updates:
 
     def _adopt(self, slot: HomeParameter) -> None:
         """Moves the state tensors that the optimizer has made into the home, where the plan has room for them."""
-        state = self.optimizer.state.unsettled(slot.parameter)
+        state = self.state.unsettled(slot.parameter)
         for key, value in list(state.items()):
             if not _is_array(value):
                 continue
@@ -320,7 +321,7 @@ class Updates:
         worker = _worker_of(self.optimizer, members)
         slots = [slot for _, slots in groups for slot in slots]
         for slot in slots:
-            worker.state[self.home_parameter(slot)] = self.optimizer.state.unsettled(slot.parameter)
+            worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
         _step_of(type(worker))(worker)
         self._finish(slots)
         return True
@@ -340,7 +341,7 @@ class Updates:
         for hyper, slots in groups:
             beta1, beta2 = hyper["betas"]
             for slot in slots:
-                state = self.optimizer.state.unsettled(slot.parameter)
+                state = self.state.unsettled(slot.parameter)
                 if not state:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
                     for key in ("exp_avg", "exp_avg_sq"):
@@ -380,7 +381,7 @@ class Updates:
         if worker is None:
             worker = self._whole_worker = _worker_of(self.optimizer, groups)
             for slot in slots:
-                worker.state[self.home_parameter(slot)] = self.optimizer.state.unsettled(slot.parameter)
+                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
         else:
             for old, new in zip(worker.param_groups, groups, strict=True):
                 old.update({key: value for key, value in new.items() if key != "params"})
@@ -388,13 +389,15 @@ class Updates:
 
         def with_home() -> Any:
             """The user's closure: the model must see what the optimizer wrote, the optimizer the new gradients."""
+            assert closure is not None
             self._finish(slots)
             with torch.enable_grad():
                 loss = closure()
             self._own_home(slots)
             return loss
 
-        result = _step_of(type(worker))(worker, with_home) if closure is not None else _step_of(type(worker))(worker)
+        step = _step_of(type(worker))
+        result = step(worker, with_home) if closure is not None else step(worker)
         self._finish(slots)
         self.wrapped.custody.bump_versions([slot.index for slot in slots])
         self.wrapped.custody.end_step(True)
@@ -439,8 +442,8 @@ class Updates:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
         self._settle(None)
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(optimizer, state_dict)
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state_dict)
             state_dict = changed if changed is not None else state_dict
         # torch's own code does the checks and the casts, on a stand-in that holds the home's dtypes on the CPU.
         stand_ins = {p: self._stand_in(wrapped.slot_of[p]) for g in optimizer.param_groups for p in g["params"]}
@@ -463,10 +466,10 @@ class Updates:
             if low is not None and slot.has_master:
                 high = wrapped.home.working(slot).view(torch.int16).to(torch.int32) << 16
                 wrapped.set_master(slot, (high + low.to(torch.int16).to(torch.int32)).view(torch.float32))
-            dict.__setitem__(optimizer.state, parameter, state)
+            self.state[parameter] = state
             self._adopt(slot)
-        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-            hook(optimizer)
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
 
     def _stand_in(self, slot: HomeParameter) -> nn.Parameter:
         """Shape and dtype of the home's tensor, no memory of its own: `low_bits` must not be cast to a float."""
@@ -502,9 +505,9 @@ class WrappedOptimizer(Optimizer):
         self._opt_called = True  # what LR schedulers look at
         return self._noria.step(closure)
 
-    step = Optimizer.profile_hook_step(_step)
-    step.hooked = True  # type: ignore[attr-defined]
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step: Any = Optimizer.profile_hook_step(_step)
+    step.hooked = True
+    step._wrapped_by_lr_sched = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._noria is not None:

@@ -210,6 +210,7 @@ def _budget(
     if window:
         leased = sorted((unit.weights for unit in units), reverse=True)[:window]
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
+    budget: int | None
     if device.type == "cuda":
         # Half of the budget is left to activations, which torch's own allocator takes; the ledger shows ours.
         free, total = torch.cuda.mem_get_info(device)

@@ -52,8 +52,10 @@ class Started:
 
 
 def blocks_until_passed(wait: Callable[[], Any], tickets: list[Any], release: Callable[[], Any]) -> None:
-    """Asserts that `wait` returns only when the tickets are passed. They are released while it runs; a wait that
-    does not block returns first, because the release lets it."""
+    """Asserts that `wait` returns only when the tickets are passed.
+
+    They are released while it runs, after a pause in which a wait that does not block would return.
+    """
     returned = threading.Event()
     releasing = Started(lambda: (returned.wait(0.05), release()))
     wait()

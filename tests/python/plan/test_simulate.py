@@ -82,17 +82,20 @@ def test_bounds_are_those_of_the_design(times):
 
 
 @pytest.mark.parametrize(
-    ("phase", "num_cells", "compute_us", "move_us"),
+    ("phase", "num_cells", "window", "compute_us", "move_us"),
     [
-        ("forward", 2, 20, 10),
-        ("forward", 2, 20, 20),
-        ("forward", 3, 10, 20),
-        ("backward", 3, 20, 10),
-        ("backward", 4, 10, 20),
-        ("backward", 4, 20, 20),
+        ("forward", 2, 0, 20, 10),
+        ("forward", 2, 0, 20, 20),
+        ("forward", 3, 0, 10, 20),
+        ("backward", 3, 0, 20, 10),
+        ("backward", 4, 0, 10, 20),
+        ("backward", 4, 0, 20, 20),
+        ("forward", 80, 2, 20, 10),
+        ("backward", 80, 2, 20, 10),
+        ("backward", 80, 3, 10, 20),
     ],
 )
-def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, compute_us, move_us):
+def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, window, compute_us, move_us):
     """A long model through a small window costs its busiest lane, plus the first fetch and the last drain."""
     num_units = 40
     model = Model([(1, 1)] * num_units, [[unit] for unit in range(num_units)])
@@ -100,7 +103,7 @@ def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, compute
     price = _C.Costs(
         {"fetch": bandwidth, "drain": bandwidth}, {}, [compute_us] * num_units, [compute_us] * num_units
     )
-    plan = model.plan(model.visits(phase), num_cells * CELL)
+    plan = model.plan(model.visits(phase), num_cells * CELL, window)
     assert plan.num_fetches == num_units
     spans = _C.simulate(plan.ops, _C.derive(plan.ops, model.buffers), price)
     busiest = num_units * max(compute_us, move_us)
