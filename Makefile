@@ -14,7 +14,7 @@ CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
 
-.PHONY: all demo test test-all googletest sanitize lint clean
+.PHONY: all demo test test-modules test-all googletest sanitize lint clean
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -25,7 +25,7 @@ $(STAMP): requirements.lock
 else
 $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q $(PIPARGS) "cmake>=3.25,<5" ninja "setuptools>=77,<82" tbb tbb-devel numpy rich \
-	  "pytest>=8" hypothesis tokenizers safetensors transformers peft psutil
+	  "pytest>=8" hypothesis tokenizers safetensors transformers peft psutil matplotlib
 	touch $@
 endif
 
@@ -39,11 +39,15 @@ missing-engine:
 demo: all
 	$(BIN)/python examples/02_gpt.py
 
-test: all
+test: all test-modules
 	$(BIN)/python -m pytest
 
+# The CUDA backend over a fake runtime and the engine without torch, for tests alone.
+test-modules: all
+	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
+
 # Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too.
-test-all: googletest sanitize
+test-all: googletest sanitize test-modules
 	$(BIN)/python -m pytest -m ""
 
 googletest: all

@@ -34,9 +34,7 @@ class Tokenizer:
         self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._bpe.decoder = tokenizers.decoders.ByteLevel()
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
-        )
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
         self._bpe.train_from_iterator(text.splitlines(keepends=True), trainer)
 
     @property

@@ -1,4 +1,5 @@
-"""What all tests share: the `gpu` marker skips by name, saying what is missing."""
+"""What all tests share: the `gpu` marker skips by name, saying what is missing; `one_thread` for models compared to the
+bit, and so small that threads would only wait for each other."""
 
 import pytest
 import torch
@@ -18,3 +19,11 @@ def pytest_runtest_setup(item):
     marker = item.get_closest_marker("gpu")
     if marker is not None and (reason := missing_for_gpu(marker.kwargs.get("torch", True))):
         pytest.skip(f"{item.name} needs a CUDA device: {reason}")
+
+
+@pytest.fixture
+def one_thread():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "bindings/custody.h"
+#include "bindings/python_errors.h"
 #include "store/arena.h"
 
 namespace py = pybind11;
@@ -13,6 +14,14 @@ namespace noria {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// For what becomes a Python object afterwards. Whoever holds the engine's mutex may be waiting for the GIL: an update on
+// the launching thread.
+template <class Question>
+auto without_gil(Question question) {
+  const py::gil_scoped_release no_gil;
+  return question();
+}
 
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -129,11 +138,12 @@ py::dict lane_dict(const LaneStats& stats) {
 }  // namespace
 
 void bind_custody(py::module_& m) {
+  register_kept_python_errors();
   m.attr("STORAGE_CAN_REFUSE") = kStorageCanRefuse;
   m.def(
       "tensor_in",
-      [](std::shared_ptr<Arena> arena, std::int64_t offset, at::ScalarType dtype, const std::vector<std::int64_t>& sizes,
-         const std::vector<std::int64_t>& strides) {
+      [](std::shared_ptr<Arena> arena, std::int64_t offset, at::ScalarType dtype,
+         const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides) {
         std::byte* data = arena->data() + offset;
         return at::from_blob(data, sizes, strides, [arena](void*) {}, at::TensorOptions().dtype(dtype));
       },
@@ -149,10 +159,7 @@ void bind_custody(py::module_& m) {
                const py::gil_scoped_acquire gil;
                delete held;
              });
-             self.set_update_callback([kept](UnitId unit) {
-               const py::gil_scoped_acquire gil;
-               (*kept)(unit.value);
-             });
+             self.set_update_callback([kept](UnitId unit) { keep_python_errors([&] { (*kept)(unit.value); }); });
            })
       .def("clear_update_callback", [](Custody& self) { self.set_update_callback({}); })
       .def("add_hook",
@@ -161,87 +168,111 @@ void bind_custody(py::module_& m) {
            })
       .def("begin_forward", &Custody::begin_forward, NoGil())
       .def("end_forward", &Custody::end_forward, NoGil())
-      .def("enter", [](Custody& self, std::int32_t hook) { self.enter(HookId(hook)); }, NoGil())
-      .def("leave",
-           [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
-             self.leave(HookId(hook), outputs);
-           },
-           NoGil())
-      .def("inner_outputs",
-           [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
-             self.inner_outputs(HookId(hook), outputs);
-           },
-           NoGil())
+      .def(
+          "enter", [](Custody& self, std::int32_t hook) { self.enter(HookId(hook)); }, NoGil())
+      .def(
+          "leave",
+          [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
+            self.leave(HookId(hook), outputs);
+          },
+          NoGil())
+      .def(
+          "inner_outputs",
+          [](Custody& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
+            self.inner_outputs(HookId(hook), outputs);
+          },
+          NoGil())
       .def("inner_was_first", [](Custody& self, std::int32_t hook) { return self.inner_was_first(HookId(hook)); })
-      .def("visit_for_operator", [](Custody& self, std::int32_t hook) { self.visit_for_operator(HookId(hook)); },
-           NoGil())
-      .def("is_visited",
-           [](Custody& self, const std::vector<std::int32_t>& units) {
-             return self.engine().is_visited(unit_ids(units));
-           },
-           NoGil())
-      .def("in_pass", [](Custody& self) { return self.engine().phase().has_value(); }, NoGil())
+      .def(
+          "visit_for_operator", [](Custody& self, std::int32_t hook) { self.visit_for_operator(HookId(hook)); },
+          NoGil())
+      .def(
+          "is_visited",
+          [](Custody& self, const std::vector<std::int32_t>& units) {
+            return self.engine().is_visited(unit_ids(units));
+          },
+          NoGil())
+      .def(
+          "in_pass", [](Custody& self) { return self.engine().phase().has_value(); }, NoGil())
       .def("recover", &Custody::recover, NoGil())
+      .def("abandon_forward", &Custody::abandon_forward, NoGil())
       .def("gradient_is",
            [](Custody& self, int index) {
              switch (self.gradient_is(index)) {
-               case GradientIs::none: return "none";
-               case GradientIs::held: return "held";
-               case GradientIs::foreign: return "foreign";
+             case GradientIs::none:
+               return "none";
+             case GradientIs::held:
+               return "held";
+             case GradientIs::foreign:
+               return "foreign";
              }
              return "";
            })
       .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
       .def("begin_step", &Custody::begin_step, NoGil())
-      .def("update_on_pool",
-           [](Custody& self, std::int32_t unit, AdamWJob job) {
-             self.engine().update_on_pool(UnitId(unit), std::move(job));
-           },
-           NoGil())
-      .def("defer_update", [](Custody& self, std::int32_t unit) { self.engine().defer_update(UnitId(unit)); }, NoGil())
-      .def("end_step", [](Custody& self, bool blocking) { self.engine().end_step(blocking); }, NoGil())
-      .def("settle", [](Custody& self, std::int32_t unit) { self.engine().settle(UnitId(unit)); }, NoGil())
-      .def("settle_all", [](Custody& self) { self.engine().settle_all(); }, NoGil())
-      .def("next_forward_order", [](Custody& self) { return plain(self.engine().next_forward_order()); }, NoGil())
+      .def(
+          "update_on_pool",
+          [](Custody& self, std::int32_t unit, AdamWJob job) {
+            self.engine().update_on_pool(UnitId(unit), std::move(job));
+          },
+          NoGil())
+      .def(
+          "defer_update", [](Custody& self, std::int32_t unit) { self.engine().defer_update(UnitId(unit)); }, NoGil())
+      .def(
+          "end_step", [](Custody& self, bool blocking) { self.engine().end_step(blocking); }, NoGil())
+      .def(
+          "settle", [](Custody& self, std::int32_t unit) { self.engine().settle(UnitId(unit)); }, NoGil())
+      .def(
+          "settle_all", [](Custody& self) { self.engine().settle_all(); }, NoGil())
+      .def(
+          "next_forward_order", [](Custody& self) { return plain(self.engine().next_forward_order()); }, NoGil())
       .def("guard_gradients", &Custody::guard_gradients, NoGil())
       .def("bump_versions", &Custody::bump_versions)
-      .def("access_home",
-           [](Custody& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); },
-           NoGil())
-      .def("open_home",
-           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
-             self.open_home(unit_ids(units), write);
-           },
-           NoGil())
-      .def("close_home",
-           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
-             self.close_home(unit_ids(units), write);
-           },
-           NoGil())
+      .def(
+          "access_home",
+          [](Custody& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); }, NoGil())
+      .def(
+          "open_home",
+          [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
+            self.open_home(unit_ids(units), write);
+          },
+          NoGil())
+      .def(
+          "close_home",
+          [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
+            self.close_home(unit_ids(units), write);
+          },
+          NoGil())
       .def("rejoin", &Custody::rejoin)
       .def("release", &Custody::release)
-      .def("idle", [](Custody& self) { self.engine().idle(); }, NoGil())
+      .def(
+          "idle", [](Custody& self) { self.engine().idle(); }, NoGil())
       .def("close", &Custody::close, NoGil())
-      .def("set_trace",
-           [](Custody& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); }, NoGil())
-      .def("omit_wait", [](Custody& self, const std::string& kind) { self.engine().omit_wait(kind); })
+      .def(
+          "set_trace", [](Custody& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); },
+          NoGil())
+      .def("omit_wait", [](Custody& self, const std::string& kind) { self.engine().omit_wait(kind); }, NoGil())
+      .def("wait_kinds", [](Custody& self) { return self.engine().wait_kinds(); }, NoGil())
       .def("passes",
            [](Custody& self) {
              py::list result;
-             for (const PassStats& stats : self.engine().passes()) result.append(pass_dict(stats));
+             for (const PassStats& stats : without_gil([&] { return self.engine().passes(); })) {
+               result.append(pass_dict(stats));
+             }
              return result;
            })
-      .def("step_sums", [](Custody& self) { return sums_dict(self.engine().step_sums()); })
-      .def("update_stats", [](Custody& self) { return lane_dict(self.engine().update_stats()); })
-      .def("resident_units", [](Custody& self) { return plain(self.engine().resident_units()); })
+      .def("step_sums", [](Custody& self) { return sums_dict(without_gil([&] { return self.engine().step_sums(); })); })
+      .def("update_stats", [](Custody& self) { return lane_dict(without_gil([&] { return self.engine().update_stats(); })); })
+      .def("resident_units", [](Custody& self) { return plain(self.engine().resident_units()); }, NoGil())
       .def("plan_text",
-           [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); })
+           [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); }, NoGil())
       .def_property_readonly("arena_bytes", [](Custody& self) { return self.engine().leases().arena_bytes().count; })
       .def_property_readonly("peak_bytes", [](Custody& self) { return self.engine().leases().peak().count; })
       .def_property_readonly("peak_units", [](Custody& self) { return self.engine().leases().peak_units(); })
       .def_property_readonly("num_fetches", [](Custody& self) { return self.engine().num_fetches(); })
       .def_property_readonly("drained_bytes", [](Custody& self) { return self.engine().drained().count; })
-      .def_property_readonly("num_remembered", [](Custody& self) { return self.engine().num_remembered(); });
+      .def_property_readonly("num_remembered",
+                             [](Custody& self) { return without_gil([&] { return self.engine().num_remembered(); }); });
 }
 
 }  // namespace noria

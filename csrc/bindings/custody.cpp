@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "base/errors.h"
@@ -27,7 +29,8 @@ std::vector<EngineUnit> engine_units(const std::vector<CustodyUnit>& units) {
 
 std::string evicted_message(const std::string& unit) {
   return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
-         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with noria.materialize(model):`";
+         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with "
+         "noria.materialize(model):`";
 }
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
@@ -38,19 +41,19 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
                  BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
                  std::byte* nan_range)
     : device_(device),
+      process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
     homes_.push_back(backend->device_address(engine.working));
-    weights_.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()),
-                                                     nan_range));
-    gradients_.push_back(engine.held == nullptr
-                             ? nullptr
-                             : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
-                                                             "gradient buffer of " + names_.back() + " is closed",
-                                                             nan_range));
+    weights_.push_back(
+        std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
+    gradients_.push_back(engine.held == nullptr ? nullptr
+                                                : std::make_unique<UnitStorage>(
+                                                      engine.facts.gradients.count, device,
+                                                      "gradient buffer of " + names_.back() + " is closed", nan_range));
     parameters_of_.emplace_back();
     for (CustodyParameter& facts : units[u].parameters) {
       const int index = static_cast<int>(parameters_.size());
@@ -65,9 +68,14 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       if (facts.gradient_offset >= 0) {
         parameter.buffer =
             gradients_.back()->view(facts.dtype, facts.gradient_offset, variable.sizes(), variable.strides());
-        held = std::make_unique<HeldGradient>(
-            backend->device_address(engine.held + facts.gradient_offset), variable.numel() * variable.element_size(),
-            device, variable, [this, unit = parameter.unit] { engine_.access_held(unit, current_stream()); });
+        held = std::make_unique<HeldGradient>(backend->device_address(engine.held + facts.gradient_offset),
+                                              variable.numel() * variable.element_size(), device, variable,
+                                              [this, unit = parameter.unit] {
+                                                as_python_errors([&] {
+                                                  refuse_other_process();
+                                                  engine_.access_held(unit, current_stream());
+                                                });
+                                              });
       }
       parameter.facts = std::move(facts);
       parameters_.push_back(std::move(parameter));
@@ -82,8 +90,7 @@ Stream Custody::current_stream() const {
   if (device_.is_cpu()) return nullptr;
   const c10::impl::VirtualGuardImpl guard(device_.type());
   void* handle = guard.getStream(device_).native_handle();
-  // The legacy default stream is named by 0 as well as by 1; null means "the calling thread" to a Backend.
-  return handle != nullptr ? handle : reinterpret_cast<void*>(1);
+  return handle != nullptr ? handle : kDefaultStream;
 }
 
 // ---- module hooks -----------------------------------------------------------------------------------------------
@@ -103,6 +110,7 @@ void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled)
   Signature signature;
   signature.phase = Phase::forward;
   signature.root = root;
+  alone_ = root < 0;
   signature.training = training;
   signature.grad_enabled = grad_enabled;
   engine_.begin_pass(signature, current_stream());
@@ -205,6 +213,10 @@ void Custody::recover() {
   if (engine_.phase() == Phase::backward) reset();
 }
 
+void Custody::abandon_forward() {
+  if (engine_.phase() == Phase::forward) reset();
+}
+
 void Custody::reset() {
   armed_.clear();
   entered_.clear();
@@ -244,6 +256,7 @@ void Custody::arm() {
   for (const Armed& each : armed_) {
     if (each.task == task) return;
   }
+  refuse_other_process();
   refuse_captured_gradients();
   forget_failed_backward();
   const auto token = std::make_shared<int>(task);
@@ -252,6 +265,7 @@ void Custody::arm() {
     if (*self != nullptr) as_python_errors([&] { task_ended(*token); });
   });
   if (engine_.phase() == Phase::backward) return;
+  alone_ = false;
   Signature signature;
   signature.phase = Phase::backward;
   signature.forward = engine_.last_forward();
@@ -380,6 +394,8 @@ void Custody::guard_gradients() {
 // ---- the home ---------------------------------------------------------------------------------------------------
 
 void Custody::open_home(const std::vector<UnitId>& units, bool write) {
+  forget_failed_backward();
+  if (engine_.phase() && alone_ && entered_.empty()) engine_.end_pass(current_stream());
   if (engine_.phase()) {
     throw UsageError("noria.materialize between passes", "it inside a forward or backward pass",
                      "call it before the forward or after backward()");
@@ -410,6 +426,13 @@ void Custody::refuse_open_home() const {
   if (home_open_.empty()) return;
   throw UsageError("a model whose weights are at home", "a forward inside `with noria.materialize(...)`",
                    "leave the block before calling the model");
+}
+
+void Custody::refuse_other_process() const {
+  if (getpid() == process_) return;
+  throw UsageError("a wrapped model used in the process that wrapped it",
+                   "it in process " + std::to_string(getpid()) + ", forked from " + std::to_string(process_),
+                   "wrap inside the child, or let data loader workers leave the model alone");
 }
 
 void Custody::close() {

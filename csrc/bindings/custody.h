@@ -12,8 +12,8 @@
 // it then holds is taken), and a `p.grad` that the user put there (it accumulates in place, as in torch).
 //
 // Note [Graph tasks]. Engine::queue_callback runs once per graph task and not after an exception, so the end of a
-// backward is: the callback of a task that is not nested, or of a nested one when no other is armed. A task that died is
-// known by its token, which dies with it.
+// backward is: the callback of a task that is not nested, or of a nested one when no other is armed. A task that died
+// is known by its token, which dies with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,6 +72,8 @@ class Custody final : public Custodian {
   void visit_for_operator(HookId hook);
   /// Forgets a backward that raised, if there is one.
   void recover();
+  /// Forgets a forward that raised, if there is one.
+  void abandon_forward();
 
   // ---- autograd, through grad_hooks.cpp ----
   void backward_begins(HookId hook, bool inner);  // hook -1: the outermost module's output
@@ -110,20 +112,20 @@ class Custody final : public Custodian {
  private:
   struct Hook {
     std::string name;
-    std::vector<UnitId> needs;    // sorted
-    std::uint64_t sequence = 0;   // autograd's counter when its forward began
-    bool inner_was_first = false; // its backward was first announced by an output of an inner module
+    std::vector<UnitId> needs;     // sorted
+    std::uint64_t sequence = 0;    // autograd's counter when its forward began
+    bool inner_was_first = false;  // its backward was first announced by an output of an inner module
   };
   struct Parameter {
     CustodyParameter facts;
     UnitId unit;
-    NodePtr accumulator;         // kept alive: its hooks are ours
-    at::Tensor buffer;           // view of the unit's gradient storage
+    NodePtr accumulator;  // kept alive: its hooks are ours
+    at::Tensor buffer;    // view of the unit's gradient storage
     std::vector<std::int64_t> sizes, strides;
-    std::uint32_t version = 0;   // when its unit was attached
-    bool written = false;        // in the buffer that is open now
-    bool arrived = false;        // in this backward
-    bool take_after = false;     // AccumulateGrad goes first, see the Note
+    std::uint32_t version = 0;  // when its unit was attached
+    bool written = false;       // in the buffer that is open now
+    bool arrived = false;       // in this backward
+    bool take_after = false;    // AccumulateGrad goes first, see the Note
   };
   struct Armed {
     int task;
@@ -141,12 +143,14 @@ class Custody final : public Custodian {
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
   void refuse_open_home() const;
+  void refuse_other_process() const;
   void make_accumulators();
   void forget_failed_backward();
   Parameter& parameter(int index) { return parameters_[static_cast<std::size_t>(index)]; }
   const Parameter& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
 
   const c10::Device device_;
+  const int process_;                     // a forked child has the memory, but not the threads
   const std::shared_ptr<Custody*> self_;  // what hooks hold; emptied when this object closes
   std::vector<Parameter> parameters_;
   std::vector<std::vector<int>> parameters_of_;  // by unit
@@ -157,6 +161,7 @@ class Custody final : public Custodian {
   std::vector<std::string> names_;
   std::vector<Hook> hooks_;
   std::vector<HookId> entered_;  // modules that have been entered and not left, innermost last
+  bool alone_ = false;           // the pass began with a part of the model that was called by itself
   std::vector<Armed> armed_;
   std::vector<UnitId> home_open_;
   std::vector<std::string> lost_writes_;  // changed in place while on the device, not yet complained of

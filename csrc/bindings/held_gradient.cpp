@@ -36,9 +36,8 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
 
 at::Tensor HeldGradient::make(bool seen_by_user) const {
   const at::NoGradGuard no_grad;
-  c10::DataPtr pointer = seen_by_user
-                             ? c10::DataPtr(memory_, new Callback(before_write_), &delete_callback, device_)
-                             : c10::DataPtr(memory_, device_);
+  c10::DataPtr pointer = seen_by_user ? c10::DataPtr(memory_, new Callback(before_write_), &delete_callback, device_)
+                                      : c10::DataPtr(memory_, device_);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), num_bytes_,
                                                        std::move(pointer), /*allocator=*/nullptr, /*resizable=*/false);
   return at::empty({0}, at::TensorOptions().dtype(dtype_).device(device_))

@@ -8,16 +8,49 @@
 namespace noria {
 namespace {
 
-[[noreturn]] void throw_python(const char* type, const char* message) {
-  const pybind11::gil_scoped_acquire gil;
-  pybind11::object error = pybind11::module_::import("noria._C").attr(type);
-  PyErr_SetString(error.ptr(), message);
+[[noreturn]] void throw_current() {
   python_error carried;
   carried.persist();
   throw std::move(carried);
 }
 
+[[noreturn]] void throw_python(const char* type, const char* message) {
+  const pybind11::gil_scoped_acquire gil;
+  pybind11::object error = pybind11::module_::import("noria._C").attr(type);
+  PyErr_SetString(error.ptr(), message);
+  throw_current();
+}
+
 }  // namespace
+
+void KeptPythonError::restore() const {
+  auto* exception = static_cast<PyObject*>(exception_.get());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+}
+
+void keep_python_errors(const std::function<void()>& body) {
+  const pybind11::gil_scoped_acquire gil;
+  try {
+    body();
+  } catch (const pybind11::error_already_set& error) {
+    PyObject* exception = error.value().inc_ref().ptr();
+    if (error.trace()) PyException_SetTraceback(exception, error.trace().ptr());
+    throw KeptPythonError(error.what(), std::shared_ptr<void>(exception, [](void* held) {
+                            const pybind11::gil_scoped_acquire gil;
+                            Py_DECREF(static_cast<PyObject*>(held));
+                          }));
+  }
+}
+
+void register_kept_python_errors() {
+  pybind11::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const KeptPythonError& error) {
+      error.restore();
+    }
+  });
+}
 
 void as_python_errors(const std::function<void()>& body) {
   try {
@@ -28,6 +61,10 @@ void as_python_errors(const std::function<void()>& body) {
     throw_python("InvariantError", error.what());
   } catch (const MachineError& error) {
     throw_python("MachineError", error.what());
+  } catch (const KeptPythonError& error) {
+    const pybind11::gil_scoped_acquire gil;
+    error.restore();
+    throw_current();
   }
 }
 

@@ -42,8 +42,9 @@ at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntA
   if (!attached_) storage_->clear_data_ptr_access_error_msg_();  // set_ looks at the pointer
 #endif
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  at::Tensor made = at::empty({0}, options).set_(
-      c10::Storage(storage_), offset / static_cast<std::int64_t>(c10::elementSize(dtype)), sizes, strides);
+  at::Tensor made =
+      at::empty({0}, options)
+          .set_(c10::Storage(storage_), offset / static_cast<std::int64_t>(c10::elementSize(dtype)), sizes, strides);
 #if NORIA_TORCH_AT_LEAST(2, 13)
   if (!attached_) storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(evicted_message_);
 #endif

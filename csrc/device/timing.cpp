@@ -15,6 +15,7 @@ std::int64_t now_ns() {
 }
 
 void sleep_until_ns(std::int64_t deadline_ns) {
+  if (now_ns() >= deadline_ns) return;  // the system call gives the core away all the same: 40 us on a virtual machine
   const timespec deadline{deadline_ns / 1'000'000'000, deadline_ns % 1'000'000'000};
   while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &deadline, nullptr) == EINTR) {
   }

@@ -1,7 +1,8 @@
 // Whoever holds the parameters: told where a unit's bytes are now.
 //
-// Threads: called on the thread that announces visits (or settles updates), without the GIL. Order: between `attach` and
-// `evict` of a unit the range holds the unit's weights at the home's version, as far as the compute stream is concerned.
+// Threads: called on the thread that announces visits (or settles updates), without the GIL. Order: between `attach`
+// and `evict` of a unit the range holds the unit's weights at the home's version, as far as the compute stream is
+// concerned.
 #pragma once
 
 #include <cstddef>

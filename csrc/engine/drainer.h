@@ -22,7 +22,12 @@ class Drainer {
  public:
   Drainer(Backend& backend, Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device,
           Custodian& custodian)
-      : backend_(backend), issuer_(issuer), leases_(leases), units_(units), device_(device), custodian_(custodian) {}
+      : backend_(backend),
+        issuer_(issuer),
+        leases_(leases),
+        units_(units),
+        device_(device),
+        custodian_(custodian) {}
 
   /// Leases a gradient buffer; returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);

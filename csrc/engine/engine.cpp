@@ -8,6 +8,8 @@
 namespace noria {
 namespace {
 
+constexpr std::size_t kMostPlans = 512;
+
 Verb verb_of(Phase phase) { return phase == Phase::forward ? Verb::forward : Verb::backward; }
 
 bool contains_all(const std::vector<UnitId>& sorted, const std::vector<UnitId>& wanted) {
@@ -37,7 +39,13 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       drainer_(*backend_, issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  try {  // before the leases go: a lane may be writing there
+    if (optimizer_) optimizer_->close();
+    backend_->close();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
+  }
+}
 
 // ---- passes -----------------------------------------------------------------------------------------------------
 
@@ -56,8 +64,8 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
   const auto expected = book_.begin(signature);
-  const bool adopt = prepared_ && expected && prepared_->itinerary == expected &&
-                     prepared_residents_ == fetcher_.residents();
+  const bool adopt =
+      prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
   if (adopt) {
     following_ = *prepared_;
     count_ = prepared_count_;
@@ -120,11 +128,11 @@ std::shared_ptr<const PassPlan> Engine::plan_from(ItineraryId itinerary, std::in
   const auto successor = book_.successor(itinerary);
   PlanKey key{itinerary, position, successor ? successor->itinerary : ItineraryId(),
               successor && successor->after_update, fetcher_.residents()};
+  if (plans_.size() > kMostPlans) plans_.clear();  // a loop that never repeats itself must not fill the memory
   auto& known = plans_[key];
   if (!known) {
     const auto& visits = book_.visits(itinerary);
-    known = std::make_shared<const PassPlan>(
-        plan({visits.begin() + position, visits.end()}, visits_after(itinerary)));
+    known = std::make_shared<const PassPlan>(plan({visits.begin() + position, visits.end()}, visits_after(itinerary)));
   }
   return known;
 }
@@ -142,9 +150,8 @@ std::vector<Visit> Engine::visits_after(ItineraryId itinerary) const {
   std::vector<Visit> visits = book_.visits(successor->itinerary);
   if (!successor->after_update) return visits;
   for (Visit& visit : visits) {  // after an update only frozen units are still what the home holds
-    std::erase_if(visit.needs, [&](UnitId unit) {
-      return units_[static_cast<std::size_t>(unit.value)].facts.gradients > Bytes{0};
-    });
+    std::erase_if(visit.needs,
+                  [&](UnitId unit) { return units_[static_cast<std::size_t>(unit.value)].facts.gradients > Bytes{0}; });
   }
   return visits;
 }
@@ -157,14 +164,19 @@ void Engine::play_until(std::int64_t visit_index) {
     if (op.visit > visit_index) break;
     ++following_.next_op;
     switch (op.verb) {
-      case Verb::evict: fetcher_.evict(op.unit); break;
-      case Verb::fetch:
-        settle(op.unit);
-        fetcher_.fetch(op.unit, buffers_[op.accesses.back().buffer].offset);
-        break;
-      case Verb::forward:
-      case Verb::backward: issue_visit(plan->visits[static_cast<std::size_t>(op.visit)], op); break;
-      default: break;  // drains were issued when their visit ended
+    case Verb::evict:
+      fetcher_.evict(op.unit);
+      break;
+    case Verb::fetch:
+      settle(op.unit);
+      fetcher_.fetch(op.unit, buffers_[op.accesses.back().buffer].offset);
+      break;
+    case Verb::forward:
+    case Verb::backward:
+      issue_visit(plan->visits[static_cast<std::size_t>(op.visit)], op);
+      break;
+    default:
+      break;  // drains were issued when their visit ended
     }
   }
 }
@@ -179,6 +191,7 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
   for (const Access& access : planned.accesses) {
     const Buffer buffer = buffers_[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
+    settle(buffer.unit);  // an update that still has to read what is held now, if no fetch of the unit asked for it
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   auto begun = issuer_.begin(open.op);
@@ -268,8 +281,9 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   close_visit(stream);
   const Phase phase = *phase_;
   phase_.reset();
-  following_ = {};
   const ItineraryId itinerary = book_.end();
+  if (following_.itinerary != itinerary) count_.planned.reset();  // it ended where the plan went on
+  following_ = {};
   PassStats& stats = passes_[itinerary];
   stats.itinerary = itinerary;
   stats.signature = book_.signature(itinerary);
@@ -304,6 +318,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
 }
 
 void Engine::finish_user_op(Op op, Stream stream) {
+  NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
   auto begun = issuer_.begin(op);
   const Ticket ticket = backend_->open(begun.label);
   issuer_.keep(op.id, ticket);
@@ -378,11 +393,26 @@ std::vector<UnitId> Engine::resident_units() const {
   return units;
 }
 
+std::size_t Engine::num_remembered() const {
+  const std::lock_guard lock(mutex_);
+  return issuer_.num_remembered();
+}
+
+std::vector<std::string> Engine::wait_kinds() const {
+  const std::lock_guard lock(mutex_);
+  return issuer_.wait_kinds();
+}
+
+void Engine::omit_wait(const std::string& kind) {
+  const std::lock_guard lock(mutex_);
+  issuer_.hazards().omit(kind);
+}
+
 void Engine::set_trace(std::shared_ptr<Trace> trace) {
   const std::lock_guard lock(mutex_);
-  trace_ = trace;
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
+  trace_ = std::move(trace);
 }
 
 std::string Engine::plan_text(ItineraryId id) const {

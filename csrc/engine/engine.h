@@ -1,10 +1,11 @@
 // Follows the plan: the one object that Python holds. Hooks say what the model does now; the engine plays the ops that
 // the plan has for this moment, gives and takes tickets, and counts.
 //
-// Ownership: owns issuer, leases, fetcher and drainer; shares the backend and the host optimizer; borrows the custodian,
-// which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and nothing else
-// orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to it); a call may block
-// until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL held.
+// Ownership: owns issuer, leases, fetcher and drainer; shares the backend and the host optimizer; borrows the
+// custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and
+// nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to it); a
+// call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL
+// held.
 //
 // Note [A visit]. `announce` ends the visit before it: its compute ticket is given, what arrived is drained, its units
 // are evicted from their parameters. Then the ops that the plan has for the new visit are issued, the stream waits for
@@ -60,7 +61,7 @@ struct PassStats {
 struct StepSums {
   std::int64_t num_steps = 0;
   std::int64_t wall_us = 0;
-  std::int64_t forward_us = 0, backward_us = 0;            // inside visits; host clock
+  std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
   Bytes forward_fetched, backward_fetched, drained;
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, update_us = 0;
@@ -70,7 +71,7 @@ class Engine {
  public:
   Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units, BufferTable buffers,
          Custodian& custodian, std::shared_ptr<HostOptimizer> optimizer);
-  ~Engine();  // abandons; does not wait
+  ~Engine();                       // closes backend and optimizer if they are open; does not throw
   Engine(const Engine&) = delete;  // others point into it
   Engine& operator=(const Engine&) = delete;
 
@@ -119,8 +120,9 @@ class Engine {
   LaneStats update_stats() const;  // launching-thread updates or the pool's
   std::vector<UnitId> resident_units() const;
   const Leases& leases() const { return leases_; }
-  std::size_t num_remembered() const { return issuer_.num_remembered(); }
-  void omit_wait(const std::string& kind) { issuer_.hazards().omit(kind); }
+  std::size_t num_remembered() const;
+  std::vector<std::string> wait_kinds() const;
+  void omit_wait(const std::string& kind);
   void set_trace(std::shared_ptr<Trace> trace);
   /// The plan of the pass that is expected (or was last followed) for each known itinerary, as text.
   std::string plan_text(ItineraryId id) const;
@@ -132,16 +134,16 @@ class Engine {
   struct Following {                       // the plan that is being played
     std::optional<ItineraryId> itinerary;  // none: this visit only
     std::shared_ptr<const PassPlan> plan;
-    std::int64_t base = 0;                 // visit 0 of the plan is this visit of the pass
+    std::int64_t base = 0;  // visit 0 of the plan is this visit of the pass
     std::size_t next_op = 0;
   };
   struct OpenVisit {
     Visit visit;
     Op op;
     Ticket ticket;
-    std::int64_t opened_us = 0;    // 0: issued, not yet waited for
+    std::int64_t opened_us = 0;  // 0: issued, not yet waited for
     std::vector<Ticket> waits;
-    std::vector<OpId> waited_on;   // for the trace
+    std::vector<OpId> waited_on;  // for the trace
   };
   struct PassCount {
     std::int64_t first_fetch = 0;
@@ -195,7 +197,7 @@ class Engine {
   PassCount count_;
   PassCount prepared_count_;
   ItineraryId last_forward_;
-  std::vector<bool> pending_;          // by unit: deferred to the launching thread
+  std::vector<bool> pending_;  // by unit: deferred to the launching thread
   std::map<ItineraryId, PassStats> passes_;
   StepSums sums_;
   std::int64_t last_step_us_ = 0;

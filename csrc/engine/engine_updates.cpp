@@ -84,7 +84,7 @@ void Engine::settle(UnitId unit) {
       trace_->add(std::move(span));
     }
   } catch (...) {
-    ticket->fail(std::current_exception());  // sealed with its error: whoever fetches this unit hears of it
+    ticket->pass();  // the caller hears of it, once; nobody else can be waiting: what waits is issued after this
     throw;
   }
   ticket->pass();
@@ -159,7 +159,8 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   // Always a write of the state: ops of one unit on the update lane form a chain.
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
-  finish_user_op(std::move(op), nullptr);
+  // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
+  for (const Ticket& wait : issuer_.begin(op).waits) wait->wait_passed();
 }
 
 void Engine::access_held(UnitId unit, Stream stream) {
@@ -170,7 +171,27 @@ void Engine::access_held(UnitId unit, Stream stream) {
   op.verb = Verb::user;
   op.unit = unit;
   op.accesses = {{held, issuer_.next_version(held), Access::Mode::write}};
-  finish_user_op(std::move(op), stream);
+  if (!visit_) {
+    finish_user_op(std::move(op), stream);
+    return;
+  }
+  // Inside of a visit, in a gradient hook of the user's: ops of one lane end in the order of their issue, so the visit
+  // ends here and goes on as an op of its own.
+  OpenVisit open = std::move(*visit_);
+  visit_.reset();
+  backend_->give(open.ticket, stream);
+  std::exception_ptr failure;
+  try {
+    finish_user_op(std::move(op), stream);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  auto begun = issuer_.begin(open.op);
+  NORIA_INVARIANT(begun.waits.empty(), "a visit that goes on waits for nothing new");
+  open.ticket = backend_->open(begun.label);
+  issuer_.keep(open.op.id, open.ticket);
+  visit_ = std::move(open);
+  if (failure) std::rethrow_exception(failure);
 }
 
 StepSums Engine::step_sums() const {

@@ -8,8 +8,8 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const EngineUnit& source = units_[static_cast<std::size_t>(unit.value)];
   NORIA_INVARIANT(!resident_.contains(unit), "unit " + source.facts.name + " is fetched twice");
   std::byte* to = leases_.take(offset, source.facts.weights, /*is_weights=*/true);
-  const BufferId buffer = issuer_.buffers().intern(
-      {device_, offset, source.facts.weights, Format::compute, Purpose::weights, unit});
+  const BufferId buffer =
+      issuer_.buffers().intern({device_, offset, source.facts.weights, Format::compute, Purpose::weights, unit});
   const Version version = issuer_.version(source.facts.working);
   resident_.emplace(unit, Held{offset, buffer, version});
 

@@ -1,7 +1,7 @@
 // The way down: which units lie on the device, at which version, and the fetches that bring them there.
 //
-// Ownership: borrows backend, issuer, leases and units from the engine. Order: ops are issued in the order of the calls.
-// Threads: the caller serialises; nothing here blocks.
+// Ownership: borrows backend, issuer, leases and units from the engine. Order: ops are issued in the order of the
+// calls. Threads: the caller serialises; nothing here blocks.
 #pragma once
 
 #include <map>
@@ -17,7 +17,11 @@ namespace noria {
 class Fetcher {
  public:
   Fetcher(Backend& backend, Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device)
-      : backend_(backend), issuer_(issuer), leases_(leases), units_(units), device_(device) {}
+      : backend_(backend),
+        issuer_(issuer),
+        leases_(leases),
+        units_(units),
+        device_(device) {}
 
   /// Leases the range that the planned op names and queues the copy of the home's newest version into it.
   void fetch(UnitId unit, Bytes offset);

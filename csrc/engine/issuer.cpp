@@ -6,6 +6,7 @@ Issuer::Begun Issuer::begin(Op& op) {
   op.id = OpId(next_id_++);
   Begun begun{OpLabel{op.id, op.lane, op.verb, op.unit}, {}};
   for (const Wait& wait : hazards_.issue(op)) {
+    kinds_.emplace(wait.giver, op.verb, wait.purpose, wait.rule);
     const auto found = tickets_.find(wait.on);
     if (found != tickets_.end()) begun.waits.push_back(found->second);  // absent: passed and swept
   }
@@ -27,6 +28,13 @@ void Issuer::sweep() {
     it = tickets_.erase(it);
   }
   if (failure) std::rethrow_exception(failure);
+}
+
+std::vector<std::string> Issuer::wait_kinds() const {
+  std::vector<std::string> names;
+  for (const auto& [giver, waiter, purpose, rule] : kinds_)
+    names.push_back(kind_of({OpId(), rule, giver, purpose}, waiter));
+  return names;
 }
 
 Version Issuer::version(BufferId buffer) const {

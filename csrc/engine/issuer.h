@@ -6,6 +6,9 @@
 #pragma once
 
 #include <exception>
+#include <set>
+#include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -38,13 +41,16 @@ class Issuer {
   BufferTable& buffers() { return buffers_; }
   Hazards& hazards() { return hazards_; }
   std::size_t num_remembered() const { return hazards_.num_remembered() + tickets_.size(); }
+  /// Every kind of wait that was ever derived, as `kind_of` names it: what the tests of waits must cover.
+  std::vector<std::string> wait_kinds() const;
 
  private:
   BufferTable& buffers_;
   Hazards hazards_;
   std::int64_t next_id_ = 0;
   std::unordered_map<OpId, Ticket> tickets_;
-  std::vector<Version> versions_;  // by buffer
+  std::vector<Version> versions_;                          // by buffer
+  std::set<std::tuple<Verb, Verb, Purpose, Rule>> kinds_;  // giver, waiter; finitely many
 };
 
 }  // namespace noria

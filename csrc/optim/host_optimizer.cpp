@@ -201,7 +201,7 @@ HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::
 HostOptimizer::~HostOptimizer() {
   // A forked child has no thread to join, and TBB's and our locks may be held by threads that it does not have.
   if (getpid() != state_->pid) {
-    (void)state_.release();
+    (void)state_.release();  // NOLINT(bugprone-unused-return-value): leaked on purpose
     return;
   }
   close();

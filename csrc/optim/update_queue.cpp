@@ -61,6 +61,7 @@ UpdateQueue::Taken UpdateQueue::take() {
 bool UpdateQueue::sleep_until(std::int64_t deadline_ns) {
   const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
   std::unique_lock lock(mutex_);
+  if (std::chrono::steady_clock::now() >= deadline) return !closing_;  // see sleep_until_ns
   return !changed_.wait_until(lock, deadline, [this] { return closing_; });
 }
 

@@ -1,7 +1,8 @@
 // How long things take, for predictions; and the bound that no schedule of a mode can beat.
 //
-// Units: microseconds, GiB/s. The bounds are DESIGN's: with F, B compute of forward and backward, U host update, f_F and
-// f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U, f_F) + max(B, d, f_B).
+// Units: microseconds, GiB/s. The bounds are DESIGN's: with F, B compute of forward and backward, U host update, f_F
+// and f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U, f_F) + max(B, d,
+// f_B).
 #pragma once
 
 #include <map>
@@ -12,9 +13,9 @@
 namespace noria {
 
 struct Costs {
-  std::map<Lane, double> bandwidth_gib_s;   // fetch, drain, update; absent or 0: free
+  std::map<Lane, double> bandwidth_gib_s;  // fetch, drain, update; absent or 0: free
   std::map<Lane, double> latency_us;
-  std::vector<double> forward_us;           // by unit
+  std::vector<double> forward_us;  // by unit
   std::vector<double> backward_us;
 };
 

@@ -7,8 +7,9 @@
 // Ownership: keeps what it needs of past ops, bounded by the number of distinct ranges in use, not by time.
 // Threads: none of its own; the caller serialises.
 //
-// Note [Update lane]. The update lane is a pool: its ops are ordered by waits alone. Updates of one unit always conflict
-// (each writes the unit's state), so they form a chain and count as a lane per unit when implied waits are dropped.
+// Note [Update lane]. The update lane is a pool: its ops are ordered by waits alone. Updates of one unit always
+// conflict (each writes the unit's state), so they form a chain and count as a lane per unit when implied waits are
+// dropped.
 #pragma once
 
 #include <cstdint>

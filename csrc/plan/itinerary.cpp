@@ -8,6 +8,8 @@
 namespace noria {
 namespace {
 
+constexpr std::size_t kMostOfASignature = 64;
+
 // Gradients arrive after the announcement, so a prediction cannot go by them.
 bool is_same_announcement(const Visit& a, const Visit& b) {
   return a.hook == b.hook && a.phase == b.phase && a.needs == b.needs;
@@ -24,6 +26,7 @@ std::optional<ItineraryId> ItineraryBook::begin(const Signature& signature) {
   if (previous_) {
     const auto found = followed_by_.find({*previous_, after_update_});
     if (found != followed_by_.end() && this->signature(found->second) == signature) expected_ = found->second;
+    if (expected_ && visits(*expected_).empty()) expected_.reset();  // forgotten
   }
   const auto known = by_signature_.find(signature);
   if (!expected_ && known != by_signature_.end()) expected_ = known->second.back();
@@ -74,6 +77,10 @@ ItineraryId ItineraryBook::end() {
   }
   std::erase(known, id);
   known.push_back(id);
+  if (known.size() > kMostOfASignature) {  // a loop that never repeats itself must not fill the memory
+    itineraries_[static_cast<std::size_t>(known.front().value)].visits = {};
+    known.erase(known.begin());
+  }
   if (previous_) {
     followed_by_[{*previous_, after_update_}] = id;
     successors_[*previous_] = {id, after_update_};
@@ -95,7 +102,7 @@ void ItineraryBook::note_update() { updated_since_previous_ = true; }
 std::optional<ItineraryId> ItineraryBook::expected_after_update() const {
   if (!previous_) return std::nullopt;
   const auto found = followed_by_.find({*previous_, true});
-  if (found != followed_by_.end()) return found->second;
+  if (found != followed_by_.end() && !visits(found->second).empty()) return found->second;
   // Never seen. Most loops run the same forward again.
   const Signature& last = signature(*previous_);
   if (last.phase == Phase::backward && last.forward.valid()) return last.forward;

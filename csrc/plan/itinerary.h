@@ -2,7 +2,8 @@
 //
 // A pass is begun with a signature, which says what is known before its first visit; itineraries of one signature
 // (another branch, another number of layers) are told apart as their visits are announced. The book predicts, the
-// engine follows as long as the prediction holds, and what really happened is what is kept.
+// engine follows as long as the prediction holds, and what really happened is what is kept. Of one signature the newest
+// 64 are kept; older ones are forgotten (their visits are empty) and learnt again.
 //
 // Threads: the caller serialises.
 #pragma once
@@ -21,11 +22,11 @@ using ItineraryId = Id<struct ItineraryTag>;
 
 struct Signature {
   Phase phase = Phase::forward;
-  std::int32_t root = 0;         // which model of the wrap call
+  std::int32_t root = 0;  // which model of the wrap call
   bool grad_enabled = true;
   bool training = true;
-  bool accumulating = false;     // held gradients will be added to
-  ItineraryId forward;           // of a backward pass: the last forward's itinerary
+  bool accumulating = false;  // held gradients will be added to
+  ItineraryId forward;        // of a backward pass: the last forward's itinerary
   auto operator<=>(const Signature&) const = default;
 };
 
@@ -51,7 +52,10 @@ class ItineraryBook {
   void note_update();
 
   /// What followed this itinerary last time, and whether an update lay between.
-  struct Successor { ItineraryId itinerary; bool after_update = false; };
+  struct Successor {
+    ItineraryId itinerary;
+    bool after_update = false;
+  };
   std::optional<Successor> successor(ItineraryId id) const;
 
   /// The pass expected next if an update comes (or came) first: what followed this predecessor and an update last time,
@@ -66,16 +70,19 @@ class ItineraryBook {
   std::int64_t position() const { return static_cast<std::int64_t>(current_.size()) - 1; }
 
  private:
-  struct Itinerary { Signature signature; std::vector<Visit> visits; };
+  struct Itinerary {
+    Signature signature;
+    std::vector<Visit> visits;
+  };
   bool begins_like_current(const Itinerary& itinerary) const;
 
   std::vector<Itinerary> itineraries_;
-  std::map<Signature, std::vector<ItineraryId>> by_signature_;  // newest last
+  std::map<Signature, std::vector<ItineraryId>> by_signature_;       // newest last
   std::map<std::pair<ItineraryId, bool>, ItineraryId> followed_by_;  // (predecessor, update between) -> successor
   std::map<ItineraryId, Successor> successors_;
   std::optional<ItineraryId> previous_;  // the last pass that ended
   bool updated_since_previous_ = false;
-  bool is_open_ = false;                 // a pass has begun; what follows belongs to it
+  bool is_open_ = false;  // a pass has begun; what follows belongs to it
   bool after_update_ = false;
   Signature current_signature_;
   std::vector<Visit> current_;

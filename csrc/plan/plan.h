@@ -106,12 +106,12 @@ struct Visit {
 
 struct PassPlan {
   std::vector<Visit> visits;
-  std::vector<Op> ops;        // issue order; ids are 0, 1, 2...
+  std::vector<Op> ops;  // issue order; ids are 0, 1, 2...
   std::vector<Lease> leases;
   std::vector<Resident> exit;  // what stays resident across the end of the pass
   std::int64_t num_fetches = 0;
   Bytes fetched;
-  Bytes peak;                  // highest end of any lease
+  Bytes peak;                   // highest end of any lease
   std::int32_t peak_units = 0;  // most units leased at once
 };
 

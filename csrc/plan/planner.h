@@ -5,13 +5,13 @@
 // the cap on leases allow, in the order of need. Weights on the device are never newer than the home's, so evicting one
 // costs nothing but a later fetch.
 //
-// Note [Issue points]. Within the opening of visit i the order of ops is: drains of visit i-1; evictions and fetches that
-// visit i itself still needs; the compute op of visit i; then evictions and fetches for later visits. Memory that visit
-// k was the last to use, weights or gradient buffer, is taken at the opening of visit k+1 at the earliest, when the end
-// of visit k has been marked. To queue such a fetch while k is open would win nothing, since it waits for the end of k
-// anyway, and would lose two promises: a unit lies in its place for as long as its visit is open, and whoever waits for
-// the lanes from inside a visit does not wait for that visit. `visit == visits.size()` marks the drains (and nothing
-// else) after the last visit.
+// Note [Issue points]. Within the opening of visit i the order of ops is: drains of visit i-1; evictions and fetches
+// that visit i itself still needs; the compute op of visit i; then evictions and fetches for later visits. Memory that
+// visit k was the last to use, weights or gradient buffer, is taken at the opening of visit k+1 at the earliest, when
+// the end of visit k has been marked. To queue such a fetch while k is open would win nothing, since it waits for the
+// end of k anyway, and would lose two promises: a unit lies in its place for as long as its visit is open, and whoever
+// waits for the lanes from inside a visit does not wait for that visit. `visit == visits.size()` marks the drains (and
+// nothing else) after the last visit.
 #pragma once
 
 #include <string>
@@ -32,16 +32,16 @@ struct UnitFacts {
 };
 
 struct Budget {
-  Bytes arena;               // leases and gradient buffers share it
-  std::int32_t window = 0;   // most units leased at once; 0: no cap
+  Bytes arena;              // leases and gradient buffers share it
+  std::int32_t window = 0;  // most units leased at once; 0: no cap
 };
 
 struct PlanRequest {
   Place device;
   Budget budget;
-  std::vector<Visit> visits;        // the pass, or what is left of it
-  std::vector<Visit> next_visits;   // what is expected after it, with only the units whose copies will still be valid
-  std::vector<Resident> entry;      // what lies there now, at the home's version
+  std::vector<Visit> visits;       // the pass, or what is left of it
+  std::vector<Visit> next_visits;  // what is expected after it, with only the units whose copies will still be valid
+  std::vector<Resident> entry;     // what lies there now, at the home's version
 };
 
 /// Throws UsageError when a visit's units and gradient buffers do not fit the arena or the window: it names the units,

@@ -2,8 +2,8 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include <sys/mman.h>
@@ -20,7 +20,8 @@ Bytes round_to_page(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGE
 
 [[noreturn]] void refuse(const char* call, Bytes bytes, Bytes mapped) {
   throw MachineError(std::string(call) + " failed for an arena of " + to_string(bytes) + " (" +
-                     std::to_string(mapped.count) + " bytes with whole pages): " + std::strerror(errno) +
+                     std::to_string(mapped.count) +
+                     " bytes with whole pages): " + std::generic_category().message(errno) +
                      "; free host memory, or raise the limit of the process (ulimit -v, the container's memory)");
 }
 
@@ -63,7 +64,7 @@ Arena::Arena(Bytes bytes) {
 Arena::~Arena() {
   try {
     close();
-  } catch (...) {  // the mapping is gone; a backend that cannot unregister has failed before, and said so there
+  } catch (...) {  // NOLINT(bugprone-empty-catch): the mapping is gone, and a destructor does not throw
   }
 }
 

@@ -9,7 +9,9 @@
 namespace noria {
 
 Leases::Leases(std::shared_ptr<Backend> backend, Bytes arena)
-    : backend_(std::move(backend)), arena_(backend_->allocate(arena)), bytes_(arena) {}
+    : backend_(std::move(backend)),
+      arena_(backend_->allocate(arena)),
+      bytes_(arena) {}
 
 Leases::~Leases() {
   if (arena_ != nullptr) backend_->free(arena_);

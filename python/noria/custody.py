@@ -6,7 +6,9 @@ Hooks are thin: translate, call one verb, return. They are hidden from torch.com
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from noria.optimizer import Updates
     from noria.plan import WrapPlan
 
-__all__ = ["Wrapped", "wrapped_by"]
+__all__ = ["Wrapped", "in_backward", "wrapped_by"]
 
 # By module, of every module of a wrapped model. Weak on both sides: a wrap call lives as long as its models.
 _WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
@@ -34,6 +36,29 @@ def wrapped_by(module: nn.Module) -> Wrapped | None:
     """The wrap call that a model, or a module inside of one, belongs to."""
     found = _WRAPPED.get(module)
     return found() if found is not None else None
+
+
+def in_backward() -> bool:
+    """True on a thread that is running a backward: in a hook, or in what a checkpoint computes again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _num_calls_on_stack(module: nn.Module) -> int:
+    """How many calls of this module are under way on this thread (0 where torch.compile has replaced their frames)."""
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class _EnteredRoot:
+    module: nn.Module
+    is_visible: bool
+    handled: BaseException | None  # what the caller was handling already: any other one was raised inside
 
 
 class Wrapped:
@@ -66,7 +91,7 @@ class Wrapped:
         self._inner_handles: dict[int, list[Any]] = {}
         self._hook_names: list[str] = []
         self._operator_hooks: dict[tuple[int, ...], int] = {}
-        self._root_depth = 0
+        self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
         self._state_views: dict[int, torch.Tensor] = {}
         storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
@@ -97,10 +122,11 @@ class Wrapped:
         @torch._dynamo.disable
         def enter(module: nn.Module, args: Any) -> None:
             self._check_alive()
-            if torch._C._current_graph_task_id() >= 0:
+            if in_backward():
                 return  # recomputed inside of a backward
-            self._root_depth += 1
-            if self._root_depth > 1:
+            self._forget_dead_forward(module)
+            self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
+            if len(self._entered_roots) > 1:
                 return
             self._forget_inner_hooks()
             training, grad = module.training, torch.is_grad_enabled()
@@ -110,17 +136,33 @@ class Wrapped:
 
         @torch._dynamo.disable
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0 or self._root_depth == 0:
+            if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
                 return
-            self._root_depth -= 1
-            if self._root_depth > 0:
+            entered = self._entered_roots.pop()
+            if self._entered_roots:
                 return
             self.watch.stop()
+            if sys.exception() is not entered.handled:  # it raised
+                self.custody.abandon_forward()
+                return
             self._known_roots.add((number, module.training, torch.is_grad_enabled()))
             self._needs_watch |= self.watch.num_seen > 0
             self.custody.end_forward(tensors_of(output))
 
         return enter, leave
+
+    def _forget_dead_forward(self, entering: nn.Module | None = None) -> None:
+        """A forward that KeyboardInterrupt or SystemExit has ended called no hook. It is known by what is missing on the
+        call stack; `entering` is being called just now."""
+        if not self._entered_roots:
+            return
+        outermost = self._entered_roots[0]
+        num_expected = 1 if entering is outermost.module else 0
+        if _num_calls_on_stack(outermost.module) > num_expected or (not outermost.is_visible and not num_expected):
+            return
+        self._entered_roots.clear()
+        self.watch.stop()
+        self.custody.abandon_forward()
 
     def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
         if self.policy.check == "off":
@@ -230,6 +272,7 @@ class Wrapped:
 
     def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+            self.recover()
             units = sorted({slot.unit for slot in own.values()})
             self.custody.open_home(units, True)
             for name, slot in own.items():
@@ -250,6 +293,7 @@ class Wrapped:
 
     def current(self, slot: HomeParameter) -> torch.Tensor:
         """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
+        self._check_alive()
         self.custody.access_home(slot.unit, False)
         view = self._state_views.get(slot.index)
         if view is None:
@@ -299,7 +343,7 @@ class Wrapped:
     @contextlib.contextmanager
     def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
         """Parameters of these units show the home itself, until the block ends."""
-        self._check_alive()
+        self.recover()
         slots = [slot for unit in units for slot in self.units[unit].parameters]
         self.custody.open_home(list(units), not read_only)
         was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
@@ -340,7 +384,9 @@ class Wrapped:
             updates.run(unit)
 
     def recover(self) -> None:
-        """After a backward that raised: what it had begun is forgotten, gradients that had landed stay."""
+        """After a pass that raised: what it had begun is forgotten, gradients that had landed stay."""
+        self._check_alive()
+        self._forget_dead_forward()
         self.custody.recover()
 
     def unit_indices(self, module: nn.Module) -> list[int]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.custody import Wrapped
+from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
 
 __all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "predict_state", "unfacade"]
@@ -68,9 +68,43 @@ class OptimizerState(defaultdict[Any, Any]):
         self._settle(None)
         return super().items()
 
+    def keys(self) -> Any:
+        self._settle(None)
+        return super().keys()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._settle(None)  # a state is made by the first update, which may still be under way
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._settle(None)
+        return super().__len__()
+
+    def __contains__(self, key: Any) -> bool:
+        self._settle(key)
+        return super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._settle(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._settle(key)
+        super().__delitem__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._settle(key)
+        return super().pop(key, *default)
+
+    def clear(self) -> None:
+        self._settle(None)
+        super().clear()
+
     def unsettled(self, key: Any) -> dict[str, Any]:
         """The state as it is, for the update itself."""
-        return super().__getitem__(key)
+        if not dict.__contains__(self, key):
+            dict.__setitem__(self, key, {})
+        return dict.__getitem__(self, key)
 
     def __reduce__(self) -> Any:
         return (defaultdict, (dict, dict(self.items())))
@@ -156,6 +190,15 @@ def _worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     return worker
 
 
+def refuse_inside_backward(call: str) -> None:
+    if in_backward():
+        raise usage_error(
+            f"{call} after backward()",
+            "it inside of one, in a hook, where gradients of other parameters are still on their way",
+            "step once the backward has returned: its memory is one gradient buffer either way",
+        )
+
+
 # ---- updates ------------------------------------------------------------------------------------------------------
 
 
@@ -173,10 +216,16 @@ class Updates:
         self._arena = state_arena
         self._jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]] = {}  # by unit, not run yet
         self._home_parameters: dict[int, nn.Parameter] = {}
+        self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, moment): what the kernel writes
         self._whole_worker: Any = None
         self._check_members(optimizer.param_groups)
-        self.state = OptimizerState(self._settle, dict(optimizer.state))
-        optimizer.state = self.state
+        self._take_state_over()
+
+    def _take_state_over(self) -> None:
+        """At first, and again when the user has put another dict in its place."""
+        self.state: OptimizerState = OptimizerState(self._settle, dict(self.optimizer.state))
+        self.optimizer.state = self.state
+        self._whole_worker = None
         for slot in self.slots():
             self._adopt(slot)
 
@@ -214,6 +263,8 @@ class Updates:
 
     def _adopt(self, slot: HomeParameter) -> None:
         """Moves the state tensors that the optimizer has made into the home, where the plan has room for them."""
+        if not dict.__contains__(self.state, slot.parameter):
+            return
         state = self.state.unsettled(slot.parameter)
         for key, value in list(state.items()):
             if not _is_array(value):
@@ -236,6 +287,7 @@ class Updates:
 
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
+        wrapped._check_alive()
         if parameter is None:
             wrapped.custody.settle_all()
             if wrapped.pool is not None:
@@ -247,7 +299,11 @@ class Updates:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         wrapped = self.wrapped
-        wrapped._check_alive()
+        refuse_inside_backward("optimizer.step()")
+        wrapped.recover()
+        if self.optimizer.state is not self.state:
+            self._settle(None)
+            self._take_state_over()
         if self.kernel == "whole":
             return self._step_whole(closure)
         loss = None
@@ -346,6 +402,11 @@ class Updates:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
                     for key in ("exp_avg", "exp_avg_sq"):
                         state[key] = self._moment(slot, key).zero_()
+                elif any(state[key] is not self._adopted.get((slot.index, key)) for key in ("exp_avg", "exp_avg_sq")):
+                    self._settle(slot.parameter)
+                    self._adopt(slot)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    self._adopted[(slot.index, key)] = state[key]
                 state["step"] += 1
                 split = slot.has_master
                 scalars = _C.adamw_scalars(
@@ -380,11 +441,14 @@ class Updates:
         ]
         if worker is None:
             worker = self._whole_worker = _worker_of(self.optimizer, groups)
-            for slot in slots:
-                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
         else:
             for old, new in zip(worker.param_groups, groups, strict=True):
                 old.update({key: value for key, value in new.items() if key != "params"})
+        for slot in slots:
+            if dict.__contains__(self.state, slot.parameter):
+                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
+            else:
+                worker.state.pop(self.home_parameter(slot), None)
         self._own_home(slots)
 
         def with_home() -> Any:
@@ -398,6 +462,9 @@ class Updates:
 
         step = _step_of(type(worker))
         result = step(worker, with_home) if closure is not None else step(worker)
+        for slot in slots:
+            if self.home_parameter(slot) in worker.state:
+                dict.__setitem__(self.state, slot.parameter, worker.state[self.home_parameter(slot)])
         self._finish(slots)
         self.wrapped.custody.bump_versions([slot.index for slot in slots])
         self.wrapped.custody.end_step(True)
@@ -409,6 +476,7 @@ class Updates:
         self._take_gradients()
         self.wrapped.custody.begin_step()
         for unit in sorted({slot.unit for slot in slots}):
+            self.wrapped.custody.settle(unit)  # another optimizer's
             self.wrapped.custody.defer_update(unit)
             self.wrapped.custody.settle(unit)  # the waits of an update; `run` finds no job and returns
         for slot in slots:
@@ -442,6 +510,8 @@ class Updates:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
         self._settle(None)
+        if optimizer.state is not self.state:
+            self._take_state_over()
         for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
             changed = before(optimizer, state_dict)
             state_dict = changed if changed is not None else state_dict
@@ -466,7 +536,10 @@ class Updates:
             if low is not None and slot.has_master:
                 high = wrapped.home.working(slot).view(torch.int16).to(torch.int32) << 16
                 wrapped.set_master(slot, (high + low.to(torch.int16).to(torch.int32)).view(torch.float32))
-            self.state[parameter] = state
+            if state:
+                dict.__setitem__(self.state, parameter, state)
+            else:
+                dict.pop(self.state, parameter, None)
             self._adopt(slot)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
@@ -511,6 +584,7 @@ class WrappedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._noria is not None:
+            refuse_inside_backward("optimizer.zero_grad()")
             self._noria.wrapped.recover()
         super().zero_grad(set_to_none)
 

@@ -1,7 +1,7 @@
 """What a wrap call would do, before it does it: units, memory to the byte, and the fetches of each pass.
 
-Passes are not known before they happen; a plan assumes the usual one: every module with a hook once, in the order of the
-model, and backward in reverse. The engine plans again with what it sees.
+Passes are not known before they happen; a plan assumes the usual one: every module with a hook once, in the order of
+the model, and backward in reverse. The engine plans again with what it sees.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class WrapPlan:
     visits: dict[str, list[Any]]
     passes: dict[str, Any]
     unpredicted: list[str]
+    buffers: Any
+    """The table of buffers that the passes' ops refer to."""
 
     @property
     def device_bytes(self) -> int:
@@ -79,9 +81,12 @@ class WrapPlan:
         return "\n".join(lines)
 
 
-def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> WrapPlan:
+def make_plan(
+    roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, values: bool = True
+) -> WrapPlan:
+    """`values=False`: nothing but planning will follow, so parameters may be on the meta device."""
     device = compute_device(policy)
-    parts = partition(roots, policy.units)
+    parts = partition(roots, policy.units, values=values)
     units = describe_units(parts.units, policy.dtype)
     if not units:
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
@@ -94,7 +99,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes)
     result = WrapPlan(
         policy, device, parts, units, regions, arena, nan_bytes, window, kernels, states,
-        {"forward": forward, "backward": backward}, {}, unpredicted,
+        {"forward": forward, "backward": backward}, {}, unpredicted, table,
     )
     _check_host(policy, result)
     entry: list[tuple[int, int]] = []

@@ -128,15 +128,17 @@ class Report:
         return all(row.planned == row.taken for row in self.ledger)
 
 
-def report(model: nn.Module) -> Report:
-    """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one.
+def report(model: nn.Module, *, write_trace: bool = True) -> Report:
+    """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one
+    (`write_trace=False` leaves that out, for who asks many times a second).
 
     Raises UsageError for a model that is not wrapped.
     """
     wrapped = wrapped_by(model)
     if wrapped is None:
         raise usage_error("a wrapped model", type(model).__qualname__, "noria.wrap it first")
-    wrapped.write_trace()
+    if write_trace:
+        wrapped.write_trace()
     custody, sums = wrapped.custody, wrapped.custody.step_sums()
     return Report(
         device=str(wrapped.device),

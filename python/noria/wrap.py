@@ -89,10 +89,11 @@ def plan(
 ) -> WrapPlan:
     """What `wrap` with the same arguments would do: units, memory to the byte, fetches per pass. Nothing is changed.
 
-    Raises UsageError where `wrap` would.
+    A model made under `torch.device("meta")` is enough, so a plan takes no memory. Raises UsageError where `wrap`
+    would, but for that.
     """
     roots, updaters = _checked(model, optimizer)
-    return make_plan(roots, updaters, make_policy(policy, policy_fields))
+    return make_plan(roots, updaters, make_policy(policy, policy_fields), values=False)
 
 
 def wrap(

@@ -1,6 +1,7 @@
 """`_C.pyi` and the built `_C` name the same things: what mypy believes is what there is."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,7 @@ def test_class_and_stub_define_the_same_members(name):
 
 
 def arguments_of(node: ast.FunctionDef) -> list[str]:
-    arguments = [
-        argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    ]
+    arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return arguments[1:] if arguments[:1] == ["self"] else arguments
 
 
@@ -88,12 +87,13 @@ FUNCTIONS = [("", node) for node in TREE.body if isinstance(node, ast.FunctionDe
 ]
 
 
-@pytest.mark.parametrize(
-    ("owner", "node"), FUNCTIONS, ids=[f"{owner}.{node.name}" for owner, node in FUNCTIONS]
-)
+@pytest.mark.parametrize(("owner", "node"), FUNCTIONS, ids=[f"{owner}.{node.name}" for owner, node in FUNCTIONS])
 def test_function_and_stub_name_the_same_arguments(owner, node):
     holder = getattr(_C, owner) if owner else _C
     doc = getattr(holder, node.name).__doc__ or ""
     if isinstance(vars(holder).get(node.name), property) or doc.startswith(f"{node.name}(*args, **kwargs)"):
         return  # a property has no arguments, an overloaded function has several signatures
-    assert arguments_of(node) == built_arguments(doc)
+    built, stated = built_arguments(doc), arguments_of(node)
+    assert len(stated) == len(built)
+    for at, name in enumerate(built):  # pybind11 calls an argument arg<n> where the binding gives it no name
+        assert stated[at] == name or re.fullmatch(r"arg\d+", name), f"{stated[at]} is {name} in the built module"

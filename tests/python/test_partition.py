@@ -220,7 +220,7 @@ def test_a_toy_falls_into_direct_parameters_blocks_and_the_modules_around_them()
     assert unit_names(found) == ["Toy (direct)", "embed", *blocks, "norm", "head"]
     assert [unit.is_block for unit in found.units] == [False, False, True, True, True, False, False]
     assert needs_by_name(found) == {
-        "Toy": ["Toy (direct)", "embed", "norm", "head"],
+        "Toy": ["Toy (direct)"],  # what lies around the blocks announces itself
         **{name: [name] for name in ["embed", *blocks, "norm", "head"]},
     }
 

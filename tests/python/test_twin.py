@@ -89,6 +89,13 @@ def test_a_model_in_float32_gives_the_masters_all_its_bits_and_the_model_the_rou
     assert twin.model.weight.dtype is torch.bfloat16 and twin.model.weight.item() == 1 + 2.0**-7
 
 
+def test_a_frozen_parameter_has_no_master_and_is_what_torchs_cast_makes_of_it():
+    model = one_weight(1 + 2.0**-8)
+    twin = MasterTwin(model.requires_grad_(False), lambda masters: torch.optim.SGD(masters))
+    twin.step()
+    assert twin.model.weight.item() == 1.0
+
+
 def test_the_twin_trains_like_the_optimizer_itself_on_the_same_gradients():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).bfloat16()

@@ -30,9 +30,10 @@ class MasterTwin:
     """A bfloat16 model that an ordinary optimizer trains through fp32 masters.
 
     `model` may come in float32, whose values then are the first masters, or in bfloat16; it is converted in
-    place as by `model.bfloat16()`, parameters rounded like every later step's. `make_optimizer` gets the
-    masters as a list of nn.Parameter in the order of `model.parameters()`. The caller's loop runs forward and
-    backward on `model`, may edit `p.grad`, and calls `step()`.
+    place as by `model.bfloat16()`, trainable parameters rounded like every later step's; a frozen one is what
+    torch's cast makes of it. `make_optimizer` gets the masters as a list of nn.Parameter in the order of
+    `model.parameters()`. The caller's loop runs forward and backward on `model`, may edit `p.grad`, and calls
+    `step()`.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class MasterTwin:
     @torch.no_grad()
     def _round_masters(self) -> None:
         for name, p in self.model.named_parameters():
-            p.copy_(round_to_bfloat16(self.masters[name]))
+            if self.masters[name].requires_grad:
+                p.copy_(round_to_bfloat16(self.masters[name]))
 
 
 def first_difference(

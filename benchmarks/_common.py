@@ -1,0 +1,120 @@
+"""What every benchmark shares: the machine it ran on, statistics of paired samples, and the result file.
+
+A result is `results/<question>_<hardware>_<yyyymm>.json`: versions, hardware, command line, raw samples, summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `examples`
+
+import torch
+from noria.doctor import cpu_name, versions
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter: to see that it runs")
+    parser.add_argument("--out", type=Path, help="file for the result; default: benchmarks/results/...")
+    return parser
+
+
+def hardware() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cores": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "load_1min": round(_load(), 2),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+    return found
+
+
+def _load() -> float:
+    try:
+        return float(Path("/proc/loadavg").read_text().split()[0])
+    except OSError:
+        return float("nan")
+
+
+def hardware_word() -> str:
+    """What the result file is called after: the device that computes, in a word."""
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_name()
+    words = re.sub(r"\(.*?\)|@.*|processor|cpu|nvidia", " ", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "unknown"
+
+
+@dataclasses.dataclass
+class Result:
+    """`samples`: raw, by name; `summary`: what the table shows."""
+
+    question: str
+    samples: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def write(self, args: argparse.Namespace, began: Mapping[str, Any]) -> Path:
+        """`began`: `hardware()` before the measurement, so that the load is not our own."""
+        suffix = "_quick" if args.quick else ""
+        name = f"{self.question}_{hardware_word()}_{time.strftime('%Y%m')}{suffix}.json"
+        path = args.out or RESULTS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "question": self.question,
+            "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": versions(),
+            "hardware": began,
+            "settings": self.settings,
+            "summary": self.summary,
+            "samples": self.samples,
+        }
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        print(f"written: {path}")
+        return path
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "q25": quantile(values, 0.25), "q75": quantile(values, 0.75)}
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Ratio of the medians, and the median of the ratios of neighbours, which a drift of the machine leaves alone."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {"of_medians": median(ours) / median(theirs), "of_pairs": median(ratios)}
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)

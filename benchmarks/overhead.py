@@ -1,0 +1,173 @@
+"""What does noria cost when it wins nothing?
+
+A 12-block GPT of width 512 trains on the CPU, once as plain PyTorch and once wrapped with all units resident: hooks,
+gradients caught and drained, updates, and the fetches after them are all there, and nothing is saved. The two take
+turns step by step in one process. Aim: a ratio of at most 1.03.
+
+The second table is one visit's hooks alone (enter, leave, and the announcement of its backward), from a model of many
+tiny blocks: what wrapping adds, divided by the visits. Aim: less than 25 us for frozen blocks; trainable ones also
+catch, drain and hand over their gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from statistics import median
+from typing import Any
+
+import _common
+import noria
+import torch
+from noria.custody import wrapped_by
+from torch import nn
+
+from examples.gpt import GPT, GPTConfig
+
+
+class Run:
+    """One model with its own loop."""
+
+    def __init__(self, model: nn.Module, wrapped: bool, kernel: str = "torch") -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        self.wrapped = None
+        if wrapped:
+            noria.wrap(self.model, self.optimizer, device="cpu", device_memory=1.0, kernel=kernel)
+            self.wrapped = wrapped_by(model)
+
+    def step(self, tokens: torch.Tensor) -> float:
+        _, loss = self.model(tokens, tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.wrapped is not None:
+            self.wrapped.custody.idle()  # what its threads still do is this step's, not the next run's
+        return loss.item()
+
+
+def whole_steps(args: Any) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    torch.manual_seed(0)
+    blocks = 3 if args.quick else 12
+    plain = GPT(GPTConfig(num_layers=blocks, num_heads=8, width=512))
+    runs = {
+        "plain": Run(copy.deepcopy(plain), wrapped=False),
+        "torch": Run(copy.deepcopy(plain), wrapped=True),
+        "fused": Run(plain, wrapped=True, kernel="fused"),
+    }
+    batches = [torch.randint(0, 4096, (args.batch, 256)) for _ in range(args.steps + 3)]
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    losses: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number, tokens in enumerate(batches):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:  # none always follows the same one
+            taken = _common.seconds(lambda name=name, tokens=tokens: losses[name].append(runs[name].step(tokens)))
+            if number >= 3:  # the passes are known by then
+                samples[name].append(taken)
+    same = losses["torch"] == losses["plain"]
+    report = noria.report(runs["torch"].model)
+    summary = {
+        "step_s": {name: _common.spread(values) for name, values in samples.items()},
+        "ratio_torch": _common.paired_ratio(samples["torch"], samples["plain"]),
+        "ratio_fused": _common.paired_ratio(samples["fused"], samples["plain"]),
+        "same_losses_to_the_bit": same,
+        "fetches_per_step": sum(each.fetches for each in report.passes),
+        "fetches_planned": sum(each.planned_fetches or 0 for each in report.passes),
+        "units": report.num_units,
+        "report": report.to_dict(),
+    }
+    return samples, summary
+
+
+class Blocks(nn.Module):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def hooks(num_blocks: int, rounds: int, frozen: bool) -> dict[str, list[float]]:
+    """Microseconds per visit of the plain and of the wrapped model, forward and backward, round by round."""
+    plain = Blocks(num_blocks)
+    plain.requires_grad_(not frozen)
+    wrapped = noria.wrap(copy.deepcopy(plain), device="cpu", device_memory=1.0)
+    samples: dict[str, list[float]] = {}
+    for number in range(rounds + 5):
+        for name, model in (("plain", plain), ("wrapped", wrapped)):
+            x = torch.zeros(1, 8, requires_grad=True)
+            outputs: list[torch.Tensor] = []
+            forward = _common.seconds(lambda model=model, x=x, outputs=outputs: outputs.append(model(x)))
+            loss = outputs[0].sum()
+            backward = _common.seconds(loss.backward)
+            for parameter in model.parameters():
+                parameter.grad = None
+            if number >= 5:
+                samples.setdefault(f"{name} forward", []).append(1e6 * forward / num_blocks)
+                samples.setdefault(f"{name} backward", []).append(1e6 * backward / num_blocks)
+    return samples
+
+
+def added(samples: dict[str, list[float]], phase: str) -> float:
+    return median(a - b for a, b in zip(samples[f"wrapped {phase}"], samples[f"plain {phase}"], strict=True))
+
+
+def main() -> int:
+    parser = _common.parser_of(__doc__)
+    parser.add_argument("--steps", type=int, help="measured steps of each run")
+    parser.add_argument("--batch", type=int, help="sequences of 256 tokens in a step")
+    parser.add_argument("--only", choices=["steps", "hooks"], help="one of the two questions")
+    args = parser.parse_args()
+    args.steps = args.steps or (5 if args.quick else 16)
+    args.batch = args.batch or (1 if args.quick else 4)
+    began = _common.hardware()
+    samples: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+
+    if args.only != "steps":
+        rows = []
+        torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        gc.collect()
+        gc.disable()
+        for kind in ("frozen", "trainable"):
+            measured = hooks(64, 20 if args.quick else 60, kind == "frozen")
+            samples[f"hooks, {kind}"] = measured
+            forward, backward = added(measured, "forward"), added(measured, "backward")
+            summary[f"hooks_{kind}_us"] = {"forward": forward, "backward": backward, "visit": forward + backward}
+            rows.append([f"{kind} blocks", forward, backward, forward + backward])
+        gc.enable()
+        torch.set_num_threads(torch_threads)
+        _common.show("one visit's hooks (us), 64 blocks", ["", "enter + leave", "announce backward", "both"], rows)
+    if args.only != "hooks":
+        steps, whole = whole_steps(args)
+        samples["steps"] = steps
+        summary.update(whole)
+        rows = [["plain PyTorch", whole["step_s"]["plain"]["median"], "", ""]]
+        for kernel in ("torch", "fused"):
+            ratio = whole[f"ratio_{kernel}"]
+            rows.append(
+                [
+                    f'wrapped, kernel="{kernel}"',
+                    whole["step_s"][kernel]["median"],
+                    f"{ratio['of_medians']:.3f}",
+                    f"{ratio['of_pairs']:.3f}",
+                ]
+            )
+        _common.show("step (s), all units resident", ["", "median", "ratio of medians", "median of ratios"], rows)
+        print(
+            f"losses the same to the bit as plain PyTorch's: {whole['same_losses_to_the_bit']}; "
+            f"{whole['fetches_per_step']} fetches a step, planned {whole['fetches_planned']}"
+        )
+    settings = {"steps": args.steps, "batch": args.batch, "torch_threads": torch.get_num_threads()}
+    _common.Result("overhead", samples, summary, settings).write(args, began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""What this machine has for noria, what it lacks, and how fast it moves bytes: `noria doctor`.
+
+Every measurement is small (all of them together take a second or two) and takes the best of a few tries: it says what
+the machine can do, not what it does under load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noria import _C
+from noria._version import __version__
+from noria.policy import format_bytes
+
+__all__ = ["Doctor", "Speeds", "cpu_name", "diagnose", "measure_matmul_tflops", "measure_speeds", "versions"]
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """GiB/s. Of copies: bytes copied (each is read and written); of the update: bytes read plus written."""
+
+    copy: float
+    fetch: float
+    drain: float
+    update: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """`missing`: what noria could use and this machine has not, each with its remedy."""
+
+    versions: dict[str, str]
+    backends: dict[str, str]
+    cpu: str
+    cores: int
+    instruction_sets: list[str]
+    memory_total: int | None
+    memory_available: int | None
+    memory_limit: int | None
+    huge_pages: str
+    lockable: int | None
+    storage_refuses: bool
+    speeds: Speeds
+    missing: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        def amount(num_bytes: int | None, none: str) -> str:
+            return none if num_bytes is None else format_bytes(num_bytes)
+
+        found = [(name, version) for name, version in self.versions.items()]
+        found += [(f"backend {name}", state) for name, state in self.backends.items()]
+        found += [
+            ("processor", f"{self.cpu}, {self.cores} cores for this process"),
+            ("update kernels", ", ".join(self.instruction_sets)),
+            ("memory", f"{amount(self.memory_total, 'unknown')}, {amount(self.memory_available, 'unknown')} available"),
+            ("memory limit (cgroup)", amount(self.memory_limit, "none")),
+            ("huge pages", self.huge_pages),
+            ("lockable memory (ulimit -l)", amount(self.lockable, "unlimited")),
+            ("evicted weights", "access raises" if self.storage_refuses else "read as NaN (torch before 2.13)"),
+            ("copy", f"{self.speeds.copy:.1f} GiB/s, one thread"),
+            ("fetch, drain", f"{self.speeds.fetch:.1f}, {self.speeds.drain:.1f} GiB/s through the host backend"),
+            ("update", f"{self.speeds.update:.1f} GiB/s read and written by the fused AdamW"),
+        ]
+        return found
+
+
+# ---- facts --------------------------------------------------------------------------------------------------------
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    record = json.loads((Path(__file__).parent / "_built_with.json").read_text())
+    return {
+        "noria": f"{__version__}, built against torch {record['torch']}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tbb": _installed("tbb") or "not found as a package",
+        "system": platform.platform(),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _cgroup_limit() -> int | None:
+    """The tightest limit on the way up from this process's group (version 2), or the group's own (version 1)."""
+    root = Path("/sys/fs/cgroup")
+    candidates = [root / "memory/memory.limit_in_bytes"]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            group = root / line.split(":", 2)[2].lstrip("/")
+            candidates += [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    except OSError:
+        pass
+    limits = []
+    for path in candidates:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:  # above: what stands for "no limit"
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _huge_pages() -> str:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unknown"
+    return next((word.strip("[]") for word in text.split() if word.startswith("[")), text.strip())
+
+
+def _backends() -> dict[str, str]:
+    reason = _C.cuda_absent_reason()
+    found = {"host": "ready"}
+    if not reason and torch.cuda.is_available():
+        found["cuda"] = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    else:
+        found["cuda"] = f"absent: {reason or f'torch {torch.__version__} reaches no CUDA device'}"
+    return found
+
+
+# ---- speeds -------------------------------------------------------------------------------------------------------
+
+
+def _best_s(work: Callable[[], Any], tries: int) -> float:
+    best = float("inf")
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
+    """Copies of `num_bytes`, and AdamW on four arrays that together have twice as many."""
+    num_bytes = -(-num_bytes // 4096) * 4096
+    backend = _C.make_host_backend(num_bytes)
+    home = _C.Arena(num_bytes)
+    try:
+        device = backend.allocate(num_bytes)
+        ctypes.memset(home.data, 1, num_bytes)
+        ctypes.memset(device, 1, num_bytes)
+        ways: dict[str, Callable[[], Any]] = {
+            "copy": lambda: ctypes.memmove(device, home.data, num_bytes),
+            "fetch": lambda: backend.submit("fetch", [(device, home.data, num_bytes)]).wait_passed(),
+            "drain": lambda: backend.submit("drain", [(home.data, device, num_bytes)]).wait_passed(),
+        }
+        best_s = dict.fromkeys(ways, float("inf"))
+        for _ in range(tries):  # in turns, so that a busy moment hits them alike
+            for name, work in ways.items():
+                best_s[name] = min(best_s[name], _best_s(work, 1))
+        backend.free(device)
+    finally:
+        backend.close()
+        home.close()
+    gib_s = {name: num_bytes / GIB / best for name, best in best_s.items()}
+    return Speeds(**gib_s, update=_measure_update(num_bytes // 8, tries))
+
+
+def _measure_update(count: int, tries: int) -> float:
+    arrays = [torch.full((count,), 1e-3) for _ in range(4)]  # written: the system's page of zeros would be cached
+    master, m, v, gradient = (array.data_ptr() for array in arrays)
+    scalars = _C.adamw_scalars(1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    pool = _C.HostOptimizer()
+    try:
+        job = _C.AdamWJob([(0, count, scalars)], m=m, v=v, gradient=gradient, master=master)
+        best_s = _best_s(lambda: pool.submit(job).wait_passed(), tries)
+    finally:
+        pool.close()
+    return job.bytes / GIB / best_s
+
+
+def measure_matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Of one square product, large enough to be limited by arithmetic."""
+    size = 8192 if device.type == "cuda" else 768
+    a = torch.randn(size, size, device=device, dtype=dtype)
+
+    def work() -> None:
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    return 2 * size**3 / _best_s(work, 3) / 1e12
+
+
+# ---- diagnosis ----------------------------------------------------------------------------------------------------
+
+
+def diagnose() -> Doctor:
+    memory = _meminfo()
+    lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    backends = _backends()
+    return Doctor(
+        versions=versions(),
+        backends=backends,
+        cpu=cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        instruction_sets=_C.adamw_instruction_sets(),
+        memory_total=memory.get("MemTotal"),
+        memory_available=memory.get("MemAvailable"),
+        memory_limit=_cgroup_limit(),
+        huge_pages=_huge_pages(),
+        lockable=None if lockable == resource.RLIM_INFINITY else lockable,
+        storage_refuses=_C.STORAGE_CAN_REFUSE,
+        speeds=measure_speeds(),
+        missing=_missing(backends, lockable),
+    )
+
+
+def _missing(backends: dict[str, str], lockable: int) -> list[str]:
+    missing = []
+    if backends["cuda"].startswith("absent"):
+        remedy = "install a CUDA build of torch (https://pytorch.org/get-started/locally) and a driver that it supports"
+        missing.append(f'no CUDA device, so device="cpu" computes: {remedy}')
+    elif lockable != resource.RLIM_INFINITY and lockable < GIB:
+        missing.append("little lockable memory: where registering the home fails, raise it with `ulimit -l unlimited`")
+    if not _C.STORAGE_CAN_REFUSE:
+        missing.append("access to evicted weights does not raise: pip install 'torch>=2.13', and build noria again")
+    if _huge_pages() == "never":
+        missing.append(
+            "huge pages are off, so updates and copies walk more page tables: "
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    if _installed("transformers") is None:
+        missing.append("noria plan --hf-config reads models of transformers: pip install transformers")
+    return missing

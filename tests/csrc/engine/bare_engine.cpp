@@ -1,0 +1,280 @@
+#include "bare_engine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "base/errors.h"
+#include "device/host_backend.h"
+#include "device/timing.h"
+
+namespace noria {
+namespace {
+
+// A float in [-0.5, 0.5), exactly, from any bits.
+float spread(std::uint32_t bits, std::uint32_t number) {
+  const std::uint32_t hash = (bits ^ (number * 0x9E3779B9U)) * 2654435761U;
+  return static_cast<float>(hash >> 8) * 0x1p-24F - 0.5F;
+}
+
+float* floats(std::byte* memory) { return reinterpret_cast<float*>(memory); }
+
+enum class Write { plain, onto_held, onto_buffer };
+
+}  // namespace
+
+BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
+  auto backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 24}, {}, hostility});
+  if (!asynchronous) return {backend, nullptr, [](const std::function<void()>& work) { work(); }};
+  const Stream stream = backend->create_stream();
+  auto* host = backend.get();
+  return {backend, stream, [host, stream](std::function<void()> work) { host->enqueue(stream, std::move(work)); }};
+}
+
+BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
+                       std::shared_ptr<HostOptimizer> optimizer)
+    : machine_(std::move(machine)),
+      // Braces: the units are laid out before the buffers that this interns are moved.
+      engine_{EngineOptions{{Place::Kind::device, 0}, budget, prefetch_at_step},
+              machine_.backend,
+              lay_out(units),
+              std::move(buffers_),
+              *this,
+              std::move(optimizer)} {}
+
+std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units) {
+  Bytes total;
+  for (const BareUnit& unit : units) total += kSlotBytes * unit.num_slots;
+  for (Arena& array : home_) {
+    array = Arena(total);
+    std::memset(array.data(), 0, static_cast<std::size_t>(total.count));
+    array.register_with(machine_.backend);
+  }
+  std::vector<EngineUnit> result;
+  Bytes start;
+  for (const BareUnit& described : units) {
+    const UnitId id(static_cast<std::int32_t>(result.size()));
+    const Bytes weights = kSlotBytes * described.num_slots;
+    Unit unit;
+    unit.slots.resize(static_cast<std::size_t>(described.num_trainable));
+    for (std::size_t i = 0; i < home_.size(); ++i) unit.home[i] = floats(home_[i].data() + start.count);
+    const auto num_elements = static_cast<std::uint32_t>(described.num_slots * kSlotElements);
+    unit.result.resize(num_elements);
+    for (std::uint32_t i = 0; i < num_elements; ++i) {
+      unit.home[0][i] = spread(i, static_cast<std::uint32_t>(id.value) + 1);
+    }
+    units_.push_back(std::move(unit));
+
+    EngineUnit made;
+    made.facts = {"unit " + std::to_string(id.value), weights, kSlotBytes * described.num_trainable, {}, {}, {}};
+    const auto range = [&](int region, Bytes offset, Bytes bytes, Purpose purpose) {
+      return buffers_.intern({{Place::Kind::host, region}, offset, bytes, Format::travel, purpose, id});
+    };
+    made.facts.working = range(0, start, weights, Purpose::working_copy);
+    made.facts.held = range(1, start, made.facts.gradients, Purpose::held_gradient);
+    made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
+    made.working = home_[0].data() + start.count;
+    if (described.num_trainable > 0) made.held = home_[1].data() + start.count;
+    result.push_back(std::move(made));
+    start += weights;
+  }
+  return result;
+}
+
+BareEngine::~BareEngine() {
+  try {
+    release_stream();
+    close();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
+  }
+}
+
+// ---- passes -----------------------------------------------------------------------------------------------------
+
+void BareEngine::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
+  phase_ = Phase::forward;
+  engine_.begin_pass({Phase::forward, root, grad_enabled, training, false, {}}, machine_.stream);
+}
+
+void BareEngine::begin_backward() {
+  phase_ = Phase::backward;
+  Signature signature;
+  signature.phase = Phase::backward;
+  signature.forward = engine_.last_forward();
+  for (const Unit& unit : units_) {
+    for (const Slot& slot : unit.slots) signature.accumulating |= slot.held;
+  }
+  engine_.begin_pass(signature, machine_.stream);
+}
+
+void BareEngine::compute(std::function<void()> kernel) {
+  machine_.enqueue([kernel = std::move(kernel), us = machine_.kernel_us] {
+    if (us > 0) sleep_until_ns(now_ns() + us * 1000);
+    kernel();
+  });
+}
+
+void BareEngine::visit(std::int32_t hook, const std::vector<UnitId>& needs) {
+  engine_.announce(HookId(hook), needs, phase_, machine_.stream);
+  for (UnitId id : needs) {
+    Unit& unit = of(id);
+    NORIA_INVARIANT(unit.attached != nullptr, "a visited unit is not attached");
+    compute([weights = unit.attached, &result = unit.result] {
+      for (std::size_t i = 0; i < result.size(); ++i) {
+        const auto bits = std::bit_cast<std::uint32_t>(floats(weights)[i]);
+        result[i] = result[i] * 1664525U + bits + 1013904223U;
+      }
+    });
+  }
+}
+
+void BareEngine::open_gradients(UnitId unit, std::byte* buffer) {
+  of(unit).buffer = buffer;
+  for (Slot& slot : of(unit).slots) slot.written = false;
+}
+
+void BareEngine::gradient(std::size_t unit, std::size_t slot) {
+  const UnitId id(static_cast<std::int32_t>(unit));
+  engine_.expect_gradient(id, machine_.stream);
+  Unit& into = units_[unit];
+  Slot& state = into.slots.at(slot);
+  const Write write = state.written                 ? Write::onto_buffer
+                      : state.arrived || state.held ? Write::onto_held
+                                                    : Write::plain;
+  if (write == Write::plain) state.guarded = false;  // the drain waits for whoever reads what was held
+  const std::size_t start = slot * kSlotElements;
+  compute([write, number = ++num_gradients_, result = into.result.data() + start, held = into.home[1] + start,
+           buffer = floats(into.buffer) + start] {
+    for (std::size_t i = 0; i < kSlotElements; ++i) {
+      const float gradient = spread(result[i], number);
+      if (write == Write::onto_buffer) buffer[i] += gradient;
+      else buffer[i] = write == Write::onto_held ? held[i] + gradient : gradient;
+    }
+  });
+  state.written = state.arrived = true;
+  engine_.gradient_arrived(id, kSlotBytes * static_cast<std::int64_t>(slot), kSlotBytes);
+}
+
+void BareEngine::end_pass() {
+  engine_.end_pass(machine_.stream);
+  for (Unit& unit : units_) {
+    for (Slot& slot : unit.slots) slot.held |= std::exchange(slot.arrived, false);
+  }
+}
+
+void BareEngine::reset() {
+  for (Unit& unit : units_) {
+    for (Slot& slot : unit.slots) slot.written = slot.arrived = false;
+  }
+  engine_.reset(machine_.stream);
+}
+
+// ---- the user's loop --------------------------------------------------------------------------------------------
+
+void BareEngine::clip(std::size_t unit, std::size_t slot) {
+  Slot& state = units_[unit].slots.at(slot);
+  if (std::exchange(state.guarded, false)) {
+    engine_.access_held(UnitId(static_cast<std::int32_t>(unit)), machine_.stream);
+  }
+  compute([held = units_[unit].home[1] + slot * kSlotElements] {
+    for (std::size_t i = 0; i < kSlotElements; ++i) held[i] *= 0.5F;
+  });
+}
+
+void BareEngine::zero_grad() {
+  for (Unit& unit : units_) {
+    for (Slot& slot : unit.slots) slot.held = false;  // still guarded: the user may have kept it
+  }
+}
+
+void BareEngine::update(std::size_t unit, bool on_pool) {
+  const UnitId id(static_cast<std::int32_t>(unit));
+  engine_.settle(id);  // the update before this one
+  Unit& updated = units_[unit];
+  AdamWJob job;
+  for (std::size_t i = 0; i < updated.slots.size(); ++i) {
+    Slot& slot = updated.slots[i];
+    if (!slot.held) continue;
+    slot.guarded = true;
+    ++slot.num_updates;
+    slot.pending = !on_pool;
+    job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
+                          adamw_scalars({0.05, 0.9, 0.999, 1e-8, 0.01, false}, slot.num_updates)});
+  }
+  if (job.pieces.empty()) return;
+  if (!on_pool) {
+    engine_.defer_update(id);
+    return;
+  }
+  job.master = updated.home[0];
+  job.gradient = updated.home[1];
+  job.m = updated.home[2];
+  job.v = updated.home[3];
+  engine_.update_on_pool(id, std::move(job));
+}
+
+void BareEngine::update(UnitId unit) {
+  if (std::exchange(fail_next_update_, false)) throw MachineError("the update of " + std::to_string(unit.value));
+  auto& [weights, held, moment, unused] = of(unit).home;
+  for (std::size_t slot = 0; slot < of(unit).slots.size(); ++slot) {
+    if (!std::exchange(of(unit).slots[slot].pending, false)) continue;
+    for (std::size_t i = slot * kSlotElements; i < (slot + 1) * kSlotElements; ++i) {
+      moment[i] = 0.5F * moment[i] + held[i];
+      weights[i] -= 0.25F * moment[i];
+    }
+  }
+}
+
+std::vector<float> BareEngine::read_home(std::size_t unit) {
+  engine_.access_home(UnitId(static_cast<std::int32_t>(unit)), /*write_weights=*/false);
+  return array("weights", unit);
+}
+
+void BareEngine::write_home(std::size_t unit, float value) {
+  engine_.access_home(UnitId(static_cast<std::int32_t>(unit)), /*write_weights=*/true);
+  for (std::size_t i = 0; i < units_[unit].result.size(); ++i) {
+    units_[unit].home[0][i] = units_[unit].home[0][i] * 0.5F + value;
+  }
+}
+
+// ---- failures ---------------------------------------------------------------------------------------------------
+
+void BareEngine::hold_stream() {
+  stream_hold_ = std::make_shared<HostTicket>(OpLabel{});
+  machine_.enqueue([hold = stream_hold_] { hold->wait_passed(); });
+}
+
+void BareEngine::release_stream() {
+  if (auto hold = std::exchange(stream_hold_, nullptr)) hold->pass();
+}
+
+void BareEngine::break_stream() {
+  machine_.enqueue([] { throw MachineError("a kernel failed"); });
+}
+
+// ---- what came out ----------------------------------------------------------------------------------------------
+
+void BareEngine::idle() {
+  engine_.settle_all();
+  const Ticket end = machine_.backend->open({});
+  machine_.backend->give(end, machine_.stream);
+  end->wait_passed();
+  engine_.idle();
+}
+
+void BareEngine::close() { engine_.close(); }
+
+std::vector<float> BareEngine::array(const std::string& which, std::size_t unit) const {
+  static const std::array<std::string, 4> names{"weights", "held", "moment1", "moment2"};
+  const auto found = std::find(names.begin(), names.end(), which);
+  const float* start = units_[unit].home.at(static_cast<std::size_t>(found - names.begin()));
+  return {start, start + units_[unit].result.size()};
+}
+
+std::vector<std::uint8_t> BareEngine::arena() const {
+  const auto* start = reinterpret_cast<const std::uint8_t*>(engine_.leases().at(Bytes{0}));
+  return {start, start + engine_.leases().arena_bytes().count};
+}
+
+}  // namespace noria

@@ -1,0 +1,130 @@
+// The engine without torch: a model of plain arrays, whose layers mix bits, driven by the verbs that hooks would call.
+//
+// A unit is a row of slots of 512 bytes (128 floats), of which the first may be trained; a slot stands for a parameter.
+// A visit enqueues on the compute stream: mix the leased weights, bit by bit, into the unit's result. A gradient is a
+// function of that result and a running number, written into the open buffer as `Custody` does it. Updates are AdamW on
+// the pool, or a momentum step on the launching thread. So whatever was read too early, too late, twice or not at all
+// shows in the bits of results, weights, moments or held gradients: tests/python/engine/twin.py computes them slowly.
+//
+// Units: slots and elements. Ownership: owns home, results and engine; shares the backend. Order: the calls are the
+// program. Threads: one call at a time.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/host_ticket.h"
+#include "engine/engine.h"
+#include "store/arena.h"
+
+namespace noria {
+
+inline constexpr std::int64_t kSlotElements = 128;
+inline constexpr Bytes kSlotBytes{512};
+
+/// Where the model computes. `enqueue` queues work on the stream, or does it at once where the stream is null.
+struct BareMachine {
+  std::shared_ptr<Backend> backend;
+  Stream stream = nullptr;
+  std::function<void(std::function<void()>)> enqueue;
+  std::int64_t kernel_us = 0;  // what each piece of work takes at least
+};
+
+/// A host backend with a compute stream of its own, or (`asynchronous` false) one where the calling thread computes.
+BareMachine make_host_machine(const Hostility& hostility, bool asynchronous);
+
+struct BareUnit {
+  int num_slots = 1;
+  int num_trainable = 1;  // the first ones; 0: frozen
+};
+
+class BareEngine final : public Custodian {
+ public:
+  BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
+             std::shared_ptr<HostOptimizer> optimizer);
+  ~BareEngine() override;
+
+  Engine& engine() { return engine_; }
+
+  // ---- passes ----
+  void begin_forward(std::int32_t root, bool training, bool grad_enabled);
+  void begin_backward();
+  void visit(std::int32_t hook, const std::vector<UnitId>& needs);
+  void leave() { engine_.leave(machine_.stream); }
+  void gradient(std::size_t unit, std::size_t slot);
+  void end_pass();
+  /// The pass raised.
+  void reset();
+
+  // ---- the user's loop ----
+  /// Halves a held gradient on the stream, as a clip would.
+  void clip(std::size_t unit, std::size_t slot);
+  void zero_grad();
+  void begin_step() { engine_.begin_step(machine_.stream); }
+  /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
+  void update(std::size_t unit, bool on_pool);
+  void end_step(bool blocking) { engine_.end_step(blocking); }
+  /// The weights as the home has them now.
+  std::vector<float> read_home(std::size_t unit);
+  void write_home(std::size_t unit, float value);
+
+  // ---- failures ----
+  void fail_next_update() { fail_next_update_ = true; }
+  /// Nothing that comes later on the stream happens before `release_stream`.
+  void hold_stream();
+  void release_stream();
+  /// Work that throws, which breaks a stream of the host.
+  void break_stream();
+
+  // ---- what came out; call `idle` first ----
+  void idle();
+  void close();
+  std::vector<std::uint32_t> result(std::size_t unit) const { return units_[unit].result; }
+  std::vector<float> array(const std::string& which, std::size_t unit) const;  // weights, held, moment1, moment2
+  std::vector<std::uint8_t> arena() const;
+  const Backend& backend() const { return *machine_.backend; }
+
+  // ---- Custodian ----
+  void attach(UnitId unit, std::byte* weights) override { of(unit).attached = weights; }
+  void evict(UnitId unit) override { of(unit).attached = nullptr; }
+  void open_gradients(UnitId unit, std::byte* buffer) override;
+  void close_gradients(UnitId unit) override { of(unit).buffer = nullptr; }
+  void update(UnitId unit) override;
+
+ private:
+  void compute(std::function<void()> kernel);
+
+  struct Slot {
+    bool written = false;  // in the buffer that is open now
+    bool arrived = false;  // in this backward
+    bool held = false;     // the user sees a gradient
+    bool guarded = false;  // an update may still read it
+    bool pending = false;  // the deferred update has to do with it
+    std::int64_t num_updates = 0;
+  };
+  struct Unit {
+    std::vector<Slot> slots;
+    std::array<float*, 4> home{};  // weights, held, moment1, moment2
+    std::vector<std::uint32_t> result;
+    std::byte* attached = nullptr;
+    std::byte* buffer = nullptr;
+  };
+  Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
+  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units);
+
+  BareMachine machine_;
+  BufferTable buffers_;
+  std::array<Arena, 4> home_;
+  std::vector<Unit> units_;
+  Phase phase_ = Phase::forward;
+  std::uint32_t num_gradients_ = 0;
+  bool fail_next_update_ = false;
+  std::shared_ptr<HostTicket> stream_hold_;
+  Engine engine_;  // last: it calls back into everything above
+};
+
+}  // namespace noria

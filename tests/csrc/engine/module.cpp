@@ -1,0 +1,127 @@
+// The bare engine as a Python module, over the host backend or over CUDA's on a fake runtime. For tests only.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bare_engine.h"
+#include "base/errors.h"
+#include "fake_cuda.h"
+
+namespace py = pybind11;
+
+namespace noria {
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+std::vector<UnitId> unit_ids(const std::vector<std::int32_t>& units) {
+  std::vector<UnitId> ids;
+  for (std::int32_t unit : units) ids.emplace_back(unit);
+  return ids;
+}
+
+BareMachine make_machine(const std::string& name, const Hostility& hostility) {
+  if (name == "host") return make_host_machine(hostility, /*asynchronous=*/true);
+  if (name == "calling thread") return make_host_machine(hostility, /*asynchronous=*/false);
+  NORIA_INVARIANT(name == "fake cuda", "no such machine: " + name);
+  auto backend = make_cuda_backend({0, Bytes{1 << 24}, hostility});
+  const std::shared_ptr<CUstream_st> stream(fake_cuda::make_stream(), &cudaStreamDestroy);
+  return {backend, stream.get(),
+          [stream](std::function<void()> work) { fake_cuda::run_on(stream.get(), std::move(work)); }};
+}
+
+std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, std::int64_t arena, std::int32_t window,
+                                 const std::string& machine, bool pool, bool prefetch_at_step, std::uint64_t seed,
+                                 std::int64_t max_delay_us, const std::map<std::string, std::int64_t>& hold_us,
+                                 bool poison, std::int64_t kernel_us) {
+  Hostility hostility{seed, max_delay_us, {}, poison};
+  for (const auto& [verb, us] : hold_us) hostility.hold_us[parse_verb(verb)] = us;
+  std::vector<BareUnit> described;
+  for (const auto& [slots, trainable] : units) described.push_back({slots, trainable});
+  HostOptimizerOptions options;
+  options.num_threads = 1;
+  options.hostility = hostility;
+  BareMachine computes = make_machine(machine, hostility);
+  computes.kernel_us = kernel_us;
+  return std::make_unique<BareEngine>(described, std::move(computes), Budget{Bytes{arena}, window}, prefetch_at_step,
+                                      pool ? std::make_shared<HostOptimizer>(options) : nullptr);
+}
+
+py::list passes_of(BareEngine& bare) {
+  std::vector<PassStats> passes;
+  {
+    const py::gil_scoped_release release;
+    passes = bare.engine().passes();
+  }
+  py::list result;
+  for (const PassStats& stats : passes) {
+    py::dict each;
+    each["itinerary"] = stats.itinerary.value;
+    each["phase"] = std::string(to_string(stats.signature.phase));
+    each["times"] = stats.times;
+    each["planned_fetches"] = stats.planned_fetches;
+    each["fetches"] = stats.fetches;
+    each["unplanned_visits"] = stats.unplanned_visits;
+    result.append(each);
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace noria
+
+PYBIND11_MODULE(_bare_engine, m) {
+  using noria::BareEngine;
+  using noria::Release;
+  py::module_::import("noria._C");  // registers the exceptions
+  m.attr("SLOT_ELEMENTS") = noria::kSlotElements;
+  m.attr("SLOT_BYTES") = noria::kSlotBytes.count;
+  m.def("num_empty_waits", &fake_cuda::num_empty_waits);
+
+  py::class_<BareEngine>(m, "BareEngine")
+      .def(py::init(&noria::make), py::arg("units"), py::kw_only(), py::arg("arena"), py::arg("window") = 0,
+           py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,
+           py::arg("max_delay_us") = 0, py::arg("hold_us") = std::map<std::string, std::int64_t>(),
+           py::arg("poison") = false, py::arg("kernel_us") = 0)
+      .def("begin_forward", &BareEngine::begin_forward, py::arg("root") = 0, py::arg("training") = true,
+           py::arg("grad_enabled") = true, Release())
+      .def("begin_backward", &BareEngine::begin_backward, Release())
+      .def(
+          "visit",
+          [](BareEngine& self, std::int32_t hook, const std::vector<std::int32_t>& needs) {
+            self.visit(hook, noria::unit_ids(needs));
+          },
+          Release())
+      .def("leave", &BareEngine::leave, Release())
+      .def("gradient", &BareEngine::gradient, Release())
+      .def("end_pass", &BareEngine::end_pass, Release())
+      .def("reset", &BareEngine::reset, Release())
+      .def("clip", &BareEngine::clip, Release())
+      .def("zero_grad", &BareEngine::zero_grad)
+      .def("begin_step", &BareEngine::begin_step, Release())
+      .def("update", py::overload_cast<std::size_t, bool>(&BareEngine::update), Release())
+      .def("end_step", &BareEngine::end_step, Release())
+      .def("read_home", &BareEngine::read_home, Release())
+      .def("write_home", &BareEngine::write_home, Release())
+      .def("fail_next_update", &BareEngine::fail_next_update)
+      .def("hold_stream", &BareEngine::hold_stream, Release())
+      .def("release_stream", &BareEngine::release_stream, Release())
+      .def("break_stream", &BareEngine::break_stream, Release())
+      .def("idle", &BareEngine::idle, Release())
+      .def("close", &BareEngine::close, Release())
+      .def(
+          "omit_wait", [](BareEngine& self, const std::string& kind) { self.engine().omit_wait(kind); }, Release())
+      .def(
+          "wait_kinds", [](BareEngine& self) { return self.engine().wait_kinds(); }, Release())
+      .def("result", &BareEngine::result)
+      .def("array", &BareEngine::array)
+      .def("arena", &BareEngine::arena)
+      .def("passes", &noria::passes_of)
+      .def_property_readonly("arena_bytes", [](BareEngine& self) { return self.engine().leases().arena_bytes().count; })
+      .def_property_readonly("peak_bytes", [](BareEngine& self) { return self.engine().leases().peak().count; })
+      .def_property_readonly("peak_units", [](BareEngine& self) { return self.engine().leases().peak_units(); })
+      .def_property_readonly("num_fetches", [](BareEngine& self) { return self.engine().num_fetches(); })
+      .def_property_readonly("num_allocations", [](BareEngine& self) { return self.backend().num_allocations(); })
+      .def_property_readonly("num_events", [](BareEngine& self) { return self.backend().num_events(); })
+      .def_property_readonly("num_buffers", [](BareEngine& self) { return self.engine().buffers().size(); })
+      .def_property_readonly("num_remembered", [](BareEngine& self) { return self.engine().num_remembered(); });
+}

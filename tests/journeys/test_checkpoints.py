@@ -1,0 +1,426 @@
+"""Checkpoints are torch's: plain tensors under the original names, exchanged with plain PyTorch both ways; and a run that
+was saved and resumed has the bits of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import noria
+import pytest
+import torch
+from noria.testing import assert_same_bits, on_machine
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.journeys.pairs import HOSTILE, LATE_UPDATES, Net, Side, adamw, assert_moved, both, loss_of, sgd, state_tensors
+
+KINDS = {
+    "fp32 torch": {"kernel": "torch"},
+    "fp32 fused": {"kernel": "fused"},
+    "bf16 torch": {"kernel": "torch", "dtype": torch.bfloat16},
+    "bf16 fused": {"kernel": "fused", "dtype": torch.bfloat16},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def new(seed=0, optimizer=adamw, model=Net):
+    torch.manual_seed(seed)
+    made = model()
+    return Side(made, optimizer(made.parameters()), False)
+
+
+def wrapped(seed=0, optimizer=adamw, model=Net, **policy):
+    side = new(seed, optimizer, model)
+    with on_machine(hostility=LATE_UPDATES if policy.get("kernel") == "fused" else HOSTILE):
+        noria.wrap(side.model, side.optimizer, device="cpu", window=2, **policy)
+    side.is_wrapped = True
+    return side
+
+
+def same(a: Side, b: Side) -> None:
+    assert_same_bits(a.model.state_dict(), b.model.state_dict())
+    assert_same_bits(state_tensors(a.optimizer), state_tensors(b.optimizer))
+
+
+def through_a_file(contents):
+    file = io.BytesIO()
+    torch.save(contents, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def both_states(side):
+    return through_a_file({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()})
+
+
+def load(side, states):
+    side.model.load_state_dict(states["model"])
+    side.optimizer.load_state_dict(states["optimizer"])
+
+
+# ---- resume ---------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("by", ["state_dict", "noria.save"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path):
+    straight = wrapped(**KINDS[kind])
+    straight.train(0, 6)
+    first = wrapped(**KINDS[kind])
+    first.train(0, 3)
+    second = wrapped(seed=99, **KINDS[kind])  # other weights: all must come from the checkpoint
+    if by == "state_dict":
+        load(second, both_states(first))
+    else:
+        noria.save(tmp_path / "run.pt", first.model, first.optimizer, step=3, note="halfway")
+        assert noria.load(tmp_path / "run.pt", second.model, second.optimizer) == {"step": 3, "note": "halfway"}
+    second.train(3, 6)
+    same(second, straight)
+    for side in (straight, second):
+        assert_moved(side.model)
+
+
+@kinds
+def test_loading_in_the_middle_of_training_takes_the_run_back(kind):
+    side = wrapped(**KINDS[kind])
+    side.train(0, 2)
+    states = both_states(side)
+    side.train(2, 4)
+    after = both_states(side)
+    side.train(7, 9)
+    load(side, states)
+    side.train(2, 4)
+    assert_same_bits(side.model.state_dict(), after["model"])
+    assert_same_bits(
+        state_tensors(side.optimizer),
+        {f"{n}.{k}": v for n, each in after["optimizer"]["state"].items() for k, v in each.items()},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernels_read_each_others_checkpoints(dtype):
+    torch_side, fused_side = wrapped(**KINDS[f"{dtype} torch"]), wrapped(**KINDS[f"{dtype} fused"])
+    torch_side.train(0, 3)
+    states = both_states(torch_side)
+    load(fused_side, states)
+    same(fused_side, torch_side)
+    assert (dtype == "bf16") == any("low_bits" in each for each in states["optimizer"]["state"].values())
+    fused_side.train(3, 5)
+    back = wrapped(seed=5, **KINDS[f"{dtype} torch"])
+    load(back, both_states(fused_side))
+    same(back, fused_side)
+    straight = wrapped(seed=6, **KINDS[f"{dtype} fused"])
+    load(straight, both_states(fused_side))
+    straight.train(5, 7)
+    fused_side.train(5, 7)
+    same(straight, fused_side)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_checkpoints_are_exchanged_with_plain_pytorch(optimizer):
+    plain, ours = new(optimizer=optimizer), wrapped(seed=1, optimizer=optimizer)
+    plain.train(0, 3)
+    load(ours, both_states(plain))
+    same(ours, plain)
+    ours.train(3, 6)
+    plain.train(3, 6)
+    same(ours, plain)
+    fresh = new(seed=2, optimizer=optimizer)
+    load(fresh, both_states(ours))
+    same(fresh, plain)
+    fresh.train(6, 8)
+    plain.train(6, 8)
+    ours.train(6, 8)
+    same(fresh, plain)
+    same(ours, plain)
+    assert_moved(ours.model)
+
+
+def test_state_dicts_are_those_of_torch_in_names_order_shape_and_metadata():
+    def journey(side):
+        side.train(0, 2)
+        names = list(side.model.state_dict())
+        side.keep("names", torch.tensor([hash(name) % 2**31 for name in names]))
+        assert names == [name for name, _ in side.model.named_parameters()]
+        state = side.optimizer.state_dict()
+        assert state["state"].keys() == dict(enumerate(names)).keys()
+        assert list(state["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+        assert side.model.state_dict()._metadata.keys() >= {"", "blocks.0"}
+        assert not any(value.requires_grad for value in side.model.state_dict().values())
+
+    both(journey)
+
+
+def test_strict_and_partial_loading_say_what_torch_says():
+    def journey(side):
+        side.train(0, 1)
+        partial = {"head.weight": torch.full((23, 16), 0.5), "nonsense": torch.zeros(1)}
+        result = side.model.load_state_dict(partial, strict=False)
+        assert result.unexpected_keys == ["nonsense"]
+        assert "embed.weight" in result.missing_keys and "head.weight" not in result.missing_keys
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            side.model.load_state_dict(partial)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            side.model.load_state_dict({"head.weight": torch.zeros(2, 2)}, strict=False)
+        side.train(1, 3)
+
+    both(journey)
+
+
+def test_the_state_dict_of_a_submodule_is_saved_and_loaded_by_itself():
+    def journey(side):
+        side.train(0, 2)
+        saved = through_a_file(side.model.blocks[1].state_dict())
+        assert list(saved)[0] == "norm.weight"
+        side.train(2, 4)
+        side.model.blocks[1].load_state_dict(saved)
+        side.model.blocks[3].load_state_dict(saved)
+        side.train(4, 6)
+
+    both(journey)
+
+
+def test_safetensors_files(tmp_path):
+    plain, ours = new(), wrapped()
+    plain.train(0, 2)
+    ours.train(0, 2)
+    save_file(ours.model.state_dict(), tmp_path / "ours.safetensors")
+    assert_same_bits(load_file(tmp_path / "ours.safetensors"), plain.model.state_dict())
+    ours.train(2, 4)
+    ours.model.load_state_dict(load_file(tmp_path / "ours.safetensors"))
+    assert_same_bits(ours.model.state_dict(), plain.model.state_dict())
+
+
+def test_files_hold_only_the_bytes_of_the_tensors_in_them():
+    side = wrapped(kernel="fused", dtype=torch.bfloat16)
+    side.train(0, 1)
+    for contents in (side.model.state_dict(), side.optimizer.state_dict(), side.model.blocks[0].state_dict()):
+        tensors = []
+        torch.utils._pytree.tree_map_only(torch.Tensor, tensors.append, contents)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert needed == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        file = io.BytesIO()
+        torch.save(contents, file)
+        assert needed < file.tell() < needed + 1024 * (1 + len(tensors))
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path):
+    side = wrapped()
+    noria.save(tmp_path / "run.pt", side.model, side.optimizer)
+    before = (tmp_path / "run.pt").read_bytes()
+    with pytest.raises(Exception, match="pickle"):
+        noria.save(tmp_path / "run.pt", side.model, side.optimizer, wrong=lambda: None)
+    assert (tmp_path / "run.pt").read_bytes() == before
+
+
+def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path):
+    side = wrapped()
+    noria.save(tmp_path / "model.pt", side.model)
+    with pytest.raises(noria.UsageError, match="a checkpoint with 'optimizer'"):
+        noria.load(tmp_path / "model.pt", side.model, side.optimizer)
+    plain = new()
+    noria.save(tmp_path / "plain.pt", plain.model, plain.optimizer)
+    noria.load(tmp_path / "plain.pt", side.model, side.optimizer)
+
+
+# ---- the optimizer's state, seen directly ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_optimizer_state_is_current_whenever_one_looks(kernel):
+    def journey(side):
+        weight = side.model.blocks[3].expand.weight
+        for number in range(3):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            state = side.optimizer.state
+            if number == 0:
+                assert weight in state
+                assert len(state) == len(list(side.model.parameters()))
+                assert {id(p) for p in state} == {id(p) for p in side.model.parameters()}
+            side.keep(f"first moment {number}", state[weight]["exp_avg"])
+            side.keep(f"step {number}", state.get(weight)["step"])
+            side.keep(f"sum {number}", sum(each["exp_avg_sq"].sum() for each in state.values()))
+            side.keep(f"sum by items {number}", sum(each["exp_avg"].sum() for _, each in state.items()))
+            side.optimizer.zero_grad()
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+def edit(optimizer):
+    for each in optimizer.state.values():
+        each["exp_avg"].mul_(0.5)
+
+
+def replace(optimizer):
+    for each in optimizer.state.values():
+        each["exp_avg"] = torch.full_like(each["exp_avg"], 0.01)
+        each["step"] = torch.tensor(1.0)
+
+
+def clear(optimizer):
+    optimizer.state.clear()
+
+
+def forget_some(optimizer):
+    for parameter in list(optimizer.state)[::2]:
+        del optimizer.state[parameter]
+
+
+def begin_anew(optimizer):
+    optimizer.state = type(torch.optim.SGD([torch.zeros(1)]).state)(dict)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+@pytest.mark.parametrize("change", [edit, replace, clear, forget_some, begin_anew])
+def test_what_the_user_does_to_optimizer_state_counts(change, kernel):
+    def journey(side):
+        for number in range(5):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            if number in (1, 2):
+                change(side.optimizer)
+            side.optimizer.zero_grad()
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+def test_a_wrapped_optimizer_is_pickled_as_a_plain_one():
+    side = wrapped()
+    side.train(0, 2)
+    with noria.materialize(side.model, read_only=True):
+        copied = pickle.loads(pickle.dumps(side.optimizer))
+    assert_same_bits(state_tensors(copied), state_tensors(side.optimizer))
+    assert isinstance(copied, torch.optim.AdamW)
+    parameter = copied.param_groups[0]["params"][0]
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones_like(parameter)
+    copied.step()
+    assert not torch.equal(parameter, before)
+    side.train(2, 3)
+
+
+# ---- materialize and unwrap -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fp32 torch", "fp32 fused"])
+def test_edits_inside_materialize_are_kept(kind):
+    def editing(side):
+        return noria.materialize(side.model) if side.is_wrapped or KINDS[kind]["kernel"] == "fused" else torch.no_grad()
+
+    def journey(side):
+        average = None
+        for step in range(3):
+            side.train(10 * step, 10 * step + 2)
+            with editing(side), torch.no_grad():
+                values = [parameter.detach() for parameter in side.model.parameters()]
+                average = [v.clone() for v in values] if average is None else average
+                torch._foreach_lerp_(average, values, 0.5)
+                if step == 1:
+                    for parameter, mean in zip(side.model.parameters(), average, strict=True):
+                        parameter.copy_(mean)
+                nn.init.constant_(side.model.head.bias, float(step))
+        for index, mean in enumerate(average):
+            side.keep(f"average {index}", mean)
+
+    both(journey, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["bf16 torch", "bf16 fused"])
+def test_edits_of_bfloat16_weights_move_their_masters_and_no_others(kind):
+    side, untouched = wrapped(**KINDS[kind]), wrapped(**KINDS[kind])
+    side.train(0, 2)
+    untouched.train(0, 2)
+    before = both_states(side)
+    with noria.materialize(side.model), torch.no_grad():
+        side.model.head.weight[:3] = 0.75
+    after = both_states(side)
+    place = [name for name, _ in side.model.named_parameters()].index("head.weight")
+    for number, state in after["optimizer"]["state"].items():
+        low, old = state["low_bits"], before["optimizer"]["state"][number]["low_bits"]
+        if number == place:
+            assert not low[:3].any() and old[:3].any()
+            assert torch.equal(low[3:], old[3:])
+        else:
+            assert torch.equal(low, old)
+    side.train(2, 4)
+    other = wrapped(seed=3, **KINDS[kind])
+    load(other, after)
+    other.train(2, 4)
+    same(side, other)
+
+
+def test_ema_models_that_torch_makes_of_a_materialized_model():
+    def journey(side):
+        side.train(0, 1)
+        inside = noria.materialize(side.model, read_only=True) if side.is_wrapped else torch.no_grad()
+        with inside:
+            average = [p.detach().clone() for p in side.model.parameters()]
+        side.train(1, 3)
+        for mean, (_, value) in zip(average, side.model.state_dict().items(), strict=True):
+            mean.lerp_(value, 0.1)
+        for index, mean in enumerate(average):
+            side.keep(f"average {index}", mean)
+
+    both(journey)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_unwrap_gives_plain_tensors_that_train_on(optimizer):
+    def journey(side):
+        side.train(0, 3)
+        loss_of(side.model, 9).backward()
+        if side.is_wrapped:
+            assert_moved(side.model)
+            assert noria.unwrap(side.model, side.optimizer) == (side.model, side.optimizer)
+        assert type(side.optimizer).__module__.startswith("torch.optim")
+        side.keep_gradients("across unwrap")
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(3, 6)
+        copy.deepcopy(side.model)
+        pickle.loads(pickle.dumps(side.optimizer))
+
+    both(journey, optimizer=optimizer, moved=False)
+
+
+def test_a_model_may_be_wrapped_and_unwrapped_again_and_again():
+    def journey(side):
+        for turn in range(3):
+            side.train(2 * turn, 2 * turn + 2)
+            if side.is_wrapped:
+                noria.unwrap(side.model, side.optimizer)
+                with on_machine(hostility=HOSTILE):
+                    noria.wrap(side.model, side.optimizer, device="cpu", window=2 + turn)
+        side.train(6, 8)
+
+    both(journey, window=None)
+
+
+def test_unwrap_after_a_failed_backward_and_with_updates_under_way():
+    def journey(side):
+        side.train(0, 2)
+        handle = side.model.blocks[1].norm.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(side.model, 9).backward()
+        handle.remove()
+        side.optimizer.zero_grad()
+        loss_of(side.model, 3).backward()
+        side.optimizer.step()
+        if side.is_wrapped:
+            noria.unwrap(side.model, side.optimizer)
+        side.optimizer.zero_grad()
+        side.train(4, 6)
+
+    both(journey, moved=False)

@@ -1,0 +1,199 @@
+"""Every example runs as printed, and fails loudly when what it shows is not true."""
+
+import json
+import re
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import noria
+import pytest
+import torch
+from noria.testing import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+TINY_DEMO = "--steps 8 --twin-steps 4 --layers 12 --width 64 --vocab 400 --text-bytes 60000 --generate 3 --out {out}"
+TINY_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run("examples/x.py", "--flag ...") gives (exit status, what it printed)."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def run_it(script: str, arguments: str = "") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
+        status = 0
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        return status, capsys.readouterr().out
+
+    return run_it
+
+
+def moved(report: str) -> list[tuple[int, int]]:
+    """(fetches, planned) of each kind of pass in a printed report; a pass without a plan is an error."""
+    passes = report.partition("passes (last occurrence):")[2].partition("memory")[0].strip().splitlines()
+    return [tuple(map(int, re.search(r"(\d+) fetches \(planned (\d+)\)", line).groups())) for line in passes]
+
+
+def test_the_mlp_learns_through_its_window(run):
+    status, printed = run("examples/01_mlp.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert status == 0
+    assert len(losses) == 10 and losses[-1] < losses[0] / 2
+    assert all(fetches == planned > 0 for fetches, planned in moved(printed))
+    assert re.search(r"leases: at most [23] units", printed)
+
+
+def test_the_demo_keeps_its_promises_and_leaves_a_curve_and_a_trace(run, tmp_path):
+    status, printed = run("examples/02_gpt.py", TINY_DEMO.format(out=tmp_path))
+    assert status == 0, printed
+    assert printed.count("\nyes  ") == 3 and "NO " not in printed
+    assert "the first 4 losses, and all weights after them, have the bits of plain PyTorch" in printed
+    assert int(re.search(r"yes  (\d+) fetches in 5 steps", printed)[1]) > 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = {event["name"].split()[0] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"forward", "backward", "fetch", "drain", "update", "wait"} <= names
+
+    status, printed = run("tools/draw_trace.py", f"{tmp_path / 'trace.json'} {tmp_path / 'wheel.png'} --unit blocks.6")
+    assert status == 0
+    assert (tmp_path / "wheel.png").read_bytes().startswith(b"\x89PNG")
+    assert int(re.search(r"'fetch -> compute': (\d+)", printed)[1]) > 0
+
+
+def test_the_live_view_shows_the_units_that_are_in_the_window(run, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run_live = sys.modules.get("live_view") or __import__("live_view")
+    monkeypatch.setattr(run_live, "REFRESH_S", 0.0)
+    draw = run_live.LiveView.show
+
+    def show_and_note(view):
+        draw(view)
+        if view.model is not None:
+            shown.append(noria.report(view.model, write_trace=False).resident)
+
+    monkeypatch.setattr(run_live.LiveView, "show", show_and_note)
+    status, printed = run("examples/02_gpt.py", TINY_DEMO.format(out=tmp_path))
+    assert status == 0, printed
+    assert "units in the window now" in printed
+    windows = {frozenset(units) for units in shown}
+    assert len(windows) > 12, "the wheel did not turn"
+    assert {unit for window in windows for unit in window} >= {f"blocks.{i}" for i in range(12)}
+
+
+def test_the_demo_fails_when_one_bit_of_one_weight_differs(run, tmp_path, monkeypatch):
+    wrap = noria.wrap
+
+    def wrap_disturbed(model, optimizer, policy):
+        with torch.no_grad():
+            model.blocks[5].expand.weight.view(torch.int32)[0, 0] ^= 1
+        return wrap(model, optimizer, policy)
+
+    monkeypatch.setattr(noria, "wrap", wrap_disturbed)
+    status, printed = run("examples/02_gpt.py", TINY_DEMO.format(out=tmp_path))
+    assert status == 1
+    assert "NO   the first 4 losses" in printed
+    assert "weights after step 4: " in printed
+
+
+def test_the_demo_fails_when_fewer_units_are_fetched_than_planned(run, tmp_path, monkeypatch):
+    wrap = noria.wrap
+
+    def wrap_roomily(model, optimizer, policy):
+        return wrap(model, optimizer, replace(policy, device_memory="auto"))
+
+    monkeypatch.setattr(noria, "wrap", wrap_roomily)
+    status, printed = run("examples/02_gpt.py", TINY_DEMO.format(out=tmp_path))
+    assert status == 1
+    assert re.search(r"NO   \d+ fetches in 5 steps", printed)
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --gradient-checkpointing"], ids=["fp32", "bf16 and checkpointing"])
+def test_a_finetuning_run_that_is_resumed_ends_with_the_same_bits(run, tmp_path, flags):
+    config, text = tmp_path / "config.json", tmp_path / "text.txt"
+    config.write_text(json.dumps(TINY_LLAMA))
+    text.write_text(Path(json.__file__).read_text())
+    arguments = f"--model {config} --text {text} --steps 4 --context 16 --batch 2 --save-every 2 --eval-every 2 "
+    arguments += f"--generate 4 --device-memory {60 if flags else 100}KiB {flags} --out {tmp_path}/"
+    status, printed = run("examples/03_hf_finetune.py", arguments + "whole")
+    assert status == 0
+    assert printed.count("held-out loss") == 2 and "--- generated" in printed
+    assert all(fetches == planned > 0 for fetches, planned in moved(printed))
+
+    status, resumed = run("examples/03_hf_finetune.py", arguments + f"second --resume {tmp_path}/whole/step2.pt")
+    assert status == 0
+    assert "resumed after step 2" in resumed and "step    2  loss" not in resumed
+    steps = [line for line in printed.splitlines() if re.match(r"step +[34]  (loss|held-out)", line)]
+    assert steps and all(line in resumed for line in steps)
+    whole, second = (torch.load(tmp_path / run / "step4.pt", weights_only=True) for run in ("whole", "second"))
+    begun = torch.load(tmp_path / "whole" / "step2.pt", weights_only=True)
+    assert any(not torch.equal(begun["model"][name], value) for name, value in whole["model"].items())
+    assert_same_bits(tensors(whole), tensors(second))
+
+
+def tensors(checkpoint: dict) -> dict[str, torch.Tensor]:
+    states = checkpoint["optimizer"]["state"]
+    named = {f"{index}.{key}": value for index, state in states.items() for key, value in state.items()}
+    return checkpoint["model"] | named
+
+
+def test_a_local_model_directory_brings_its_own_weights_and_tokenizer(run, tmp_path, monkeypatch):
+    import text
+    import transformers
+
+    source = Path(json.__file__).read_text()
+    (tmp_path / "text.txt").write_text(source)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text.Tokenizer(source, vocab_size=300)._bpe)
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(text, "Tokenizer", None)  # the example must not need one of its own
+    torch.manual_seed(7)
+    fields = {name: value for name, value in TINY_LLAMA.items() if name not in ("model_type", "architectures")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+    model.save_pretrained(tmp_path / "model")
+    arguments = f"--model {tmp_path}/model --text {tmp_path}/text.txt --out {tmp_path} --device-memory 100KiB"
+    status, printed = run(
+        "examples/03_hf_finetune.py", arguments + " --steps 2 --lr 0 --context 16 --batch 2 --generate 4"
+    )
+    assert status == 0
+    assert all(fetches == planned > 0 for fetches, planned in moved(printed))
+    saved = torch.load(tmp_path / "step2.pt", weights_only=True)["model"]
+    assert_same_bits(saved, {name: model.state_dict()[name] for name in saved})
+
+
+def test_every_snippet_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert snippets
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert all(fetches == planned > 0 for fetches, planned in moved(capsys.readouterr().out))
+
+
+def test_every_link_and_make_target_of_the_readme_exists():
+    readme = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", readme):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -1,0 +1,324 @@
+"""After a failure inside forward, backward or an update the model goes on, with the bits of a twin that failed alike; and
+a process always ends, with the exit code it would have had.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import noria
+import pytest
+import torch
+from torch import nn
+
+from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
+
+FAILURES = [ValueError, MemoryError, KeyboardInterrupt, SystemExit]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fail_once(failure):
+    """A callable that raises when it is called first, and a list that says whether it was."""
+    raised = []
+
+    def fail(*_):
+        if not raised:
+            raised.append(failure)
+            raise failure("on purpose")
+
+    return fail, raised
+
+
+def expect_failure(side, failure, number):
+    with pytest.raises(failure, match="on purpose"):
+        loss_of(side.model, number).backward()
+
+
+# ---- forward ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("where", ["first block", "inside a block", "root", "head"])
+@pytest.mark.parametrize("after_steps", [0, 2])
+def test_a_forward_that_raises_is_forgotten(failure, where, after_steps):
+    class Root(Net):
+        fail = None
+
+        def forward(self, tokens):
+            out = super().forward(tokens)
+            if self.fail is not None:
+                self.fail()
+            return out
+
+    def journey(side: Side) -> None:
+        side.train(0, after_steps)
+        fail, raised = fail_once(failure)
+        if where == "root":
+            side.model.fail = fail
+        else:
+            module = {
+                "first block": side.model.blocks[0],
+                "inside a block": side.model.blocks[3].contract,
+                "head": side.model.head,
+            }[where]
+            handle = module.register_forward_hook(fail)
+        expect_failure(side, failure, 50)
+        assert raised
+        if where != "root":
+            handle.remove()
+        side.train(after_steps, after_steps + 3)
+
+    both(journey, model=Root)
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_after_a_forward_that_raised_other_calls_work_at_once(failure):
+    """Not only another forward of the root: an eval pass, materialize, a checkpoint, a block by itself, step()."""
+
+    def journey(side: Side) -> None:
+        def break_forward():
+            fail, _ = fail_once(failure)
+            handle = side.model.blocks[2].expand.register_forward_hook(fail)
+            expect_failure(side, failure, 50)
+            handle.remove()
+
+        side.train(0, 2)
+        break_forward()
+        with torch.no_grad():
+            side.keep("eval", side.model.eval()(torch.arange(5)[None]))
+        side.model.train()
+        break_forward()
+        side.keep("saved", next(iter(side.model.state_dict().values())))
+        break_forward()
+        if side.is_wrapped:
+            with noria.materialize(side.model, read_only=True):
+                side.keep("head", side.model.head.weight)
+        else:
+            side.keep("head", side.model.head.weight)
+        break_forward()
+        side.keep("block", side.model.blocks[1](torch.ones(1, 16)))
+        break_forward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(2, 5)
+
+    both(journey)
+
+
+def test_an_interrupted_forward_leaves_no_mode_of_torchs_on():
+    model = Net()
+    noria.wrap(model, device="cpu", window=2)
+    fail, _ = fail_once(KeyboardInterrupt)
+    handle = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.arange(5)[None])
+    handle.remove()
+    model(torch.arange(5)[None])
+    assert torch.overrides._get_current_function_mode() is None
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.fail()
+        return gradient, None
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("where", ["function", "output hook", "parameter hook", "post accumulate hook"])
+@pytest.mark.parametrize("after_steps", [0, 2])
+def test_a_backward_that_raises_is_forgotten_by_zero_grad(failure, where, after_steps):
+    def journey(side: Side) -> None:
+        side.train(0, after_steps)
+        fail, raised = fail_once(failure)
+        block = side.model.blocks[2]
+        handle = {
+            "function": lambda: block.register_forward_hook(lambda m, a, out: FailsInBackward.apply(out, fail)),
+            "output hook": lambda: block.register_forward_hook(
+                lambda m, a, out: out.register_hook(fail) and None if out.requires_grad else None
+            ),
+            "parameter hook": lambda: block.contract.weight.register_hook(fail),
+            "post accumulate hook": lambda: block.contract.weight.register_post_accumulate_grad_hook(fail),
+        }[where]()
+        expect_failure(side, failure, 50)
+        assert raised
+        handle.remove()
+        side.optimizer.zero_grad()
+        side.train(after_steps, after_steps + 3)
+
+    both(journey)
+
+
+def test_a_failed_micro_batch_may_be_repeated_after_zero_grad():
+    def journey(side: Side) -> None:
+        for step in range(3):
+            fail, _ = fail_once(MemoryError)
+            handle = side.model.blocks[1].norm.bias.register_hook(fail)
+            expect_failure(side, MemoryError, step)
+            handle.remove()
+            side.model.zero_grad()
+            for micro in range(2):
+                loss_of(side.model, 10 * step + micro).backward()
+            side.keep_gradients(f"step {step}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+def test_a_backward_that_failed_while_another_forward_was_in_flight():
+    def journey(side: Side) -> None:
+        side.train(0, 2)
+        first, second = loss_of(side.model, 5), loss_of(side.model, 6)
+        fail, _ = fail_once(ValueError)
+        handle = side.model.blocks[1].norm.bias.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            second.backward()
+        handle.remove()
+        side.model.zero_grad()
+        first.backward()
+        side.keep_gradients("first")
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(2, 4)
+
+    both(journey)
+
+
+# ---- updates ------------------------------------------------------------------------------------------------------
+
+
+class Stumbling(torch.optim.SGD):
+    """Fails on one parameter, once."""
+
+
+def stumbling_sgd(monkeypatch, failing):
+    original = torch.optim.SGD.step.__wrapped__
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if failing and parameter.shape == failing[0]:
+                    failing.clear()
+                    raise ArithmeticError("on purpose")
+        return original(self, closure)
+
+    return step
+
+
+@pytest.mark.parametrize("update", ["auto", "blocking"])
+def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
+    model = Net()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, update=update)
+    failing = []
+    step = stumbling_sgd(monkeypatch, failing)
+    step.hooked = False
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    for number in range(2):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    failing.append(model.head.weight.shape)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        optimizer.step()
+        loss_of(model, 4)
+    assert not failing
+    optimizer.zero_grad()
+    loss_of(model, 5).backward()
+    optimizer.step()
+    assert_moved(model)
+
+
+# ---- the end of the process ---------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+import torch, noria
+from noria.testing import on_machine
+from tests.journeys.pairs import LATE_UPDATES, Net, adamw, loss_of, sgd
+model = Net()
+optimizer = adamw(model.parameters())
+with on_machine(hostility=LATE_UPDATES):
+    noria.wrap(model, optimizer, device="cpu", window=2, kernel="{kernel}")
+for number in range(2):
+    loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+loss = loss_of(model, 5)
+{end}
+"""
+
+ENDS = {
+    "normal end": ("", 0),
+    "between step and forward": ("loss.backward(); optimizer.step()", 0),
+    "exception": ("raise ValueError('on purpose')", 1),
+    "exception inside forward": (
+        "model.head.register_forward_hook(lambda *_: 1 / 0)\nloss_of(model, 1)", 1),
+    "exception inside backward": ("model.embed.weight.register_hook(lambda g: 1 / 0)\nloss_of(model, 1).backward()", 1),
+    "sys.exit": ("loss.backward(); optimizer.step(); sys.exit(7)", 7),
+    "sys.exit inside forward": (
+        "model.head.register_forward_hook(lambda *_: sys.exit(5))\nloss_of(model, 1)", 5),
+    "SIGINT": ("loss.backward(); optimizer.step(); os.kill(os.getpid(), signal.SIGINT)\nwhile True: pass", -signal.SIGINT),
+    "SIGINT inside forward": (
+        "model.head.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))\nloss_of(model, 1)",
+        -signal.SIGINT),
+    "inside materialize": ("with noria.materialize(model): sys.exit(3)", 3),
+    "in a forked child": (
+        "loss.backward(); optimizer.step()\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(4)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))", 4),
+    "in a forked child that used the model": (
+        "loss.backward(); optimizer.step()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    uses = [lambda: model(torch.arange(3)[None]), optimizer.step, model.state_dict, optimizer.state_dict,\n"
+        "            lambda: optimizer.state[model.head.weight], lambda: noria.materialize(model).__enter__(),\n"
+        "            lambda: model.head.weight.grad.mul_(2), lambda: noria.unwrap(model, optimizer),\n"
+        "            lambda: model.blocks[0](torch.ones(1, 16)), lambda: optimizer.load_state_dict({{}}),\n"
+        "            lambda: model.load_state_dict({{}}, strict=False), optimizer.zero_grad]\n"
+        "    refused = 0\n"
+        "    for use in uses:\n"
+        "        try: use()\n"
+        "        except noria.UsageError as error: refused += 'forked' in str(error)\n"
+        "    print('refused', refused)\n"
+        "    sys.exit(len(uses) - refused)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))", 0),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_with_the_exit_code_it_would_have_had(end, kernel):
+    if kernel == "fused" and end not in ("SIGINT", "between step and forward", "in a forked child",
+                                         "in a forked child that used the model"):
+        pytest.skip("one kernel is enough here")
+    code, expected = ENDS[end]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["python", "."])}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=code.replace("{{", "{").replace("}}", "}"), kernel=kernel)], env=environment, capture_output=True, text=True,
+        timeout=60,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    for word in ("terminate called", "Fatal", "core dumped", "Exception ignored"):
+        assert word not in done.stderr, done.stderr

@@ -1,0 +1,558 @@
+"""`p.grad` is what it is in torch: from backward() until it is cleared, a tensor to read, edit, replace and keep."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.journeys.pairs import LATE_UPDATES, BLOCKS, Net, Side, adamw, both, loss_of, sgd
+
+KERNELS = ["torch", "fused"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loop(between, *, steps=4, after=None, set_to_none=True):
+    """A training loop with `between(side, number)` between backward() and step(), `after` between step() and
+    zero_grad()."""
+
+    def journey(side: Side) -> None:
+        for number in range(steps):
+            loss_of(side.model, number).backward()
+            between(side, number)
+            side.keep_gradients(f"step {number}")
+            side.optimizer.step()
+            if after is not None:
+                after(side, number)
+            side.optimizer.zero_grad(set_to_none=set_to_none)
+
+    return journey
+
+
+def nothing(side, number):
+    pass
+
+
+# ---- between backward() and step() --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clip_grad_norm_gives_torchs_norm_and_torchs_gradients(norm_type):
+    def clip(side, number):
+        norm = nn.utils.clip_grad_norm_(side.model.parameters(), 0.05, norm_type)
+        side.keep(f"norm {number}", norm)
+
+    both(loop(clip))
+
+
+def test_clip_grad_value_reaches_the_update():
+    both(loop(lambda side, number: nn.utils.clip_grad_value_(side.model.parameters(), 1e-3)))
+
+
+def edit_in_place(side):
+    for gradient in side.gradients():
+        gradient.mul_(0.5).add_(1e-3)
+
+
+def edit_data(side):
+    for parameter in side.model.parameters():
+        parameter.grad.data.mul_(3.0)
+
+
+def edit_by_numpy(side):
+    for gradient in side.gradients():
+        gradient.numpy()[...] *= 0.25
+
+
+def edit_a_view(side):
+    for gradient in side.gradients():
+        gradient.view(-1)[::2] = 0.125
+
+
+def edit_by_foreach(side):
+    torch._foreach_mul_(list(side.gradients()), 0.75)
+
+
+def replace(side):
+    for parameter in side.model.parameters():
+        parameter.grad = parameter.grad * 2 + 1e-3
+
+
+def replace_by_another_layout(side):
+    for parameter in side.model.parameters():
+        if parameter.dim() == 2:
+            parameter.grad = (parameter.grad * 2).t().contiguous().t()
+
+
+def clear_some(side):
+    for index, parameter in enumerate(side.model.parameters()):
+        if index % 3 == 0:
+            parameter.grad = None
+
+
+def read_only(side):
+    side.keep(f"sum {len(side.kept)}", sum(gradient.abs().sum() for gradient in side.gradients()))
+
+
+EDITS = [edit_in_place, edit_data, edit_by_numpy, edit_a_view, edit_by_foreach, replace, replace_by_another_layout,
+         clear_some, read_only]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_step_believes_what_p_grad_says(edit):
+    both(loop(lambda side, number: edit(side)))
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_every_other_step_over_uncleared_gradients_accumulates_as_in_torch(edit):
+    def journey(side):
+        for number in range(6):
+            loss_of(side.model, number).backward()
+            if number % 2 == 0:
+                edit(side)
+            side.keep_gradients(f"step {number}")
+            side.optimizer.step()
+            if number % 3 == 2:
+                side.optimizer.zero_grad()
+
+    both(journey)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_several_backwards_accumulate(kernel, set_to_none):
+    def journey(side):
+        for step in range(4):
+            for micro in range(3):
+                (loss_of(side.model, 3 * step + micro) / 3).backward()
+                side.keep_gradients(f"step {step}.{micro}")
+            side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none=set_to_none)
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+def test_a_parameters_own_zero_and_a_models_zero_grad_clear_too():
+    def journey(side):
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            side.optimizer.step()
+            if step % 2:
+                side.model.zero_grad(set_to_none=False)
+            else:
+                for parameter in side.model.parameters():
+                    parameter.grad.zero_()
+            side.keep_gradients(f"step {step}")
+
+    both(journey, optimizer=sgd)
+
+
+# ---- aliases, and edits after step() --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("alias", ["tensor", "view", "storage"])
+def test_an_alias_that_is_kept_keeps_its_values(alias, kernel):
+    def take(gradient):
+        if alias == "tensor":
+            return gradient
+        if alias == "view":
+            return gradient.view(-1)[1:]
+        return torch.empty(0).set_(gradient.untyped_storage())
+
+    def journey(side):
+        kept = []
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            kept.append([take(parameter.grad) for parameter in side.model.parameters()])
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        for step, gradients in enumerate(kept):
+            for index, gradient in enumerate(gradients):
+                side.keep(f"step {step}, {index}", gradient)
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("edit", [e for e in EDITS if e is not clear_some])
+def test_edits_after_step_do_not_disturb_the_update_under_way(edit, kernel):
+    both(loop(nothing, after=lambda side, number: edit(side)), kernel=kernel, hostility=LATE_UPDATES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_zeroing_right_after_step_does_not_disturb_the_update_under_way(kernel):
+    both(loop(nothing, set_to_none=False), kernel=kernel, hostility=LATE_UPDATES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_second_edit_after_a_second_step_waits_again(kernel):
+    """The storage calls back once: it must be told to after every step."""
+
+    def journey(side):
+        for number in range(4):
+            loss_of(side.model, number).backward()
+            for _ in range(2):
+                side.optimizer.step()
+                for gradient in side.gradients():
+                    gradient.mul_(-0.5)
+            side.optimizer.zero_grad()
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_gradient_that_was_never_cleared_is_applied_again(kernel):
+    def journey(side):
+        loss_of(side.model, 0).backward()
+        for _ in range(3):
+            side.optimizer.step()
+        side.keep_gradients("still")
+
+    both(journey, kernel=kernel, hostility=LATE_UPDATES, moved=False)
+
+
+# ---- ways of calling backward ---------------------------------------------------------------------------------------
+
+
+def test_retain_graph_and_backward_twice_adds_the_gradient_twice():
+    def journey(side):
+        for number in range(3):
+            loss = loss_of(side.model, number)
+            loss.backward(retain_graph=True)
+            side.keep_gradients(f"once {number}")
+            loss.backward()
+            side.keep_gradients(f"twice {number}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+def test_backward_with_inputs_leaves_the_other_gradients_alone():
+    def journey(side):
+        for number in range(4):
+            chosen = [*side.model.blocks[1].parameters(), *side.model.embed.parameters()]
+            loss_of(side.model, number).backward(inputs=chosen)
+            side.keep_gradients(f"chosen {number}")
+            loss_of(side.model, number).backward()
+            side.keep_gradients(f"all {number}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+@pytest.mark.parametrize("order", ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 F2 B1 B0 B2", "F0 B0 F1 F2 B2 B1"])
+def test_micro_batches_in_flight(order):
+    def journey(side):
+        for step in range(4):
+            losses = {}
+            for action in order.split():
+                number = int(action[1:])
+                if action[0] == "F":
+                    losses[number] = loss_of(side.model, 10 * step + number)
+                else:
+                    losses.pop(number).backward()
+                    side.keep_gradients(f"step {step}, {action}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+def test_a_sum_of_two_forwards_has_one_backward():
+    def journey(side):
+        for step in range(4):
+            (loss_of(side.model, step) + 2 * loss_of(side.model, step + 100)).backward()
+            side.keep_gradients(f"step {step}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+def test_a_backward_of_an_older_graph_after_a_step_is_refused_as_in_torch():
+    def journey(side):
+        side.train(0, 2)
+        old = loss_of(side.model, 5)
+        loss_of(side.model, 6).backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        del old
+        side.optimizer.zero_grad()
+        side.train(2, 4)
+
+    both(journey)
+
+
+def test_gradients_with_respect_to_the_input_are_torchs():
+    class FromVectors(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def journey(side):
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(2, 16, generator=generator).requires_grad_()
+            side.model(x).square().mean().backward()
+            side.keep(f"input {step}", x.grad)
+            (of_input,) = torch.autograd.grad(side.model(x).square().mean(), [x])
+            side.keep(f"input by grad {step}", of_input)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, model=FromVectors)
+
+
+# ---- hooks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_post_accumulate_grad_hooks_see_and_edit_what_torch_shows_them(micro_batches):
+    def journey(side):
+        seen = {}
+
+        def hook(parameter):
+            index = next(i for i, p in enumerate(side.model.parameters()) if p is parameter)
+            seen.setdefault(index, []).append(parameter.grad.clone())
+            parameter.grad.mul_(0.5)
+
+        for index, parameter in enumerate(side.model.parameters()):
+            if index % 2:
+                parameter.register_post_accumulate_grad_hook(hook)
+        for step in range(3):
+            for micro in range(micro_batches):
+                loss_of(side.model, 10 * step + micro).backward()
+                side.keep_gradients(f"step {step}.{micro}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        for index, values in seen.items():
+            for number, value in enumerate(values):
+                side.keep(f"hook {index} {number}", value)
+
+    both(journey)
+
+
+def test_a_post_accumulate_grad_hook_may_use_the_gradient_up():
+    def journey(side):
+        total = {}
+
+        def hook(parameter):
+            total[parameter] = parameter.grad.sum()
+            parameter.grad = None
+
+        for parameter in side.model.blocks.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        side.train(0, 3)
+        for parameter in side.model.blocks.parameters():
+            assert parameter.grad is None
+        side.keep("totals", torch.stack([total[p] for p in side.model.blocks.parameters()]))
+
+    both(journey)
+
+
+def test_tensor_hooks_on_parameters_and_on_outputs_change_the_gradient():
+    def journey(side):
+        for index, parameter in enumerate(side.model.parameters()):
+            if index % 2:
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+        handles = [
+            block.register_forward_hook(lambda module, args, output: output.register_hook(lambda g: g * 1.5) and None)
+            for block in side.model.blocks
+        ]
+        side.train(0, 3)
+        for handle in handles:
+            handle.remove()
+        side.train(3, 5)
+
+    both(journey)
+
+
+def test_full_backward_hooks_on_blocks_see_torchs_gradients():
+    def journey(side):
+        def hook(module, grad_input, grad_output):
+            side.keep(f"hook {len(side.kept)}", grad_output[0])
+
+        for block in side.model.blocks:
+            block.register_full_backward_hook(hook)
+        side.train(0, 4)
+
+    both(journey)
+
+
+# ---- scaler, hyperparameters, schedulers, step hooks, closures --------------------------------------------------------
+
+
+def test_a_grad_scaler_unscales_skips_and_updates_as_in_torch():
+    def journey(side):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for number in range(6):
+            loss = loss_of(side.model, number)
+            scaler.scale(loss * (float("inf") if number == 3 else 1.0)).backward()
+            if number % 2:
+                scaler.unscale_(side.optimizer)
+                side.keep(f"norm {number}", nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
+            scaler.step(side.optimizer)
+            scaler.update()
+            side.keep(f"scale {number}", scaler.get_scale())
+            side.optimizer.zero_grad()
+
+    both(journey)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_hyperparameters_edited_after_step_affect_the_next_step_only(kernel, tensor_lr):
+    def optimizer(parameters):
+        return adamw(parameters, lr=torch.tensor(1e-2) if tensor_lr else 1e-2, foreach=False)
+
+    def journey(side):
+        for number in range(4):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            for group in side.optimizer.param_groups:
+                if tensor_lr:
+                    group["lr"].mul_(0.5)
+                else:
+                    group["lr"] *= 0.5
+                group["betas"] = (0.9 - 0.1 * number, 0.99)
+                group["weight_decay"] += 0.1
+            side.optimizer.zero_grad()
+
+    both(journey, optimizer=optimizer, kernel=kernel, hostility=LATE_UPDATES)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.5, 1.0, 3),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, 2, cycle_momentum=False),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, 10),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        milestones=[2],
+    ),
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-3, 2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+def test_schedulers_give_torchs_rates_without_a_warning(name, when):
+    made = {}
+
+    def optimizer(parameters):
+        o = adamw(parameters)
+        if when == "before wrap":
+            made[id(o)] = SCHEDULERS[name](o)
+        return o
+
+    def journey(side):
+        scheduler = made.get(id(side.optimizer)) or SCHEDULERS[name](side.optimizer)
+        for number in range(5):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            side.keep(f"lr {number}", side.optimizer.param_groups[0]["lr"])
+            side.optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        both(journey, optimizer=optimizer, model=lambda: Net(3), moved=False)
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+def test_step_hooks_run_once_a_step(when):
+    counts = {}
+
+    def hook(optimizer):
+        def pre(o, args, kwargs):
+            counts[id(optimizer), "pre"] = counts.get((id(optimizer), "pre"), 0) + 1
+
+        def post(o, args, kwargs):
+            counts[id(optimizer), "post"] = counts.get((id(optimizer), "post"), 0) + 1
+
+        optimizer.register_step_pre_hook(pre)
+        optimizer.register_step_post_hook(post)
+
+    def make(parameters):
+        o = adamw(parameters)
+        if when == "before wrap":
+            hook(o)
+        return o
+
+    def journey(side):
+        if when == "after wrap":
+            hook(side.optimizer)
+        side.train(0, 3)
+        assert counts[id(side.optimizer), "pre"] == counts[id(side.optimizer), "post"] == 3
+
+    both(journey, optimizer=make)
+
+
+def test_closures_run_once_and_give_the_loss_back():
+    def journey(side):
+        for number in range(4):
+
+            def closure(number=number):
+                side.optimizer.zero_grad()
+                loss = loss_of(side.model, number)
+                loss.backward()
+                return loss
+
+            side.keep(f"loss {number}", side.optimizer.step(closure))
+
+    both(journey)
+
+
+def test_a_parameter_frozen_after_wrap_stands_still_and_moves_again_when_it_thaws():
+    def journey(side):
+        side.train(0, 2)
+        for parameter in side.model.blocks[: BLOCKS // 2].parameters():
+            parameter.requires_grad_(False)
+        side.train(2, 5)
+        for parameter in side.model.parameters():
+            parameter.requires_grad_(True)
+        side.train(5, 7)
+
+    both(journey)
+
+
+def test_weights_hyperparameters_and_gradients_of_groups_are_kept_apart():
+    def optimizer(parameters):
+        parameters = list(parameters)
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.dim() <= 1], "lr": 3e-2, "weight_decay": 0.0},
+            ]
+        )
+
+    both(lambda side: side.train(0, 4), optimizer=optimizer)

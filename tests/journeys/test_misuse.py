@@ -1,0 +1,524 @@
+"""Misuse raises at the line that caused it, with what was expected, what was found and the remedy; and it leaves the
+training as it was: what follows has the bits of a twin that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+
+import noria
+import pytest
+import torch
+from noria import _C
+from noria.testing import on_machine
+from torch import nn
+
+from tests.journeys.pairs import HOSTILE, Block, Net, Side, adamw, assert_moved, both, loss_of, sgd
+
+THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def refused(*words: str, error: type[Exception] = noria.UsageError):
+    """The three parts in their order, with these words somewhere."""
+    together = "".join(f"(?=.*{re.escape(word)})" for word in words)
+    return pytest.raises(error, match=f"(?s)^{together}.*{THREE_PARTS[4:]}")
+
+
+# ---- wrap: refused before anything is changed -----------------------------------------------------------------------
+
+
+def refused_by_wrap(make, *words, model=None, optimizer=None):
+    """`make(model, optimizer)` raises in `plan` and in `wrap` alike; afterwards both objects train as if never touched."""
+    plain = (model or Net)()
+    ours = copy.deepcopy(plain)
+    side, twin = (
+        Side(each, (optimizer or adamw)(each.parameters()), False) for each in (ours, plain)
+    )
+    for call in (noria.plan, noria.wrap):
+        with refused(*words):
+            make(call, side.model, side.optimizer)
+    side.train(0, 2)
+    twin.train(0, 2)
+    noria.testing.assert_same_bits(side.kept, twin.kept)
+    noria.testing.assert_same_bits(side.model.state_dict(), twin.model.state_dict())
+    assert type(side.optimizer) is type(twin.optimizer)
+
+
+def test_a_window_too_small_for_what_one_module_needs_at_once():
+    class Tied(Net):
+        """The head uses the embedding's weight: two units at once, and a third that its block shares."""
+
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                block.first, block.second = self.embed, self.head
+
+    refused_by_wrap(
+        lambda call, m, o: call(m, o, device="cpu", window=2), "a window of at least 3 units", "window=3", model=Tied
+    )
+    model = Tied()
+    noria.wrap(model, device="cpu", window=3)
+
+
+def test_a_budget_too_small_says_what_would_fit_and_that_fits():
+    model = Net()
+    with pytest.raises(noria.UsageError) as caught:
+        noria.plan(model, adamw(model.parameters()), device="cpu", device_memory=1024)
+    least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
+    for too_small in (1024, least - 1):
+        refused_by_wrap(
+            lambda call, m, o, too_small=too_small: call(m, o, device="cpu", device_memory=too_small),
+            f"({least} bytes)", "the largest unit is",
+        )
+    both(lambda side: side.train(0, 3), device_memory=least, window=None)
+
+
+def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
+    model = Net()
+    with pytest.raises(noria.UsageError) as caught:
+        noria.plan(model, adamw(model.parameters()), device="cpu", host_memory=1024)
+    least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
+    refused_by_wrap(
+        lambda call, m, o: call(m, o, device="cpu", host_memory=least - 1), f"({least} bytes)", "working copies"
+    )
+    both(lambda side: side.train(0, 3), host_memory=least)
+
+
+def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
+    stranger = nn.Linear(3, 3)
+    refused_by_wrap(
+        lambda call, m, o: call(m, o, device="cpu"),
+        "belong to the wrapped models",
+        "(3, 3)",
+        optimizer=lambda parameters: adamw([*parameters, *stranger.parameters()]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"window": 1}, ["2 units or more"]),
+        ({"window": 2.5}, ["window="]),
+        ({"device_memory": "8 bananas"}, ["device_memory="]),
+        ({"device_memory": -1}, ["device_memory="]),
+        ({"device_memory": 1.5}, ["device_memory="]),
+        ({"host_memory": 0.5}, ["host_memory="]),
+        ({"units": []}, ["units="]),
+        ({"units": ["*.no_such_module"]}, ["no_such_module"]),
+        ({"dtype": torch.float16}, ["dtype="]),
+        ({"kernel": "fastest"}, ["kernel="]),
+        ({"update": "backward"}, ["not supported yet"]),
+        ({"check": True}, ["check="]),
+        ({"trace": 3}, ["trace="]),
+        ({"device": "tpu"}, ["device="]),
+        ({"device_memroy": "1GiB"}, ["device_memroy", "did you mean 'device_memory'?"]),
+        ({"optimizer": 3}, ["optimizer=3"]),
+    ],
+    ids=lambda value: ",".join(map(str, value)),
+)
+def test_nonsense_in_the_policy(fields, words):
+    refused_by_wrap(lambda call, m, o: call(m, o, **{"device": "cpu", **fields}), *words)
+
+
+def test_things_that_are_no_models_and_no_optimizers():
+    model = Net()
+    for wrong in ("model", None, [model, 3], []):
+        with refused("torch.nn.Module"):
+            noria.wrap(wrong, device="cpu")
+    with refused("torch.optim.Optimizer"):
+        noria.wrap(model, model.parameters(), device="cpu")
+    with refused("a model with parameters"):
+        noria.wrap(nn.ReLU(), device="cpu")
+    with refused("a policy or fields of one, not both"):
+        noria.wrap(model, None, noria.Policy(), device="cpu")
+
+
+def test_parameters_that_cannot_move():
+    def check(model, *words):
+        with refused(*words):
+            noria.wrap(model, device="cpu")
+
+    check(nn.Linear(3, 3, device="meta"), "meta device")
+    check(nn.LazyLinear(3), "not initialised")
+    shared = nn.Module()
+    shared.first = nn.Parameter(torch.zeros(8))
+    shared.second = nn.Parameter(shared.first.data[2:6])
+    shared.forward = lambda: None
+    check(shared, "share no memory")
+
+
+def test_what_an_optimizer_may_not_be():
+    model = Net()
+    with refused("SparseAdam"):
+        noria.wrap(model, torch.optim.SparseAdam(model.parameters()), device="cpu")
+    with refused("differentiable"):
+        noria.wrap(model, adamw(model.parameters(), differentiable=True), device="cpu")
+    optimizer = adamw(model.parameters())
+    optimizer.step = lambda: None
+    with refused("replaced on the object"):
+        noria.wrap(model, optimizer, device="cpu")
+
+
+def test_a_module_compiled_for_cuda_graphs_is_refused():
+    for compiled in ("inside", "in place", "around"):
+        model = Net()
+        if compiled == "inside":
+            model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
+        elif compiled == "in place":
+            model.blocks[1].compile(mode="reduce-overhead")
+        else:
+            model = torch.compile(model, mode="reduce-overhead")
+        with refused("reduce-overhead", "bake the addresses"):
+            noria.wrap(model, device="cpu", window=2)
+
+
+# ---- after wrap: refused, and training goes on ------------------------------------------------------------------------
+
+
+def undisturbed(misuse, **options):
+    """Trains, misuses on the wrapped side only, trains on: the bits are those of the twin that nobody disturbed."""
+
+    def journey(side: Side) -> None:
+        side.train(0, 2)
+        if side.is_wrapped:
+            misuse(side)
+        side.train(2, 5)
+
+    both(journey, **options)
+
+
+def test_wrapping_twice():
+    def misuse(side):
+        with refused("not wrapped"):
+            noria.wrap(side.model, device="cpu")
+        with refused("not wrapped"):
+            noria.wrap(side.model.blocks[0], device="cpu")
+        with refused("not wrapped"):
+            noria.wrap(Net(), side.optimizer, device="cpu")
+
+    undisturbed(misuse)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.half(),
+        lambda model: model.blocks[2].bfloat16(),
+        lambda model: setattr(model.head.weight, "data", torch.zeros_like(model.head.weight, device="cpu")),
+    ],
+    ids=["to(float64)", "half", "a block's bfloat16", "p.data ="],
+)
+def test_replacing_the_data_of_parameters(replace):
+    def misuse(side):
+        try:
+            replace(side.model)
+        except RuntimeError as error:  # torch reads the values to cast them
+            assert re.search(THREE_PARTS, str(error)), error
+            return
+        with refused("where noria.wrap put it", "materialize"):
+            loss_of(side.model, 50)
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_moving_the_model_where_it_is_changes_nothing():
+    def misuse(side):
+        side.model.to("cpu")
+        side.model.float()
+        side.model.cpu()
+
+    undisturbed(misuse)
+
+
+def test_load_state_dict_that_assigns():
+    def misuse(side):
+        with refused("assign=True"):
+            side.model.load_state_dict(copy.deepcopy(side.model.state_dict()), assign=True)
+
+    undisturbed(misuse)
+
+
+@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="torch before 2.13 cannot refuse a read: it gives NaN")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p + 1,
+        lambda p: p.sum().item(),
+        lambda p: p.detach().numpy(),
+        lambda p: p.tolist(),
+        lambda p: print(p),
+        lambda p: p.data.clone(),
+        lambda p: p.data.mul_(2),
+        lambda p: nn.init.zeros_(p),
+        lambda p: p.data_ptr(),
+        lambda p: copy.deepcopy(p),
+        lambda p: p.to(torch.float64),
+        lambda p: p.view(-1)[0].item(),
+        lambda p: torch.save(p, os.devnull),
+    ],
+    ids=range(13),
+)
+def test_using_an_evicted_parameter(read):
+    def misuse(side):
+        parameter = side.model.blocks[2].expand.weight
+        with refused("blocks.2", "is evicted: use noria.materialize", error=RuntimeError):
+            read(parameter)
+        assert parameter.shape == (32, 16) and parameter.dtype is torch.float32
+        assert "blocks.2" in dict(side.model.named_modules())
+
+    undisturbed(misuse)
+
+
+def test_gradients_by_autograd_grad():
+    def misuse(side):
+        with refused("loss.backward()", "torch.autograd.grad", "blocks.1.norm.weight"):
+            torch.autograd.grad(loss_of(side.model, 50), [side.model.blocks[1].norm.weight])
+        with refused("torch.autograd.grad"):
+            torch.autograd.grad(loss_of(side.model, 50), list(side.model.parameters()), allow_unused=True)
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_a_backward_that_makes_a_graph():
+    def misuse(side):
+        with refused("create_graph=True"):
+            loss_of(side.model, 50).backward(create_graph=True)
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_materialize_inside_a_pass_and_a_forward_inside_materialize():
+    def misuse(side):
+        def look(*_):
+            with noria.materialize(side.model):
+                pass
+
+        for register in (side.model.blocks[2].register_forward_pre_hook, side.model.register_forward_pre_hook,
+                         side.model.blocks[2].expand.weight.register_hook):
+            handle = register(look)
+            with refused("materialize", "inside a forward or backward pass"):
+                loss_of(side.model, 50).backward()
+            handle.remove()
+            side.optimizer.zero_grad()
+        with noria.materialize(side.model), refused("a forward inside"):
+            loss_of(side.model, 50)
+        with noria.materialize(side.model.blocks[1]), refused("a forward inside"):
+            side.model.blocks[1](torch.ones(1, 16))
+        with refused("a wrapped model"), noria.materialize(Net()):
+            pass
+
+    undisturbed(misuse)
+
+
+def test_a_write_under_read_only_is_kept_and_complained_of():
+    def journey(side):
+        side.train(0, 2)
+        if side.is_wrapped:
+            with (
+                refused("no writes", "read_only=True", "blocks.1.norm.weight"),
+                noria.materialize(side.model, read_only=True),
+                torch.no_grad(),
+            ):
+                side.model.blocks[1].norm.weight.mul_(2)
+        else:
+            with torch.no_grad():
+                side.model.blocks[1].norm.weight.mul_(2)
+        side.train(2, 4)
+
+    both(journey)
+
+
+def test_unfreezing_after_wrap():
+    def make():
+        model = Net()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    def misuse(side):
+        side.model.blocks[1].requires_grad_(True)
+        with refused("frozen, as it was when the model was wrapped", "blocks.1", "unfreeze"):
+            loss_of(side.model, 50)
+        side.model.blocks[1].requires_grad_(False)
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse, model=make)
+
+
+def test_sparse_gradients():
+    def make():
+        model = Net()
+        model.embed = nn.Embedding(23, 16, sparse=True)
+        return model
+
+    def misuse(side):
+        with refused("a dense gradient", "a sparse one", "sparse=False"):
+            loss_of(side.model, 50).backward()
+        side.optimizer.zero_grad()
+
+    model = make()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2)
+    misuse(Side(model, optimizer, True))
+
+
+def test_an_in_place_write_to_a_parameter_inside_forward():
+    def misuse(side):
+        def write(module, args):
+            with torch.no_grad():
+                module.norm.weight.mul_(2)
+
+        handle = side.model.blocks[2].register_forward_pre_hook(write)
+        with refused("an in-place write", "blocks.2.norm.weight", "materialize"):
+            loss_of(side.model, 50).backward()
+        handle.remove()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_a_parameter_group_of_strangers():
+    def misuse(side):
+        with refused("belong to the wrapped models"):
+            side.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        side.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+        loss_of(side.model, 50).backward()
+        with refused("belong to the wrapped models"):
+            side.optimizer.step()
+        side.optimizer.param_groups[0]["params"].pop()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_step_and_zero_grad_inside_of_a_backward():
+    def misuse(side):
+        for call in (side.optimizer.step, side.optimizer.zero_grad):
+            handle = side.model.blocks[2].norm.weight.register_post_accumulate_grad_hook(lambda p, call=call: call())
+            with refused("after backward()", "in a hook"):
+                loss_of(side.model, 50).backward()
+            handle.remove()
+            side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_another_optimizer_that_steps_a_wrapped_parameter():
+    stranger = []
+
+    def misuse(side):
+        other = torch.optim.SGD([side.model.head.weight], lr=1.0)
+        loss_of(side.model, 50).backward()
+        with refused("is evicted", error=RuntimeError):
+            other.step()
+        side.optimizer.zero_grad()
+
+    if _C.STORAGE_CAN_REFUSE:
+        undisturbed(misuse)
+    assert not stranger
+
+
+def test_a_gradient_on_a_parameter_that_was_frozen():
+    def make():
+        model = Net()
+        model.embed.requires_grad_(False)
+        return model
+
+    def misuse(side):
+        loss_of(side.model, 50).backward()
+        side.model.embed.weight.grad = torch.ones(23, 16)
+        with refused("no gradient on", "embed.weight"):
+            side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse, model=make)
+
+
+def test_hyperparameters_that_the_kernel_does_not_cover():
+    def misuse(side):
+        side.optimizer.param_groups[0]["amsgrad"] = True
+        loss_of(side.model, 50).backward()
+        with refused("amsgrad", 'kernel="torch"'):
+            side.optimizer.step()
+        side.optimizer.param_groups[0]["amsgrad"] = False
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse, kernel="fused")
+
+
+def test_deepcopy_of_a_wrapped_model_or_optimizer():
+    def misuse(side):
+        for each in (side.model, side.model.blocks[1], side.optimizer):
+            with refused(error=RuntimeError):
+                copy.deepcopy(each)
+
+    undisturbed(misuse)
+
+
+def test_saving_a_wrapped_module_as_a_whole():
+    def misuse(side):
+        with refused(error=RuntimeError):
+            torch.save(side.model, os.devnull)
+
+    undisturbed(misuse)
+
+
+def test_unwrapping_what_was_not_wrapped_or_not_all_of_it():
+    first, second = Net(), Net()
+    with refused("models of one noria.wrap call"):
+        noria.unwrap(first)
+    noria.wrap([first, second], device="cpu")
+    with refused("all models of the wrap call"):
+        noria.unwrap(first)
+    noria.unwrap([first, second])
+    with refused("a wrapped model"):
+        noria.report(first)
+    with refused("a wrapped model"), noria.materialize(first):
+        pass
+
+
+def test_unwrap_without_the_optimizer_leaves_no_dead_optimizer():
+    model = Net()
+    optimizer = adamw(model.parameters())
+    with on_machine(hostility=HOSTILE):
+        noria.wrap(model, optimizer, device="cpu", window=2)
+    side = Side(model, optimizer, True)
+    side.train(0, 2)
+    assert_moved(model)
+    noria.unwrap(model)
+    side.train(2, 4)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_data_loader_worker_that_leaves_the_model_alone_works():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.full((3,), index)
+
+    def journey(side):
+        loader = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+        loss_of(side.model, 0).backward()
+        side.optimizer.step()
+        for number, batch in enumerate(loader):
+            side.keep(f"batch {number}", batch)
+            side.optimizer.zero_grad()
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+
+    both(journey, kernel="fused")

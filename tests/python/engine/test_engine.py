@@ -1,0 +1,319 @@
+"""The engine, driven by its verbs: whatever the program, the budget and the delays, the bits are those of a loop that
+has no memory to move."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from noria import _C
+
+from tests.python.engine.bare import (
+    Call,
+    Model,
+    Slot,
+    Twin,
+    differences,
+    engine_outcome,
+    import_bare_engine,
+    play,
+)
+
+bare = import_bare_engine()
+MACHINES = ["host", "calling thread", "fake cuda"]
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Loop:
+    """Writes programs: the loop that a user would have, step by step."""
+
+    model: Model
+    calls: list[Call] = field(default_factory=list)
+
+    def call(self, verb: str, *arguments: Any) -> None:
+        self.calls.append((verb, arguments))
+
+    def forward(self, layers: list[int], root: int = 0, grad: bool = True, stop: int | None = None) -> None:
+        """One forward pass; `stop`: it raises before this many layers."""
+        self.call("begin_forward", root, grad, grad)
+        for number, layer in enumerate(layers):
+            if number == stop:
+                return  # nobody is told: the next pass finds it open
+            self.call("visit", layer, self.model.layers[layer])
+            if layer % 2:
+                self.call("leave")
+        self.call("end_pass")
+
+    def backward(
+        self,
+        layers: list[int],
+        gradients: dict[int, list[Slot]],
+        stop: int | None = None,
+        edited: tuple[int, Slot] | None = None,
+    ) -> None:
+        """One backward pass. A frozen layer that no gradient passes is visited all the same, as in LoRA. `edited`: in
+        this layer a gradient hook writes to that gradient, which has not arrived in this pass."""
+        arrived: set[Slot] = set()
+        self.call("begin_backward")
+        for number, layer in enumerate(reversed(layers)):
+            if number == stop:
+                self.call("reset")
+                self.call("zero_grad")
+                return
+            self.call("visit", layer, self.model.layers[layer])
+            for unit, slot in gradients.get(layer, []):
+                self.call("gradient", unit, slot)
+            arrived |= set(gradients.get(layer, []))
+            if edited and edited[0] == layer and edited[1] not in arrived:
+                self.call("clip", *edited[1])
+        self.call("end_pass")
+
+    def all_gradients(self, layers: list[int]) -> dict[int, list[Slot]]:
+        return {layer: self.model.slots(self.model.layers[layer]) for layer in layers}
+
+    def step(self, pooled: set[int], blocking: bool = False) -> None:
+        self.call("begin_step")
+        for unit in range(len(self.model.units)):
+            self.call("update", unit, unit in pooled)
+        self.call("end_step", blocking)
+
+    def plain(self, pooled: set[int], micro_batches: int = 1) -> None:
+        layers = list(range(len(self.model.layers)))
+        for _ in range(micro_batches):
+            self.forward(layers)
+            self.backward(layers, self.all_gradients(layers))
+        self.step(pooled)
+        self.call("zero_grad")
+
+
+@st.composite
+def models(draw):
+    """Unequal units, some frozen or half frozen; layers that share units, and that need several."""
+    num_units = draw(st.integers(1, 5))
+    sizes = st.integers(1, 4).flatmap(lambda slots: st.tuples(st.just(slots), st.integers(0, slots)))
+    units = draw(st.lists(sizes, min_size=num_units, max_size=num_units))
+    need = st.sets(st.integers(0, num_units - 1), min_size=1, max_size=min(3, num_units)).map(sorted)
+    layers = draw(st.permutations([[unit] for unit in range(num_units)] + draw(st.lists(need, max_size=3))))
+    return Model(units, layers)
+
+
+@st.composite
+def gradients_of(draw, model, layers):
+    """Which gradients arrive in which layer's backward: mostly all of its units', sometimes some, or another unit's."""
+    gradients = Loop(model).all_gradients(layers)
+    if draw(st.booleans()):
+        return gradients
+    anything = model.slots(list(range(len(model.units))))
+    odd = draw(st.sampled_from(layers))
+    if anything:
+        gradients[odd] = draw(st.lists(st.sampled_from(anything), max_size=4))
+    return gradients
+
+
+@st.composite
+def programs(draw):
+    """A model, and a few steps of a loop that accumulates, evaluates, branches, clips, edits and fails."""
+    model = draw(models())
+    loop = Loop(model)
+    units = range(len(model.units))
+    every = list(range(len(model.layers)))
+    branch = sorted(draw(st.sets(st.sampled_from(every), min_size=1)))
+    slots = model.slots(list(units))
+    some_slots = st.lists(st.sampled_from(slots), max_size=2) if slots else st.just([])
+    pooled = draw(st.sets(st.sampled_from(list(units))))
+    rarely = st.integers(0, 5).map(lambda n: n == 0)
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(rarely):
+            loop.forward(every, root=draw(st.integers(0, 1)), grad=False)
+        for _ in range(draw(st.integers(1, 2))):
+            layers = branch if draw(rarely) else every
+            if draw(rarely):
+                loop.forward(layers, stop=draw(st.integers(0, len(layers) - 1)))
+            loop.forward(layers)
+            gradients = draw(gradients_of(model, layers))
+            if draw(rarely):
+                loop.backward(layers, gradients, stop=draw(st.integers(0, len(layers) - 1)))
+                loop.forward(layers)
+            edit = st.tuples(st.sampled_from(layers), st.sampled_from(slots)) if slots else st.none()
+            loop.backward(layers, gradients, edited=draw(edit) if draw(rarely) else None)
+        for unit, slot in draw(some_slots):
+            loop.call("clip", unit, slot)
+        if not draw(rarely):
+            loop.step(pooled, blocking=draw(rarely))
+            for unit, slot in draw(some_slots):
+                loop.call("clip", unit, slot)
+            if not draw(rarely):
+                loop.call("zero_grad")
+        if draw(rarely):
+            loop.call("write_home", draw(st.sampled_from(units)), 0.25)
+        if draw(rarely):
+            loop.call("read_home", draw(st.sampled_from(units)))
+    for _ in range(3):  # by the third time nothing is new
+        loop.call("zero_grad")
+        loop.plain(pooled)
+    return model, loop.calls
+
+
+@st.composite
+def budgets(draw, model, program):
+    arena, window = model.smallest(program)
+    more = draw(st.integers(0, max(0, model.whole() - arena) // bare.SLOT_BYTES))
+    return arena + more * bare.SLOT_BYTES, draw(st.sampled_from([0, window, window + 1]))
+
+
+def run(model, program, twin=None, **settings_of_engine):
+    """The engine, idle after the program, beside its twin."""
+    twin = twin or Twin(model.units)
+    engine = bare.BareEngine(model.units, **settings_of_engine)
+    returned = play([*program, ("idle", ())], engine)
+    assert returned == play(program, twin)
+    assert differences(twin.outcome(), engine_outcome(engine, twin)) == []
+    return engine
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_loop_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data):
+    model, program = data.draw(programs())
+    arena, window = data.draw(budgets(model, program))
+    engine = run(
+        model,
+        program,
+        arena=arena,
+        window=window,
+        machine=data.draw(st.sampled_from(MACHINES)),
+        prefetch_at_step=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 1000)),
+        max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
+        poison=data.draw(st.booleans()),
+    )
+    # Something moved, and within bounds.
+    num_visited = len({unit for verb, arguments in program if verb == "visit" for unit in arguments[1]})
+    assert engine.num_fetches >= num_visited
+    assert engine.peak_bytes <= engine.arena_bytes == arena
+    assert window == 0 or engine.peak_units <= window
+    passes = engine.passes()
+    followed = [each for each in passes if each["planned_fetches"] is not None]
+    assert all(each["fetches"] == each["planned_fetches"] for each in followed), passes
+    assert sum(each["times"] >= 3 for each in followed) >= 2, "the loop at the end was not known by its third time"
+    engine.close()
+
+
+def test_a_gradient_of_a_unit_that_the_pass_never_fetches_waits_for_its_deferred_update():
+    model = Model([(2, 1), (4, 1)], [[0], [1]])
+    loop = Loop(model)
+    for _ in range(2):
+        loop.plain(pooled=set())
+    loop.forward([0])
+    loop.backward([0], {0: [(0, 0), (1, 0)]})  # unit 1 has no room beside unit 0: its update is still to be done
+    engine = run(model, loop.calls, arena=model.smallest(loop.calls)[0], prefetch_at_step=False)
+    assert engine.passes()[-1]["fetches"] == 0 and engine.num_fetches > 0
+
+
+@pytest.mark.parametrize("machine", ["host", "fake cuda"])
+def test_a_gradient_that_is_edited_inside_a_visit_does_not_hide_the_rest_of_the_visit(machine):
+    """The edit is an op of the compute lane too; what the visit does after it must still be waited for."""
+    model = Model([(2, 1), (4, 2)], [[0], [1]])
+    loop = Loop(model)
+    loop.plain({0, 1})
+    loop.forward([0, 1])
+    loop.backward([0, 1], loop.all_gradients([0, 1]))
+    loop.step({0, 1})
+    loop.forward([0, 1])
+    loop.calls += [("begin_backward", ()), ("visit", (1, [1])), ("gradient", (1, 1)), ("clip", (1, 0))]
+    loop.calls += [("gradient", (1, 0)), ("visit", (0, [0])), ("gradient", (0, 0)), ("end_pass", ())]
+    run(model, loop.calls, arena=2 * model.whole(), machine=machine, kernel_us=3000)
+
+
+# ---- a steady state -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_in_a_steady_state_nothing_is_allocated_and_nothing_more_is_remembered(machine, pooled):
+    model = Model([(2, 2), (3, 1), (1, 0), (4, 4)], [[0], [1], [2], [3], [0, 2], [1]])
+    loop = Loop(model)
+    loop.forward(list(range(6)), grad=False)
+    loop.plain({0, 1, 3} if pooled else set(), micro_batches=2)
+    engine = bare.BareEngine(model.units, arena=8 * bare.SLOT_BYTES, window=3, machine=machine, poison=True)
+    twin = Twin(model.units)
+
+    def once():
+        play([*loop.calls, ("idle", ())], engine)
+        play(loop.calls, twin)
+        return engine.num_allocations, engine.num_events, engine.num_buffers, engine.num_remembered
+
+    for _ in range(3):
+        steady = once()
+    fetched = engine.num_fetches
+    for _ in range(5):
+        assert once() == steady
+    assert differences(twin.outcome(), engine_outcome(engine, twin)) == []
+    planned = sum(each["planned_fetches"] for each in engine.passes() if each["times"] >= 5)
+    passes = {each["itinerary"]: each for each in engine.passes()}
+    assert all(each["fetches"] == each["planned_fetches"] for each in passes.values() if each["times"] >= 5)
+    assert (engine.num_fetches - fetched) % 5 == 0 and engine.num_fetches - fetched >= 5 * planned
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def trained_once(machine="host", **settings_of_engine):
+    """An engine that knows its loop, and the loop."""
+    model = Model([(1, 1), (2, 2), (1, 1)], [[0], [1], [2]])
+    loop = Loop(model)
+    loop.plain({0, 1, 2})
+    engine = bare.BareEngine(model.units, arena=4 * bare.SLOT_BYTES, machine=machine, **settings_of_engine)
+    play(loop.calls, engine)
+    return engine, loop.calls
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_update_that_throws_is_heard_of_and_releases_everybody(machine, blocking):
+    engine, calls = trained_once(machine)
+    with pytest.raises(_C.MachineError, match="the update of"):
+        for verb, arguments in calls * 2:
+            if verb == "update":
+                engine.fail_next_update()
+                arguments = (arguments[0], False)
+            if verb == "end_step":
+                arguments = (blocking,)
+            getattr(engine, verb)(*arguments)
+    engine.close()  # returns: no lane waits for a ticket that nobody gives
+
+
+def test_a_kernel_that_fails_fails_the_updates_behind_it_and_whoever_waits_hears_of_it():
+    engine, calls = trained_once()
+    step = next(i for i, (verb, _) in enumerate(calls) if verb == "begin_step")
+    engine.hold_stream()
+    engine.break_stream()  # queued, like a kernel whose failure is not known yet
+    play(calls[:step], engine)
+    play(calls[step:], engine)  # updates wait for what is on the stream
+    weights = [engine.array("weights", unit) for unit in range(3)]
+    engine.release_stream()
+    with pytest.raises(_C.MachineError, match="a kernel failed"):
+        engine.idle()
+    engine.close()
+    assert weights == [engine.array("weights", unit) for unit in range(3)], "an update ran on gradients that never came"
+
+
+def test_closing_in_the_middle_of_everything_returns():
+    engine, calls = trained_once(hold_us={"update": 3000, "drain": 3000, "fetch": 1000})
+    play(calls[: len(calls) // 2 + 2], engine)
+    engine.close()
+    engine.close()
+
+
+def test_an_engine_that_is_dropped_while_its_lanes_run_takes_its_memory_along_only_when_they_are_done():
+    for _ in range(5):
+        engine, calls = trained_once(hold_us={"fetch": 3000})
+        play(calls[:2], engine)
+        del engine

@@ -1,0 +1,214 @@
+"""Every kind of wait matters: left out, with its giver late, bits change; kept, with its giver as late, they do not.
+
+The kinds are read off the engine itself, so a kind that nobody tests here is a failure of its own.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.python.engine.bare import Call, Model, Twin, differences, engine_outcome, import_bare_engine, play
+from tests.python.engine.test_engine import Loop, budgets, programs
+
+bare = import_bare_engine()
+
+THREE = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
+ALL = {0, 1, 2}
+
+
+def training() -> Loop:
+    loop = Loop(THREE)
+    for _ in range(2):
+        loop.plain(ALL)
+    return loop
+
+
+def edits_after_the_step() -> Loop:
+    loop = training()
+    loop.forward([0, 1, 2])
+    loop.backward([0, 1, 2], loop.all_gradients([0, 1, 2]))
+    loop.step(ALL)
+    loop.call("clip", 1, 0)
+    return loop
+
+
+def a_tied_unit() -> Loop:
+    """Its second gradient of the pass is added to what its first has just brought home."""
+    loop = Loop(Model([(1, 1), (1, 1)], [[0], [1], [0]]))
+    for _ in range(2):
+        loop.plain({0, 1})
+    return loop
+
+
+def a_frozen_unit() -> Loop:
+    """Nothing of it is drained: only the visit itself says when its memory is free."""
+    loop = Loop(Model([(1, 1), (1, 0), (1, 1)], [[0], [1], [2]]))
+    for _ in range(2):
+        loop.plain({0, 2})
+    return loop
+
+
+def a_backward_that_raises() -> Loop:
+    loop = training()
+    loop.forward([0, 1, 2])
+    loop.calls += [("begin_backward", ()), ("visit", (2, [2])), ("gradient", (2, 0)), ("visit", (1, [1]))]
+    loop.calls += [("gradient", (1, 0)), ("reset", ()), ("zero_grad", ())]
+    loop.plain(ALL)
+    return loop
+
+
+def a_gradient_that_no_plan_foresaw() -> Loop:
+    """Its buffer takes the memory of a unit that was just being fetched."""
+    loop = Loop(Model([(1, 0), (1, 1), (1, 0)], [[0], [1], [2]]))
+    for gradients in ({}, {1: [(1, 0)]}):
+        loop.forward([0, 1, 2])
+        loop.backward([0, 1, 2], gradients)
+    return loop
+
+
+def a_gradient_of_a_unit_that_is_not_fetched() -> Loop:
+    """No fetch has waited for the unit's last update, which still reads the gradient of before."""
+    loop = Loop(Model([(2, 1), (4, 1)], [[0], [1]]))
+    loop.plain({0, 1})
+    loop.forward([0])
+    loop.backward([0], {0: [(0, 0), (1, 0)]})
+    return loop
+
+
+def reads_at_home() -> Loop:
+    loop = training()
+    loop.call("read_home", 2)
+    return loop
+
+
+def writes_at_home() -> Loop:
+    """Over a unit whose fetch was queued at the step."""
+    loop = training()
+    loop.call("write_home", 0, 0.25)
+    return loop
+
+
+def two_steps() -> Loop:
+    """The first has queued the next forward's fetch of unit 0; the second leaves units to the launching thread, so it
+    queues none."""
+    loop = training()
+    loop.forward([0, 1, 2])
+    loop.backward([0, 1, 2], loop.all_gradients([0, 1, 2]))
+    loop.step(ALL)
+    loop.step({0})
+    return loop
+
+
+@dataclass
+class Case:
+    """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
+    nobody computes with any more; that it is not the version it was fetched as shows on the device only."""
+
+    program: Loop
+    cells: int = 2
+    poison: bool = False
+    only_in_the_arena: bool = False
+
+
+CASES = {
+    "update -> fetch on working_copy (RAW)": Case(training()),
+    "fetch -> forward on weights (RAW)": Case(training()),
+    "fetch -> backward on weights (RAW)": Case(training()),
+    "forward -> fetch on weights (WAR)": Case(training()),
+    "backward -> fetch on weights (WAR)": Case(training()),
+    "backward -> drain on gradient_buffer (RAW)": Case(training()),
+    "drain -> backward on gradient_buffer (WAR)": Case(training()),
+    "drain -> user on held_gradient (WAW)": Case(training()),
+    "user -> update on held_gradient (RAW)": Case(training()),
+    "drain -> fetch on weights (WAR)": Case(training(), cells=3),
+    "drain -> backward on held_gradient (RAW)": Case(a_tied_unit(), cells=4),
+    "update -> user on held_gradient (WAR)": Case(edits_after_the_step()),
+    "update -> drain on held_gradient (WAR)": Case(a_gradient_of_a_unit_that_is_not_fetched(), cells=5),
+    "fetch -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw()),
+    "backward -> fetch on weights (WAW)": Case(a_backward_that_raises()),
+    "update -> load on optimizer_state (WAW)": Case(reads_at_home()),
+    "fetch -> load on working_copy (WAR)": Case(writes_at_home()),
+    "fetch -> update on working_copy (WAR)": Case(two_steps(), only_in_the_arena=True),
+    # With a backend that overwrites vacated memory, it is the overwriting that waits for readers.
+    "forward -> poison on weights (WAR)": Case(training(), poison=True),
+    "backward -> poison on weights (WAR)": Case(a_frozen_unit(), poison=True),
+    "drain -> poison on gradient_buffer (WAR)": Case(training(), poison=True),
+    "backward -> poison on gradient_buffer (WAW)": Case(a_backward_that_raises(), poison=True),
+    "poison -> backward on gradient_buffer (WAW)": Case(training(), cells=3, poison=True),
+}
+
+# The calling thread's own access to the home is over before its next call, so it gives no ticket: nobody waits for it,
+# and nothing can hold it back.
+GIVEN_AT_ONCE = {
+    "load -> fetch on working_copy (RAW)",
+    "load -> update on optimizer_state (WAW)",
+    "load -> load on optimizer_state (WAW)",
+}
+
+
+def outcome_of(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Every bit of a run (what was read at home and the arena included), and the kinds of wait it had."""
+    model, program = case.program.model, case.program.calls
+    engine = bare.BareEngine(model.units, arena=case.cells * bare.SLOT_BYTES, hold_us=hold_us, poison=case.poison)
+    engine.omit_wait(omitted)
+    read = play([*program, ("idle", ())], engine)
+    assert engine.num_fetches > 0
+    bits = engine_outcome(engine, twin_of(model, program)[0])
+    bits |= {"read at home": np.array(read, np.float64), "arena": np.array(engine.arena(), np.uint8)}
+    kinds = engine.wait_kinds()
+    engine.close()
+    return bits, kinds
+
+
+def twin_of(model: Model, program: list[Call]) -> tuple[Twin, np.ndarray]:
+    twin = Twin(model.units)
+    return twin, np.array(play(program, twin), np.float64)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
+    case = CASES[kind]
+    twin, read = twin_of(case.program.model, case.program.calls)
+    prompt, kinds = outcome_of(case, omitted="", hold_us={})
+    assert kind in kinds
+    arena = prompt["arena"]
+    assert differences(prompt, {**twin.outcome(), "read at home": read, "arena": arena}) == []
+    giver = kind.split()[0]
+    for hold_us in (2_000, 8_000, 32_000, 128_000):  # later and later, should the machine be busy
+        held, _ = outcome_of(case, omitted="", hold_us={giver: hold_us})
+        assert differences(held, prompt) == []
+        omitted, _ = outcome_of(case, omitted=kind, hold_us={giver: hold_us})
+        wrong = differences(omitted, prompt)
+        if wrong:
+            break
+    assert wrong, "nothing went wrong without it: the wait is not needed, or this program does not show why"
+    assert case.only_in_the_arena == all(each.startswith("arena") for each in wrong), wrong
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
+    model, program = data.draw(programs())
+    arena, window = data.draw(budgets(model, program))
+    engine = bare.BareEngine(model.units, arena=arena, window=window, poison=data.draw(st.booleans()))
+    play([*program, ("idle", ())], engine)
+    assert set(engine.wait_kinds()) <= CASES.keys() | GIVEN_AT_ONCE
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", sorted(GIVEN_AT_ONCE))
+def test_what_the_calling_thread_did_at_home_is_seen_without_any_ticket(kind):
+    loop = Loop(THREE)
+    for _ in range(2):
+        loop.plain(ALL)
+        for unit in (0, 2):
+            loop.call("write_home", unit, 0.25)
+        loop.call("read_home", 0)
+    _, kinds = outcome_of(Case(loop), omitted="", hold_us={})
+    assert kind in kinds
+    outcome, _ = outcome_of(Case(loop), omitted=kind, hold_us={"load": 2_000})
+    twin, read = twin_of(loop.model, loop.calls)
+    assert differences(outcome, {**twin.outcome(), "read at home": read, "arena": outcome["arena"]}) == []
