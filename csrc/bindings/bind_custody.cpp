@@ -15,8 +15,8 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// For what becomes a Python object afterwards. Whoever holds the engine's mutex may be waiting for the GIL: an update on
-// the launching thread.
+// For what becomes a Python object afterwards. Whoever holds the engine's mutex may be waiting for the GIL: an update
+// on the launching thread.
 template <class Question>
 auto without_gil(Question question) {
   const py::gil_scoped_release no_gil;
@@ -76,7 +76,7 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
 std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
                                       std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                       std::int64_t arena, std::int32_t window, bool prefetch_at_step,
-                                      std::int64_t nan_range) {
+                                      std::int64_t nan_range, std::shared_ptr<Arena> held_home) {
   BufferTable buffers;
   std::vector<CustodyUnit> units = read_units(described, buffers);
   const c10::Device on(device);
@@ -86,7 +86,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   options.prefetch_at_step = prefetch_at_step;
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
-                                   std::move(optimizer), on, pointer(nan_range));
+                                   std::move(optimizer), on, pointer(nan_range), held_home);
 }
 
 py::dict pass_dict(const PassStats& stats) {
@@ -151,7 +151,7 @@ void bind_custody(py::module_& m) {
 
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
-           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"))
+           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"))
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              // Shared, so that copying the callback needs no GIL; freed with it.
@@ -251,8 +251,10 @@ void bind_custody(py::module_& m) {
       .def(
           "set_trace", [](Custody& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); },
           NoGil())
-      .def("omit_wait", [](Custody& self, const std::string& kind) { self.engine().omit_wait(kind); }, NoGil())
-      .def("wait_kinds", [](Custody& self) { return self.engine().wait_kinds(); }, NoGil())
+      .def(
+          "omit_wait", [](Custody& self, const std::string& kind) { self.engine().omit_wait(kind); }, NoGil())
+      .def(
+          "wait_kinds", [](Custody& self) { return self.engine().wait_kinds(); }, NoGil())
       .def("passes",
            [](Custody& self) {
              py::list result;
@@ -262,10 +264,14 @@ void bind_custody(py::module_& m) {
              return result;
            })
       .def("step_sums", [](Custody& self) { return sums_dict(without_gil([&] { return self.engine().step_sums(); })); })
-      .def("update_stats", [](Custody& self) { return lane_dict(without_gil([&] { return self.engine().update_stats(); })); })
-      .def("resident_units", [](Custody& self) { return plain(self.engine().resident_units()); }, NoGil())
-      .def("plan_text",
-           [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); }, NoGil())
+      .def("update_stats",
+           [](Custody& self) { return lane_dict(without_gil([&] { return self.engine().update_stats(); })); })
+      .def(
+          "resident_units", [](Custody& self) { return plain(self.engine().resident_units()); }, NoGil())
+      .def(
+          "plan_text",
+          [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); },
+          NoGil())
       .def_property_readonly("arena_bytes", [](Custody& self) { return self.engine().leases().arena_bytes().count; })
       .def_property_readonly("peak_bytes", [](Custody& self) { return self.engine().leases().peak().count; })
       .def_property_readonly("peak_units", [](Custody& self) { return self.engine().leases().peak_units(); })

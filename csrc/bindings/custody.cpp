@@ -39,7 +39,7 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units,
                  BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
-                 std::byte* nan_range)
+                 std::byte* nan_range, const std::shared_ptr<void>& held_home)
     : device_(device),
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
@@ -70,11 +70,10 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
             gradients_.back()->view(facts.dtype, facts.gradient_offset, variable.sizes(), variable.strides());
         held = std::make_unique<HeldGradient>(backend->device_address(engine.held + facts.gradient_offset),
                                               variable.numel() * variable.element_size(), device, variable,
-                                              [this, unit = parameter.unit] {
-                                                as_python_errors([&] {
-                                                  refuse_other_process();
-                                                  engine_.access_held(unit, current_stream());
-                                                });
+                                              // With the home: a gradient that the user kept outlives this object.
+                                              [self = self_, unit = parameter.unit, held_home] {
+                                                if (*self == nullptr) return;
+                                                as_python_errors([&] { (*self)->gradient_is_written(unit); });
                                               });
       }
       parameter.facts = std::move(facts);
@@ -106,6 +105,7 @@ void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled)
   forget_failed_backward();
   // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
   if (grad_enabled) make_accumulators();
+  first_alone_ = HookId();
   entered_.clear();
   Signature signature;
   signature.phase = Phase::forward;
@@ -130,9 +130,11 @@ void Custody::enter(HookId id) {
   hooks_[static_cast<std::size_t>(id.value)].sequence = at::sequence_number::peek();
   if (in_backward()) {
     arm();  // a recomputation
-  } else if (!engine_.phase()) {
-    // A part of the model is called by itself: a pass of its own.
-    begin_forward(-1, /*training=*/true, at::GradMode::is_enabled());
+  } else if (!engine_.phase() || (entered_.empty() && id == first_alone_)) {
+    // A part of the model is called by itself: a pass of its own, until the same part is called again or a whole model.
+    const bool with_grad = at::GradMode::is_enabled();
+    begin_forward(-1, /*training=*/with_grad, with_grad);
+    first_alone_ = id;
   }
   entered_.push_back(id);
   announce(id, in_backward() ? Phase::backward : Phase::forward);
@@ -169,6 +171,13 @@ void Custody::hook_outputs(HookId id, const std::vector<at::Tensor>& outputs, bo
     // A node older than this forward belongs to another unit: the output was only passed through.
     if (node && node->sequence_nr() >= sequence) hook_backward(output, self_, id.value, inner);
   }
+}
+
+bool Custody::is_announced_by(HookId outer, HookId inner) const {
+  if (!outer.valid() || !inner.valid() || outer == inner) return false;
+  const auto& outer_needs = hooks_[static_cast<std::size_t>(outer.value)].needs;
+  const auto& inner_needs = hooks_[static_cast<std::size_t>(inner.value)].needs;
+  return !std::includes(outer_needs.begin(), outer_needs.end(), inner_needs.begin(), inner_needs.end());
 }
 
 void Custody::announce(HookId id, Phase phase) {
@@ -310,6 +319,7 @@ void Custody::finish_backward() {
     at::Tensor& gradient = each.facts.variable.mutable_grad();
     if (!gradient.defined()) gradient = held_[i]->tensor();
   }
+  raise_lost_writes();
 }
 
 variable_list Custody::catch_gradient(int index, const variable_list& gradients) {
@@ -376,6 +386,11 @@ void Custody::take_foreign_gradient(int index) {
   HeldGradient& held = *held_[static_cast<std::size_t>(index)];
   held.reuse(from.facts.variable.grad());
   held.inner().copy_(from.facts.variable.grad());
+}
+
+void Custody::gradient_is_written(UnitId unit) {
+  refuse_other_process();
+  engine_.access_held(unit, current_stream());
 }
 
 void Custody::begin_step() {
@@ -465,7 +480,9 @@ void Custody::evict(UnitId unit) {
   weights_[static_cast<std::size_t>(unit.value)]->evict();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
     const Parameter& left = parameter(index);
-    if (left.facts.variable._version() != left.version) lost_writes_.push_back(left.facts.name);
+    if (left.facts.variable._version() == left.version) continue;
+    lost_writes_.push_back(left.facts.name);
+    engine_.forget(unit);
   }
 }
 

@@ -50,7 +50,8 @@ enum class GradientIs { none, held, foreign };
 class Custody final : public Custodian {
  public:
   Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units, BufferTable buffers,
-          std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range);
+          std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range,
+          const std::shared_ptr<void>& held_home);
   ~Custody() override;
 
   Engine& engine() { return engine_; }
@@ -76,6 +77,9 @@ class Custody final : public Custodian {
   void abandon_forward();
 
   // ---- autograd, through grad_hooks.cpp ----
+  /// A node that `inner` has hooked already needs no announcement by `outer`, which lacks what `inner` needs: units
+  /// that `outer` uses itself are needed by other nodes.
+  bool is_announced_by(HookId outer, HookId inner) const;
   void backward_begins(HookId hook, bool inner);  // hook -1: the outermost module's output
   torch::autograd::variable_list catch_gradient(int index, const torch::autograd::variable_list& gradients);
   void after_accumulate(int index);
@@ -132,6 +136,8 @@ class Custody final : public Custodian {
     std::weak_ptr<int> alive;
   };
 
+  /// The user is about to write a held gradient that an update may still read.
+  void gradient_is_written(UnitId unit);
   void announce(HookId hook, Phase phase);
   void reset();
   void hook_outputs(HookId hook, const std::vector<at::Tensor>& outputs, bool inner);
@@ -160,6 +166,7 @@ class Custody final : public Custodian {
   std::vector<std::byte*> homes_;                        // by unit, as the device addresses them
   std::vector<std::string> names_;
   std::vector<Hook> hooks_;
+  HookId first_alone_;           // began the pass that is open, if no root did
   std::vector<HookId> entered_;  // modules that have been entered and not left, innermost last
   bool alone_ = false;           // the pass began with a part of the model that was called by itself
   std::vector<Armed> armed_;

@@ -50,6 +50,12 @@ struct AfterAccumulate final : torch::autograd::FunctionPostHook {
 }  // namespace
 
 void hook_backward(const at::Tensor& output, const CustodyRef& custody, int hook, bool inner) {
+  // A module inside of this one may have made the node, and said so.
+  for (const auto& known : output.grad_fn()->pre_hooks()) {
+    const auto* earlier = dynamic_cast<const BackwardBegins*>(known.get());
+    if (earlier == nullptr || earlier->custody != custody || *custody == nullptr) continue;
+    if ((*custody)->is_announced_by(HookId(hook), HookId(earlier->hook))) return;
+  }
   output.grad_fn()->add_pre_hook(std::make_unique<BackwardBegins>(custody, hook, inner));
 }
 

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <optional>
+
 #include "base/errors.h"
 
 namespace noria {
@@ -53,6 +55,10 @@ void register_kept_python_errors() {
 }
 
 void as_python_errors(const std::function<void()>& body) {
+  // An operator holds the GIL when numpy or Python itself asked for memory; another thread may need it to let go of the
+  // engine.
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
   try {
     body();
   } catch (const UsageError& error) {

@@ -29,8 +29,8 @@ void keep_python_errors(const std::function<void()>& body);
 /// Once, when the module is made.
 void register_kept_python_errors();
 
-/// Runs `body`, called without the GIL; a UsageError, InvariantError or MachineError leaves as the Python exception of
-/// that name, a KeptPythonError as the exception it carries.
+/// Runs `body` without the GIL, whoever calls; a UsageError, InvariantError or MachineError leaves as the Python
+/// exception of that name, a KeptPythonError as the exception it carries.
 void as_python_errors(const std::function<void()>& body);
 
 }  // namespace noria

@@ -336,6 +336,11 @@ void Engine::reset(Stream stream) {
   reset_unlocked(stream);
 }
 
+void Engine::forget(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  fetcher_.mark_stale(unit);
+}
+
 void Engine::reset_unlocked(Stream stream) {
   if (!phase_) return;
   if (visit_) {

@@ -87,6 +87,8 @@ class Engine {
   std::vector<UnitId> end_pass(Stream stream);
   /// Ends a pass that raised: leases stay, what was not drained is lost.
   void reset(Stream stream);
+  /// What lies on the device of this unit is not what the home holds: it is never used again.
+  void forget(UnitId unit);
   std::optional<Phase> phase() const;
   /// True while a visit is open that needs all of these (sorted).
   bool is_visited(const std::vector<UnitId>& needs) const;

@@ -45,6 +45,11 @@ void Fetcher::evict(UnitId unit) {
   issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
 }
 
+void Fetcher::mark_stale(UnitId unit) {
+  const auto found = resident_.find(unit);
+  if (found != resident_.end()) found->second.version = -1;
+}
+
 void Fetcher::evict_stale() {
   std::vector<UnitId> stale;
   for (const auto& [unit, held] : resident_) {

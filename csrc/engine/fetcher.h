@@ -27,6 +27,7 @@ class Fetcher {
   void fetch(UnitId unit, Bytes offset);
   /// The lease may be reused. Never waits: whoever writes the range next waits for its readers.
   void evict(UnitId unit);
+  void mark_stale(UnitId unit);
   /// Evicts what is older than the home.
   void evict_stale();
 

@@ -40,9 +40,4 @@ void Leases::release(Bytes offset) {
   live_.erase(found);
 }
 
-void Leases::release_all() {
-  live_.clear();
-  num_units_ = 0;
-}
-
 }  // namespace noria

@@ -23,7 +23,6 @@ class Leases {
   /// Throws InvariantError when the range overlaps a live lease or leaves the arena: a plan never asks for that.
   std::byte* take(Bytes offset, Bytes bytes, bool is_weights);
   void release(Bytes offset);
-  void release_all();
 
   std::byte* at(Bytes offset) const { return arena_ + offset.count; }
   Bytes arena_bytes() const { return bytes_; }

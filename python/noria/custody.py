@@ -61,6 +61,31 @@ class _EnteredRoot:
     handled: BaseException | None  # what the caller was handling already: any other one was raised inside
 
 
+class _Hook:
+    """A hook of one wrap call. A copy of the module (`deepcopy`, `pickle`) gets one that does nothing: the copy is an
+    ordinary model."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = torch._dynamo.disable(call)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return (_unpickled_hook, ())
+
+
+def _no_hook(*args: Any) -> None:
+    pass
+
+
+def _unpickled_hook() -> Callable[..., None]:
+    return _no_hook
+
+
 class Wrapped:
     """Owns the home, the engine's Custody and the module hooks; knows every parameter by its object."""
 
@@ -114,12 +139,11 @@ class Wrapped:
         # Last, so that on a root with a hook of its own the pass is what begins first and ends last.
         for number, root in enumerate(self.partition.roots):
             enter, leave = self._root_hooks(number)
-            self._handles.append(root.register_forward_pre_hook(enter, prepend=True))
-            self._handles.append(root.register_forward_hook(leave, always_call=True))
+            self._handles.append(root.register_forward_pre_hook(_Hook(enter), prepend=True))
+            self._handles.append(root.register_forward_hook(_Hook(leave), always_call=True))
             self._install_state_dict_hooks(root)
 
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        @torch._dynamo.disable
         def enter(module: nn.Module, args: Any) -> None:
             self._check_alive()
             if in_backward():
@@ -134,7 +158,6 @@ class Wrapped:
             if self._wants_watch(number, training, grad):
                 self.watch.start()
 
-        @torch._dynamo.disable
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
                 return
@@ -152,8 +175,8 @@ class Wrapped:
         return enter, leave
 
     def _forget_dead_forward(self, entering: nn.Module | None = None) -> None:
-        """A forward that KeyboardInterrupt or SystemExit has ended called no hook. It is known by what is missing on the
-        call stack; `entering` is being called just now."""
+        """A forward that KeyboardInterrupt or SystemExit has ended called no hook. It is known by what is missing on
+        the call stack; `entering` is being called just now."""
         if not self._entered_roots:
             return
         outermost = self._entered_roots[0]
@@ -178,29 +201,31 @@ class Wrapped:
         hook = custody.add_hook(spec.name, list(spec.needs))
         self._hook_names.append(spec.name)
 
-        @torch._dynamo.disable
+        # Around blocks a module may use parameters of its own at any time: there the watch stays on.
+        suspends = set(self.unit_indices(spec.module)) <= set(spec.needs)
+
         def enter(module: nn.Module, args: Any) -> None:
             self._check_alive()
             custody.enter(hook)
-            watch.suspend()
+            if suspends:
+                watch.suspend()
 
-        @torch._dynamo.disable
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            watch.resume()
+            if suspends:
+                watch.resume()
             custody.leave(hook, tensors_of(output))
 
-        self._handles.append(spec.module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(spec.module.register_forward_hook(leave, always_call=True))
+        self._handles.append(spec.module.register_forward_pre_hook(_Hook(enter), prepend=True))
+        self._handles.append(spec.module.register_forward_hook(_Hook(leave), always_call=True))
         if self.policy.check == "off" or not spec.is_block:
             return
 
-        @torch._dynamo.disable
         def inner(module: nn.Module, args: Any, output: Any) -> None:
             custody.inner_outputs(hook, tensors_of(output))
 
         for module in spec.module.modules():
             if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
-                self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(inner))
+                self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(_Hook(inner)))
 
     def _forget_inner_hooks(self) -> None:
         """After the first backward: a block whose own outputs announce its backward needs no hooks inside."""
@@ -245,12 +270,11 @@ class Wrapped:
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
                 if parameter in self.slot_of
             }
-            refuse = self._refuse_assign
-            self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self._refuse_assign)))
             if own:
-                self._handles.append(module._register_state_dict_hook(self._give_state(own)))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._take_state(own)))
-                self._handles.append(module.register_load_state_dict_post_hook(self._state_taken(own)))
+                self._handles.append(module._register_state_dict_hook(_Hook(self._give_state(own))))
+                self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self._take_state(own))))
+                self._handles.append(module.register_load_state_dict_post_hook(_Hook(self._state_taken(own))))
 
     def _give_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -386,6 +410,8 @@ class Wrapped:
     def recover(self) -> None:
         """After a pass that raised: what it had begun is forgotten, gradients that had landed stay."""
         self._check_alive()
+        if in_backward():
+            return  # it is alive
         self._forget_dead_forward()
         self.custody.recover()
 

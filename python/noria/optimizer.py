@@ -347,6 +347,8 @@ class Updates:
                 slot = self.wrapped.slot_of[parameter]
                 if parameter.grad is None:
                     continue
+                if self.kernel != "whole":
+                    self.state.unsettled(parameter)  # made now, so that it keeps torch's order
                 if self.wrapped.custody.gradient_is(slot.index) == "foreign":
                     if not slot.trainable:
                         raise usage_error(
@@ -662,7 +664,6 @@ def facade(optimizer: Optimizer, updates: Updates) -> None:
 
 def unfacade(optimizer: Optimizer) -> None:
     """A plain optimizer again, on the same state."""
-    updates: Updates = optimizer._noria  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = _original_class(type(optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)

@@ -51,7 +51,7 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 
 _METADATA = frozenset(
     "__get__ __set__ __len__ __repr__ __format__ __hash__ size dim ndimension numel nelement stride storage_offset "
-    "element_size is_floating_point is_complex is_contiguous get_device has_names untyped_storage storage"
+    "element_size is_floating_point is_complex is_contiguous get_device has_names untyped_storage storage "
     "requires_grad_ register_hook backward".split()
 )
 """Functions that look at a tensor without its values."""

@@ -49,9 +49,7 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
         for module in root.modules():
             if wrapped_by(module) is not None:
                 raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
-            options = getattr(module, "_compiled_call_impl", None)
-            if options is not None or hasattr(module, "_orig_mod"):
-                _refuse_cuda_graphs(module)
+            _refuse_cuda_graphs(module)
     for updater in updaters:
         check_optimizer(updater)
     known = {parameter for root in roots for parameter in root.parameters()}
@@ -68,11 +66,9 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
 
 
 def _refuse_cuda_graphs(module: nn.Module) -> None:
-    compiled = getattr(module, "_compiled_call_impl", None) or getattr(module, "forward", None)
-    context = getattr(compiled, "_torchdynamo_inline", None) or compiled
-    backend = getattr(context, "_torchdynamo_orig_backend", None)
-    config = getattr(backend, "config", {}) or {}
-    if config.get("triton.cudagraphs"):
+    compiled: Any = getattr(module, "_compiled_call_impl", None) or module  # in place, or the wrapper
+    config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
+    if config is not None and config.get("triton.cudagraphs"):
         raise usage_error(
             'torch.compile without mode="reduce-overhead"',
             f"{type(module).__name__} compiled for CUDA graphs, which bake the addresses of weights that move",
@@ -144,6 +140,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         window=planned.window,
         prefetch_at_step=True,
         nan_range=nan_range,
+        held_home=home.arenas.get("held gradients"),
     )
     wrapped = Wrapped(planned, home, custody, backend, pool)
     while values:

@@ -13,7 +13,7 @@ import noria
 import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 WIDTH, VOCAB, BLOCKS = 16, 23, 5
 HOSTILE = {"seed": 7, "max_delay_us": 100, "poison": True}

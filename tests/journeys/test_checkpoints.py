@@ -15,7 +15,18 @@ from noria.testing import assert_same_bits, on_machine
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.journeys.pairs import HOSTILE, LATE_UPDATES, Net, Side, adamw, assert_moved, both, loss_of, sgd, state_tensors
+from tests.journeys.pairs import (
+    HOSTILE,
+    LATE_UPDATES,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    loss_of,
+    sgd,
+    state_tensors,
+)
 
 KINDS = {
     "fp32 torch": {"kernel": "torch"},
@@ -26,12 +37,7 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new(seed=0, optimizer=adamw, model=Net):
@@ -69,7 +75,7 @@ def load(side, states):
     side.optimizer.load_state_dict(states["optimizer"])
 
 
-# ---- resume ---------------------------------------------------------------------------------------------------------
+# ---- resume ------------------------------------------------------------------------------------------------
 
 
 @kinds
@@ -84,7 +90,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path
         load(second, both_states(first))
     else:
         noria.save(tmp_path / "run.pt", first.model, first.optimizer, step=3, note="halfway")
-        assert noria.load(tmp_path / "run.pt", second.model, second.optimizer) == {"step": 3, "note": "halfway"}
+        assert noria.load(tmp_path / "run.pt", second.model, second.optimizer) == {
+            "step": 3,
+            "note": "halfway",
+        }
     second.train(3, 6)
     same(second, straight)
     for side in (straight, second):
@@ -234,7 +243,7 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path):
     noria.load(tmp_path / "plain.pt", side.model, side.optimizer)
 
 
-# ---- the optimizer's state, seen directly ------------------------------------------------------------------------------
+# ---- the optimizer's state, seen directly ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["torch", "fused"])
@@ -311,7 +320,7 @@ def test_a_wrapped_optimizer_is_pickled_as_a_plain_one():
     side.train(2, 3)
 
 
-# ---- materialize and unwrap -------------------------------------------------------------------------------------------
+# ---- materialize and unwrap --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fp32 torch", "fp32 fused"])
@@ -372,6 +381,32 @@ def test_ema_models_that_torch_makes_of_a_materialized_model():
             mean.lerp_(value, 0.1)
         for index, mean in enumerate(average):
             side.keep(f"average {index}", mean)
+
+    both(journey)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save", "AveragedModel"])
+def test_a_copy_made_inside_materialize_is_an_ordinary_model(how):
+    def journey(side):
+        side.train(0, 2)
+        with noria.materialize(side.model, read_only=True) if side.is_wrapped else torch.no_grad():
+            if how == "deepcopy":
+                copied = copy.deepcopy(side.model)
+            elif how == "AveragedModel":
+                copied = torch.optim.swa_utils.AveragedModel(side.model).module
+            else:
+                file = io.BytesIO()
+                torch.save(side.model, file)
+                file.seek(0)
+                copied = torch.load(file, weights_only=False)
+        other = Side(copied, adamw(copied.parameters()), False)
+        other.train(5, 7)
+        for name, value in copied.state_dict().items():
+            side.keep(f"copy's {name}", value)
+        copied.load_state_dict(side.model.state_dict())
+        side.train(2, 4)
+        with pytest.raises(noria.UsageError):
+            noria.report(copied)
 
     both(journey)
 

@@ -1,5 +1,5 @@
-"""After a failure inside forward, backward or an update the model goes on, with the bits of a twin that failed alike; and
-a process always ends, with the exit code it would have had.
+"""After a failure inside forward, backward or an update the model goes on, with the bits of a twin that failed alike;
+and a process always ends, with the exit code it would have had.
 """
 
 from __future__ import annotations
@@ -12,19 +12,13 @@ import sys
 import noria
 import pytest
 import torch
-from torch import nn
 
-from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import Net, Side, assert_moved, both, loss_of, sgd
 
 FAILURES = [ValueError, MemoryError, KeyboardInterrupt, SystemExit]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fail_once(failure):
@@ -44,7 +38,7 @@ def expect_failure(side, failure, number):
         loss_of(side.model, number).backward()
 
 
-# ---- forward ------------------------------------------------------------------------------------------------------
+# ---- forward -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -127,7 +121,7 @@ def test_an_interrupted_forward_leaves_no_mode_of_torchs_on():
     assert torch.overrides._get_current_function_mode() is None
 
 
-# ---- backward -----------------------------------------------------------------------------------------------------
+# ---- backward ----------------------------------------------------------------------------------------------
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -203,14 +197,11 @@ def test_a_backward_that_failed_while_another_forward_was_in_flight():
     both(journey)
 
 
-# ---- updates ------------------------------------------------------------------------------------------------------
+# ---- updates -----------------------------------------------------------------------------------------------
 
 
-class Stumbling(torch.optim.SGD):
-    """Fails on one parameter, once."""
-
-
-def stumbling_sgd(monkeypatch, failing):
+def stumbling_step(failing):
+    """SGD's step, which fails once on a parameter of the shape that `failing` holds."""
     original = torch.optim.SGD.step.__wrapped__
 
     def step(self, closure=None):
@@ -230,7 +221,7 @@ def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
     optimizer = sgd(model.parameters())
     noria.wrap(model, optimizer, device="cpu", window=2, update=update)
     failing = []
-    step = stumbling_sgd(monkeypatch, failing)
+    step = stumbling_step(failing)
     step.hooked = False
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     for number in range(2):
@@ -249,7 +240,7 @@ def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
     assert_moved(model)
 
 
-# ---- the end of the process ---------------------------------------------------------------------------------------
+# ---- the end of the process --------------------------------------------------------------------------------
 
 PROGRAM = """
 import os, signal, sys
@@ -272,22 +263,32 @@ ENDS = {
     "normal end": ("", 0),
     "between step and forward": ("loss.backward(); optimizer.step()", 0),
     "exception": ("raise ValueError('on purpose')", 1),
-    "exception inside forward": (
-        "model.head.register_forward_hook(lambda *_: 1 / 0)\nloss_of(model, 1)", 1),
-    "exception inside backward": ("model.embed.weight.register_hook(lambda g: 1 / 0)\nloss_of(model, 1).backward()", 1),
+    "exception inside forward": ("model.head.register_forward_hook(lambda *_: 1 / 0)\nloss_of(model, 1)", 1),
+    "exception inside backward": (
+        "model.embed.weight.register_hook(lambda g: 1 / 0)\nloss_of(model, 1).backward()",
+        1,
+    ),
     "sys.exit": ("loss.backward(); optimizer.step(); sys.exit(7)", 7),
     "sys.exit inside forward": (
-        "model.head.register_forward_hook(lambda *_: sys.exit(5))\nloss_of(model, 1)", 5),
-    "SIGINT": ("loss.backward(); optimizer.step(); os.kill(os.getpid(), signal.SIGINT)\nwhile True: pass", -signal.SIGINT),
+        "model.head.register_forward_hook(lambda *_: sys.exit(5))\nloss_of(model, 1)",
+        5,
+    ),
+    "SIGINT": (
+        "loss.backward(); optimizer.step(); os.kill(os.getpid(), signal.SIGINT)\nwhile True: pass",
+        -signal.SIGINT,
+    ),
     "SIGINT inside forward": (
         "model.head.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))\nloss_of(model, 1)",
-        -signal.SIGINT),
+        -signal.SIGINT,
+    ),
     "inside materialize": ("with noria.materialize(model): sys.exit(3)", 3),
     "in a forked child": (
         "loss.backward(); optimizer.step()\n"
         "child = os.fork()\n"
         "if child == 0: sys.exit(4)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))", 4),
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+        4,
+    ),
     "in a forked child that used the model": (
         "loss.backward(); optimizer.step()\n"
         "child = os.fork()\n"
@@ -295,29 +296,46 @@ ENDS = {
         "    uses = [lambda: model(torch.arange(3)[None]), optimizer.step, model.state_dict, optimizer.state_dict,\n"
         "            lambda: optimizer.state[model.head.weight], lambda: noria.materialize(model).__enter__(),\n"
         "            lambda: model.head.weight.grad.mul_(2), lambda: noria.unwrap(model, optimizer),\n"
-        "            lambda: model.blocks[0](torch.ones(1, 16)), lambda: optimizer.load_state_dict({{}}),\n"
-        "            lambda: model.load_state_dict({{}}, strict=False), optimizer.zero_grad]\n"
+        "            lambda: model.blocks[0](torch.ones(1, 16)), lambda: optimizer.load_state_dict({}),\n"
+        "            lambda: model.load_state_dict({}, strict=False), optimizer.zero_grad]\n"
         "    refused = 0\n"
         "    for use in uses:\n"
         "        try: use()\n"
         "        except noria.UsageError as error: refused += 'forked' in str(error)\n"
         "    print('refused', refused)\n"
         "    sys.exit(len(uses) - refused)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))", 0),
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+        0,
+    ),
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch", "fused"])
-@pytest.mark.parametrize("end", ENDS)
+ALWAYS = {
+    "exception inside backward",
+    "sys.exit",
+    "SIGINT inside forward",
+    "in a forked child that used the model",
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "kernel"),
+    [
+        pytest.param(end, kernel, marks=[] if end in ALWAYS and kernel == "fused" else pytest.mark.long)
+        for end in ENDS
+        for kernel in ("torch", "fused")
+    ],
+)
 def test_a_process_ends_with_the_exit_code_it_would_have_had(end, kernel):
-    if kernel == "fused" and end not in ("SIGINT", "between step and forward", "in a forked child",
-                                         "in a forked child that used the model"):
-        pytest.skip("one kernel is enough here")
     code, expected = ENDS[end]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["python", "."])}
+    paths = [os.path.dirname(os.path.dirname(noria.__file__)), "."]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=code.replace("{{", "{").replace("}}", "}"), kernel=kernel)], env=environment, capture_output=True, text=True,
-        timeout=60,
+        [sys.executable, "-c", PROGRAM.format(end=code, kernel=kernel)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == expected, done.stdout + done.stderr
     for word in ("terminate called", "Fatal", "core dumped", "Exception ignored"):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
+import noria
 import pytest
 import torch
+from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
-from tests.journeys.pairs import LATE_UPDATES, BLOCKS, Net, Side, adamw, both, loss_of, sgd
+from tests.journeys.pairs import BLOCKS, LATE_UPDATES, Net, Side, adamw, both, loss_of, sgd
 
 KERNELS = ["torch", "fused"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loop(between, *, steps=4, after=None, set_to_none=True):
@@ -42,7 +40,7 @@ def nothing(side, number):
     pass
 
 
-# ---- between backward() and step() --------------------------------------------------------------------------------
+# ---- between backward() and step() -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
@@ -103,8 +101,17 @@ def read_only(side):
     side.keep(f"sum {len(side.kept)}", sum(gradient.abs().sum() for gradient in side.gradients()))
 
 
-EDITS = [edit_in_place, edit_data, edit_by_numpy, edit_a_view, edit_by_foreach, replace, replace_by_another_layout,
-         clear_some, read_only]
+EDITS = [
+    edit_in_place,
+    edit_data,
+    edit_by_numpy,
+    edit_a_view,
+    edit_by_foreach,
+    replace,
+    replace_by_another_layout,
+    clear_some,
+    read_only,
+]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -157,7 +164,7 @@ def test_a_parameters_own_zero_and_a_models_zero_grad_clear_too():
     both(journey, optimizer=sgd)
 
 
-# ---- aliases, and edits after step() --------------------------------------------------------------------------------
+# ---- aliases, and edits after step() -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -222,7 +229,7 @@ def test_a_gradient_that_was_never_cleared_is_applied_again(kernel):
     both(journey, kernel=kernel, hostility=LATE_UPDATES, moved=False)
 
 
-# ---- ways of calling backward ---------------------------------------------------------------------------------------
+# ---- ways of calling backward ------------------------------------------------------------------------------
 
 
 def test_retain_graph_and_backward_twice_adds_the_gradient_twice():
@@ -319,7 +326,7 @@ def test_gradients_with_respect_to_the_input_are_torchs():
     both(journey, model=FromVectors)
 
 
-# ---- hooks ----------------------------------------------------------------------------------------------------------
+# ---- hooks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -395,7 +402,7 @@ def test_full_backward_hooks_on_blocks_see_torchs_gradients():
     both(journey)
 
 
-# ---- scaler, hyperparameters, schedulers, step hooks, closures --------------------------------------------------------
+# ---- scaler, hyperparameters, schedulers, step hooks, closures ---------------------------------------------
 
 
 def test_a_grad_scaler_unscales_skips_and_updates_as_in_torch():
@@ -556,3 +563,23 @@ def test_weights_hyperparameters_and_gradients_of_groups_are_kept_apart():
         )
 
     both(lambda side: side.train(0, 4), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("unwrapped", [False, True])
+def test_a_gradient_that_was_kept_outlives_model_and_optimizer(unwrapped):
+    model = Net()
+    optimizer = adamw(model.parameters())
+    with on_machine(hostility=LATE_UPDATES):
+        noria.wrap(model, optimizer, device="cpu", window=2, kernel="fused")
+    loss_of(model, 0).backward()
+    kept = model.head.weight.grad
+    expected = kept.clone()
+    optimizer.step()
+    assert noria.report(model).num_fetches > 0
+    if unwrapped:
+        noria.unwrap(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    assert_same_bits({"gradient": kept}, {"gradient": expected})
+    kept.mul_(2)  # the first write after step() looks for whoever still reads: nobody is left
+    assert_same_bits({"gradient": kept}, {"gradient": expected * 2})

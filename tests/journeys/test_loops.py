@@ -11,25 +11,32 @@ import pytest
 import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Block, Net, Side, adamw, assert_moved, both, loss_of, sgd, tokens
+from tests.journeys.pairs import (
+    HOSTILE,
+    VOCAB,
+    WIDTH,
+    Block,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    loss_of,
+    sgd,
+    tokens,
+)
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(side: Side) -> None:
     side.train(0, 4)
 
 
-# ---- activation checkpointing -------------------------------------------------------------------------------------------
+# ---- activation checkpointing ------------------------------------------------------------------------------
 
 
 class Recomputing(Net):
@@ -54,7 +61,9 @@ class InsideBlock(Block):
     reentrant = False
 
     def forward(self, x):
-        return x + checkpoint(lambda h: self.contract(F.gelu(self.expand(h))), self.norm(x), use_reentrant=self.reentrant)
+        return x + checkpoint(
+            lambda h: self.contract(F.gelu(self.expand(h))), self.norm(x), use_reentrant=self.reentrant
+        )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -124,10 +133,19 @@ def test_gradient_checkpointing_of_transformers(reentrant):
     both(journey, model=make)
 
 
-# ---- torch.compile -----------------------------------------------------------------------------------------------------
+# ---- torch.compile -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["blocks before wrap", "blocks after wrap", "whole model"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "blocks before wrap",
+        "blocks run before wrap",
+        "in place after wrap",
+        "in place before wrap",
+        "whole model",
+    ],
+)
 def test_compiled_models(how):
     torch._dynamo.reset()
     num_compiled = 0
@@ -141,13 +159,19 @@ def test_compiled_models(how):
 
     def make():
         model = Net(3)
-        if how == "blocks before wrap":
-            for index, block in enumerate(model.blocks):
+        for index, block in enumerate(model.blocks):
+            if how == "in place before wrap":
+                block.compile(backend=backend)
+            elif how.startswith("blocks"):
                 model.blocks[index] = compiled(block)
+        if how == "blocks run before wrap":
+            loss_of(model, 9).backward()
+            model.zero_grad()
         return model
 
     def journey(side):
-        if how == "blocks after wrap":
+        torch._dynamo.reset()
+        if how == "in place after wrap":
             for block in side.model.blocks:
                 block.compile(backend=backend)
         model = compiled(side.model) if how == "whole model" else side.model
@@ -177,7 +201,7 @@ def test_blocks_compiled_by_inductor_have_the_bits_of_inductor():
     both(train, model=make)
 
 
-# ---- other passes in between --------------------------------------------------------------------------------------------
+# ---- other passes in between -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -319,7 +343,7 @@ def test_direct_parameters_used_between_blocks_in_a_large_window_and_a_small_one
         both(train, model=Prompted, window=window)
 
 
-# ---- several models, several optimizers ------------------------------------------------------------------------------------
+# ---- several models, several optimizers --------------------------------------------------------------------
 
 
 def together(journey, make, *, window=2, **policy):
@@ -330,7 +354,10 @@ def together(journey, make, *, window=2, **policy):
         models, optimizers = make()
         if is_wrapped:
             with on_machine(hostility=HOSTILE):
-                assert noria.wrap(models, optimizers, device="cpu", window=window, **policy) == (models, optimizers)
+                assert noria.wrap(models, optimizers, device="cpu", window=window, **policy) == (
+                    models,
+                    optimizers,
+                )
         kept = Side(models, optimizers, is_wrapped)
         torch.manual_seed(1)
         journey(kept)
@@ -495,7 +522,7 @@ def test_a_teacher_and_a_student():
     assert not any(each.phase == "backward" for each in report.passes)
 
 
-# ---- autocast ------------------------------------------------------------------------------------------------------------
+# ---- autocast ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", [True, False])

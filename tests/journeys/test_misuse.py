@@ -15,17 +15,12 @@ from noria import _C
 from noria.testing import on_machine
 from torch import nn
 
-from tests.journeys.pairs import HOSTILE, Block, Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def refused(*words: str, error: type[Exception] = noria.UsageError):
@@ -34,16 +29,14 @@ def refused(*words: str, error: type[Exception] = noria.UsageError):
     return pytest.raises(error, match=f"(?s)^{together}.*{THREE_PARTS[4:]}")
 
 
-# ---- wrap: refused before anything is changed -----------------------------------------------------------------------
+# ---- wrap: refused before anything is changed --------------------------------------------------------------
 
 
 def refused_by_wrap(make, *words, model=None, optimizer=None):
-    """`make(model, optimizer)` raises in `plan` and in `wrap` alike; afterwards both objects train as if never touched."""
+    """`make(model, optimizer)` raises in `plan` and in `wrap`; afterwards both objects train as if never touched."""
     plain = (model or Net)()
     ours = copy.deepcopy(plain)
-    side, twin = (
-        Side(each, (optimizer or adamw)(each.parameters()), False) for each in (ours, plain)
-    )
+    side, twin = (Side(each, (optimizer or adamw)(each.parameters()), False) for each in (ours, plain))
     for call in (noria.plan, noria.wrap):
         with refused(*words):
             make(call, side.model, side.optimizer)
@@ -64,7 +57,10 @@ def test_a_window_too_small_for_what_one_module_needs_at_once():
                 block.first, block.second = self.embed, self.head
 
     refused_by_wrap(
-        lambda call, m, o: call(m, o, device="cpu", window=2), "a window of at least 3 units", "window=3", model=Tied
+        lambda call, m, o: call(m, o, device="cpu", window=2),
+        "a window of at least 3 units",
+        "window=3",
+        model=Tied,
     )
     model = Tied()
     noria.wrap(model, device="cpu", window=3)
@@ -78,7 +74,8 @@ def test_a_budget_too_small_says_what_would_fit_and_that_fits():
     for too_small in (1024, least - 1):
         refused_by_wrap(
             lambda call, m, o, too_small=too_small: call(m, o, device="cpu", device_memory=too_small),
-            f"({least} bytes)", "the largest unit is",
+            f"({least} bytes)",
+            "the largest unit is",
         )
     both(lambda side: side.train(0, 3), device_memory=least, window=None)
 
@@ -89,7 +86,9 @@ def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
         noria.plan(model, adamw(model.parameters()), device="cpu", host_memory=1024)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
     refused_by_wrap(
-        lambda call, m, o: call(m, o, device="cpu", host_memory=least - 1), f"({least} bytes)", "working copies"
+        lambda call, m, o: call(m, o, device="cpu", host_memory=least - 1),
+        f"({least} bytes)",
+        "working copies",
     )
     both(lambda side: side.train(0, 3), host_memory=least)
 
@@ -182,7 +181,7 @@ def test_a_module_compiled_for_cuda_graphs_is_refused():
             noria.wrap(model, device="cpu", window=2)
 
 
-# ---- after wrap: refused, and training goes on ------------------------------------------------------------------------
+# ---- after wrap: refused, and training goes on -------------------------------------------------------------
 
 
 def undisturbed(misuse, **options):
@@ -307,8 +306,11 @@ def test_materialize_inside_a_pass_and_a_forward_inside_materialize():
             with noria.materialize(side.model):
                 pass
 
-        for register in (side.model.blocks[2].register_forward_pre_hook, side.model.register_forward_pre_hook,
-                         side.model.blocks[2].expand.weight.register_hook):
+        for register in (
+            side.model.blocks[2].register_forward_pre_hook,
+            side.model.register_forward_pre_hook,
+            side.model.blocks[2].expand.weight.register_hook,
+        ):
             handle = register(look)
             with refused("materialize", "inside a forward or backward pass"):
                 loss_of(side.model, 50).backward()

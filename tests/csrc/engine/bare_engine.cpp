@@ -82,13 +82,7 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units) 
   return result;
 }
 
-BareEngine::~BareEngine() {
-  try {
-    release_stream();
-    close();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
-  }
-}
+BareEngine::~BareEngine() { release_stream(); }  // the engine closes the lanes
 
 // ---- passes -----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,22 @@ PYBIND11_MODULE(_bare_engine, m) {
   m.attr("SLOT_BYTES") = noria::kSlotBytes.count;
   m.def("num_empty_waits", &fake_cuda::num_empty_waits);
 
+  py::class_<noria::Leases>(m, "Leases")
+      .def(py::init([](std::int64_t arena, std::int64_t capacity) {
+             return std::make_unique<noria::Leases>(noria::make_host_backend({noria::Bytes{capacity}, {}, {}}),
+                                                    noria::Bytes{arena});
+           }),
+           py::arg("arena"), py::arg("capacity"))
+      .def("take",
+           [](noria::Leases& self, std::int64_t offset, std::int64_t bytes, bool is_weights) {
+             return self.take(noria::Bytes{offset}, noria::Bytes{bytes}, is_weights) - self.at(noria::Bytes{0});
+           })
+      .def("release", [](noria::Leases& self, std::int64_t offset) { self.release(noria::Bytes{offset}); })
+      .def_property_readonly("peak", [](noria::Leases& self) { return self.peak().count; })
+      .def_property_readonly("peak_units", &noria::Leases::peak_units)
+      .def_property_readonly("num_units", &noria::Leases::num_units)
+      .def_property_readonly("num_leases", &noria::Leases::num_leases);
+
   py::class_<BareEngine>(m, "BareEngine")
       .def(py::init(&noria::make), py::arg("units"), py::kw_only(), py::arg("arena"), py::arg("window") = 0,
            py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,

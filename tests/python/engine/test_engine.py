@@ -266,12 +266,12 @@ def test_in_a_steady_state_nothing_is_allocated_and_nothing_more_is_remembered(m
 
 
 def trained_once(machine="host", **settings_of_engine):
-    """An engine that knows its loop, and the loop."""
+    """An engine that knows its loop and is idle, and the loop."""
     model = Model([(1, 1), (2, 2), (1, 1)], [[0], [1], [2]])
     loop = Loop(model)
     loop.plain({0, 1, 2})
     engine = bare.BareEngine(model.units, arena=4 * bare.SLOT_BYTES, machine=machine, **settings_of_engine)
-    play(loop.calls, engine)
+    play([*loop.calls, ("idle", ())], engine)
     return engine, loop.calls
 
 

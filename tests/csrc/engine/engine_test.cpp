@@ -1,0 +1,143 @@
+// Short training programs with every thread there is, for the sanitizers: a compute stream, the lanes, the pool, a
+// hostile backend. That the bits are right is tested from Python against a twin; here a quiet run is the twin.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "bare_engine.h"
+#include "base/errors.h"
+
+namespace noria {
+namespace {
+
+const std::vector<BareUnit> kUnits{{2, 2}, {3, 1}, {1, 0}, {4, 4}};
+const std::vector<std::vector<UnitId>> kLayers{
+    {UnitId(0)}, {UnitId(1)}, {UnitId(2)}, {UnitId(3)}, {UnitId(0), UnitId(2)}};
+
+Hostility hostility(std::uint64_t seed) {
+  Hostility late{seed, 200, {}, true};
+  return seed == 0 ? Hostility{} : late;
+}
+
+std::unique_ptr<BareEngine> make(std::uint64_t seed, Bytes arena) {
+  HostOptimizerOptions options;
+  options.num_threads = 2;
+  options.hostility = hostility(seed);
+  return std::make_unique<BareEngine>(kUnits, make_host_machine(hostility(seed), /*asynchronous=*/true),
+                                      Budget{arena, 0}, /*prefetch_at_step=*/true,
+                                      std::make_shared<HostOptimizer>(options));
+}
+
+void forward(BareEngine& model) {
+  model.begin_forward(0, true, true);
+  for (std::size_t layer = 0; layer < kLayers.size(); ++layer) {
+    model.visit(static_cast<std::int32_t>(layer), kLayers[layer]);
+  }
+  model.end_pass();
+}
+
+void backward_layer(BareEngine& model, std::size_t layer) {
+  model.visit(static_cast<std::int32_t>(layer), kLayers[layer]);
+  for (UnitId unit : kLayers[layer]) {
+    const auto index = static_cast<std::size_t>(unit.value);
+    for (int slot = 0; slot < kUnits[index].num_trainable; ++slot)
+      model.gradient(index, static_cast<std::size_t>(slot));
+  }
+}
+
+void backward(BareEngine& model) {
+  model.begin_backward();
+  for (std::size_t layer = kLayers.size(); layer-- > 0;) backward_layer(model, layer);
+  model.end_pass();
+}
+
+// Two micro-batches, a clip, updates on the pool and on this thread, an edit after the step, a look at the home.
+void step(BareEngine& model, bool blocking) {
+  for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
+    forward(model);
+    backward(model);
+  }
+  model.clip(0, 1);
+  model.begin_step();
+  for (std::size_t unit = 0; unit < kUnits.size(); ++unit) model.update(unit, /*on_pool=*/unit != 1);
+  model.end_step(blocking);
+  model.clip(3, 2);
+  (void)model.read_home(0);
+  model.zero_grad();
+}
+
+void train(BareEngine& model) {
+  step(model, false);
+  forward(model);
+  model.begin_backward();
+  backward_layer(model, 4);
+  backward_layer(model, 3);
+  model.reset();  // it raised
+  model.zero_grad();
+  step(model, true);
+  model.write_home(3, 0.25F);
+  step(model, false);
+  model.idle();
+}
+
+class UnderDelays : public ::testing::TestWithParam<std::uint64_t> {};
+
+TEST_P(UnderDelays, a_hostile_run_in_a_small_window_gives_the_bits_of_a_quiet_one_in_a_large) {
+  auto quiet = make(0, Bytes{1 << 16});
+  auto hostile = make(GetParam(), kSlotBytes * 8);
+  train(*quiet);
+  train(*hostile);
+  for (std::size_t unit = 0; unit < kUnits.size(); ++unit) {
+    EXPECT_EQ(quiet->result(unit), hostile->result(unit));
+    for (const char* which : {"weights", "moment1", "moment2"}) {
+      EXPECT_EQ(quiet->array(which, unit), hostile->array(which, unit)) << which << " of unit " << unit;
+    }
+  }
+  EXPECT_GT(hostile->engine().num_fetches(), quiet->engine().num_fetches());
+  quiet->close();
+  hostile->close();
+}
+
+INSTANTIATE_TEST_SUITE_P(seeds, UnderDelays, ::testing::Values(1, 2, 3));
+
+TEST(engine, closes_in_the_middle_of_a_pass_while_every_lane_has_work) {
+  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+    auto model = make(seed, kSlotBytes * 8);
+    step(*model, false);
+    forward(*model);
+    model->begin_backward();
+    backward_layer(*model, 4);
+    if (seed % 2 == 0) model->close();
+    // else: dropped as it is
+  }
+}
+
+TEST(engine, an_update_that_fails_is_thrown_and_leaves_nobody_waiting) {
+  auto model = make(1, kSlotBytes * 8);
+  step(*model, false);
+  forward(*model);
+  backward(*model);
+  model->begin_step();
+  model->fail_next_update();
+  model->update(1, /*on_pool=*/false);
+  EXPECT_THROW(model->end_step(/*blocking=*/true), MachineError);
+  model->close();
+}
+
+TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
+  auto model = make(1, kSlotBytes * 8);
+  step(*model, false);
+  model->hold_stream();
+  model->break_stream();
+  forward(*model);
+  backward(*model);
+  model->begin_step();
+  model->update(0, /*on_pool=*/true);
+  model->release_stream();
+  EXPECT_THROW(model->idle(), MachineError);
+  model->close();
+}
+
+}  // namespace
+}  // namespace noria
