@@ -35,9 +35,7 @@ class CMakeBuild(build_ext):
             ) from None
         cmake, ninja = tool("cmake"), tool("ninja")
         if cmake is None:
-            raise SystemExit(
-                "expected cmake >= 3.25; found none; remedy: pip install 'cmake>=3.25' ninja tbb-devel"
-            )
+            raise SystemExit("expected cmake >= 3.25; found none; remedy: pip install 'cmake>=3.25' ninja tbb-devel")
 
         # One persistent tree per (python, torch, environment): incremental, and never a stale TBB or torch.
         key = hashlib.sha1(sys.prefix.encode()).hexdigest()[:6]
@@ -57,11 +55,7 @@ class CMakeBuild(build_ext):
         if ninja:
             config += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        prefix = (
-            ROOT / "python"
-            if self.in_place
-            else Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
-        )
+        prefix = ROOT / "python" if self.in_place else Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
         install = [cmake, "--install", build, "--component", "python", "--prefix", prefix, "--strip"]
         subprocess.run([cmake, "-S", ROOT, "-B", build, *config], check=True)
         subprocess.run([cmake, "--build", build, "--parallel", jobs], check=True)

@@ -23,8 +23,6 @@ __global__ void hold(std::int64_t ns) {
 
 /// Queues the hold on `stream` (a cudaStream_t of the current device) and returns; a launch that fails leaves its
 /// error to cudaGetLastError.
-void hold_stream(void* stream, std::int64_t us) {
-  hold<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(us * 1000);
-}
+void hold_stream(void* stream, std::int64_t us) { hold<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(us * 1000); }
 
 }  // namespace noria

@@ -42,9 +42,7 @@ def violations_of(file: str, text: str, known: set[str]) -> list[str]:
         if f"csrc/{path}" not in known:
             found.append(f"{file}: {path}: no such file in csrc/ (include paths are relative to it)")
         elif target != room and STEPS[target] >= STEPS[room]:
-            found.append(
-                f"{file}: {path}: {room} (step {STEPS[room]}) may not include {target} (step {STEPS[target]})"
-            )
+            found.append(f"{file}: {path}: {room} (step {STEPS[room]}) may not include {target} (step {STEPS[target]})")
     if file.endswith(".h") and "#pragma once" not in text:
         found.append(f"{file}: a header without #pragma once")
     return found

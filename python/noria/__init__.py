@@ -1,6 +1,6 @@
 """noria trains PyTorch models larger than the GPU: one call, your own loop, the same bits.
 
-    model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
+model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
 """
 
 from pathlib import Path as _Path

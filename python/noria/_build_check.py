@@ -20,8 +20,7 @@ def check_build(package: Path, torch_version: str) -> None:
     record = package / "_built_with.json"
     if not record.exists():
         raise ImportError(
-            f"expected noria's engine, built against torch {torch_version}; found none in {package}; "
-            f"remedy: {_REBUILD}"
+            f"expected noria's engine, built against torch {torch_version}; found none in {package}; remedy: {_REBUILD}"
         )
     built_with = json.loads(record.read_text())["torch"]
     if _minor(built_with) != _minor(torch_version):

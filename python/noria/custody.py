@@ -191,9 +191,7 @@ class Wrapped:
         if self.policy.check == "off":
             return False
         return (
-            self.policy.check == "operators"
-            or self._needs_watch
-            or (number, training, grad) not in self._known_roots
+            self.policy.check == "operators" or self._needs_watch or (number, training, grad) not in self._known_roots
         )
 
     def _install_hook(self, spec: HookSpec) -> None:

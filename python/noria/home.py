@@ -1,8 +1,8 @@
 """The home: where every byte of the wrapped parameters lies in host memory, and the tensors that view it.
 
-A unit's parameters lie behind each other, trainable ones first, each at a multiple of 512 bytes; its held gradients have
-the layout of that first part, so one offset serves both. Arenas are of exact size, one for each purpose, and nothing is
-taken before the plan has been checked against `host_memory`.
+A unit's parameters lie behind each other, trainable ones first, each at a multiple of 512 bytes; its held gradients
+have the layout of that first part, so one offset serves both. Arenas are of exact size, one for each purpose, and
+nothing is taken before the plan has been checked against `host_memory`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ __all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "
 
 SEPARABLE = frozenset(
     getattr(torch.optim, name)
-    for name in "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop Adafactor Muon".split()
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
+    )
     if hasattr(torch.optim, name)
 )
 """Classes of torch.optim that run unit by unit; compared by identity, for a subclass may look further."""
@@ -110,8 +113,10 @@ class OptimizerState(defaultdict[Any, Any]):
         return (defaultdict, (dict, dict(self.items())))
 
 
-def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
-    """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors of one dimension or more.
+def predict_state(
+    optimizer: Optimizer, slots: Iterable[HomeParameter]
+) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
+    """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors with dimensions.
 
     The optimizer's own code is run on tensors without memory. None when it cannot say.
     """
@@ -126,7 +131,9 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
             if slot is None or not slot.trainable:
                 continue
             dtype = torch.float32 if slot.has_master else slot.dtype
-            stand_in = nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta"))
+            stand_in = nn.Parameter(
+                torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta")
+            )
             stand_in.grad = torch.zeros_like(stand_in)
             stand_ins[slot.index] = stand_in
             members.append(stand_in)
@@ -182,8 +189,14 @@ def _worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
             continue
         # LBFGS and its kin keep the list of parameters itself.
         worker.__dict__[name] = groups[old_lists[id(value)]]["params"] if id(value) in old_lists else value
-    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre",
-                 "load_state_dict_post"):
+    for name in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ):
         worker.__dict__[f"_optimizer_{name}_hooks"] = OrderedDict()
     worker.param_groups = groups
     worker.state = defaultdict(dict)
@@ -205,8 +218,15 @@ def refuse_inside_backward(call: str) -> None:
 class Updates:
     """Turns `step()` of one optimizer into updates of units. `kernel`: "fused", "torch", or "whole" (see the Note)."""
 
-    def __init__(self, wrapped: Wrapped, optimizer: Optimizer, kernel: str, state_places: dict[tuple[int, str], int],
-                 state_arena: Any, blocking: bool) -> None:
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        optimizer: Optimizer,
+        kernel: str,
+        state_places: dict[tuple[int, str], int],
+        state_arena: Any,
+        blocking: bool,
+    ) -> None:
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.kernel = kernel
@@ -392,7 +412,7 @@ class Updates:
                 self.wrapped.round_master(slot)
 
     def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
-        """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float tensor."""
+        """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float."""
         home = self.wrapped.home
         pieces = []
         split = False
@@ -655,8 +675,9 @@ def facade(optimizer: Optimizer, updates: Updates) -> None:
     """From now on `optimizer.step()` and its kin go to `updates`. A scheduler's patch on the object is taken off: the
     class's step says itself what the scheduler wants to know."""
     optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = _facade_class(type(optimizer) if not isinstance(optimizer, WrappedOptimizer)
-                                        else _original_class(type(optimizer)))
+    optimizer.__class__ = _facade_class(
+        type(optimizer) if not isinstance(optimizer, WrappedOptimizer) else _original_class(type(optimizer))
+    )
     optimizer._noria = updates  # type: ignore[attr-defined]
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # a scaler then unscales p.grad itself

@@ -159,9 +159,7 @@ def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Modu
         if isinstance(choice, str):
             if module is not root and fnmatch.fnmatchcase(name, choice):
                 yield module
-        elif isinstance(
-            module._modules.get("_orig_mod", module), choice
-        ):  # what is called is torch.compile's wrapper
+        elif isinstance(module._modules.get("_orig_mod", module), choice):  # what is called is torch.compile's wrapper
             yield module
 
 
@@ -255,9 +253,7 @@ class _Builder:
         for child_name, child in module.named_children():
             self._walk(child, f"{name}.{child_name}" if name else child_name, holder, direct)
 
-    def finish(
-        self, roots: list[nn.Module], prefixes: list[str], names: dict[nn.Parameter, list[str]]
-    ) -> Partition:
+    def finish(self, roots: list[nn.Module], prefixes: list[str], names: dict[nn.Parameter, list[str]]) -> Partition:
         units = [group for group in self.groups if group.parameters]
         for unit in units:
             unit.names.extend(tuple(names[parameter]) for parameter in unit.parameters)

@@ -81,9 +81,7 @@ class WrapPlan:
         return "\n".join(lines)
 
 
-def make_plan(
-    roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, values: bool = True
-) -> WrapPlan:
+def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, values: bool = True) -> WrapPlan:
     """`values=False`: nothing but planning will follow, so parameters may be on the meta device."""
     device = compute_device(policy)
     parts = partition(roots, policy.units, values=values)
@@ -98,8 +96,20 @@ def make_plan(
     forward, backward = _assumed_visits(parts, units)
     arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes)
     result = WrapPlan(
-        policy, device, parts, units, regions, arena, nan_bytes, window, kernels, states,
-        {"forward": forward, "backward": backward}, {}, unpredicted, table,
+        policy,
+        device,
+        parts,
+        units,
+        regions,
+        arena,
+        nan_bytes,
+        window,
+        kernels,
+        states,
+        {"forward": forward, "backward": backward},
+        {},
+        unpredicted,
+        table,
     )
     _check_host(policy, result)
     entry: list[tuple[int, int]] = []

@@ -38,9 +38,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise usage_error(
-            'an amount of memory such as "8GiB" or "512MiB"', repr(text), "write a number and a unit"
-        )
+        raise usage_error('an amount of memory such as "8GiB" or "512MiB"', repr(text), "write a number and a unit")
     return int(Decimal(match[1]) * factor)
 
 
@@ -125,9 +123,7 @@ def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
     if policy is None:
         return Policy(**fields)
     if not isinstance(policy, Policy):
-        raise usage_error(
-            "a noria.Policy", repr(policy), 'give fields by name, for example device_memory="8GiB"'
-        )
+        raise usage_error("a noria.Policy", repr(policy), 'give fields by name, for example device_memory="8GiB"')
     if fields:
         raise usage_error(
             "a policy or fields of one, not both",
@@ -174,9 +170,7 @@ def _budget(value: Any) -> int | None:
 
 def _check_device(value: Any) -> None:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", value, re.ASCII):
-        raise usage_error(
-            'device="auto", "cuda", "cuda:N" or "cpu"', f"device={value!r}", "choose one of these"
-        )
+        raise usage_error('device="auto", "cuda", "cuda:N" or "cpu"', f"device={value!r}", "choose one of these")
 
 
 def _check_memory(name: str, value: Any, *, fraction_allowed: bool) -> None:
@@ -203,9 +197,7 @@ def _check_window(value: Any) -> None:
     if isinstance(value, str) and value == "auto":
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise usage_error(
-            'window="auto" or an int of 2 or more', f"window={value!r}", "give the cap as an int"
-        )
+        raise usage_error('window="auto" or an int of 2 or more', f"window={value!r}", "give the cap as an int")
     if value < 2:
         raise usage_error(
             "a window of 2 units or more",
@@ -225,9 +217,7 @@ def _check_units(value: Any) -> None:
     for entry in value:
         is_module_class = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not is_module_class and not (isinstance(entry, str) and entry):
-            raise usage_error(
-                expected, f"{entry!r} in the list", 'name a class or a pattern such as "*.layers.*"'
-            )
+            raise usage_error(expected, f"{entry!r} in the list", 'name a class or a pattern such as "*.layers.*"')
 
 
 def _check_dtype(value: Any) -> None:

@@ -50,9 +50,11 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 
 
 _METADATA = frozenset(
-    "__get__ __set__ __len__ __repr__ __format__ __hash__ size dim ndimension numel nelement stride storage_offset "
-    "element_size is_floating_point is_complex is_contiguous get_device has_names untyped_storage storage "
-    "requires_grad_ register_hook backward".split()
+    """
+    __get__ __set__ __len__ __repr__ __format__ __hash__ size dim ndimension numel nelement
+    stride storage_offset element_size is_floating_point is_complex is_contiguous get_device
+    has_names untyped_storage storage requires_grad_ register_hook backward
+    """.split()  # noqa: SIM905
 )
 """Functions that look at a tensor without its values."""
 

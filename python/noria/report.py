@@ -111,7 +111,9 @@ class Report:
             )
         lines.append("memory (planned = taken):" if self.ledger_agrees else "memory (PLAN AND LEDGER DIFFER):")
         for row in self.ledger:
-            lines.append(f"  {row.place:<8} {row.purpose:<34} {format_bytes(row.planned):>10} {format_bytes(row.taken):>10}")
+            lines.append(
+                f"  {row.place:<8} {row.purpose:<34} {format_bytes(row.planned):>10} {format_bytes(row.taken):>10}"
+            )
         lines.append(f"leases: at most {self.peak_units} units, {format_bytes(self.peak_lease_bytes)}")
         if self.bound is not None:
             b = self.bound
@@ -143,13 +145,21 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
     return Report(
         device=str(wrapped.device),
         num_units=len(wrapped.units),
-        kernels=[f"{type(u.optimizer).__name__.removeprefix('Noria')} by {_KERNELS[u.kernel]}" for u in wrapped.optimizers],
+        kernels=[
+            f"{type(u.optimizer).__name__.removeprefix('Noria')} by {_KERNELS[u.kernel]}" for u in wrapped.optimizers
+        ],
         num_steps=max((updates.num_steps for updates in wrapped.optimizers), default=0),
         lanes=_lanes(wrapped, sums),
         passes=[
             PassReport(
-                each["phase"], each["training"], each["accumulating"], each["num_visits"], each["times"],
-                each["planned_fetches"], each["fetches"], each["unplanned_visits"],
+                each["phase"],
+                each["training"],
+                each["accumulating"],
+                each["num_visits"],
+                each["times"],
+                each["planned_fetches"],
+                each["fetches"],
+                each["unplanned_visits"],
             )
             for each in custody.passes()
         ],
@@ -200,8 +210,12 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         return None
     per_step = {name: value / steps for name, value in sums.items() if name.endswith("_us")}
     times = _C.StepTimes(
-        per_step["forward_us"], per_step["backward_us"], per_step["update_us"],
-        per_step["forward_fetch_us"], per_step["backward_fetch_us"], per_step["drain_us"],
+        per_step["forward_us"],
+        per_step["backward_us"],
+        per_step["update_us"],
+        per_step["forward_fetch_us"],
+        per_step["backward_fetch_us"],
+        per_step["drain_us"],
     )
     mode = "blocking" if wrapped.policy.update == "blocking" else "auto"
     return Bound(per_step["wall_us"], _C.blocking_bound_us(times), _C.deferred_bound_us(times), mode)

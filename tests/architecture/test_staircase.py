@@ -61,9 +61,7 @@ def test_what_belongs_elsewhere_is_found(tmp_path, path, text):
 
 def test_what_belongs_there_is_allowed(tmp_path):
     write(tmp_path, "kernels/hold.h", "#pragma once\n")
-    write(
-        tmp_path, "csrc/device/cuda_backend.cpp", '#include <cuda_runtime_api.h>\n#include "kernels/hold.h"\n'
-    )
+    write(tmp_path, "csrc/device/cuda_backend.cpp", '#include <cuda_runtime_api.h>\n#include "kernels/hold.h"\n')
     write(tmp_path, "csrc/bindings/module.cpp", "#include <pybind11/pybind11.h>\n#include <ATen/ATen.h>\n")
     write(tmp_path, "kernels/hold.cu", "#include <cuda_runtime.h>\n")
     write(tmp_path, "tests/csrc/device/fake_cuda/fake.cpp", "#include <cuda_runtime_api.h>\n")

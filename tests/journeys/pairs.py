@@ -1,5 +1,5 @@
 """One journey, gone twice: by a model of plain PyTorch, and by its copy that streams through a window of two units on a
-hostile machine. Everything the journey keeps must have the same bits, and so must weights and optimizer state at its end.
+hostile machine. All that the journey keeps must have the same bits, and so must weights and optimizer state at its end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checkpoints are torch's: plain tensors under the original names, exchanged with plain PyTorch both ways; and a run that
-was saved and resumed has the bits of one that never stopped.
+"""Checkpoints are torch's: plain tensors under the original names, exchanged with plain PyTorch both ways; and a run
+that was saved and resumed has the bits of one that never stopped.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def test_the_state_dict_of_a_submodule_is_saved_and_loaded_by_itself():
     def journey(side):
         side.train(0, 2)
         saved = through_a_file(side.model.blocks[1].state_dict())
-        assert list(saved)[0] == "norm.weight"
+        assert next(iter(saved)) == "norm.weight"
         side.train(2, 4)
         side.model.blocks[1].load_state_dict(saved)
         side.model.blocks[3].load_state_dict(saved)

@@ -20,9 +20,7 @@ VERB = st.sampled_from(_C.VERBS)
 
 
 def test_callers_mistake_says_what_was_expected_what_was_found_and_what_to_do():
-    with pytest.raises(
-        noria.UsageError, match=r'^expected a lane; found "fetsch"; remedy: use one of compute, fetch,'
-    ):
+    with pytest.raises(noria.UsageError, match=r'^expected a lane; found "fetsch"; remedy: use one of compute, fetch,'):
         _C.Span(0, "fetsch", "fetch", 0, 0, 1)
 
 
@@ -181,9 +179,7 @@ def test_engine_loads_beside_any_build_of_its_own_torch_minor(tmp_path, found):
 
 @pytest.mark.parametrize("found", ["2.12.1", "2.14.0+cpu", "3.13.0", "2.1.0"])
 def test_engine_built_against_another_torch_minor_is_refused_before_it_is_loaded(tmp_path, found):
-    with pytest.raises(
-        ImportError, match=rf"expected torch 2\.13\.\*.*found torch {found.split('+')[0]}.*remedy: pip"
-    ):
+    with pytest.raises(ImportError, match=rf"expected torch 2\.13\.\*.*found torch {found.split('+')[0]}.*remedy: pip"):
         check_build(built_with(tmp_path, "2.13.0+cpu"), found)
 
 

@@ -41,15 +41,11 @@ def slow_logits(model: GPT, tokens: list[int]) -> torch.Tensor:
             heads = []
             for head in range(num_heads):
                 part = slice(head * size, (head + 1) * size)
-                scores = [
-                    rows[i][:width][part] @ rows[j][width : 2 * width][part] / size**0.5 for j in range(i + 1)
-                ]
+                scores = [rows[i][:width][part] @ rows[j][width : 2 * width][part] / size**0.5 for j in range(i + 1)]
                 weights = torch.stack(scores).softmax(dim=0)
                 heads.append(sum(weights[j] * rows[j][2 * width :][part] for j in range(i + 1)))
             stream[i] = stream[i] + block.attention.out(torch.cat(heads))
-        stream = [
-            x + block.contract(torch.nn.functional.gelu(block.expand(block.norm_mlp(x)))) for x in stream
-        ]
+        stream = [x + block.contract(torch.nn.functional.gelu(block.expand(block.norm_mlp(x)))) for x in stream]
     return model.head(model.norm(stream[-1]))
 
 
@@ -61,9 +57,7 @@ def test_the_model_computes_what_attention_written_out_by_hand_computes(tied):
         parameter.add_(torch.randn_like(parameter) / 4)
     tokens = torch.randint(23, (1, 7))
     # both in float64: they differ by the order of sums of at most a few hundred terms
-    torch.testing.assert_close(
-        model(tokens)[0][0, -1], slow_logits(model, tokens[0].tolist()), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(model(tokens)[0][0, -1], slow_logits(model, tokens[0].tolist()), rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
@@ -93,9 +87,7 @@ def test_a_tied_head_is_the_embedding_itself():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_small_model_learns_a_line_by_heart_and_recites_it(tied):
-    line = torch.tensor(
-        [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
-    )  # what follows a 1, 3 or 5 depends on what came before
+    line = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])  # what follows a 1, 3 or 5 depends on what came before
     model = small_gpt(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
@@ -122,9 +114,7 @@ def test_the_text_is_source_code_and_the_same_every_time():
     assert "import" in SOURCE and "def __init__(self" in SOURCE
 
 
-def test_the_text_is_files_in_the_order_of_their_paths_cut_by_bytes_and_never_inside_a_character(
-    tmp_path, monkeypatch
-):
+def test_the_text_is_files_in_the_order_of_their_paths_cut_by_bytes_and_never_inside_a_character(tmp_path, monkeypatch):
     files = {
         "b.py": "é = 1\n",
         "a/z.py": "z\n",
@@ -157,9 +147,7 @@ def test_the_tokenizer_learned_from_a_text_is_the_same_every_time():
     assert torch.equal(again.encode(SOURCE), TOKENIZER.encode(SOURCE))
 
 
-@given(
-    length=st.integers(2, 40), batch=st.integers(1, 5), context=st.integers(1, 39), seed=st.integers(0, 2**32)
-)
+@given(length=st.integers(2, 40), batch=st.integers(1, 5), context=st.integers(1, 39), seed=st.integers(0, 2**32))
 def test_batches_are_windows_of_the_tokens_and_targets_come_one_later(length, batch, context, seed):
     context = min(context, length - 1)
     tokens = torch.arange(length) + 100
@@ -173,9 +161,7 @@ def test_batches_are_windows_of_the_tokens_and_targets_come_one_later(length, ba
 
 def test_every_window_occurs_and_the_seed_decides_the_order():
     def starts(seed):
-        return [
-            int(x) for inputs, _ in islice(batches(torch.arange(6), 4, 3, seed), 50) for x in inputs[:, 0]
-        ]
+        return [int(x) for inputs, _ in islice(batches(torch.arange(6), 4, 3, seed), 50) for x in inputs[:, 0]]
 
     assert set(starts(0)) == {0, 1, 2}
     assert starts(0) == starts(0) != starts(1)

@@ -87,9 +87,7 @@ def check(found: Partition, roots: list[nn.Module]) -> None:
     index = {parameter: i for i, unit in enumerate(found.units) for parameter in unit.parameters}
     hooks = {hook.module: hook for hook in found.hooks}
     assert len(hooks) == len(found.hooks)
-    assert all(
-        hooks[unit.module].is_block == unit.is_block for unit in found.units if unit.module is not None
-    )
+    assert all(hooks[unit.module].is_block == unit.is_block for unit in found.units if unit.module is not None)
     for hook in found.hooks:
         assert hook.needs and list(hook.needs) == sorted(set(hook.needs))
     for root in roots:
@@ -128,12 +126,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         for tensor in tree_leaves((args, kwargs)):
             unit = self.unit_at.get(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) else None
-            if (
-                unit is not None and unit not in self.direct
-            ):  # those are used before and after the children's calls
-                assert unit in self.needs, (
-                    f"{operator} reads {self.found.units[unit].name}, which nobody announced"
-                )
+            if unit is not None and unit not in self.direct:  # those are used before and after the children's calls
+                assert unit in self.needs, f"{operator} reads {self.found.units[unit].name}, which nobody announced"
                 self.num_reads += 1
         return operator(*args, **(kwargs or {}))
 
@@ -452,9 +446,7 @@ def test_parameters_side_by_side_in_one_storage_of_any_dtype_and_order_of_stride
 def modules(draw, depth=3):
     """A tree of modules; later some of its parameters and modules are made to occur twice."""
     leaves = ["linear", "relu", "direct", "parameters"]
-    kind = draw(
-        st.sampled_from(leaves + ["sequential", "list", "dict", "caller", "shell"] * 2 if depth else leaves)
-    )
+    kind = draw(st.sampled_from(leaves + ["sequential", "list", "dict", "caller", "shell"] * 2 if depth else leaves))
     if kind == "linear":
         return nn.Linear(draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     if kind == "relu":
@@ -503,9 +495,7 @@ def test_any_model_is_divided_so_that_every_parameter_has_one_unit_and_its_user_
 @settings(max_examples=200, deadline=None)
 @given(root=models(), data=st.data())
 def test_any_choice_of_modules_is_divided_just_as_well(root, data):
-    names = [
-        name for name, module in root.named_modules() if name and any(map(is_worth_a_unit, module.modules()))
-    ]
+    names = [name for name, module in root.named_modules() if name and any(map(is_worth_a_unit, module.modules()))]
     if names:
         choice = data.draw(st.lists(st.sampled_from(names), min_size=1))
         found = partition(root, choice)

@@ -55,9 +55,7 @@ def test_formatted_bytes_parse_back_to_within_the_shown_digit(num_bytes):
     assert float(amount) < 1024
 
 
-@pytest.mark.parametrize(
-    "text", ["", "8", "GiB", "8 GiB 2", "-1GiB", "1e3MiB", "8Gi", "8GiBs", "٨GiB", "inf GiB"]
-)
+@pytest.mark.parametrize("text", ["", "8", "GiB", "8 GiB 2", "-1GiB", "1e3MiB", "8Gi", "8GiBs", "٨GiB", "inf GiB"])
 def test_text_that_is_no_amount_of_memory_is_refused(text):
     with pytest.raises(UsageError, match=r"expected .*; found .*; remedy: "):
         parse_bytes(text)

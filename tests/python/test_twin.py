@@ -30,17 +30,13 @@ def exactly(value: float) -> Fraction:
 
 @given(WORDS)
 def test_rounding_is_the_stated_integer_rule_for_every_bit_pattern(words):
-    assert high_words(round_to_bfloat16(from_words(words))) == [
-        (w + 0x8000 & 0xFFFFFFFF) >> 16 for w in words
-    ]
+    assert high_words(round_to_bfloat16(from_words(words))) == [(w + 0x8000 & 0xFFFFFFFF) >> 16 for w in words]
 
 
 @given(FINITE)
 def test_rounding_goes_to_the_nearest_and_from_a_tie_away_from_zero(words):
     for word, rounded in zip(words, round_to_bfloat16(from_words(words)).tolist(), strict=True):
-        exact, near, far = map(
-            exactly, from_words([word, word & 0xFFFF0000, (word & 0xFFFF0000) + 0x10000]).tolist()
-        )
+        exact, near, far = map(exactly, from_words([word, word & 0xFFFF0000, (word & 0xFFFF0000) + 0x10000]).tolist())
         # the two bfloat16 neighbours; `far` is the one away from zero
         assert exactly(rounded) == (near if abs(exact - near) < abs(exact - far) else far)
 
@@ -177,6 +173,4 @@ def test_a_single_flipped_bit_is_always_found_and_placed(words, data):
     place, bit = data.draw(st.integers(0, len(words) - 1)), data.draw(st.integers(0, 31))
     flipped = [word ^ (1 << bit if i == place else 0) for i, word in enumerate(words)]
     difference = first_difference([from_words(words)], [from_words(flipped)], ["x"])
-    assert (
-        difference is not None and f"x: 1 of {len(words)} elements differ, first at ({place},)" in difference
-    )
+    assert difference is not None and f"x: 1 of {len(words)} elements differ, first at ({place},)" in difference

@@ -30,7 +30,8 @@ class Machine:
         return {"bandwidth_gib_s": bandwidth, "latency_us": latency, "hold_us": held, **settings}
 
 
-_MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("noria_machine", default=Machine())
+_PLAIN = Machine()
+_MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("noria_machine", default=_PLAIN)
 
 
 def machine() -> Machine:

@@ -36,9 +36,7 @@ class MasterTwin:
     `step()`.
     """
 
-    def __init__(
-        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         self.model = model
         self.masters = {
             name: nn.Parameter(p.detach().to(torch.float32, copy=True), requires_grad=p.requires_grad)
@@ -64,9 +62,7 @@ class MasterTwin:
                 p.copy_(round_to_bfloat16(self.masters[name]))
 
 
-def first_difference(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], names: Sequence[str]
-) -> str | None:
+def first_difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
     """About the first pair of tensors whose bits differ (NaN payloads and -0.0 count); None if none do."""
     for name, x, y in zip(names, a, b, strict=True):
         if x.dtype != y.dtype or x.shape != y.shape:

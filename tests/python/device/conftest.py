@@ -160,9 +160,7 @@ class Cuda(Machine):
 
         def tensor(address: int) -> Any:
             interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-            return torch.as_tensor(
-                type("Range", (), {"__cuda_array_interface__": interface})(), device="cuda"
-            )
+            return torch.as_tensor(type("Range", (), {"__cuda_array_interface__": interface})(), device="cuda")
 
         with self._on(stream):
             tensor(to).copy_(tensor(from_), non_blocking=True)
@@ -178,9 +176,7 @@ class Cuda(Machine):
 def import_fake_cuda() -> ModuleType:
     if str(BUILD) not in sys.path:
         sys.path.append(str(BUILD))
-    return pytest.importorskip(
-        "_fake_cuda", reason=f"the CUDA backend over the fake runtime is not built in {BUILD}"
-    )
+    return pytest.importorskip("_fake_cuda", reason=f"the CUDA backend over the fake runtime is not built in {BUILD}")
 
 
 def opened(machine: type[Machine]) -> Iterator[Machine]:

@@ -156,9 +156,7 @@ def test_a_lane_passes_its_ops_in_the_order_of_submission(machine):
         for i, source in enumerate(sources)
     ]
     machine.drained(backend, memory, 4096)  # the other lane is free to run
-    assert not any(
-        op.passed() for op in ops
-    )  # those behind the held one had nothing to wait for but their turn
+    assert not any(op.passed() for op in ops)  # those behind the held one had nothing to wait for but their turn
     held.pass_()
     ops[-1].wait_passed()
     assert all(op.passed() for op in ops)
@@ -437,9 +435,7 @@ def test_a_span_lies_between_the_end_of_its_waits_and_its_own_end(machine):
     assert [(spans[op].lane, spans[op].verb) for op in (10, 11)] == [("fetch", "fetch"), ("drain", "drain")]
     assert spans[11].waits == [10] and spans[11].unit == 3 and spans[11].bytes == MIB
     assert spans[10].start_us <= spans[10].end_us
-    if (
-        machine.name == "host"
-    ):  # elsewhere the two lanes are seen by two threads, each late by its own wake-up
+    if machine.name == "host":  # elsewhere the two lanes are seen by two threads, each late by its own wake-up
         assert spans[10].end_us <= spans[11].start_us + 1  # each is rounded to a microsecond
     assert spans[11].start_us <= spans[11].end_us <= trace.now_us
     backend.set_trace(None)
@@ -516,9 +512,7 @@ def test_a_hold_keeps_back_the_ops_of_its_verb_alone(host, verb):
     latency_us=st.sampled_from([0.0, 150.0]),
     lane=st.sampled_from(["fetch", "drain"]),
 )
-def test_a_limited_lane_is_busy_for_at_least_bytes_over_bandwidth_and_latency(
-    host, sizes, gib_s, latency_us, lane
-):
+def test_a_limited_lane_is_busy_for_at_least_bytes_over_bandwidth_and_latency(host, sizes, gib_s, latency_us, lane):
     backend, trace = host.backend(limits={lane: (gib_s, latency_us)}), _C.Trace(100)
     backend.set_trace(trace)
     memory, home = backend.allocate(MIB), host.home(backend, MIB)

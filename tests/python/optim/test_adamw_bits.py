@@ -105,22 +105,16 @@ def digest(instruction_set):
     return sha.hexdigest()
 
 
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="GLIBC_TUNABLES hides the instruction from libm"
-)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="GLIBC_TUNABLES hides the instruction from libm")
 def test_machine_without_fused_multiply_add_gives_the_same_bits():
     """There the baseline computes it in software, with denormals flushed all the same."""
     here = os.path.dirname(__file__)
-    script = (
-        f"import sys; sys.path.insert(0, {here!r}); import test_adamw_bits as t; print(t.digest('baseline'))"
-    )
+    script = f"import sys; sys.path.insert(0, {here!r}); import test_adamw_bits as t; print(t.digest('baseline'))"
     env = os.environ | {
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-FMA4",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    software = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-    )
+    software = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert software.stdout.split()[-1] == digest(SETS[-1])
 
 

@@ -38,9 +38,7 @@ def check_rounding(patterns):
 
 
 def test_split_is_lossless_on_a_sweep_of_all_patterns():
-    check_lossless(
-        np.arange(0, 2**32, 1021, dtype=np.uint64).astype(np.uint32)
-    )  # a prime stride: all low halves
+    check_lossless(np.arange(0, 2**32, 1021, dtype=np.uint64).astype(np.uint32))  # a prime stride: all low halves
 
 
 def test_split_is_lossless_around_every_exponent():

@@ -42,9 +42,7 @@ class Model:
         if phase == "forward":
             return [_C.Visit(hook, phase, needs) for hook, needs in enumerate(self.forward)]
         order = reversed(list(enumerate(self.forward)))
-        return [
-            _C.Visit(hook, phase, needs, [u for u in needs if self.trainable(u)]) for hook, needs in order
-        ]
+        return [_C.Visit(hook, phase, needs, [u for u in needs if self.trainable(u)]) for hook, needs in order]
 
     def smallest(self):
         return _C.smallest_budget(self.visits("forward") + self.visits("backward"), self.units)
@@ -66,9 +64,7 @@ def models(draw, equal=False, trainable=None):
         sizes = [(1, 1)] * num_units
     else:
         gradients = st.integers(1, 4) if trainable else st.integers(0, 4)
-        sizes = draw(
-            st.lists(st.tuples(st.integers(1, 4), gradients), min_size=num_units, max_size=num_units)
-        )
+        sizes = draw(st.lists(st.tuples(st.integers(1, 4), gradients), min_size=num_units, max_size=num_units))
     need = st.sets(st.integers(0, num_units - 1), min_size=1, max_size=min(3, num_units)).map(sorted)
     extra = draw(st.lists(need, max_size=4))
     return Model(sizes, draw(st.permutations([[unit] for unit in range(num_units)] + extra)))

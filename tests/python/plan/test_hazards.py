@@ -16,18 +16,13 @@ TORN = -1
 
 def cells(buffers, access):
     buffer = buffers[access.buffer]
-    return [
-        (buffer.place, cell) for cell in range(buffer.offset // CELL, (buffer.offset + buffer.bytes) // CELL)
-    ]
+    return [(buffer.place, cell) for cell in range(buffer.offset // CELL, (buffer.offset + buffer.bytes) // CELL)]
 
 
 def accesses_of(ops, buffers):
     """By op: the cells it reads and those it writes."""
     return [
-        tuple(
-            {c for a in op.accesses if a.mode == mode for c in cells(buffers, a)}
-            for mode in ("read", "write")
-        )
+        tuple({c for a in op.accesses if a.mode == mode for c in cells(buffers, a)} for mode in ("read", "write"))
         for op in ops
     ]
 
@@ -52,9 +47,7 @@ class HostileRun:
         candidates = set(self.lanes)
         while candidates or running:
             ready = [
-                lane
-                for lane in sorted(candidates - busy)
-                if done.issuperset(waits[self.lanes[lane][heads[lane]]])
+                lane for lane in sorted(candidates - busy) if done.issuperset(waits[self.lanes[lane][heads[lane]]])
             ]
             choices = ready + running
             assert choices, "the waits have a circle"
@@ -71,9 +64,7 @@ class HostileRun:
                 lane, index = chosen
                 reads, writes = self.accesses[index]
                 wrong += any(
-                    content.get(cell) != seen
-                    for cell, seen in self.expected[index].items()
-                    if cell not in writes
+                    content.get(cell) != seen for cell, seen in self.expected[index].items() if cell not in writes
                 )
                 content.update(dict.fromkeys(writes, index))
                 running.remove(chosen)
@@ -120,9 +111,7 @@ def all_pairs(ops, buffers):
 def programs(draw):
     model = draw(models())
     arena, window = draw(budgets(model))
-    return training(
-        model, arena, window, draw(st.integers(1, 2)), draw(st.integers(1, 2)), poison=draw(st.booleans())
-    )
+    return training(model, arena, window, draw(st.integers(1, 2)), draw(st.integers(1, 2)), poison=draw(st.booleans()))
 
 
 @st.composite
@@ -179,9 +168,7 @@ def test_waits_are_those_of_the_obvious_twin(case):
 ROOMY = Model([(2, 1), (1, 2), (2, 2), (1, 0), (1, 1)], [[0], [1], [2], [3], [4], [0, 4]])
 RING = Model([(1, 1)] * 6, [[unit] for unit in range(6)])
 FROZEN = Model([(2, 0), (1, 1), (2, 0), (1, 1)], [[0], [1], [2], [3]])
-SKIPPED = Model(
-    [(1, 1), (1, 1), (1, 1)], [[0], [1]]
-)  # nobody uses the last unit; the optimizer still moves it
+SKIPPED = Model([(1, 1), (1, 1), (1, 1)], [[0], [1]])  # nobody uses the last unit; the optimizer still moves it
 
 
 def updated_without_backward():
@@ -231,9 +218,7 @@ KINDS = {
 
 
 def kinds_of(program):
-    return Counter(
-        kind for waits in waits_with_kinds(program.ops, program.model.buffers) for _, kind in waits
-    )
+    return Counter(kind for waits in waits_with_kinds(program.ops, program.model.buffers) for _, kind in waits)
 
 
 def test_the_kinds_of_wait_are_the_tickets_of_the_design():
@@ -266,9 +251,7 @@ def test_check_accepts_derived_waits_and_misses_each_one_that_is_removed(program
     places = [(j, i) for j, givers in enumerate(waits) for i in givers]
     for j, i in rng.sample(places, min(8, len(places))):
         cut = [[giver for giver in givers if (k, giver) != (j, i)] for k, givers in enumerate(waits)]
-        assert any(
-            f"op {i} " in fault and f"before op {j} " in fault for fault in _C.check(ops, cut, buffers)
-        )
+        assert any(f"op {i} " in fault and f"before op {j} " in fault for fault in _C.check(ops, cut, buffers))
 
 
 def test_check_misses_every_single_wait():
@@ -319,9 +302,7 @@ def test_check_wants_every_read_to_name_what_was_written_last():
 
     assert faults((low, 1, "write"), (low, 1, "read")) == []
     assert "expects version 1" in faults((low, 1, "write"), (low, 2, "write"), (low, 1, "read"))[0]
-    assert (
-        "wrote something else over it" in faults((low, 1, "write"), (high, 1, "write"), (low, 1, "read"))[0]
-    )
+    assert "wrote something else over it" in faults((low, 1, "write"), (high, 1, "write"), (low, 1, "read"))[0]
 
 
 # ---- streaming ---------------------------------------------------------------------------------------------
@@ -342,9 +323,7 @@ def test_steady_state_remembers_no_more_step_by_step():
         remembered = []
         for step in range(12):
             for op in program.ops:
-                hazards.issue(
-                    _C.Op(step * len(program.ops) + op.id, op.lane, op.verb, op.unit, accesses=op.accesses)
-                )
+                hazards.issue(_C.Op(step * len(program.ops) + op.id, op.lane, op.verb, op.unit, accesses=op.accesses))
             remembered.append(hazards.num_remembered)
         assert remembered[2:] == [remembered[1]] * 10
 
@@ -354,9 +333,7 @@ def test_updates_of_one_unit_must_conflict():
     hazards = _C.Hazards(buffers)
     ranges = [buffers.intern("host", k * CELL, CELL, "optimizer_state", 0) for k in range(2)]
     hazards.issue(_C.Op(0, "update", "update", 0, accesses=[_C.Access(ranges[0], 1, "write")]))
-    with pytest.raises(
-        _C.InvariantError, match="does not conflict with the update of the same unit before it"
-    ):
+    with pytest.raises(_C.InvariantError, match="does not conflict with the update of the same unit before it"):
         hazards.issue(_C.Op(1, "update", "update", 0, accesses=[_C.Access(ranges[1], 1, "write")]))
 
 

@@ -47,9 +47,7 @@ def test_a_loop_of_passes_is_recognised_from_its_second_round_on(loop):
     assert len(book) == len(set(ids[0]))
     for outcome in rounds[1:]:
         for expected, itinerary in outcome:
-            assert expected[-1] is not None or len(expected) == 1, (
-                "a pass that was seen before is unknown at its end"
-            )
+            assert expected[-1] is not None or len(expected) == 1, "a pass that was seen before is unknown at its end"
             assert len(book.visits(itinerary)) == len(expected) - 1
     followers = {}
     for k, itinerary in enumerate(ids[0]):
@@ -70,17 +68,13 @@ def test_the_expected_itinerary_always_begins_like_what_was_announced(known, hoo
     assert expected[0] is not None
     for length in range(1, len(hooks) + 1):
         alike = [
-            itinerary
-            for itinerary, each in enumerate(visits)
-            if [v.hook for v in each[:length]] == hooks[:length]
+            itinerary for itinerary, each in enumerate(visits) if [v.hook for v in each[:length]] == hooks[:length]
         ]
         if expected[length] is None:
             assert alike == [], "a known itinerary with the same beginning was passed over"
         else:
             assert expected[length] in alike
-            assert expected[length - 1] not in alike or expected[length] == expected[length - 1], (
-                "switched for nothing"
-            )
+            assert expected[length - 1] not in alike or expected[length] == expected[length - 1], "switched for nothing"
 
 
 def test_what_followed_the_same_predecessor_is_expected_before_what_is_newest():
@@ -160,9 +154,7 @@ def test_signatures_keep_itineraries_apart():
     assert book.signature(1).training is False and book.signature(0) == FORWARD
 
 
-@pytest.mark.parametrize(
-    "misuse", [lambda b: b.end(), lambda b: b.announce(visit(0)), lambda b: b.note_gradient(0)]
-)
+@pytest.mark.parametrize("misuse", [lambda b: b.end(), lambda b: b.announce(visit(0)), lambda b: b.note_gradient(0)])
 def test_outside_of_a_pass_nothing_is_recorded(misuse):
     with pytest.raises(_C.InvariantError):
         misuse(_C.ItineraryBook())

@@ -48,27 +48,17 @@ def judge(model, plan, arena, window, entry=()):
             assert not window or len(weights) <= window, "more units are leased than the window holds"
         else:
             visit = visits[op.visit]
-            assert op.visit == computed + 1 and not open_gradients, (
-                "a visit opens before the last was drained"
-            )
+            assert op.visit == computed + 1 and not open_gradients, "a visit opens before the last was drained"
             computed = op.visit
             assert op.verb == visit.phase and op.unit == visit.needs[-1]
-            read = {
-                table[a.buffer].unit: table[a.buffer]
-                for a in op.accesses
-                if table[a.buffer].purpose == "weights"
-            }
+            read = {table[a.buffer].unit: table[a.buffer] for a in op.accesses if table[a.buffer].purpose == "weights"}
             assert sorted(read) == visit.needs, "a visit reads exactly what it needs"
             for unit, range_of in read.items():
-                assert weights[unit] == (range_of.offset, range_of.offset + range_of.bytes), (
-                    "a unit is elsewhere"
-                )
+                assert weights[unit] == (range_of.offset, range_of.offset + range_of.bytes), "a unit is elsewhere"
             written = [table[a.buffer] for a in op.accesses if a.mode == "write"]
             assert [b.unit for b in written] == visit.gradients
             for buffer in written:
-                assert (
-                    buffer.purpose == "gradient_buffer" and buffer.bytes == model.units[buffer.unit].gradients
-                )
+                assert buffer.purpose == "gradient_buffer" and buffer.bytes == model.units[buffer.unit].gradients
                 open_gradients[buffer.unit] = take(buffer)
         for _, end in [*weights.values(), *open_gradients.values()]:
             peak = max(peak, end)
@@ -142,8 +132,7 @@ def test_fetches_are_issued_in_the_order_of_need_and_as_early_as_memory_and_wind
             evicted = [o.unit for o in ops[:index] if o.verb == "evict" and o.visit == op.visit]
             freed = before >= 0 and any(unit in visits[before].needs for unit in evicted)
             drained = any(
-                begin < target.offset + target.bytes and target.offset < end
-                for begin, end in opened.get(before, [])
+                begin < target.offset + target.bytes and target.offset < end for begin, end in opened.get(before, [])
             )
             assert freed or drained, "a fetch could have been issued earlier"
         previous_opening = op.visit
@@ -247,9 +236,7 @@ def test_smallest_budget_is_enough_and_anything_less_is_refused(data):
     visits = model.visits("forward") + model.visits("backward")
     arena, window = model.smallest()
     judge(model, model.plan(visits, arena, window), arena, window)
-    with pytest.raises(
-        _C.UsageError, match=f"expected .*blocks.*; found .*; remedy: raise device_memory .*{arena}"
-    ):
+    with pytest.raises(_C.UsageError, match=f"expected .*blocks.*; found .*; remedy: raise device_memory .*{arena}"):
         model.plan(visits, arena - CELL, window)
     if window > 1:
         with pytest.raises(_C.UsageError, match=f"window=[0-9]+; remedy: raise window to at least {window}"):

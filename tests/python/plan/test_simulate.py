@@ -100,9 +100,7 @@ def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, window,
     num_units = 40
     model = Model([(1, 1)] * num_units, [[unit] for unit in range(num_units)])
     bandwidth = CELL / move_us * 1e6 / GIB
-    price = _C.Costs(
-        {"fetch": bandwidth, "drain": bandwidth}, {}, [compute_us] * num_units, [compute_us] * num_units
-    )
+    price = _C.Costs({"fetch": bandwidth, "drain": bandwidth}, {}, [compute_us] * num_units, [compute_us] * num_units)
     plan = model.plan(model.visits(phase), num_cells * CELL, window)
     assert plan.num_fetches == num_units
     spans = _C.simulate(plan.ops, _C.derive(plan.ops, model.buffers), price)

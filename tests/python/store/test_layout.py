@@ -13,9 +13,7 @@ tensors = st.lists(
     max_size=20,
 )
 arrays = st.lists(
-    st.tuples(
-        st.integers(0, 5), st.sampled_from(["working copy", "held gradients", "m"]), st.integers(0, 5000)
-    ),
+    st.tuples(st.integers(0, 5), st.sampled_from(["working copy", "held gradients", "m"]), st.integers(0, 5000)),
     max_size=20,
 )
 
