@@ -26,7 +26,7 @@ std::optional<ItineraryId> ItineraryBook::begin(const Signature& signature) {
   if (previous_) {
     const auto found = followed_by_.find({*previous_, after_update_});
     if (found != followed_by_.end() && this->signature(found->second) == signature) expected_ = found->second;
-    if (expected_ && visits(*expected_).empty()) expected_.reset();  // forgotten
+    if (expected_ && is_forgotten(*expected_)) expected_.reset();
   }
   const auto known = by_signature_.find(signature);
   if (!expected_ && known != by_signature_.end()) expected_ = known->second.back();
@@ -78,7 +78,9 @@ ItineraryId ItineraryBook::end() {
   std::erase(known, id);
   known.push_back(id);
   if (known.size() > kMostOfASignature) {  // a loop that never repeats itself must not fill the memory
-    itineraries_[static_cast<std::size_t>(known.front().value)].visits = {};
+    Itinerary& oldest = itineraries_[static_cast<std::size_t>(known.front().value)];
+    oldest.visits = {};
+    oldest.is_forgotten = true;
     known.erase(known.begin());
   }
   if (previous_) {
@@ -102,7 +104,7 @@ void ItineraryBook::note_update() { updated_since_previous_ = true; }
 std::optional<ItineraryId> ItineraryBook::expected_after_update() const {
   if (!previous_) return std::nullopt;
   const auto found = followed_by_.find({*previous_, true});
-  if (found != followed_by_.end() && !visits(found->second).empty()) return found->second;
+  if (found != followed_by_.end() && !is_forgotten(found->second)) return found->second;
   // Never seen. Most loops run the same forward again.
   const Signature& last = signature(*previous_);
   if (last.phase == Phase::backward && last.forward.valid()) return last.forward;

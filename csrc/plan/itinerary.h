@@ -73,7 +73,9 @@ class ItineraryBook {
   struct Itinerary {
     Signature signature;
     std::vector<Visit> visits;
+    bool is_forgotten = false;  // then its visits are empty; those of a pass without visits are too
   };
+  bool is_forgotten(ItineraryId id) const { return itineraries_[static_cast<std::size_t>(id.value)].is_forgotten; }
   bool begins_like_current(const Itinerary& itinerary) const;
 
   std::vector<Itinerary> itineraries_;

@@ -201,19 +201,30 @@ class Wrapped:
 
         # Around blocks a module may use parameters of its own at any time: there the watch stays on.
         suspends = set(self.unit_indices(spec.module)) <= set(spec.needs)
+        entered: list[int] = []
+        with_more: dict[frozenset[int], int] = {}  # hooks for calls that are handed parameters of other units
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._check_alive()
-            custody.enter(hook)
+            chosen = hook
+            handed = watch.units_handed((*args, *kwargs.values()))
+            if handed and not handed.issubset(spec.needs):
+                key = frozenset(handed)
+                if key not in with_more:
+                    with_more[key] = custody.add_hook(spec.name, sorted(handed.union(spec.needs)))
+                    self._hook_names.append(spec.name)
+                chosen = with_more[key]
+            entered.append(chosen)
+            custody.enter(chosen)
             if suspends:
                 watch.suspend()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if suspends:
                 watch.resume()
-            custody.leave(hook, tensors_of(output))
+            custody.leave(entered.pop() if entered else hook, tensors_of(output))
 
-        self._handles.append(spec.module.register_forward_pre_hook(_Hook(enter), prepend=True))
+        self._handles.append(spec.module.register_forward_pre_hook(_Hook(enter), prepend=True, with_kwargs=True))
         self._handles.append(spec.module.register_forward_hook(_Hook(leave), always_call=True))
         if self.policy.check == "off" or not spec.is_block:
             return

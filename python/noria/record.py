@@ -121,6 +121,14 @@ class OperatorWatch(TorchFunctionMode):
         self._returned(hook, tensors_of(result))
         return result
 
+    def units_handed(self, arguments: Iterable[Any]) -> set[int]:
+        """Units of the parameters, or views of parameters, among a module's arguments."""
+        units = set()
+        for value in arguments:
+            if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
+                units |= self._units_in(value)
+        return units
+
     def _units_in(self, arguments: Any) -> set[int]:
         units = set()
         for tensor in tensors_of(arguments):

@@ -71,6 +71,10 @@ def test_a_forward_that_raises_is_forgotten(failure, where, after_steps):
         if where != "root":
             handle.remove()
         side.train(after_steps, after_steps + 3)
+        if side.is_wrapped:
+            passes = noria.report(side.model).passes
+            learnt = {(each.phase, each.num_visits): each.times for each in passes}
+            assert learnt == {("forward", 7): after_steps + 3, ("backward", 7): after_steps + 3}
 
     both(journey, model=Root)
 

@@ -343,6 +343,32 @@ def test_direct_parameters_used_between_blocks_in_a_large_window_and_a_small_one
         both(train, model=Prompted, window=window)
 
 
+@pytest.mark.parametrize("how", ["positional", "by name", "a view"])
+def test_parameters_that_are_handed_to_blocks(how):
+    class Biased(Block):
+        def forward(self, x, bias):
+            return super().forward(x) * bias
+
+    class Handing(Net):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(1, WIDTH))
+            self.blocks = nn.ModuleList(Biased() for _ in range(4))
+
+        def forward(self, batch):
+            x = self.embed(batch)
+            for index, block in enumerate(self.blocks):
+                if index % 2 or how == "positional":
+                    x = block(x, self.bias)
+                elif how == "by name":
+                    x = block(x, bias=self.bias)
+                else:
+                    x = block(x, self.bias[0])
+            return self.head(x)
+
+    both(train, model=Handing)
+
+
 # ---- several models, several optimizers --------------------------------------------------------------------
 
 
