@@ -1,8 +1,8 @@
 // How long things take, for predictions; and the bound that no schedule of a mode can beat.
 //
-// Units: microseconds, GiB/s. The bounds are DESIGN's: with F, B compute of forward and backward, U host update, f_F
-// and f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U, f_F) + max(B, d,
-// f_B).
+// Units: microseconds, GiB/s. The bounds are those of docs/journey.md: with F, B compute of forward and backward, U
+// host update, f_F and f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U,
+// f_F) + max(B, d, f_B).
 #pragma once
 
 #include <map>
