@@ -248,7 +248,9 @@ def test_in_a_steady_state_nothing_is_allocated_and_nothing_more_is_remembered(m
     def once():
         play([*loop.calls, ("idle", ())], engine)
         play(loop.calls, twin)
-        return engine.num_allocations, engine.num_events, engine.num_buffers, engine.num_remembered
+        # A ticket that has only just passed may still be remembered, never more than what one loop issues.
+        assert engine.num_remembered <= len(loop.calls)
+        return engine.num_allocations, engine.num_events, engine.num_buffers
 
     for _ in range(3):
         steady = once()
