@@ -248,9 +248,10 @@ def test_in_a_steady_state_nothing_is_allocated_and_nothing_more_is_remembered(m
     def once():
         play([*loop.calls, ("idle", ())], engine)
         play(loop.calls, twin)
-        # A ticket that has only just passed may still be remembered, never more than what one loop issues.
+        # How many tickets live at once, and with them events, depends on who is late; never more than a few loops'.
         assert engine.num_remembered <= len(loop.calls)
-        return engine.num_allocations, engine.num_events, engine.num_buffers
+        assert engine.num_events <= 4 * len(loop.calls)
+        return engine.num_allocations, engine.num_buffers
 
     for _ in range(3):
         steady = once()
