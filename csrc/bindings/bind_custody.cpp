@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "bindings/custody.h"
+#include "bindings/lane_stats.h"
 #include "bindings/python_errors.h"
 #include "store/arena.h"
 
@@ -119,19 +120,6 @@ py::dict sums_dict(const StepSums& sums) {
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
   result["update_us"] = sums.update_us;
-  return result;
-}
-
-py::dict lane_dict(const LaneStats& stats) {
-  py::dict stalled;
-  for (const auto& [kind, time] : stats.stalled_us) {
-    stalled[py::str(std::string(to_string(kind.first)) + " -> " + std::string(to_string(kind.second)))] = time;
-  }
-  py::dict result;
-  result["busy_us"] = stats.busy_us;
-  result["num_ops"] = stats.num_ops;
-  result["bytes"] = stats.bytes.count;
-  result["stalled_us"] = stalled;
   return result;
 }
 
@@ -265,7 +253,7 @@ void bind_custody(py::module_& m) {
            })
       .def("step_sums", [](Custody& self) { return sums_dict(without_gil([&] { return self.engine().step_sums(); })); })
       .def("update_stats",
-           [](Custody& self) { return lane_dict(without_gil([&] { return self.engine().update_stats(); })); })
+           [](Custody& self) { return stats_dict(without_gil([&] { return self.engine().update_stats(); })); })
       .def(
           "resident_units", [](Custody& self) { return plain(self.engine().resident_units()); }, NoGil())
       .def(

@@ -11,6 +11,7 @@
 
 #include "base/errors.h"
 #include "base/words.h"
+#include "bindings/lane_stats.h"
 #include "device/backend.h"
 #include "device/host_backend.h"
 #include "device/host_ticket.h"
@@ -79,20 +80,6 @@ Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64
   for (const auto& [to, from, bytes] : copies) transfer.copies.push_back({at(to), at(from), Bytes{bytes}});
   for (const auto& [memory, bytes] : poison) transfer.poison.emplace_back(at(memory), Bytes{bytes});
   return transfer;
-}
-
-py::dict stats_of(const Backend& backend, const std::string& lane) {
-  const LaneStats stats = backend.stats(parse_lane(lane));
-  py::dict stalled;
-  for (const auto& [pair, us] : stats.stalled_us) {
-    stalled[py::make_tuple(std::string(to_string(pair.first)), std::string(to_string(pair.second)))] = us;
-  }
-  py::dict result;
-  result["busy_us"] = stats.busy_us;
-  result["num_ops"] = stats.num_ops;
-  result["bytes"] = stats.bytes.count;
-  result["stalled_us"] = stalled;
-  return result;
 }
 
 void bind_tickets(py::module_& m) {
@@ -173,7 +160,10 @@ void bind_backend(py::module_& m) {
           py::arg("unit") = -1, Release())
       .def("idle", &Backend::idle, Release())
       .def("close", &Backend::close, Release())
-      .def("stats", &stats_of, py::arg("lane"))
+      .def(
+          "stats",
+          [](const Backend& backend, const std::string& lane) { return stats_dict(backend.stats(parse_lane(lane))); },
+          py::arg("lane"))
       .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
       .def_property_readonly("poisons", &Backend::poisons);
 

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "base/words.h"
+#include "bindings/lane_stats.h"
 #include "optim/adamw.h"
 #include "optim/host_optimizer.h"
 
@@ -44,20 +45,6 @@ std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandw
   options.hostility.max_delay_us = max_delay_us;
   if (hold_us > 0) options.hostility.hold_us[Verb::update] = hold_us;
   return std::make_shared<HostOptimizer>(options);
-}
-
-py::dict stats_of(const HostOptimizer& optimizer) {
-  const LaneStats stats = optimizer.stats();
-  py::dict stalled;
-  for (const auto& [pair, us] : stats.stalled_us) {
-    stalled[py::make_tuple(std::string(to_string(pair.first)), std::string(to_string(pair.second)))] = us;
-  }
-  py::dict result;
-  result["busy_us"] = stats.busy_us;
-  result["num_ops"] = stats.num_ops;
-  result["bytes"] = stats.bytes.count;
-  result["stalled_us"] = stalled;
-  return result;
 }
 
 void bind_adamw(py::module_& m) {
@@ -135,7 +122,7 @@ void bind_optim(py::module_& m) {
           py::arg("unit") = -1, Release())
       .def("idle", &HostOptimizer::idle, Release())
       .def("close", &HostOptimizer::close, Release())
-      .def("stats", &stats_of)
+      .def("stats", [](const HostOptimizer& optimizer) { return stats_dict(optimizer.stats()); })
       .def("set_trace", &HostOptimizer::set_trace, py::arg("trace").none(true), Release())
       .def_property_readonly("num_threads", &HostOptimizer::num_threads);
 }

@@ -185,7 +185,7 @@ def _lanes(wrapped: Wrapped, sums: dict[str, int]) -> list[LaneReport]:
     for lane in ("compute", "fetch", "drain", "update"):
         stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
         busy = sums["forward_us"] + sums["backward_us"] if lane == "compute" else stats["busy_us"]
-        stalled = {kind if isinstance(kind, str) else " -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
+        stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
         lanes.append(LaneReport(lane, busy, stats["num_ops"], stats["bytes"], stalled))
     return lanes
 

@@ -1,0 +1,27 @@
+// What a lane did, as the Python dict that every binding of it gives.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "base/words.h"
+#include "device/backend.h"
+
+namespace noria {
+
+/// {"busy_us", "num_ops", "bytes", "stalled_us": {(giver, waiter): us}}. Needs the GIL.
+inline pybind11::dict stats_dict(const LaneStats& stats) {
+  pybind11::dict stalled;
+  for (const auto& [pair, us] : stats.stalled_us) {
+    stalled[pybind11::make_tuple(std::string(to_string(pair.first)), std::string(to_string(pair.second)))] = us;
+  }
+  pybind11::dict result;
+  result["busy_us"] = stats.busy_us;
+  result["num_ops"] = stats.num_ops;
+  result["bytes"] = stats.bytes.count;
+  result["stalled_us"] = stalled;
+  return result;
+}
+
+}  // namespace noria
