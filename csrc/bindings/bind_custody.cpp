@@ -174,14 +174,6 @@ void bind_custody(py::module_& m) {
       .def(
           "visit_for_operator", [](Custody& self, std::int32_t hook) { self.visit_for_operator(HookId(hook)); },
           NoGil())
-      .def(
-          "is_visited",
-          [](Custody& self, const std::vector<std::int32_t>& units) {
-            return self.engine().is_visited(unit_ids(units));
-          },
-          NoGil())
-      .def(
-          "in_pass", [](Custody& self) { return self.engine().phase().has_value(); }, NoGil())
       .def("recover", &Custody::recover, NoGil())
       .def("abandon_forward", &Custody::abandon_forward, NoGil())
       .def("gradient_is",
@@ -256,15 +248,12 @@ void bind_custody(py::module_& m) {
            [](Custody& self) { return stats_dict(without_gil([&] { return self.engine().update_stats(); })); })
       .def(
           "resident_units", [](Custody& self) { return plain(self.engine().resident_units()); }, NoGil())
-      .def(
-          "plan_text",
-          [](Custody& self, std::int32_t itinerary) { return self.engine().plan_text(ItineraryId(itinerary)); },
-          NoGil())
       .def_property_readonly("arena_bytes", [](Custody& self) { return self.engine().leases().arena_bytes().count; })
       .def_property_readonly("peak_bytes", [](Custody& self) { return self.engine().leases().peak().count; })
       .def_property_readonly("peak_units", [](Custody& self) { return self.engine().leases().peak_units(); })
       .def_property_readonly("num_fetches", [](Custody& self) { return self.engine().num_fetches(); })
-      .def_property_readonly("drained_bytes", [](Custody& self) { return self.engine().drained().count; })
+      .def_property_readonly("num_unclaimed_fetches",
+                             [](Custody& self) { return self.engine().num_unclaimed_fetches(); })
       .def_property_readonly("num_remembered",
                              [](Custody& self) { return without_gil([&] { return self.engine().num_remembered(); }); });
 }

@@ -53,9 +53,8 @@ void Drainer::drain_open() {
       }
       op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
                      {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
-      auto begun = issuer_.begin(op);
-      issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
       drained_ += op.bytes;
+      issuer_.submit(std::move(op), std::move(transfer));
       landed_.insert(unit);
     }
     close(unit, open);
@@ -71,17 +70,8 @@ void Drainer::abandon() {
 void Drainer::close(UnitId unit, const Open& open) {
   custodian_.close_gradients(unit);
   leases_.release(open.offset);
-  if (!backend_.poisons()) return;
-  Op op;
-  op.lane = Lane::fetch;
-  op.verb = Verb::poison;
-  op.unit = unit;
-  op.bytes = units_[static_cast<std::size_t>(unit.value)].facts.gradients;
-  op.accesses = {{open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}};
-  auto begun = issuer_.begin(op);
-  Transfer transfer;
-  transfer.poison.emplace_back(leases_.at(open.offset), op.bytes);
-  issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+  issuer_.poison(unit, {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}, leases_.at(open.offset),
+                 units_[static_cast<std::size_t>(unit.value)].facts.gradients);
 }
 
 std::vector<UnitId> Drainer::take_landed() {

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "device/backend.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
@@ -20,10 +19,8 @@ namespace noria {
 
 class Drainer {
  public:
-  Drainer(Backend& backend, Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device,
-          Custodian& custodian)
-      : backend_(backend),
-        issuer_(issuer),
+  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian)
+      : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
@@ -54,7 +51,6 @@ class Drainer {
   };
   void close(UnitId unit, const Open& open);
 
-  Backend& backend_;
   Issuer& issuer_;
   Leases& leases_;
   const std::vector<EngineUnit>& units_;

@@ -33,10 +33,10 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       buffers_(std::move(buffers)),
       custodian_(custodian),
       optimizer_(std::move(optimizer)),
-      issuer_(buffers_),
+      issuer_(*backend_, buffers_),
       leases_(backend_, options_.budget.arena),
-      fetcher_(*backend_, issuer_, leases_, units_, options_.device),
-      drainer_(*backend_, issuer_, leases_, units_, options_.device, custodian_),
+      fetcher_(issuer_, leases_, units_, options_.device),
+      drainer_(issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false) {}
 
 Engine::~Engine() {
@@ -70,6 +70,7 @@ void Engine::expect(const Signature& signature) {
     following_ = *prepared_;
     count_ = prepared_count_;
   } else {
+    drop_prepared();
     count_ = {};
     count_.first_fetch = fetcher_.num_fetches();
     count_.first_fetched = fetcher_.fetched();
@@ -353,7 +354,7 @@ void Engine::reset_unlocked(Stream stream) {
   drainer_.take_landed();
   book_.abandon();
   following_ = {};
-  prepared_.reset();
+  drop_prepared();
   phase_.reset();
 }
 
@@ -418,17 +419,6 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
   trace_ = std::move(trace);
-}
-
-std::string Engine::plan_text(ItineraryId id) const {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> names;
-  for (const UnitFacts& unit : facts_) names.push_back(unit.name);
-  std::string text;
-  for (const auto& [key, plan] : plans_) {
-    if (std::get<0>(key) == id && std::get<1>(key) == 0) text = to_text(*plan, buffers_, names);
-  }
-  return text;
 }
 
 }  // namespace noria

@@ -126,11 +126,10 @@ class Engine {
   std::vector<std::string> wait_kinds() const;
   void omit_wait(const std::string& kind);
   void set_trace(std::shared_ptr<Trace> trace);
-  /// The plan of the pass that is expected (or was last followed) for each known itinerary, as text.
-  std::string plan_text(ItineraryId id) const;
   const BufferTable& buffers() const { return buffers_; }
-  Bytes drained() const { return drainer_.drained(); }
   std::int64_t num_fetches() const { return fetcher_.num_fetches(); }
+  /// Of these, made at `step` for a forward that did not come next: they are in no pass's count.
+  std::int64_t num_unclaimed_fetches() const { return unclaimed_fetches_; }
 
  private:
   struct Following {                       // the plan that is being played
@@ -172,6 +171,7 @@ class Engine {
   std::vector<UnitId> end_pass_unlocked(Stream stream);
   void reset_unlocked(Stream stream);
   void prepare_next_forward();
+  void drop_prepared();
   Op update_op(UnitId unit);
 
   const EngineOptions options_;
@@ -198,6 +198,8 @@ class Engine {
   std::vector<UnitId> attached_;
   PassCount count_;
   PassCount prepared_count_;
+  std::int64_t prepared_fetches_ = 0;
+  std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
   std::vector<bool> pending_;  // by unit: deferred to the launching thread
   std::map<ItineraryId, PassStats> passes_;

@@ -114,6 +114,7 @@ void Engine::end_step(bool blocking) {
 }
 
 void Engine::prepare_next_forward() {
+  drop_prepared();
   const auto next = book_.expected_after_update();
   if (!next) return;
   count_ = {};
@@ -125,8 +126,15 @@ void Engine::prepare_next_forward() {
   play_until(-1);
   prepared_ = following_;
   prepared_count_ = count_;
+  prepared_fetches_ = fetcher_.num_fetches() - count_.first_fetch;
   prepared_residents_ = fetcher_.residents();
   following_ = {};
+}
+
+void Engine::drop_prepared() {
+  if (!prepared_) return;
+  unclaimed_fetches_ += prepared_fetches_;
+  prepared_.reset();
 }
 
 std::vector<UnitId> Engine::next_forward_order() const {

@@ -19,30 +19,19 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   op.unit = unit;
   op.bytes = source.facts.weights;
   op.accesses = {{source.facts.working, version, Access::Mode::read}, {buffer, version, Access::Mode::write}};
-  auto begun = issuer_.begin(op);
   Transfer transfer;
   transfer.copies.push_back({to, source.working, source.facts.weights});
-  issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+  issuer_.submit(std::move(op), std::move(transfer));
   ++num_fetches_;
-  fetched_ += op.bytes;
+  fetched_ += source.facts.weights;
 }
 
 void Fetcher::evict(UnitId unit) {
   const Held held = this->held(unit);
   leases_.release(held.offset);
   resident_.erase(unit);
-  if (!backend_.poisons()) return;
-  const Bytes bytes = units_[static_cast<std::size_t>(unit.value)].facts.weights;
-  Op op;
-  op.lane = Lane::fetch;
-  op.verb = Verb::poison;
-  op.unit = unit;
-  op.bytes = bytes;
-  op.accesses = {{held.buffer, -1, Access::Mode::write}};
-  auto begun = issuer_.begin(op);
-  Transfer transfer;
-  transfer.poison.emplace_back(leases_.at(held.offset), bytes);
-  issuer_.keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+  issuer_.poison(unit, {held.buffer, -1, Access::Mode::write}, leases_.at(held.offset),
+                 units_[static_cast<std::size_t>(unit.value)].facts.weights);
 }
 
 void Fetcher::mark_stale(UnitId unit) {

@@ -1,13 +1,12 @@
 // The way down: which units lie on the device, at which version, and the fetches that bring them there.
 //
-// Ownership: borrows backend, issuer, leases and units from the engine. Order: ops are issued in the order of the
+// Ownership: borrows issuer, leases and units from the engine. Order: ops are issued in the order of the
 // calls. Threads: the caller serialises; nothing here blocks.
 #pragma once
 
 #include <map>
 #include <vector>
 
-#include "device/backend.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
 #include "store/leases.h"
@@ -16,9 +15,8 @@ namespace noria {
 
 class Fetcher {
  public:
-  Fetcher(Backend& backend, Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device)
-      : backend_(backend),
-        issuer_(issuer),
+  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device)
+      : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device) {}
@@ -49,7 +47,6 @@ class Fetcher {
   };
   const Held& held(UnitId unit) const;
 
-  Backend& backend_;
   Issuer& issuer_;
   Leases& leases_;
   const std::vector<EngineUnit>& units_;

@@ -1,5 +1,7 @@
 #include "engine/issuer.h"
 
+#include <utility>
+
 namespace noria {
 
 Issuer::Begun Issuer::begin(Op& op) {
@@ -11,6 +13,24 @@ Issuer::Begun Issuer::begin(Op& op) {
     if (found != tickets_.end()) begun.waits.push_back(found->second);  // absent: passed and swept
   }
   return begun;
+}
+
+void Issuer::submit(Op op, Transfer transfer) {
+  auto begun = begin(op);
+  keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+}
+
+void Issuer::poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes) {
+  if (!backend_.poisons()) return;
+  Op op;
+  op.lane = Lane::fetch;
+  op.verb = Verb::poison;
+  op.unit = unit;
+  op.bytes = bytes;
+  op.accesses = {leased};
+  Transfer transfer;
+  transfer.poison.emplace_back(memory, bytes);
+  submit(std::move(op), std::move(transfer));
 }
 
 void Issuer::sweep() {

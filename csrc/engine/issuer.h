@@ -1,8 +1,8 @@
-// Gives ops their place in issue order, and finds the tickets that each must wait for.
+// Gives ops their place in issue order, finds the tickets that each must wait for, and queues transfers.
 //
-// The only caller of `Hazards` at run time: every op of the engine passes through `begin`, so no wait can be forgotten
-// or written by hand. Versions: `write` raises the version of a home buffer; a read asks for the newest.
-// Threads: the caller serialises.
+// Ownership: borrows the backend and the table of buffers. The only caller of `Hazards` at run time: every op of the
+// engine passes through `begin`, so no wait can be forgotten or written by hand. Versions: `write` raises the version
+// of a home buffer; a read asks for the newest. Threads: the caller serialises.
 #pragma once
 
 #include <exception>
@@ -20,7 +20,7 @@ namespace noria {
 
 class Issuer {
  public:
-  explicit Issuer(BufferTable& buffers) : buffers_(buffers), hazards_(buffers) {}
+  Issuer(Backend& backend, BufferTable& buffers) : backend_(backend), buffers_(buffers), hazards_(buffers) {}
 
   struct Begun {
     OpLabel label;
@@ -29,6 +29,10 @@ class Issuer {
   /// Names `op` (sets its id) and derives its waits. Follow with `keep`, unless the op gives no ticket.
   Begun begin(Op& op);
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
+  /// Both, for an op that is a transfer.
+  void submit(Op op, Transfer transfer);
+  /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
+  void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 
   /// Forgets tickets that have passed. A failure found on the way is thrown, once.
   void sweep();
@@ -45,6 +49,7 @@ class Issuer {
   std::vector<std::string> wait_kinds() const;
 
  private:
+  Backend& backend_;
   BufferTable& buffers_;
   Hazards hazards_;
   std::int64_t next_id_ = 0;

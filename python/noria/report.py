@@ -81,6 +81,7 @@ class Report:
     passes: list[PassReport]
     ledger: list[LedgerRow]
     num_fetches: int
+    unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
     resident: list[str]
@@ -109,6 +110,8 @@ class Report:
                 f"  {kind:<24} {each.num_visits:>4} visits, {each.times:>5} times, {each.fetches} fetches ({planned}), "
                 f"{each.unplanned_visits} unplanned visits in all"
             )
+        if self.unclaimed_fetches:
+            lines.append(f"  {self.unclaimed_fetches} fetches for a forward pass that did not come next")
         lines.append("memory (planned = taken):" if self.ledger_agrees else "memory (PLAN AND LEDGER DIFFER):")
         for row in self.ledger:
             lines.append(
@@ -165,6 +168,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         ],
         ledger=_ledger(wrapped),
         num_fetches=custody.num_fetches,
+        unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,
         resident=[wrapped.units[unit].name for unit in custody.resident_units()],

@@ -232,6 +232,35 @@ def test_an_eval_pass_between_forward_and_backward():
     both(journey)
 
 
+def test_fetches_for_a_forward_that_does_not_come_are_counted_apart():
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused")
+    in_passes = 0
+
+    def count(phase, training):
+        nonlocal in_passes
+        in_passes += next(
+            each.fetches for each in noria.report(model).passes if (each.phase, each.training) == (phase, training)
+        )
+
+    for step in range(4):
+        loss = loss_of(model, step)
+        count("forward", True)
+        loss.backward()
+        count("backward", True)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert noria.report(model).unclaimed_fetches == 0
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, 50)  # step() had fetched for a training pass
+    count("forward", False)
+    report = noria.report(model)
+    assert report.unclaimed_fetches > 0
+    assert report.num_fetches == in_passes + report.unclaimed_fetches
+
+
 def test_layers_dropped_at_random():
     class Dropping(Net):
         def forward(self, batch):
