@@ -4,9 +4,9 @@ A 12-block GPT of width 512 trains on the CPU, once as plain PyTorch and once wr
 gradients caught and drained, updates, and the fetches after them are all there, and nothing is saved. The two take
 turns step by step in one process. Aim: a ratio of at most 1.03.
 
-The second table is one visit's hooks alone (enter, leave, and the announcement of its backward), from a model of many
-tiny blocks: what wrapping adds, divided by the visits. Aim: less than 25 us for frozen blocks; trainable ones also
-catch, drain and hand over their gradients.
+The second table is what wrapping adds to one visit (one use of a unit in one pass), from a model of many tiny blocks:
+in forward it is entered and left, in backward announced, and where blocks are trainable their gradients are caught,
+drained and handed over. Aim: less than 25 us a visit.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main() -> int:
             rows.append([f"{kind} blocks", forward, backward, forward + backward])
         gc.enable()
         torch.set_num_threads(torch_threads)
-        _common.show("one visit's hooks (us), 64 blocks", ["", "enter + leave", "announce backward", "both"], rows)
+        _common.show("one visit's hooks (us), 64 blocks", ["", "forward visit", "backward visit", "both"], rows)
     if args.only != "hooks":
         steps, whole = whole_steps(args)
         samples["steps"] = steps
