@@ -49,8 +49,17 @@ Engine::~Engine() {
 
 // ---- passes -----------------------------------------------------------------------------------------------------
 
+void Engine::continue_on(Stream stream) {
+  const auto before = std::exchange(stream_, stream);
+  if (!before || *before == stream) return;
+  const Ticket ticket = backend_->open({OpId(), Lane::compute, Verb::user, UnitId()});
+  backend_->give(ticket, *before);
+  backend_->wait({ticket}, stream, {OpId(), Lane::compute, Verb::user, UnitId()});
+}
+
 void Engine::begin_pass(const Signature& signature, Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   if (phase_) {
     // A backward that was still open raised; a forward that was still open has simply come to its end.
     if (*phase_ == Phase::backward) reset_unlocked(stream);
@@ -88,6 +97,7 @@ void Engine::expect(const Signature& signature) {
 void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
+  continue_on(stream);
   if (visit_ && contains_all(visit_->visit.needs, needs)) return;
   close_visit(stream);
   follow(Visit{hook, phase, needs, {}});
@@ -97,6 +107,7 @@ void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase
 
 void Engine::leave(Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   close_visit(stream);
 }
 
@@ -120,6 +131,13 @@ void Engine::follow(const Visit& visit) {
 
 PassPlan Engine::plan(std::vector<Visit> visits, std::vector<Visit> next) {
   fetcher_.evict_stale();
+  // Gradients that were not foreseen come one after the other, and are then remembered together: those for which a
+  // visit has no room at once are left to come so again.
+  for (Visit& visit : visits) {
+    while (visit.gradients.size() > 1 && smallest_budget({visit}, facts_).arena > options_.budget.arena) {
+      visit.gradients.pop_back();
+    }
+  }
   return plan_pass({options_.device, options_.budget, std::move(visits), std::move(next), fetcher_.residents()}, facts_,
                    buffers_);
 }
@@ -242,6 +260,7 @@ void Engine::close_visit(Stream stream) {
 
 void Engine::expect_gradient(UnitId unit, Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   book_.note_gradient(unit);
   if (drainer_.is_open(unit)) return;
   NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
@@ -275,6 +294,7 @@ void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
 std::vector<UnitId> Engine::end_pass(Stream stream) {
   const std::lock_guard lock(mutex_);
   if (!phase_) return {};
+  continue_on(stream);
   return end_pass_unlocked(stream);
 }
 
@@ -283,6 +303,12 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   const Phase phase = *phase_;
   phase_.reset();
   const ItineraryId itinerary = book_.end();
+  for (ItineraryId forgotten : book_.take_forgotten()) {
+    const auto row = passes_.find(forgotten);
+    if (row == passes_.end()) continue;
+    forgotten_passes_ += row->second.times;
+    passes_.erase(row);
+  }
   if (following_.itinerary != itinerary) count_.planned.reset();  // it ended where the plan went on
   following_ = {};
   PassStats& stats = passes_[itinerary];
@@ -308,14 +334,18 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
 
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = drainer_.take_landed();
+  land(landed, stream);
+  return landed;
+}
+
+void Engine::land(const std::vector<UnitId>& units, Stream stream) {
   Op op;
   op.verb = Verb::user;
-  for (UnitId unit : landed) {
+  for (UnitId unit : units) {
     const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
     op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream);
-  return landed;
 }
 
 void Engine::finish_user_op(Op op, Stream stream) {
@@ -334,6 +364,7 @@ void Engine::finish_user_op(Op op, Stream stream) {
 
 void Engine::reset(Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   reset_unlocked(stream);
 }
 
@@ -351,11 +382,12 @@ void Engine::reset_unlocked(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drainer_.abandon();
-  drainer_.take_landed();
+  const std::vector<UnitId> landed = drainer_.take_landed();
   book_.abandon();
   following_ = {};
   drop_prepared();
   phase_.reset();
+  land(landed, stream);  // what had come before the error is the user's to read and edit
 }
 
 std::optional<Phase> Engine::phase() const {
@@ -378,7 +410,10 @@ void Engine::idle() {
 void Engine::close() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(closed_, true)) return;
-  reset_unlocked(nullptr);
+  try {
+    reset_unlocked(nullptr);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever had to hear of it has heard; nothing runs after this
+  }
   if (optimizer_) optimizer_->close();
   backend_->close();
 }

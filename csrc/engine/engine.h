@@ -13,6 +13,9 @@
 // no visit. What the plan did not foresee (another branch, a gradient that comes unexpectedly) is planned on the spot
 // from what lies on the device now, and learnt when the pass ends.
 //
+// Note [The compute lane] is the stream that is current at the hook. When that changes, the new one first waits for all
+// that is on the old one, so that the lane stays a queue.
+//
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
@@ -118,6 +121,8 @@ class Engine {
 
   // ---- what happened ----
   std::vector<PassStats> passes() const;
+  /// Passes of kinds that were not seen again for so long that they are no longer told apart.
+  std::int64_t num_forgotten_passes() const { return forgotten_passes_; }
   StepSums step_sums() const;
   LaneStats update_stats() const;  // launching-thread updates or the pool's
   std::vector<UnitId> resident_units() const;
@@ -166,6 +171,8 @@ class Engine {
   void enter_visit(Stream stream);
   void close_visit(Stream stream);
   void finish_user_op(Op op, Stream stream);
+  void continue_on(Stream stream);
+  void land(const std::vector<UnitId>& units, Stream stream);
   void expect(const Signature& signature);
   PassPlan plan(std::vector<Visit> visits, std::vector<Visit> next);
   std::vector<UnitId> end_pass_unlocked(Stream stream);
@@ -190,6 +197,7 @@ class Engine {
   ItineraryBook book_;
   std::map<PlanKey, std::shared_ptr<const PassPlan>> plans_;
 
+  std::optional<Stream> stream_;  // where the compute lane is
   std::optional<Phase> phase_;
   Following following_;
   std::optional<Following> prepared_;  // the next forward's, when its opening was played at `step`
@@ -203,6 +211,7 @@ class Engine {
   ItineraryId last_forward_;
   std::vector<bool> pending_;  // by unit: deferred to the launching thread
   std::map<ItineraryId, PassStats> passes_;
+  std::int64_t forgotten_passes_ = 0;
   StepSums sums_;
   std::int64_t last_step_us_ = 0;
   LaneStats launching_updates_;

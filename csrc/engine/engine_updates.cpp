@@ -7,9 +7,26 @@
 #include "engine/engine.h"
 
 namespace noria {
+namespace {
+
+// All of them, whatever fails: who waits for this op alone must be able to count on every one. Then the first failure.
+void wait_for_all(const std::vector<Ticket>& waits) {
+  std::exception_ptr failure;
+  for (const Ticket& wait : waits) {
+    try {
+      wait->wait_passed();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace
 
 void Engine::begin_step(Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   if (phase_ == Phase::backward) reset_unlocked(stream);
   if (phase_) end_pass_unlocked(stream);
   issuer_.sweep();
@@ -61,7 +78,7 @@ void Engine::settle(UnitId unit) {
   issuer_.keep(op.id, ticket);
   const std::int64_t asked_us = clock_us();
   try {
-    for (const Ticket& wait : begun.waits) wait->wait_passed();
+    wait_for_all(begun.waits);
     const std::int64_t start_us = clock_us();
     pending_[static_cast<std::size_t>(unit.value)] = false;  // before: the update itself may look at the home
     custodian_.update(unit);
@@ -168,11 +185,13 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
   // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
-  for (const Ticket& wait : issuer_.begin(op).waits) wait->wait_passed();
+  wait_for_all(issuer_.begin(op).waits);
+  if (write_weights) following_ = {};  // inside of a pass: what is left of it is planned again without the stale copies
 }
 
 void Engine::access_held(UnitId unit, Stream stream) {
   const std::lock_guard lock(mutex_);
+  continue_on(stream);
   settle(unit);
   const BufferId held = facts_[static_cast<std::size_t>(unit.value)].held;
   Op op;

@@ -26,7 +26,6 @@ std::optional<ItineraryId> ItineraryBook::begin(const Signature& signature) {
   if (previous_) {
     const auto found = followed_by_.find({*previous_, after_update_});
     if (found != followed_by_.end() && this->signature(found->second) == signature) expected_ = found->second;
-    if (expected_ && is_forgotten(*expected_)) expected_.reset();
   }
   const auto known = by_signature_.find(signature);
   if (!expected_ && known != by_signature_.end()) expected_ = known->second.back();
@@ -44,7 +43,7 @@ std::optional<ItineraryId> ItineraryBook::announce(const Visit& visit) {
   expected_.reset();
   const std::vector<ItineraryId>& known = by_signature_.at(current_signature_);
   for (auto id = known.rbegin(); id != known.rend() && !expected_; ++id) {
-    if (begins_like_current(itineraries_[static_cast<std::size_t>(id->value)])) expected_ = *id;
+    if (begins_like_current(at(*id))) expected_ = *id;
   }
   return expected_;
 }
@@ -72,18 +71,13 @@ ItineraryId ItineraryBook::end() {
   } else if (const auto found = std::find_if(known.rbegin(), known.rend(), is_current); found != known.rend()) {
     id = *found;
   } else {
-    id = ItineraryId(static_cast<std::int32_t>(itineraries_.size()));
-    itineraries_.push_back({current_signature_, current_});
+    id = ItineraryId(next_id_++);
+    itineraries_.emplace(id, Itinerary{current_signature_, current_});
   }
   std::erase(known, id);
   known.push_back(id);
-  if (known.size() > kMostOfASignature) {  // a loop that never repeats itself must not fill the memory
-    Itinerary& oldest = itineraries_[static_cast<std::size_t>(known.front().value)];
-    oldest.visits = {};
-    oldest.is_forgotten = true;
-    known.erase(known.begin());
-  }
-  if (previous_) {
+  if (known.size() > kMostOfASignature) forget(known.front());
+  if (previous_ && itineraries_.contains(*previous_)) {
     followed_by_[{*previous_, after_update_}] = id;
     successors_[*previous_] = {id, after_update_};
   }
@@ -92,6 +86,24 @@ ItineraryId ItineraryBook::end() {
   current_.clear();
   return id;
 }
+
+void ItineraryBook::forget(ItineraryId id) {
+  const Signature signature = at(id).signature;
+  std::vector<ItineraryId>& known = by_signature_.at(signature);
+  std::erase(known, id);
+  if (known.empty()) by_signature_.erase(signature);
+  itineraries_.erase(id);
+  forgotten_.push_back(id);
+  std::erase_if(followed_by_, [&](const auto& each) { return each.first.first == id || each.second == id; });
+  std::erase_if(successors_, [&](const auto& each) { return each.first == id || each.second.itinerary == id; });
+  std::vector<ItineraryId> its_backwards;
+  for (const auto& [other, itinerary] : itineraries_) {
+    if (itinerary.signature.forward == id) its_backwards.push_back(other);
+  }
+  for (ItineraryId other : its_backwards) forget(other);
+}
+
+std::vector<ItineraryId> ItineraryBook::take_forgotten() { return std::exchange(forgotten_, {}); }
 
 void ItineraryBook::abandon() {
   is_open_ = false;
@@ -104,10 +116,10 @@ void ItineraryBook::note_update() { updated_since_previous_ = true; }
 std::optional<ItineraryId> ItineraryBook::expected_after_update() const {
   if (!previous_) return std::nullopt;
   const auto found = followed_by_.find({*previous_, true});
-  if (found != followed_by_.end() && !is_forgotten(found->second)) return found->second;
+  if (found != followed_by_.end()) return found->second;
   // Never seen. Most loops run the same forward again.
   const Signature& last = signature(*previous_);
-  if (last.phase == Phase::backward && last.forward.valid()) return last.forward;
+  if (last.phase == Phase::backward && last.forward.valid() && itineraries_.contains(last.forward)) return last.forward;
   return std::nullopt;
 }
 
@@ -117,12 +129,14 @@ std::optional<ItineraryBook::Successor> ItineraryBook::successor(ItineraryId id)
   return found->second;
 }
 
-const std::vector<Visit>& ItineraryBook::visits(ItineraryId id) const {
-  return itineraries_.at(static_cast<std::size_t>(id.value)).visits;
+const ItineraryBook::Itinerary& ItineraryBook::at(ItineraryId id) const {
+  const auto found = itineraries_.find(id);
+  NORIA_INVARIANT(found != itineraries_.end(), "an itinerary is asked for that was forgotten");
+  return found->second;
 }
 
-const Signature& ItineraryBook::signature(ItineraryId id) const {
-  return itineraries_.at(static_cast<std::size_t>(id.value)).signature;
-}
+const std::vector<Visit>& ItineraryBook::visits(ItineraryId id) const { return at(id).visits; }
+
+const Signature& ItineraryBook::signature(ItineraryId id) const { return at(id).signature; }
 
 }  // namespace noria

@@ -3,7 +3,8 @@
 // A pass is begun with a signature, which says what is known before its first visit; itineraries of one signature
 // (another branch, another number of layers) are told apart as their visits are announced. The book predicts, the
 // engine follows as long as the prediction holds, and what really happened is what is kept. Of one signature the newest
-// 64 are kept; older ones are forgotten (their visits are empty) and learnt again.
+// 64 are kept; older ones are forgotten, with the backward passes that belong to them, and learnt again: a loop that
+// never repeats itself fills no memory.
 //
 // Threads: the caller serialises.
 #pragma once
@@ -62,8 +63,11 @@ class ItineraryBook {
   /// else, after a backward pass, the forward it belonged to.
   std::optional<ItineraryId> expected_after_update() const;
 
+  /// InvariantError for one that is forgotten.
   const std::vector<Visit>& visits(ItineraryId id) const;
   const Signature& signature(ItineraryId id) const;
+  /// What was forgotten since the last call.
+  std::vector<ItineraryId> take_forgotten();
   std::size_t size() const { return itineraries_.size(); }
 
   /// How far the current pass has come: index of the visit last announced, -1 before the first.
@@ -73,12 +77,14 @@ class ItineraryBook {
   struct Itinerary {
     Signature signature;
     std::vector<Visit> visits;
-    bool is_forgotten = false;  // then its visits are empty; those of a pass without visits are too
   };
-  bool is_forgotten(ItineraryId id) const { return itineraries_[static_cast<std::size_t>(id.value)].is_forgotten; }
+  const Itinerary& at(ItineraryId id) const;
   bool begins_like_current(const Itinerary& itinerary) const;
+  void forget(ItineraryId id);
 
-  std::vector<Itinerary> itineraries_;
+  std::map<ItineraryId, Itinerary> itineraries_;
+  std::int32_t next_id_ = 0;
+  std::vector<ItineraryId> forgotten_;
   std::map<Signature, std::vector<ItineraryId>> by_signature_;       // newest last
   std::map<std::pair<ItineraryId, bool>, ItineraryId> followed_by_;  // (predecessor, update between) -> successor
   std::map<ItineraryId, Successor> successors_;

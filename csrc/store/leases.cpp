@@ -14,7 +14,11 @@ Leases::Leases(std::shared_ptr<Backend> backend, Bytes arena)
       bytes_(arena) {}
 
 Leases::~Leases() {
-  if (arena_ != nullptr) backend_->free(arena_);
+  if (arena_ == nullptr) return;
+  try {
+    backend_->free(arena_);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a device that has failed fails here too, and says so elsewhere
+  }
 }
 
 std::byte* Leases::take(Bytes offset, Bytes bytes, bool is_weights) {

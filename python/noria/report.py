@@ -79,6 +79,7 @@ class Report:
     num_steps: int
     lanes: list[LaneReport]
     passes: list[PassReport]
+    forgotten_passes: int  # of kinds that are no longer told apart: only so many are
     ledger: list[LedgerRow]
     num_fetches: int
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
@@ -110,6 +111,8 @@ class Report:
                 f"  {kind:<24} {each.num_visits:>4} visits, {each.times:>5} times, {each.fetches} fetches ({planned}), "
                 f"{each.unplanned_visits} unplanned visits in all"
             )
+        if self.forgotten_passes:
+            lines.append(f"  and {self.forgotten_passes} passes of kinds that have not been seen again for long")
         if self.unclaimed_fetches:
             lines.append(f"  {self.unclaimed_fetches} fetches for a forward pass that did not come next")
         lines.append("memory (planned = taken):" if self.ledger_agrees else "memory (PLAN AND LEDGER DIFFER):")
@@ -166,6 +169,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
             )
             for each in custody.passes()
         ],
+        forgotten_passes=custody.num_forgotten_passes,
         ledger=_ledger(wrapped),
         num_fetches=custody.num_fetches,
         unclaimed_fetches=custody.num_unclaimed_fetches,

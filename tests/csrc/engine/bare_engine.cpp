@@ -26,10 +26,10 @@ enum class Write { plain, onto_held, onto_buffer };
 
 BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
   auto backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 24}, {}, hostility});
-  if (!asynchronous) return {backend, nullptr, [](const std::function<void()>& work) { work(); }};
-  const Stream stream = backend->create_stream();
+  if (!asynchronous) return {backend, nullptr, nullptr, [](Stream, const std::function<void()>& work) { work(); }};
   auto* host = backend.get();
-  return {backend, stream, [host, stream](std::function<void()> work) { host->enqueue(stream, std::move(work)); }};
+  return {backend, host->create_stream(), host->create_stream(),
+          [host](Stream stream, std::function<void()> work) { host->enqueue(stream, std::move(work)); }};
 }
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
@@ -103,7 +103,7 @@ void BareEngine::begin_backward() {
 }
 
 void BareEngine::compute(std::function<void()> kernel) {
-  machine_.enqueue([kernel = std::move(kernel), us = machine_.kernel_us] {
+  machine_.enqueue(machine_.stream, [kernel = std::move(kernel), us = machine_.kernel_us] {
     if (us > 0) sleep_until_ns(now_ns() + us * 1000);
     kernel();
   });
@@ -236,7 +236,7 @@ void BareEngine::write_home(std::size_t unit, float value) {
 
 void BareEngine::hold_stream() {
   stream_hold_ = std::make_shared<HostTicket>(OpLabel{});
-  machine_.enqueue([hold = stream_hold_] { hold->wait_passed(); });
+  machine_.enqueue(machine_.stream, [hold = stream_hold_] { hold->wait_passed(); });
 }
 
 void BareEngine::release_stream() {
@@ -244,7 +244,7 @@ void BareEngine::release_stream() {
 }
 
 void BareEngine::break_stream() {
-  machine_.enqueue([] { throw MachineError("a kernel failed"); });
+  machine_.enqueue(machine_.stream, [] { throw MachineError("a kernel failed"); });
 }
 
 // ---- what came out ----------------------------------------------------------------------------------------------

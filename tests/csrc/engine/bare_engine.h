@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/host_ticket.h"
@@ -26,11 +27,12 @@ namespace noria {
 inline constexpr std::int64_t kSlotElements = 128;
 inline constexpr Bytes kSlotBytes{512};
 
-/// Where the model computes. `enqueue` queues work on the stream, or does it at once where the stream is null.
+/// Where the model computes. `enqueue` queues work on a stream, or does it at once where that is null.
 struct BareMachine {
   std::shared_ptr<Backend> backend;
   Stream stream = nullptr;
-  std::function<void(std::function<void()>)> enqueue;
+  Stream other_stream = nullptr;
+  std::function<void(Stream, std::function<void()>)> enqueue;
   std::int64_t kernel_us = 0;  // what each piece of work takes at least
 };
 
@@ -54,6 +56,8 @@ class BareEngine final : public Custodian {
   void begin_forward(std::int32_t root, bool training, bool grad_enabled);
   void begin_backward();
   void visit(std::int32_t hook, const std::vector<UnitId>& needs);
+  /// From now on the model computes on the other stream, and orders nothing itself.
+  void change_stream() { std::swap(machine_.stream, machine_.other_stream); }
   void leave() { engine_.leave(machine_.stream); }
   void gradient(std::size_t unit, std::size_t slot);
   void end_pass();

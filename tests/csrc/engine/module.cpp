@@ -25,8 +25,10 @@ BareMachine make_machine(const std::string& name, const Hostility& hostility) {
   NORIA_INVARIANT(name == "fake cuda", "no such machine: " + name);
   auto backend = make_cuda_backend({0, Bytes{1 << 24}, hostility});
   const std::shared_ptr<CUstream_st> stream(fake_cuda::make_stream(), &cudaStreamDestroy);
-  return {backend, stream.get(),
-          [stream](std::function<void()> work) { fake_cuda::run_on(stream.get(), std::move(work)); }};
+  const std::shared_ptr<CUstream_st> other(fake_cuda::make_stream(), &cudaStreamDestroy);
+  return {backend, stream.get(), other.get(), [stream, other](Stream on, std::function<void()> work) {
+            fake_cuda::run_on(static_cast<CUstream_st*>(on), std::move(work));
+          }};
 }
 
 std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, std::int64_t arena, std::int32_t window,
@@ -119,6 +121,7 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("read_home", &BareEngine::read_home, Release())
       .def("write_home", &BareEngine::write_home, Release())
       .def("fail_next_update", &BareEngine::fail_next_update)
+      .def("change_stream", &BareEngine::change_stream)
       .def("hold_stream", &BareEngine::hold_stream, Release())
       .def("release_stream", &BareEngine::release_stream, Release())
       .def("break_stream", &BareEngine::break_stream, Release())

@@ -134,7 +134,7 @@ class Twin:
     def nothing(self, *_: Any) -> None:
         """What only moves memory."""
 
-    begin_forward = begin_backward = leave = begin_step = end_step = idle = nothing
+    begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = nothing
 
     def part(self, slot: int) -> slice:
         return slice(slot * SLOT, (slot + 1) * SLOT)

@@ -232,6 +232,18 @@ def test_a_gradient_that_is_edited_inside_a_visit_does_not_hide_the_rest_of_the_
     run(model, loop.calls, arena=2 * model.whole(), machine=machine, kernel_us=3000)
 
 
+@pytest.mark.parametrize("machine", ["host", "fake cuda"])
+def test_a_model_may_change_its_stream_at_any_moment(machine):
+    """Autograd computes on the streams of the forward, and users switch streams: the compute lane stays one queue."""
+    model = Model([(2, 2), (3, 1), (1, 0), (4, 4)], [[0], [1], [2], [3], [0, 2], [1]])
+    loop = Loop(model)
+    for _ in range(3):
+        loop.plain({0, 1, 3}, micro_batches=2)
+    moves = ("visit", "gradient", "end_pass", "begin_step", "begin_forward", "begin_backward")
+    calls = [each for call in loop.calls for each in ([("change_stream", ())] if call[0] in moves else []) + [call]]
+    run(model, calls, arena=8 * bare.SLOT_BYTES, machine=machine, kernel_us=200, poison=True)
+
+
 # ---- a steady state -------------------------------------------------------------------------------------------------
 
 
