@@ -7,6 +7,7 @@
 #include "bindings/custody.h"
 #include "bindings/lane_stats.h"
 #include "bindings/python_errors.h"
+#include "bindings/watched.h"
 #include "store/arena.h"
 
 namespace py = pybind11;
@@ -137,6 +138,24 @@ void bind_custody(py::module_& m) {
       },
       py::arg("arena"), py::arg("offset"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"));
 
+  m.def(
+      "watched_tensor_in",
+      [](const std::shared_ptr<Arena>& arena, std::int64_t offset, const at::Tensor& like, at::ScalarType dtype,
+         py::function before_write) {
+        // The arena stays mapped for as long as the callback, which the tensor keeps.
+        const std::shared_ptr<py::function> kept(new py::function(std::move(before_write)), [](py::function* held) {
+          const py::gil_scoped_acquire gil;
+          delete held;
+        });
+        auto callback = std::make_shared<std::function<void()>>(
+            [kept, arena] { as_python_errors([&] { keep_python_errors([&] { (*kept)(); }); }); });
+        const auto num_bytes = like.numel() * static_cast<std::int64_t>(c10::elementSize(dtype));
+        return tensor_over(arena->data() + offset, num_bytes, c10::Device(c10::kCPU), dtype, like.sizes(),
+                           like.strides(), callback);
+      },
+      py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
+  m.def("watch", &watch, py::arg("tensor"));
+
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"))
@@ -223,7 +242,9 @@ void bind_custody(py::module_& m) {
             self.close_home(unit_ids(units), write);
           },
           NoGil())
-      .def("rejoin", &Custody::rejoin)
+      .def(
+          "bring_home", [](Custody& self, const std::vector<std::int32_t>& units) { self.bring_home(unit_ids(units)); },
+          NoGil())
       .def("release", &Custody::release)
       .def(
           "idle", [](Custody& self) { self.engine().idle(); }, NoGil())
@@ -252,6 +273,7 @@ void bind_custody(py::module_& m) {
       .def_property_readonly("peak_bytes", [](Custody& self) { return self.engine().leases().peak().count; })
       .def_property_readonly("peak_units", [](Custody& self) { return self.engine().leases().peak_units(); })
       .def_property_readonly("num_fetches", [](Custody& self) { return self.engine().num_fetches(); })
+      .def_property_readonly("num_forgotten_passes", [](Custody& self) { return self.engine().num_forgotten_passes(); })
       .def_property_readonly("num_unclaimed_fetches",
                              [](Custody& self) { return self.engine().num_unclaimed_fetches(); })
       .def_property_readonly("num_remembered",

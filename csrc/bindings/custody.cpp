@@ -30,8 +30,21 @@ std::vector<EngineUnit> engine_units(const std::vector<CustodyUnit>& units) {
 std::string evicted_message(const std::string& unit) {
   return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
          " is evicted: use noria.materialize); remedy: read and edit parameters inside `with "
-         "noria.materialize(model):`";
+         "noria.materialize(model):`; if the model itself uses it outside of its module, or only in some passes, wrap "
+         "with check=\"operators\"";
 }
+
+// All bytes 0xff are NaN in every floating dtype.
+void fill_with_nan(std::byte* range, const std::vector<CustodyUnit>& units, c10::Device device) {
+  Bytes bytes;
+  for (const CustodyUnit& unit : units) {
+    bytes = std::max({bytes, unit.engine.facts.weights, unit.engine.facts.gradients});
+  }
+  tensor_over(range, bytes.count, device, at::kByte, {bytes.count}, {1}, nullptr).fill_(0xff);
+}
+
+// A unit's bytes are compared with the home's this often when torch says that they may have been written.
+constexpr int kMostComparisons = 8;
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
@@ -44,6 +57,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
+  if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
@@ -55,6 +69,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
                                                       engine.facts.gradients.count, device,
                                                       "gradient buffer of " + names_.back() + " is closed", nan_range));
     parameters_of_.emplace_back();
+    comparisons_left_.push_back(kMostComparisons);
     for (CustodyParameter& facts : units[u].parameters) {
       const int index = static_cast<int>(parameters_.size());
       parameters_of_.back().push_back(index);
@@ -113,6 +128,7 @@ void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled)
   alone_ = root < 0;
   signature.training = training;
   signature.grad_enabled = grad_enabled;
+  forward_ = signature;
   engine_.begin_pass(signature, current_stream());
 }
 
@@ -167,9 +183,14 @@ void Custody::hook_outputs(HookId id, const std::vector<at::Tensor>& outputs, bo
   const std::uint64_t sequence = hooks_[static_cast<std::size_t>(id.value)].sequence;
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
-    const auto& node = output.grad_fn();
     // A node older than this forward belongs to another unit: the output was only passed through.
-    if (node && node->sequence_nr() >= sequence) hook_backward(output, self_, id.value, inner);
+    const auto announce_by = [&](const at::Tensor& tensor) {
+      const auto& node = tensor.grad_fn();
+      if (node && node->sequence_nr() >= sequence) hook_backward(tensor, self_, id.value, inner);
+    };
+    announce_by(output);
+    // An operator that changes a view in place goes around the view's own node, to that of its base.
+    if (output.is_view()) announce_by(at::Tensor(output._base()));
   }
 }
 
@@ -199,7 +220,7 @@ void Custody::check_in_custody(const Hook& hook) {
         throw UsageError("parameter \"" + checked.facts.name + "\" where noria.wrap put it",
                          "its data replaced (by .to(), .half(), load_state_dict(assign=True) or p.data = ...); the "
                          "home's values were kept",
-                         "change dtype and values before noria.wrap, or inside `with noria.materialize(model):`");
+                         "change dtypes before noria.wrap, and values inside `with noria.materialize(model):`");
       }
     }
   }
@@ -229,6 +250,7 @@ void Custody::abandon_forward() {
 void Custody::reset() {
   armed_.clear();
   entered_.clear();
+  interrupted_.reset();
   for (Parameter& each : parameters_) each.written = each.arrived = each.take_after = false;
   engine_.reset(current_stream());
 }
@@ -243,7 +265,16 @@ void Custody::make_accumulators() {
     if (node == each.accumulator) continue;  // else: new, or torch made another after a change of dtype
     hook_accumulator(*node, self_, static_cast<int>(i));
     each.accumulator = std::move(node);
+    refuse_foreign_hooks(each);
   }
+}
+
+void Custody::refuse_foreign_hooks(const Parameter& checked) const {
+  if (!has_foreign_hooks(*checked.accumulator)) return;
+  throw UsageError("no hooks on the AccumulateGrad node of \"" + checked.facts.name + "\" but noria's",
+                   "others, as DistributedDataParallel and its kin register them",
+                   "use parameter.register_hook or register_post_accumulate_grad_hook; wrap the model itself and not "
+                   "under DistributedDataParallel");
 }
 
 void Custody::backward_begins(HookId hook, bool inner) {
@@ -266,6 +297,7 @@ void Custody::arm() {
     if (each.task == task) return;
   }
   refuse_other_process();
+  refuse_open_home();
   refuse_captured_gradients();
   forget_failed_backward();
   const auto token = std::make_shared<int>(task);
@@ -274,6 +306,7 @@ void Custody::arm() {
     if (*self != nullptr) as_python_errors([&] { task_ended(*token); });
   });
   if (engine_.phase() == Phase::backward) return;
+  if (engine_.phase() == Phase::forward && !entered_.empty()) interrupted_ = forward_;
   alone_ = false;
   Signature signature;
   signature.phase = Phase::backward;
@@ -282,6 +315,8 @@ void Custody::arm() {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
   engine_.begin_pass(signature, current_stream());
+  // Should this backward raise, drains may still be on their way when the user edits what is held.
+  if (signature.accumulating && kStorageCanRefuse) guard_gradients();
 }
 
 void Custody::forget_failed_backward() {
@@ -311,13 +346,20 @@ void Custody::task_ended(int task) {
 }
 
 void Custody::finish_backward() {
-  entered_.clear();
+  if (!interrupted_) entered_.clear();
   engine_.end_pass(current_stream());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
     if (!std::exchange(each.arrived, false)) continue;
     at::Tensor& gradient = each.facts.variable.mutable_grad();
     if (!gradient.defined()) gradient = held_[i]->tensor();
+  }
+  if (const auto forward = std::exchange(interrupted_, std::nullopt)) {
+    // torch.autograd.grad inside of a module: what is left of the forward is a pass of its own.
+    Signature rest = *forward;
+    if (rest.root >= 0) rest.root = -2 - rest.root;
+    engine_.begin_pass(rest, current_stream());
+    announce(entered_.back(), Phase::forward);
   }
   raise_lost_writes();
 }
@@ -326,6 +368,7 @@ variable_list Custody::catch_gradient(int index, const variable_list& gradients)
   if (!gradients[0].defined()) return gradients;
   arm();
   Parameter& into = parameter(index);
+  refuse_foreign_hooks(into);
   if (torch::autograd::impl::post_acc_grad_hooks(into.facts.variable)) {
     if (gradient_is(index) == GradientIs::foreign) return gradients;
     into.take_after = true;
@@ -394,6 +437,7 @@ void Custody::gradient_is_written(UnitId unit) {
 }
 
 void Custody::begin_step() {
+  refuse_open_home();
   forget_failed_backward();
   engine_.begin_step(current_stream());
 }
@@ -415,8 +459,14 @@ void Custody::open_home(const std::vector<UnitId>& units, bool write) {
     throw UsageError("noria.materialize between passes", "it inside a forward or backward pass",
                      "call it before the forward or after backward()");
   }
+  const std::size_t num_open = home_open_.size();
   for (UnitId unit : units) {
-    engine_.access_home(unit, write);
+    try {
+      engine_.access_home(unit, write);
+    } catch (...) {  // an update that failed, say: what this call has opened is closed again
+      close_home({home_open_.begin() + static_cast<std::ptrdiff_t>(num_open), home_open_.end()}, write);
+      throw;
+    }
     if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) {
       weights_[static_cast<std::size_t>(unit.value)]->attach(homes_[static_cast<std::size_t>(unit.value)]);
     }
@@ -429,18 +479,35 @@ void Custody::close_home(const std::vector<UnitId>& units, bool write) {
     const auto found = std::find(home_open_.begin(), home_open_.end(), unit);
     NORIA_INVARIANT(found != home_open_.end(), "a home is closed that was not open");
     home_open_.erase(found);
-    if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) {
-      weights_[static_cast<std::size_t>(unit.value)]->evict();
+    UnitStorage& weights = *weights_[static_cast<std::size_t>(unit.value)];
+    const bool written = weights.written();
+    if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) weights.evict();
+    if (write) bump_versions(parameters_of_[static_cast<std::size_t>(unit.value)]);
+    else if (written) engine_.access_home(unit, /*write_weights=*/true);  // as it was said not to be
+  }
+}
+
+void Custody::bring_home(const std::vector<UnitId>& units) {
+  const at::NoGradGuard no_grad;
+  for (UnitId unit : units) {
+    const UnitStorage& storage = *weights_[static_cast<std::size_t>(unit.value)];
+    for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+      const Parameter& strayed = parameter(index);
+      const at::Tensor value = strayed.facts.variable.detach();
+      // Of another dtype or shape: complained of when it is next used.
+      if (storage.holds(value) || value.scalar_type() != strayed.facts.dtype || value.sizes() != strayed.sizes)
+        continue;
+      storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides).copy_(value);
+      rejoin(index);
     }
-    if (!write) continue;
-    bump_versions(parameters_of_[static_cast<std::size_t>(unit.value)]);
   }
 }
 
 void Custody::refuse_open_home() const {
   if (home_open_.empty()) return;
-  throw UsageError("a model whose weights are at home", "a forward inside `with noria.materialize(...)`",
-                   "leave the block before calling the model");
+  throw UsageError("a model whose weights are at home",
+                   "a forward, a backward or optimizer.step() inside `with noria.materialize(...)`",
+                   "leave the block before training goes on");
 }
 
 void Custody::refuse_other_process() const {
@@ -463,7 +530,7 @@ void Custody::raise_lost_writes() {
   if (lost_writes_.empty()) return;
   const std::string name = std::exchange(lost_writes_, {}).front();
   throw UsageError("parameters that only optimizer.step() changes while they are on the device",
-                   "an in-place write to \"" + name + "\" inside forward or backward; it has been dropped",
+                   "an in-place write to " + name + " inside forward or backward; it has been dropped",
                    "write inside `with noria.materialize(model):`, between passes");
 }
 
@@ -477,13 +544,22 @@ void Custody::attach(UnitId unit, std::byte* weights) {
 }
 
 void Custody::evict(UnitId unit) {
-  weights_[static_cast<std::size_t>(unit.value)]->evict();
+  UnitStorage& weights = *weights_[static_cast<std::size_t>(unit.value)];
+  // A write that no version counter saw (`p.data.clamp_()`), or only a kernel that asked for the pointer without
+  // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
+  int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
+  const bool is_changed =
+      weights.written() && comparisons_left-- > 0 && !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
+  weights.evict();
+  const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
     const Parameter& left = parameter(index);
-    if (left.facts.variable._version() == left.version) continue;
-    lost_writes_.push_back(left.facts.name);
-    engine_.forget(unit);
+    if (left.facts.variable._version() != left.version) lost_writes_.push_back("\"" + left.facts.name + "\"");
   }
+  if (is_changed && lost_writes_.size() == num_lost) {
+    lost_writes_.push_back("a parameter of " + names_[static_cast<std::size_t>(unit.value)]);
+  }
+  if (lost_writes_.size() > num_lost) engine_.forget(unit);
 }
 
 void Custody::open_gradients(UnitId unit, std::byte* buffer) {

@@ -95,6 +95,8 @@ class Custody final : public Custodian {
   // ---- the home ----
   void open_home(const std::vector<UnitId>& units, bool write);
   void close_home(const std::vector<UnitId>& units, bool write);
+  /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home.
+  void bring_home(const std::vector<UnitId>& units);
   /// Puts a parameter's storage back where it belongs; false when it was there.
   bool rejoin(int index);
   /// The parameter leaves for good and becomes `replacement`.
@@ -143,6 +145,7 @@ class Custody final : public Custodian {
   void hook_outputs(HookId hook, const std::vector<at::Tensor>& outputs, bool inner);
   void raise_lost_writes();
   void check_in_custody(const Hook& hook);
+  void refuse_foreign_hooks(const Parameter& checked) const;
   void arm();
   void task_ended(int task);
   void finish_backward();
@@ -156,6 +159,7 @@ class Custody final : public Custodian {
   const Parameter& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
 
   const c10::Device device_;
+  Signature forward_;                     // of the forward pass that began last
   const int process_;                     // a forked child has the memory, but not the threads
   const std::shared_ptr<Custody*> self_;  // what hooks hold; emptied when this object closes
   std::vector<Parameter> parameters_;
@@ -172,6 +176,8 @@ class Custody final : public Custodian {
   std::vector<Armed> armed_;
   std::vector<UnitId> home_open_;
   std::vector<std::string> lost_writes_;  // changed in place while on the device, not yet complained of
+  std::vector<int> comparisons_left_;     // by unit, see `evict`
+  std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
   Engine engine_;  // last: it calls back into everything above
 };

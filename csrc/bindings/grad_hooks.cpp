@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <algorithm>
+
 #include "bindings/custody.h"
 #include "bindings/python_errors.h"
 
@@ -62,6 +64,17 @@ void hook_backward(const at::Tensor& output, const CustodyRef& custody, int hook
 void hook_accumulator(torch::autograd::Node& accumulator, const CustodyRef& custody, int index) {
   accumulator.add_pre_hook(std::make_unique<CatchGradient>(custody, index));
   accumulator.add_post_hook(std::make_unique<AfterAccumulate>(custody, index));
+}
+
+bool has_foreign_hooks(torch::autograd::Node& accumulator) {
+  const auto is_foreign_pre = [](const auto& each) {
+    return dynamic_cast<const CatchGradient*>(each.get()) == nullptr;
+  };
+  const auto is_foreign_post = [](const auto& each) {
+    return dynamic_cast<const AfterAccumulate*>(each.get()) == nullptr;
+  };
+  return std::any_of(accumulator.pre_hooks().begin(), accumulator.pre_hooks().end(), is_foreign_pre) ||
+         std::any_of(accumulator.post_hooks().begin(), accumulator.post_hooks().end(), is_foreign_post);
 }
 
 }  // namespace noria

@@ -1,25 +1,14 @@
 #include "bindings/held_gradient.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
 
-#include "bindings/torch_compat.h"
+#include <string>
 
 namespace noria {
 namespace {
 
-using Callback = std::shared_ptr<std::function<void()>>;
-
-void delete_callback(void* context) { delete static_cast<Callback*>(context); }
 void delete_tensor(void* context) { delete static_cast<at::Tensor*>(context); }
-
-#if NORIA_TORCH_AT_LEAST(2, 13)
-void on_first_write(c10::StorageImpl* storage) {
-  const Callback callback = *static_cast<Callback*>(storage->data_ptr().get_context());
-  (*callback)();
-}
-#endif
 
 }  // namespace
 
@@ -32,24 +21,23 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
       sizes_(like.sizes().vec()),
       strides_(like.strides().vec()),
       before_write_(std::make_shared<std::function<void()>>(std::move(before_write))),
-      inner_(make(/*seen_by_user=*/false)) {}
+      inner_(make(nullptr)) {}
 
-at::Tensor HeldGradient::make(bool seen_by_user) const {
-  const at::NoGradGuard no_grad;
-  c10::DataPtr pointer = seen_by_user ? c10::DataPtr(memory_, new Callback(before_write_), &delete_callback, device_)
-                                      : c10::DataPtr(memory_, device_);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), num_bytes_,
-                                                       std::move(pointer), /*allocator=*/nullptr, /*resizable=*/false);
-  return at::empty({0}, at::TensorOptions().dtype(dtype_).device(device_))
-      .set_(c10::Storage(std::move(storage)), 0, sizes_, strides_);
+at::Tensor HeldGradient::make(const BeforeWrite& before_write) const {
+  return tensor_over(memory_, num_bytes_, device_, dtype_, sizes_, strides_, before_write);
 }
 
 const at::Tensor& HeldGradient::tensor() {
-  if (!seen_.defined()) seen_ = make(/*seen_by_user=*/true);
+  if (!seen_.defined()) seen_ = make(before_write_);
   return seen_;
 }
 
 bool HeldGradient::is(const at::Tensor& gradient) const {
+  return shares_memory(gradient) && gradient.scalar_type() == dtype_ && gradient.storage_offset() == 0 &&
+         gradient.sizes() == sizes_ && gradient.strides() == strides_ && !gradient.is_conj() && !gradient.is_neg();
+}
+
+bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
   return seen_.defined() && gradient.defined() && gradient.has_storage() &&
          gradient.storage().unsafeGetStorageImpl() == seen_.storage().unsafeGetStorageImpl();
 }
@@ -63,19 +51,13 @@ void HeldGradient::reuse(const at::Tensor& current_gradient) {
     void* data = copy->mutable_data_ptr();
     storage->set_data_ptr_noswap(c10::DataPtr(data, copy, &delete_tensor, device_));
   }
-#if NORIA_TORCH_AT_LEAST(2, 13)
-  if (storage->has_materializer()) storage->clear_materializer();
-  if (alone) return;  // nobody has it: it can be shown again
-#endif
+  unwatch(seen_);
+  if (kStorageCanRefuse && alone) return;  // nobody has it: it can be shown again
   seen_ = at::Tensor();
 }
 
 void HeldGradient::guard() {
-#if NORIA_TORCH_AT_LEAST(2, 13)
-  if (!seen_.defined()) return;
-  c10::StorageImpl* storage = seen_.storage().unsafeGetStorageImpl();
-  if (!storage->has_materializer()) storage->set_materializer(&on_first_write);
-#endif
+  if (seen_.defined()) watch(seen_);
 }
 
 void HeldGradient::kill() {

@@ -7,11 +7,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
 
 #include <functional>
-#include <memory>
-#include <string>
+#include <vector>
+
+#include "bindings/watched.h"
 
 namespace noria {
 
@@ -23,6 +23,7 @@ class HeldGradient {
 
   /// The tensor to put into `p.grad`; the same one as long as nothing forced a new storage.
   const at::Tensor& tensor();
+  /// True for `tensor()` itself; a transposed or narrowed view of it is another gradient.
   bool is(const at::Tensor& gradient) const;
   /// A tensor over the same memory for our own reads and writes: never guarded, never seen by the user.
   const at::Tensor& inner() const { return inner_; }
@@ -32,7 +33,8 @@ class HeldGradient {
   void kill();
 
  private:
-  at::Tensor make(bool seen_by_user) const;
+  at::Tensor make(const BeforeWrite& before_write) const;
+  bool shares_memory(const at::Tensor& gradient) const;
 
   std::byte* const memory_;
   const std::int64_t num_bytes_;
@@ -40,7 +42,7 @@ class HeldGradient {
   const at::ScalarType dtype_;
   const std::vector<std::int64_t> sizes_;
   const std::vector<std::int64_t> strides_;
-  const std::shared_ptr<std::function<void()>> before_write_;
+  const BeforeWrite before_write_;
   at::Tensor inner_;
   at::Tensor seen_;  // undefined until first asked for
 };

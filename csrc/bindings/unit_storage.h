@@ -1,6 +1,7 @@
 // One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
 // buffer, live in it as ordinary tensors, and moving all of them is one pointer.
 //
+// While it is attached, a write access to it is noticed (torch >= 2.13; see bindings/watched.h for what counts as one).
 // Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
 // Evicted means "throws" (torch >= 2.13); before, it points at a range of NaN that the caller provides. Null would
 // crash the process.
@@ -20,6 +21,10 @@ class UnitStorage {
   void attach(std::byte* memory);
   void evict();
   bool attached() const { return attached_; }
+  /// Somebody has asked for write access since `attach`.
+  bool written() const;
+  /// Compares the attached memory with the same bytes elsewhere on the device; on CUDA this waits for the stream.
+  bool equals(std::byte* elsewhere) const;
 
   /// A tensor in this storage, with a version counter of its own; `offset` in bytes.
   at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;

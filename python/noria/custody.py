@@ -119,6 +119,9 @@ class Wrapped:
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
         self._state_views: dict[int, torch.Tensor] = {}
+        self._written_views: set[int] = set()  # by slot: the user has had write access to its view
+        self._before_materialize: list[dict[int, torch.Tensor]] = []  # of the blocks that are open, by slot
+        self._loads: list[list[int]] = []  # units whose home a load_state_dict has opened
         storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
@@ -149,6 +152,7 @@ class Wrapped:
             if in_backward():
                 return  # recomputed inside of a backward
             self._forget_dead_forward(module)
+            self._settle_writes()
             self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
             if len(self._entered_roots) > 1:
                 return
@@ -288,8 +292,10 @@ class Wrapped:
     def _give_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             for name, slot in own.items():
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = self.current(slot)
+                replaced = module._parameters.get(name) is not slot.parameter
+                if replaced or prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
+                    continue  # the user's own now, left out, or asked for as it is (keep_vars)
+                state_dict[prefix + name] = self.current(slot)
 
         return give
 
@@ -308,6 +314,7 @@ class Wrapped:
             self.recover()
             units = sorted({slot.unit for slot in own.values()})
             self.custody.open_home(units, True)
+            self._loads.append(units)
             for name, slot in own.items():
                 value = state_dict.get(prefix + name)
                 if isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape:
@@ -318,9 +325,15 @@ class Wrapped:
 
     def _state_taken(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def taken(module: nn.Module, incompatible_keys: Any) -> None:
-            self.custody.close_home(sorted({slot.unit for slot in own.values()}), True)
+            self._end_loads()
 
         return taken
+
+    def _end_loads(self) -> None:
+        """torch copies a module's own values as soon as its pre-hooks return: what is open now is done. A loader that
+        raised, or one that goes around `load_state_dict`, does not get here by itself."""
+        while self._loads:
+            self.custody.close_home(self._loads.pop(), True)
 
     # ---- values -------------------------------------------------------------------------------------------------
 
@@ -330,8 +343,34 @@ class Wrapped:
         self.custody.access_home(slot.unit, False)
         view = self._state_views.get(slot.index)
         if view is None:
-            view = self._state_views[slot.index] = self.home.working(slot)
+            view = self._state_views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
+        _C.watch(view)
         return view
+
+    def _before_write(self, index: int) -> Callable[[], None]:
+        reference = weakref.ref(self)
+
+        def before_write() -> None:
+            wrapped = reference()
+            if wrapped is None or wrapped.closed or os.getpid() != wrapped.pid:
+                return
+            wrapped.custody.access_home(wrapped.slots[index].unit, True)
+            wrapped._written_views.add(index)
+
+        return before_write
+
+    def _settle_writes(self) -> None:
+        """Before the home is used: what was written through `state_dict()` reaches plain masters (a split one consists
+        of the working copy and more), and what a broken load left open is closed."""
+        self._end_loads()
+        while self._written_views:
+            slot = self.slots[self._written_views.pop()]
+            _C.watch(self._state_views[slot.index])
+            if slot.has_master and "masters" in self.home.arenas:
+                with torch.no_grad():
+                    rounded = torch.empty_like(self.home.working(slot))
+                    _C.split_master(self.home.master(slot).data_ptr(), rounded.data_ptr(), 0, rounded.numel())
+                    self._follow_working_copy(slot, rounded)
 
     def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
@@ -340,6 +379,9 @@ class Wrapped:
                 self.set_master(slot, value.to(device="cpu", dtype=torch.float32))
             else:
                 self.home.working(slot).copy_(value)
+        for before in self._before_materialize:
+            if slot.index in before:  # the master has followed already
+                before[slot.index] = self.home.working(slot).clone()
 
     def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """`master`: fp32 on the CPU, with the parameter's shape."""
@@ -381,11 +423,14 @@ class Wrapped:
         self.custody.open_home(list(units), not read_only)
         was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
         versions = {slot.index: slot.parameter._version for slot in slots}
+        self._before_materialize.append(was)
         try:
             yield
         finally:
+            self._before_materialize.pop()  # blocks nest
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            self.custody.bring_home(list(units))
             for index, before in was.items():
                 self._follow_working_copy(self.slots[index], before)
             written = next((slot for slot in slots if slot.parameter._version != versions[slot.index]), None)
@@ -423,6 +468,16 @@ class Wrapped:
             return  # it is alive
         self._forget_dead_forward()
         self.custody.recover()
+        self._settle_writes()
+
+    def refuse_when_busy(self, call: str) -> None:
+        self._forget_dead_forward()
+        if self._entered_roots or in_backward() or self._before_materialize:
+            raise usage_error(
+                f"{call} between passes",
+                "it inside of a forward, a backward or `with noria.materialize(...)`",
+                "call it after backward(), outside of the block",
+            )
 
     def unit_indices(self, module: nn.Module) -> list[int]:
         return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})

@@ -8,7 +8,7 @@ nothing is taken before the plan has been checked against `host_memory`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -143,6 +143,11 @@ class Home:
         """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
         base = self.regions[purpose].offsets[unit]
         return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+
+    def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
+        """As `working`, for the user's hands: after `_C.watch` of it, its first write calls `before_write`."""
+        offset = self.regions["working copies"].offsets[slot.unit] + slot.offset
+        return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.parameter, slot.dtype, before_write)
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
         return self.tensor("working copies", slot.unit, slot.offset, slot.parameter, slot.dtype)

@@ -198,6 +198,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
         raise usage_error(
             "all models of the wrap call", f"{len(missing)} of them missing", "unwrap all that wrap was given"
         )
+    wrapped.refuse_when_busy("noria.unwrap")
     wrapped.recover()
     wrapped.custody.settle_all()
     wrapped.custody.idle()

@@ -18,6 +18,7 @@ from torch import nn
 from tests.journeys.pairs import (
     HOSTILE,
     LATE_UPDATES,
+    VOCAB,
     Net,
     Side,
     adamw,
@@ -485,3 +486,75 @@ def test_unwrap_after_a_failed_backward_and_with_updates_under_way():
         side.train(4, 6)
 
     both(journey, moved=False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("window", [2, None])
+def test_what_is_written_through_a_state_dict_is_kept(window, dtype):
+    """Loaders copy value by value into what `state_dict()` gives; copies on the device must not outlive it."""
+
+    def journey(side):
+        side.train(0, 2)
+        for number in range(2):
+            loss_of(side.model, 7)  # units lie on the device now
+            values = side.model.state_dict()
+            with torch.no_grad():
+                values["blocks.1.expand.weight"].mul_(2.0)
+                values["head.bias"].copy_(torch.full_like(values["head.bias"], 0.25))
+            side.keep(f"after write {number}", loss_of(side.model, 8))
+            side.train(10 + 3 * number, 12 + 3 * number)
+
+    both(journey, window=window, dtype=dtype, kernel="torch", moved=window is not None)
+
+
+def test_a_write_through_a_state_dict_under_a_bfloat16_policy_reaches_the_master():
+    model = Net()
+    optimizer = sgd(model.parameters(), lr=1e-6)
+    noria.wrap(model, optimizer, device="cpu", window=2, dtype=torch.bfloat16, kernel="torch")
+    with torch.no_grad():
+        model.state_dict()["head.weight"].fill_(1.0)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["head.weight"], torch.ones_like(model.head.weight))
+
+
+def test_state_dict_gives_the_parameters_themselves_where_they_are_asked_for():
+    model = Net()
+    noria.wrap(model, adamw(model.parameters()), device="cpu", window=2)
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[name] is parameter for name, parameter in model.named_parameters())
+    model.head.bias = nn.Parameter(torch.ones_like(model.head.bias, device="cpu"))
+    assert torch.equal(model.state_dict()["head.bias"], torch.ones(VOCAB)), "the user's own parameter now"
+
+
+def test_loaders_that_go_around_load_state_dict_leave_a_model_that_trains():
+    def journey(side):
+        side.train(0, 2)
+        values = {name: value.clone() for name, value in side.model.state_dict().items()}
+        values["blocks.2.norm.bias"] += 1
+
+        def load(module, prefix=""):
+            module._load_from_state_dict(values, prefix, {}, True, [], [], [])
+            for name, child in module.named_children():
+                load(child, f"{prefix}{name}.")
+
+        load(side.model)
+        side.train(2, 4)
+
+    both(journey)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_a_load_inside_materialize_keeps_the_masters_exact(kernel):
+    values = {name: torch.randn_like(value) for name, value in Net().state_dict().items()}
+
+    def journey(side):
+        side.train(0, 1)
+        if side.is_wrapped:
+            with noria.materialize(side.model):
+                side.model.load_state_dict(values)
+        else:
+            side.model.load_state_dict(values)
+        side.train(1, 3)
+
+    both(journey, kernel=kernel, dtype=torch.bfloat16)

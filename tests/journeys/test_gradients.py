@@ -11,7 +11,7 @@ import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
-from tests.journeys.pairs import BLOCKS, LATE_UPDATES, Net, Side, adamw, both, loss_of, sgd
+from tests.journeys.pairs import BLOCKS, HOSTILE, LATE_UPDATES, WIDTH, Block, Net, Side, adamw, both, loss_of, sgd
 
 KERNELS = ["torch", "fused"]
 
@@ -583,3 +583,65 @@ def test_a_gradient_that_was_kept_outlives_model_and_optimizer(unwrapped):
     assert_same_bits({"gradient": kept}, {"gradient": expected})
     kept.mul_(2)  # the first write after step() looks for whoever still reads: nobody is left
     assert_same_bits({"gradient": kept}, {"gradient": expected * 2})
+
+
+def test_a_transposed_view_of_a_gradient_is_another_gradient():
+    def journey(side):
+        for step in range(3):
+            loss_of(side.model, step).backward()
+            square = side.model.blocks[1].square.weight
+            square.grad = square.grad.t()
+            side.optimizer.step()
+            side.keep_gradients(f"step {step}")
+            side.optimizer.zero_grad()
+
+    class Square(Block):
+        def __init__(self):
+            super().__init__()
+            self.square = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.square(super().forward(x))
+
+    def make():
+        model = Net()
+        model.blocks[1] = Square()
+        return model
+
+    both(journey, model=make)
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+def test_hooks_on_accumulation_nodes_which_would_see_nothing_are_refused(when):
+    """What DistributedDataParallel and old mixed-precision recipes do."""
+    model = Net()
+    optimizer = adamw(model.parameters())
+
+    def hook_all():
+        nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+        for node in nodes:
+            node.register_hook(lambda *_: None)
+        return nodes
+
+    nodes = hook_all() if when == "before wrap" else []
+    noria.wrap(model, optimizer, device="cpu", window=2)
+    nodes += hook_all() if when == "after wrap" else []
+    with pytest.raises(noria.UsageError, match="AccumulateGrad"):
+        loss_of(model, 0).backward()
+
+
+def test_an_edit_after_a_backward_that_raised_waits_for_what_was_on_its_way():
+    def journey(side):
+        side.train(0, 2)
+        loss_of(side.model, 2).backward()
+        fails = side.model.embed.weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(side.model, 3).backward()
+        fails.remove()
+        torch.nn.utils.clip_grad_value_(side.model.parameters(), 1e-3)
+        side.keep_gradients("clipped")
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(4, 6)
+
+    both(journey, hostility={**HOSTILE, "hold_us": {"drain": 5_000}})

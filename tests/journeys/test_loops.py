@@ -201,6 +201,70 @@ def test_blocks_compiled_by_inductor_have_the_bits_of_inductor():
     both(train, model=make)
 
 
+# ---- graphs that go their own ways ---------------------------------------------------------------------------
+
+
+class Changed(Net):
+    """Blocks return views (a linear layer on three dimensions does), and what they return is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, batch):
+        x = self.embed(batch)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = F.relu_(y)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("check", ["auto", "operators", "off"])
+def test_outputs_that_are_changed_in_place(check):
+    both(train, model=Changed, check=check)
+
+
+class Force(Block):
+    """Uses the gradient of an energy with respect to its input in its forward, as models of molecules do."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.expand(self.norm(inner)).square().sum(), inner)
+        return super().forward(x) + force
+
+
+def test_a_gradient_that_is_taken_inside_of_a_forward():
+    def make():
+        model = Net()
+        model.blocks[1], model.blocks[3] = Force(), Force()
+        return model
+
+    both(train, model=make)
+
+
+def test_passes_that_never_repeat_themselves_fill_no_memory():
+    class Dropping(Net):
+        def forward(self, batch):
+            x = self.embed(batch)
+            for number, block in enumerate(self.blocks):
+                if self.path >> number & 1:
+                    x = block(x)
+            return self.head(x)
+
+    model = Dropping(10)
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2)
+    for model.path in range(150):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = noria.report(model)
+    assert len(report.passes) <= 2 * 64
+    assert report.forgotten_passes == 2 * 150 - sum(each.times for each in report.passes) > 0
+
+
 # ---- other passes in between -------------------------------------------------------------------------------
 
 

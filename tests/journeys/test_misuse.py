@@ -4,6 +4,7 @@ training as it was: what follows has the bits of a twin that nobody disturbed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -15,7 +16,7 @@ from noria import _C
 from noria.testing import on_machine
 from torch import nn
 
-from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
 
@@ -316,9 +317,9 @@ def test_materialize_inside_a_pass_and_a_forward_inside_materialize():
                 loss_of(side.model, 50).backward()
             handle.remove()
             side.optimizer.zero_grad()
-        with noria.materialize(side.model), refused("a forward inside"):
+        with noria.materialize(side.model), refused("inside `with noria.materialize"):
             loss_of(side.model, 50)
-        with noria.materialize(side.model.blocks[1]), refused("a forward inside"):
+        with noria.materialize(side.model.blocks[1]), refused("inside `with noria.materialize"):
             side.model.blocks[1](torch.ones(1, 16))
         with refused("a wrapped model"), noria.materialize(Net()):
             pass
@@ -524,3 +525,71 @@ def test_a_data_loader_worker_that_leaves_the_model_alone_works():
             side.optimizer.step()
 
     both(journey, kernel="fused")
+
+
+def test_a_write_that_no_version_counter_sees_is_refused_and_dropped():
+    def misuse(side):
+        def clamp(module, args):
+            module.expand.weight.data.clamp_(-0.01, 0.01)
+
+        handle = side.model.blocks[2].register_forward_pre_hook(clamp)
+        with refused("an in-place write"):
+            loss_of(side.model, 50)
+        handle.remove()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_new_data_inside_materialize_is_taken_home():
+    def journey(side):
+        side.train(0, 2)
+        new = torch.full((VOCAB,), 0.5)
+        if side.is_wrapped:
+            with noria.materialize(side.model):
+                side.model.head.bias.data = new
+        else:
+            side.model.head.bias.data = new
+        side.train(2, 4)
+
+    both(journey)
+
+
+def test_a_hidden_write_under_read_only_makes_device_copies_stale():
+    def journey(side):
+        side.train(0, 2)
+        loss_of(side.model, 3)
+        context = noria.materialize(side.model, read_only=True) if side.is_wrapped else contextlib.nullcontext()
+        with context:
+            side.model.head.weight.data.mul_(3.0)
+        side.keep("loss", loss_of(side.model, 4))
+
+    both(journey, window=None, moved=False)
+
+
+def test_training_goes_on_only_after_materialize():
+    def misuse(side):
+        loss = loss_of(side.model, 50)
+        with noria.materialize(side.model):
+            with refused("inside `with noria.materialize"):
+                loss.backward()
+            with refused("inside `with noria.materialize"):
+                side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_unwrapping_in_the_middle_of_something():
+    def misuse(side):
+        def unwrap(*_):
+            with refused("between passes"):
+                noria.unwrap(side.model, side.optimizer)
+
+        handle = side.model.blocks[1].register_forward_pre_hook(unwrap)
+        loss_of(side.model, 50)
+        handle.remove()
+        with noria.materialize(side.model):
+            unwrap()
+
+    undisturbed(misuse)
