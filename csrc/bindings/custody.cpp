@@ -47,7 +47,8 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
-    homes_.push_back(backend->device_address(engine.working));
+    homes_.push_back(engine.working == nullptr ? nullptr : backend->device_address(engine.working));
+    is_staged_.push_back(engine.working != nullptr && homes_.back() == nullptr);
     weights_.push_back(
         std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
     gradients_.push_back(engine.held == nullptr ? nullptr
@@ -414,6 +415,14 @@ void Custody::open_home(const std::vector<UnitId>& units, bool write) {
   if (engine_.phase()) {
     throw UsageError("noria.materialize between passes", "it inside a forward or backward pass",
                      "call it before the forward or after backward()");
+  }
+  for (UnitId unit : units) {
+    if (is_staged_[static_cast<std::size_t>(unit.value)]) {
+      throw UsageError("noria.materialize on weights in pinned memory, which the device can read",
+                       "weights that the driver refused to pin (noria.report names the reason)",
+                       "allow this process to pin more memory (ulimit -l unlimited, or the container's --ulimit "
+                       "memlock=-1), or read the values from model.state_dict()");
+    }
   }
   for (UnitId unit : units) {
     engine_.access_home(unit, write);

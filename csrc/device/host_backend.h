@@ -38,7 +38,7 @@ class HostBackend final : public Backend {
   std::int64_t num_allocations() const override;
   std::int64_t num_events() const override { return 0; }
 
-  void register_home(std::byte*, Bytes) override {}
+  std::string register_home(std::byte*, Bytes, HomeUse) override { return {}; }
   void unregister_home(std::byte*) override {}
   std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
 
