@@ -10,10 +10,11 @@
 // which would be torch, in a place that has nothing to do with us. Every failure here takes its error away again.
 //
 // Note [Staged home]. Memory that the driver refuses to pin cannot be copied behind the host's back, so a lane's thread
-// carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself. Down, it reads the home:
-// it first waits until the transfer's tickets are passed, not only issued. Up, it writes the home, after the piece has
-// arrived behind the same stream waits as any copy; the op's event is recorded when all has landed. Whoever waits for
-// the ticket to be issued waits that much longer, and for nothing that could wait for him.
+// carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself. Up, it writes the home
+// after the piece has arrived behind the same stream waits as any copy, and the op's event is recorded when all has
+// landed: whoever waits for the ticket to be issued waits that much longer, and for nothing that could wait for him.
+// Down, it reads the home once the transfer's tickets are issued. That is enough: the device cannot write such memory,
+// so only the host and drains do, and theirs are issued after they have written.
 //
 // Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
 // where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
@@ -521,9 +522,6 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
     lane.thread.await_issued(wait);
     op.waits.push_back({wait, now_ns()});
     hold_back(lane.stream, wait);
-  }
-  if (!staged.empty() && lane.kind == cudaMemcpyHostToDevice) {
-    for (const Ticket& wait : waits) wait->wait_passed();  // Note [Staged home]
   }
   lane.delays.sleep(label.verb);
   op.begun_ns = now_ns();

@@ -755,12 +755,14 @@ def test_a_staged_transfer_that_fails_leaves_the_ring_to_the_next(staged_fake_cu
     with pytest.raises(_C.MachineError, match=call):
         backend.submit(lane, [(to, from_, size)]).wait_passed()
     backend.idle()
-    content = noise(size, 3)
-    home[:] = np.frombuffer(content, np.uint8)
-    backend.submit("fetch", [(memory, address(home), size)]).wait_passed()
+    content, zeros = noise(size, 3), bytes(size)
     home[:] = 0
-    backend.submit("drain", [(address(home), memory, size)]).wait_passed()
-    assert home.tobytes() == content
+    other = machine.home(backend, content)
+    backend.submit("fetch", [(memory, address(other), size)]).wait_passed()
+    other[:] = 0
+    backend.submit("drain", [(address(other), memory, size)]).wait_passed()
+    assert other.tobytes() == content
+    assert home.tobytes() == zeros  # what had failed does not land behind its failure
 
 
 def test_a_backend_says_where_its_device_sits(host, fake_cuda):
