@@ -11,6 +11,7 @@
 
 #include "base/errors.h"
 #include "base/words.h"
+#include "bindings/home_use.h"
 #include "bindings/lane_stats.h"
 #include "device/backend.h"
 #include "device/host_backend.h"
@@ -68,8 +69,10 @@ std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
   return std::make_shared<HostBackend>(options);
 }
 
-std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility) {
-  const CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
+std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility,
+                                   std::int64_t staging_piece) {
+  CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
+  options.staging_piece = Bytes{staging_piece};
   py::gil_scoped_release release;
   return make_cuda_backend(options);
 }
@@ -118,14 +121,18 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("num_events", &Backend::num_events)
       .def(
           "register_home",
-          [](Backend& b, Address memory, std::int64_t bytes) { b.register_home(at(memory), Bytes{bytes}); },
-          py::arg("memory"), py::arg("bytes"), Release())
+          [](Backend& b, Address memory, std::int64_t bytes, const std::string& use) {
+            return b.register_home(at(memory), Bytes{bytes}, parse_home_use(use));
+          },
+          py::arg("memory"), py::arg("bytes"), py::arg("use") = "device", Release())
       .def(
           "unregister_home", [](Backend& b, Address memory) { b.unregister_home(at(memory)); }, py::arg("memory"),
           Release())
       .def(
           "device_address", [](const Backend& b, Address memory) { return address_of(b.device_address(at(memory))); },
           py::arg("home_memory"), Release())
+      .def_property_readonly("staging_bytes", [](const Backend& b) { return b.staging_bytes().count; })
+      .def_property_readonly("pci_bus_id", &Backend::pci_bus_id)
       .def(
           "submit",
           [](Backend& b, const std::string& lane, const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
@@ -193,7 +200,8 @@ void bind_device(py::module_& m) {
   m.def("make_host_backend", &make_host, py::arg("capacity"),
         py::arg("limits") = std::map<std::string, std::pair<double, double>>(), py::arg("hostility") = py::dict());
   m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
-        py::arg("hostility") = py::dict());
+        py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count);
+  m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
   m.def("cuda_absent_reason", &cuda_absent_reason, Release());
   m.def(
       "hostile_delays",

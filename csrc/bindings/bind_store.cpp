@@ -4,13 +4,29 @@
 
 #include <memory>
 #include <tuple>
+#include <utility>
 
+#include "bindings/home_use.h"
 #include "store/arena.h"
 #include "store/layout.h"
 
 namespace py = pybind11;
 
 namespace noria {
+namespace {
+
+// The calling thread looks on without the GIL, and takes it to hear of Ctrl-C and to tell.
+void populate_arena(Arena& arena, const py::object& told, int num_threads, bool ask_kernel) {
+  const auto look_up = [&told](Bytes populated) {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!told.is_none()) told(populated.count);
+  };
+  const py::gil_scoped_release no_gil;
+  arena.populate(look_up, {num_threads, ask_kernel});
+}
+
+}  // namespace
 
 void bind_store(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -60,9 +76,18 @@ void bind_store(py::module_& m) {
       },
       py::arg("arrays"));
 
+  m.def("num_usable_cpus", &num_usable_cpus);
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](std::int64_t bytes) { return std::make_shared<Arena>(Bytes{bytes}); }), py::arg("bytes"))
-      .def("register_with", &Arena::register_with, py::arg("backend"), Release())
+      .def(
+          "register_with",
+          [](Arena& arena, std::shared_ptr<Backend> backend, const std::string& use) {
+            return arena.register_with(std::move(backend), parse_home_use(use));
+          },
+          py::arg("backend"), py::arg("use") = "device", Release())
+      .def("prefer_node", &Arena::prefer_node, py::arg("node"), Release())
+      .def("populate", &populate_arena, py::arg("told") = py::none(), py::arg("num_threads") = 0,
+           py::arg("ask_kernel") = true)
       .def("close", &Arena::close, Release())
       .def_property_readonly("data", [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.data()); })
       .def_property_readonly("bytes", [](const Arena& arena) { return arena.bytes().count; })

@@ -61,7 +61,8 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
-    homes_.push_back(backend->device_address(engine.working));
+    homes_.push_back(engine.working == nullptr ? nullptr : backend->device_address(engine.working));
+    is_staged_.push_back(engine.working != nullptr && homes_.back() == nullptr);
     weights_.push_back(
         std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
     gradients_.push_back(engine.held == nullptr ? nullptr
@@ -459,6 +460,14 @@ void Custody::open_home(const std::vector<UnitId>& units, bool write) {
     throw UsageError("noria.materialize between passes", "it inside a forward or backward pass",
                      "call it before the forward or after backward()");
   }
+  for (UnitId unit : units) {
+    if (is_staged_[static_cast<std::size_t>(unit.value)]) {
+      throw UsageError("noria.materialize on weights in pinned memory, which the device can read",
+                       "weights that the driver refused to pin (noria.report names the reason)",
+                       "allow this process to pin more memory (ulimit -l unlimited, or the container's --ulimit "
+                       "memlock=-1), or read the values from model.state_dict()");
+    }
+  }
   const std::size_t num_open = home_open_.size();
   for (UnitId unit : units) {
     try {
@@ -549,7 +558,8 @@ void Custody::evict(UnitId unit) {
   // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
   const bool is_changed =
-      weights.written() && comparisons_left-- > 0 && !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
+      weights.written() && homes_[static_cast<std::size_t>(unit.value)] != nullptr && comparisons_left-- > 0 &&
+      !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
   weights.evict();
   const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

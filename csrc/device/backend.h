@@ -92,6 +92,9 @@ struct LaneStats {
   std::map<std::pair<Verb, Verb>, std::int64_t> stalled_us;  // (giver, waiter) -> time lost
 };
 
+/// Who touches a range of the home besides the host: the copy engines alone, or the device's own kernels too.
+enum class HomeUse : std::uint8_t { copies, device };
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -111,11 +114,18 @@ class Backend {
   virtual std::int64_t num_allocations() const = 0;  // ever made: a steady state makes none
   virtual std::int64_t num_events() const = 0;       // likewise; always 0 on the host
 
-  /// Makes host memory reachable by the copy engines (pins it). No-op on the host.
-  virtual void register_home(std::byte* memory, Bytes bytes) = 0;
+  /// Makes host memory reachable by the copy engines: pins it, in one registration. No-op on the host. Where the
+  /// machine refuses to pin, a range for copies alone is staged, and the reason returned (else nothing): its transfers
+  /// go in pieces through a small pinned ring, in the same order and under the same tickets, but at the pace of one
+  /// host thread's copies. A range for the device is refused then: throws MachineError, and nothing is registered.
+  virtual std::string register_home(std::byte* memory, Bytes bytes, HomeUse use) = 0;
   virtual void unregister_home(std::byte* memory) = 0;
-  /// The address under which the device itself reads registered host memory (CUDA unified addressing).
+  /// The address under which the device itself reads home memory (CUDA unified addressing); null where it is staged.
   virtual std::byte* device_address(std::byte* home_memory) const = 0;
+  /// Host memory of the ring: none before a range is staged, then the same until `close`.
+  virtual Bytes staging_bytes() const { return {}; }
+  /// "0000:3B:00.0"; empty where the device is the host.
+  virtual std::string pci_bus_id() const { return {}; }
 
   // ---- lanes ----
   /// Queues a transfer on the fetch or drain lane, after `waits`. Does not synchronize. If a wait fails, the transfer
@@ -141,6 +151,9 @@ class Backend {
   virtual LaneStats stats(Lane lane) const = 0;
   /// Spans of fetch and drain ops go here from now on (null: nowhere); compute spans are the caller's to add.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
+  /// True when a device reads registered memory by itself: then a forked child must not share it, for copy-on-write
+  /// would move pages under a running transfer.
+  virtual bool pins() const = 0;
   /// True when vacated memory must be overwritten (the hostile setting).
   virtual bool poisons() const = 0;
 };
@@ -171,6 +184,10 @@ struct CudaBackendOptions {
   int device_index = 0;
   Bytes capacity;
   Hostility hostility;
+  // The ring of each copy lane, should there be home memory to stage: one piece is filled while others are on the link.
+  Bytes staging_piece{std::int64_t{4} << 20};
+  int num_staging_pieces = 4;
+  Bytes staging_bytes() const { return staging_piece * (2 * num_staging_pieces); }  // of both lanes
 };
 
 /// Throws MachineError naming what is missing when this build or machine has no CUDA.

@@ -9,23 +9,35 @@
 // Note [Pending errors]. A failed runtime call also leaves its error behind for the next caller of cudaGetLastError,
 // which would be torch, in a place that has nothing to do with us. Every failure here takes its error away again.
 //
+// Note [Staged home]. Memory that the driver refuses to pin cannot be copied behind the host's back, so a lane's thread
+// carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself. Up, it writes the home
+// after the piece has arrived behind the same stream waits as any copy, and the op's event is recorded when all has
+// landed: whoever waits for the ticket to be issued waits that much longer, and for nothing that could wait for him.
+// Down, it reads the home once the transfer's tickets are issued. That is enough: the device cannot write such memory,
+// so only the host and drains do, and theirs are issued after they have written.
+//
 // Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
 // where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <utility>
 
 #include <cuda_runtime_api.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/errors.h"
 #include "device/host_lane.h"
+#include "device/host_memory.h"
 #include "device/host_ticket.h"
 #include "device/lane_follower.h"
 #include "device/lane_ledger.h"
+#include "device/staging_ring.h"
 #include "device/timing.h"
 
 namespace noria {
@@ -201,9 +213,11 @@ class CudaBackend final : public Backend {
   std::int64_t num_allocations() const override;
   std::int64_t num_events() const override { return events_->num_created(); }
 
-  void register_home(std::byte* memory, Bytes bytes) override;
+  std::string register_home(std::byte* memory, Bytes bytes, HomeUse use) override;
   void unregister_home(std::byte* memory) override;
   std::byte* device_address(std::byte* home_memory) const override;
+  Bytes staging_bytes() const override;
+  std::string pci_bus_id() const override;
 
   Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) override;
   Ticket open(const OpLabel& label) override;
@@ -216,6 +230,7 @@ class CudaBackend final : public Backend {
 
   LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  bool pins() const override { return true; }
   bool poisons() const override { return options_.hostility.poison; }
 
  private:
@@ -227,15 +242,21 @@ class CudaBackend final : public Backend {
           thread(std::string(to_string(lane))) {}
     const cudaMemcpyKind kind;
     cudaStream_t stream = nullptr;
+    std::unique_ptr<StagingRing> ring;     // Note [Staged home]; made before anything is submitted that needs it
+    std::vector<cudaEvent_t> ring_events;  // by piece
     Delays delays;
     LaneFollower follower;
     HostLane thread;  // last: it is gone before what it uses
   };
+  class RingLink;
 
   CopyLane& copy_lane(Lane lane);
-  void run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
-           const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
-  void require_registered(const CopyLane& lane, const Transfer& transfer) const;
+  void run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<bool>& staged,
+           const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
+  void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
+  std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
+  void make_rings();
+  cudaError_t free_rings();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
   void hold_compute(cudaStream_t stream, Verb verb);
 
@@ -251,10 +272,37 @@ class CudaBackend final : public Backend {
 
   mutable std::mutex mutex_;  // protects all below
   std::map<std::byte*, Bytes> allocations_;
-  std::map<const std::byte*, Bytes> registered_;
+  std::map<const std::byte*, Bytes> registered_, staged_;
+  std::byte* ring_memory_ = nullptr;  // of both lanes, in one registration
   Bytes allocated_;
   std::int64_t num_allocations_ = 0;
 };
+
+/// How a lane's thread moves pieces of its ring.
+class CudaBackend::RingLink final : public StagingRing::Link {
+ public:
+  RingLink(CopyLane& lane, int device) : lane_(lane), device_(device) {}
+  void copy(std::byte* to, const std::byte* from, Bytes bytes) override {
+    check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes.count), lane_.kind, lane_.stream), "cudaMemcpyAsync",
+          device_, bytes);
+  }
+  void mark(std::size_t piece) override {
+    check(cudaEventRecord(lane_.ring_events.at(piece), lane_.stream), "cudaEventRecord", device_);
+  }
+  void await(std::size_t piece) override {
+    check(cudaEventSynchronize(lane_.ring_events.at(piece)), "cudaEventSynchronize", device_);
+  }
+
+ private:
+  CopyLane& lane_;
+  const int device_;
+};
+
+/// True when one range holds all of [memory, memory + bytes).
+bool holds(const std::map<const std::byte*, Bytes>& ranges, const std::byte* memory, Bytes bytes) {
+  const auto range = ranges.upper_bound(memory);
+  return range != ranges.begin() && memory + bytes.count <= std::prev(range)->first + std::prev(range)->second.count;
+}
 
 CudaBackend::CudaBackend(const CudaBackendOptions& options)
     : options_(options),
@@ -332,19 +380,29 @@ std::int64_t CudaBackend::num_allocations() const {
   return num_allocations_;
 }
 
-void CudaBackend::register_home(std::byte* memory, Bytes bytes) {
+std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse use) {
   std::lock_guard lock(mutex_);
   OnDevice on(device_);
   // One call a range: a copy may not span two registered ranges. Mapped, because the device reads held gradients in it.
-  check(cudaHostRegister(memory, static_cast<std::size_t>(bytes.count),
-                         cudaHostRegisterPortable | cudaHostRegisterMapped),
-        "cudaHostRegister", device_, bytes);
-  registered_.emplace(memory, bytes);
+  const cudaError_t error = cudaHostRegister(memory, static_cast<std::size_t>(bytes.count),
+                                             cudaHostRegisterPortable | cudaHostRegisterMapped);
+  // What is registered already is our mistake, or somebody else's memory: no reason to go another way.
+  if (error == cudaSuccess || use == HomeUse::device || error == cudaErrorHostMemoryAlreadyRegistered) {
+    check(error, "cudaHostRegister", device_, bytes);
+    registered_.emplace(memory, bytes);
+    return {};
+  }
+  (void)cudaGetLastError();  // Note [Pending errors]
+  if (ring_memory_ == nullptr) make_rings();
+  staged_.emplace(memory, bytes);
+  return "cudaHostRegister of " + to_string(bytes) + " on " + name() + " failed: " + cudaGetErrorString(error) + " (" +
+         cudaGetErrorName(error) + ")";
 }
 
 void CudaBackend::unregister_home(std::byte* memory) {
   if (fetch_.thread.is_forked()) return;
   std::lock_guard lock(mutex_);
+  if (staged_.erase(memory) > 0) return;
   const auto found = registered_.find(memory);
   NORIA_INVARIANT(found != registered_.end(), "unregistered what " + name() + " had not registered");
   const Bytes bytes = found->second;
@@ -354,10 +412,64 @@ void CudaBackend::unregister_home(std::byte* memory) {
 }
 
 std::byte* CudaBackend::device_address(std::byte* home_memory) const {
+  {
+    std::lock_guard lock(mutex_);
+    if (holds(staged_, home_memory, Bytes{1})) return nullptr;
+  }
   OnDevice on(device_);
   void* address = nullptr;
   check(cudaHostGetDevicePointer(&address, home_memory, 0), "cudaHostGetDevicePointer", device_);
   return static_cast<std::byte*>(address);
+}
+
+std::string CudaBackend::pci_bus_id() const {
+  std::array<char, 32> id{};
+  check(cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device_), "cudaDeviceGetPCIBusId", device_);
+  return id.data();
+}
+
+Bytes CudaBackend::staging_bytes() const {
+  std::lock_guard lock(mutex_);
+  return ring_memory_ == nullptr ? Bytes{} : options_.staging_bytes();
+}
+
+/// Caller holds the mutex, and is on our device.
+void CudaBackend::make_rings() {
+  const Bytes bytes = options_.staging_bytes();
+  std::byte* const memory = map_pages(bytes);
+  if (memory == nullptr) {
+    throw MachineError("mmap of " + to_string(bytes) + " for the staging ring of " + name() +
+                       " failed: " + std::generic_category().message(errno));
+  }
+  const auto size = static_cast<std::size_t>(bytes.count);
+  madvise(memory, size, MADV_DONTFORK);  // advice: a child that inherits it only shares pages that it never uses
+  const cudaError_t error = cudaHostRegister(memory, size, cudaHostRegisterPortable);
+  if (error != cudaSuccess) {
+    unmap_pages(memory, bytes);
+    check(error, "cudaHostRegister for the staging ring", device_, bytes);
+  }
+  ring_memory_ = memory;
+  std::byte* begin = memory;
+  for (CopyLane* lane : {&fetch_, &drain_}) {
+    for (int i = 0; i < options_.num_staging_pieces; ++i) lane->ring_events.push_back(events_->take());
+    lane->ring = std::make_unique<StagingRing>(begin, options_.staging_piece, options_.num_staging_pieces);
+    begin += options_.staging_piece.count * options_.num_staging_pieces;
+  }
+}
+
+/// After the lanes have ended.
+cudaError_t CudaBackend::free_rings() {
+  std::lock_guard lock(mutex_);
+  for (CopyLane* lane : {&fetch_, &drain_}) {
+    for (cudaEvent_t event : lane->ring_events) events_->give_back(event);
+    lane->ring_events.clear();
+    lane->ring.reset();
+  }
+  std::byte* const memory = std::exchange(ring_memory_, nullptr);
+  if (memory == nullptr) return cudaSuccess;
+  const cudaError_t error = cudaHostUnregister(memory);
+  unmap_pages(memory, options_.staging_bytes());
+  return error;
 }
 
 // ---- transfers ----
@@ -368,37 +480,43 @@ CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
   return lane == Lane::fetch ? fetch_ : drain_;
 }
 
-// CUDA would copy from or to pageable memory too, through a buffer of its own and without overlap: silently slow.
-void CudaBackend::require_registered(const CopyLane& lane, const Transfer& transfer) const {
+// Which of the copies go through the ring; empty when none does. CUDA would copy from or to pageable memory too,
+// through a buffer of its own and without overlap: silently slow, so that is a mistake here.
+std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfer& transfer) const {
+  std::vector<bool> staged;
   std::lock_guard lock(mutex_);
-  for (const CopySpan& copy : transfer.copies) {
+  for (std::size_t i = 0; i < transfer.copies.size(); ++i) {
+    const CopySpan& copy = transfer.copies[i];
     const std::byte* home = lane.kind == cudaMemcpyHostToDevice ? copy.from : copy.to;
-    auto range = registered_.upper_bound(home);
-    const bool inside = range != registered_.begin() &&
-                        home + copy.bytes.count <= std::prev(range)->first + std::prev(range)->second.count;
-    NORIA_INVARIANT(inside, "a copy of " + to_string(copy.bytes) + " leaves the registered home");
+    if (holds(registered_, home, copy.bytes)) continue;
+    NORIA_INVARIANT(holds(staged_, home, copy.bytes),
+                    "a copy of " + to_string(copy.bytes) + " leaves the registered home");
+    staged.resize(transfer.copies.size());
+    staged[i] = true;
   }
+  return staged;
 }
 
 Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
   CopyLane& lane = copy_lane(label.lane);
-  require_registered(lane, transfer);
+  std::vector<bool> staged = staged_copies(lane, transfer);
   auto ticket = std::make_shared<CudaTicket>(label, device_, events_);
   const std::int64_t submitted_ns = now_ns();
-  lane.thread.enqueue(
-      {[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer), waits = std::move(waits)] {
-         try {
-           run(lane, label, transfer, waits, ticket, submitted_ns);
-         } catch (...) {
-           ticket->fail(std::current_exception());
-         }
-       },
-       [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
+  lane.thread.enqueue({[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer),
+                        staged = std::move(staged), waits = std::move(waits)] {
+                         try {
+                           run(lane, label, transfer, staged, waits, ticket, submitted_ns);
+                         } catch (...) {
+                           ticket->fail(std::current_exception());
+                         }
+                       },
+                       [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
   return ticket;
 }
 
-void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
-                      const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns) {
+void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<bool>& staged,
+                      const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket,
+                      std::int64_t submitted_ns) {
   use_device(device_);
   FollowedOp op{label, submitted_ns, {}, 0, ticket, transfer.bytes()};
   for (const Ticket& wait : waits) {
@@ -408,10 +526,7 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
   }
   lane.delays.sleep(label.verb);
   op.begun_ns = now_ns();
-  for (const CopySpan& copy : transfer.copies) {
-    check(cudaMemcpyAsync(copy.to, copy.from, static_cast<std::size_t>(copy.bytes.count), lane.kind, lane.stream),
-          "cudaMemcpyAsync", device_, copy.bytes);
-  }
+  copy(lane, transfer, staged);
   for (const auto& [memory, bytes] : transfer.poison) {
     check(cudaMemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream), "cudaMemsetAsync", device_,
           bytes);
@@ -419,6 +534,27 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
   lane.delays.sleep();
   lane.follower.follow(std::move(op));
   ticket->record(lane.stream);  // last: a callback on this thread may release the backend itself
+}
+
+void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged) {
+  RingLink link(lane, device_);
+  try {
+    for (std::size_t i = 0; i < transfer.copies.size(); ++i) {
+      const CopySpan& span = transfer.copies[i];
+      if (staged.empty() || !staged[i]) {
+        link.copy(span.to, span.from, span.bytes);
+      } else if (lane.kind == cudaMemcpyHostToDevice) {
+        lane.ring->carry_down(span, link);
+      } else {
+        lane.ring->carry_up(span, link);
+      }
+    }
+    // Down, the ticket's event says when the device has it all; the pieces may still be on the link.
+    if (!staged.empty() && lane.kind == cudaMemcpyDeviceToHost) lane.ring->land(link);
+  } catch (...) {
+    if (!staged.empty()) lane.ring->give_up();  // the next op must not land what this one carried
+    throw;
+  }
 }
 
 // ---- the compute lane ----
@@ -514,6 +650,7 @@ void CudaBackend::close() {
     attempt(cudaStreamDestroy(lane->stream));
   }
   compute_follower_.close();
+  attempt(free_rings());
   events_->close();
   check(first, "closing the lanes", device_);
 }

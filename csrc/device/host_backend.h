@@ -38,7 +38,7 @@ class HostBackend final : public Backend {
   std::int64_t num_allocations() const override;
   std::int64_t num_events() const override { return 0; }
 
-  void register_home(std::byte*, Bytes) override {}
+  std::string register_home(std::byte*, Bytes, HomeUse) override { return {}; }
   void unregister_home(std::byte*) override {}
   std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
 
@@ -53,6 +53,7 @@ class HostBackend final : public Backend {
 
   LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  bool pins() const override { return false; }
   bool poisons() const override { return options_.hostility.poison; }
 
   /// An asynchronous compute stream, owned by the backend until `close`.

@@ -1,5 +1,6 @@
 #include "store/arena.h"
 
+#include <array>
 #include <cerrno>
 #include <cstdint>
 #include <string>
@@ -7,6 +8,7 @@
 #include <utility>
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "base/errors.h"
@@ -51,13 +53,8 @@ Arena::Arena(Bytes bytes) {
   const auto size = static_cast<std::size_t>(mapped.count);
   // Advice: a kernel without huge pages refuses it, and small pages serve as well.
   madvise(data, size, MADV_HUGEPAGE);
-  if (madvise(data, size, MADV_DONTFORK) != 0) {
-    const int reason = errno;
-    munmap(data, size);
-    errno = reason;
-    refuse("madvise(MADV_DONTFORK)", bytes, mapped);
-  }
   data_ = data;
+  process_ = getpid();
   bytes_ = bytes;
 }
 
@@ -70,22 +67,46 @@ Arena::~Arena() {
 
 Arena::Arena(Arena&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
+      process_(other.process_),
       bytes_(std::exchange(other.bytes_, Bytes{0})),
       backend_(std::exchange(other.backend_, nullptr)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   Arena taken(std::move(other));
   std::swap(data_, taken.data_);
+  std::swap(process_, taken.process_);
   std::swap(bytes_, taken.bytes_);
   std::swap(backend_, taken.backend_);
   return *this;
 }
 
-void Arena::register_with(std::shared_ptr<Backend> backend) {
+// The system call itself: libnuma would be one more thing to install, for this one line.
+std::string Arena::prefer_node(int node) {
+  constexpr unsigned kBits = 64;
+  constexpr long kPreferred = 1;  // MPOL_PREFERRED
+  std::array<std::uint64_t, 16> nodes{};
+  NORIA_INVARIANT(node >= 0 && node < static_cast<int>(nodes.size() * kBits), "no such NUMA node");
+  if (data_ == nullptr) return {};
+  nodes.at(static_cast<unsigned>(node) / kBits) = std::uint64_t{1} << (static_cast<unsigned>(node) % kBits);
+  const long failed = syscall(SYS_mbind, data_, static_cast<unsigned long>(mapped_bytes().count), kPreferred,
+                              nodes.data(), nodes.size() * kBits + 1, 0UL);
+  if (failed == 0) return {};
+  return "mbind to node " + std::to_string(node) + " failed: " + std::generic_category().message(errno);
+}
+
+void Arena::populate(const OnPopulated& told, PopulateOptions options) {
+  if (data_ != nullptr) noria::populate(data_, bytes_, told, options);
+}
+
+std::string Arena::register_with(std::shared_ptr<Backend> backend, HomeUse use) {
   NORIA_INVARIANT(!registered(), "an arena is registered twice");
-  if (data_ == nullptr) return;
-  backend->register_home(data_, bytes_);
+  if (data_ == nullptr) return {};
+  if (backend->pins() && madvise(data_, static_cast<std::size_t>(mapped_bytes().count), MADV_DONTFORK) != 0) {
+    refuse("madvise(MADV_DONTFORK)", bytes_, mapped_bytes());
+  }
+  std::string staged_because = backend->register_home(data_, bytes_, use);
   backend_ = std::move(backend);
+  return staged_because;
 }
 
 void Arena::close() {
@@ -96,10 +117,11 @@ void Arena::close() {
       if (data != nullptr) munmap(data, static_cast<std::size_t>(bytes.count));
     }
   };
-  const Unmap unmap{data_, mapped_bytes()};
+  const Unmap unmap{getpid() == process_ ? data_ : nullptr, mapped_bytes()};
   std::byte* const data = std::exchange(data_, nullptr);
   bytes_ = Bytes{0};
-  if (const auto backend = std::exchange(backend_, nullptr)) backend->unregister_home(data);
+  const auto backend = std::exchange(backend_, nullptr);
+  if (backend != nullptr && unmap.data != nullptr) backend->unregister_home(data);
 }
 
 Bytes Arena::mapped_bytes() const { return round_to_page(bytes_); }

@@ -2,16 +2,22 @@
 //
 // Units: bytes; what the machine is asked for is rounded up to its page and to nothing else (`mapped_bytes`).
 // Ownership: owns the mapping, and its registration with a backend if it has one; the registration ends first. Move
-// only; an arena that was moved from or closed is empty. Pages are taken when they are first written. A forked child
-// does not inherit the range: copy-on-write would move pages under a running transfer.
+// only; an arena that was moved from or closed is empty. Pages are taken by `populate`, or when they are first written.
+// A forked child does not inherit a range that is registered with a backend that pins it. What it maps itself may then
+//   lie at the same address, so closing an arena there gives nothing back.
+// Order: `prefer_node`, then `populate`, then `register_with`; each may be left out.
 // Threads: the caller serialises.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <string>
+
+#include <sys/types.h>
 
 #include "base/bytes.h"
 #include "device/backend.h"
+#include "store/populate.h"
 
 namespace noria {
 
@@ -26,9 +32,15 @@ class Arena {
   Arena(const Arena&) = delete;  // one owner per mapping
   Arena& operator=(const Arena&) = delete;
 
+  /// Asks that pages which are not taken yet come from this NUMA node as long as it has any. Says why the machine would
+  /// not, or nothing: pages of another node serve as well, only slower.
+  std::string prefer_node(int node);
+  /// Takes all pages: store/populate.h.
+  void populate(const OnPopulated& told = {}, PopulateOptions options = {});
   /// Makes the range reachable by the backend's copy engines, which takes all of its pages: populate it first, in
-  /// parallel. At most once. The backend is kept until `close`.
-  void register_with(std::shared_ptr<Backend> backend);
+  /// parallel. At most once. The backend is kept until `close`. Returns what `Backend::register_home` does: why the
+  /// range is staged, or nothing.
+  std::string register_with(std::shared_ptr<Backend> backend, HomeUse use = HomeUse::device);
   /// Unregisters and unmaps. The memory is given back even when unregistering throws. Idempotent.
   void close();
 
@@ -39,6 +51,7 @@ class Arena {
 
  private:
   std::byte* data_ = nullptr;
+  pid_t process_ = 0;  // whose mapping it is
   Bytes bytes_;
   std::shared_ptr<Backend> backend_;
 };

@@ -10,9 +10,7 @@ import ctypes
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 
 from noria import _C
 from noria._version import __version__
+from noria.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
 from noria.policy import format_bytes
 
 __all__ = ["Doctor", "Speeds", "cpu_name", "diagnose", "measure_matmul_tflops", "measure_speeds", "versions"]
@@ -50,8 +49,10 @@ class Doctor:
     instruction_sets: list[str]
     memory_total: int | None
     memory_available: int | None
-    memory_limit: int | None
+    memory_limits: list[Limit]
+    home_budget: int | None
     huge_pages: str
+    numa_nodes: int
     lockable: int | None
     storage_refuses: bool
     speeds: Speeds
@@ -70,9 +71,13 @@ class Doctor:
             ("processor", f"{self.cpu}, {self.cores} cores for this process"),
             ("update kernels", ", ".join(self.instruction_sets)),
             ("memory", f"{amount(self.memory_total, 'unknown')}, {amount(self.memory_available, 'unknown')} available"),
-            ("memory limit (cgroup)", amount(self.memory_limit, "none")),
+        ]
+        found += [("memory limit", str(limit)) for limit in self.memory_limits]
+        found += [
+            ("memory for a home", f'{amount(self.home_budget, "unknown")} with host_memory="auto"'),
+            ("memory nodes", str(self.numa_nodes)),
             ("huge pages", self.huge_pages),
-            ("lockable memory (ulimit -l)", amount(self.lockable, "unlimited")),
+            ("lockable memory (ulimit -l)", f"{amount(self.lockable, 'unlimited')}; not every driver asks"),
             ("evicted weights", "access raises" if self.storage_refuses else "read as NaN (torch before 2.13)"),
             ("copy", f"{self.speeds.copy:.1f} GiB/s, one thread"),
             ("fetch, drain", f"{self.speeds.fetch:.1f}, {self.speeds.drain:.1f} GiB/s through the host backend"),
@@ -119,27 +124,6 @@ def _meminfo() -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _cgroup_limit() -> int | None:
-    """The tightest limit on the way up from this process's group (version 2), or the group's own (version 1)."""
-    root = Path("/sys/fs/cgroup")
-    candidates = [root / "memory/memory.limit_in_bytes"]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            group = root / line.split(":", 2)[2].lstrip("/")
-            candidates += [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    except OSError:
-        pass
-    limits = []
-    for path in candidates:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:  # above: what stands for "no limit"
-            limits.append(int(text))
-    return min(limits, default=None)
 
 
 def _huge_pages() -> str:
@@ -230,32 +214,38 @@ def measure_matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 def diagnose() -> Doctor:
     memory = _meminfo()
-    lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    lockable, limits = pinning_limit(), host_limits()
+    least = tightest(limits)
     backends = _backends()
     return Doctor(
         versions=versions(),
         backends=backends,
         cpu=cpu_name(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=_C.num_usable_cpus(),
         instruction_sets=_C.adamw_instruction_sets(),
         memory_total=memory.get("MemTotal"),
         memory_available=memory.get("MemAvailable"),
-        memory_limit=_cgroup_limit(),
+        memory_limits=limits,
+        home_budget=None if least is None else max(least.free - margin_of(least.free), 0),
         huge_pages=_huge_pages(),
-        lockable=None if lockable == resource.RLIM_INFINITY else lockable,
+        numa_nodes=num_numa_nodes(),
+        lockable=lockable,
         storage_refuses=_C.STORAGE_CAN_REFUSE,
         speeds=measure_speeds(),
         missing=_missing(backends, lockable),
     )
 
 
-def _missing(backends: dict[str, str], lockable: int) -> list[str]:
+def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
     missing = []
     if backends["cuda"].startswith("absent"):
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started/locally) and a driver that it supports"
         missing.append(f'no CUDA device, so device="cpu" computes: {remedy}')
-    elif lockable != resource.RLIM_INFINITY and lockable < GIB:
-        missing.append("little lockable memory: where registering the home fails, raise it with `ulimit -l unlimited`")
+    elif lockable is not None and lockable < GIB:
+        missing.append(
+            "little lockable memory: where the driver refuses to pin the home, weights go through a staging ring and "
+            "gradients cannot be held at all; raise it with `ulimit -l unlimited`"
+        )
     if not _C.STORAGE_CAN_REFUSE:
         missing.append("access to evicted weights does not raise: pip install 'torch>=2.13', and build noria again")
     if _huge_pages() == "never":

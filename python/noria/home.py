@@ -2,19 +2,25 @@
 
 A unit's parameters lie behind each other, trainable ones first, each at a multiple of 512 bytes; its held gradients
 have the layout of that first part, so one offset serves both. Arenas are of exact size, one for each purpose, and
-nothing is taken before the plan has been checked against `host_memory`.
+nothing is taken before the plan has been checked against `host_memory` and the limits of the machine; then all of it is
+taken at once, next to the device, and what the copy engines touch is registered with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from noria import _C
+from noria._errors import usage_error
+from noria._progress import Bar
+from noria.limits import numa_node
 from noria.partition import UnitSpec
+from noria.policy import format_bytes
 
 __all__ = ["Home", "HomeParameter", "HomeUnit", "Region", "describe_units"]
 
@@ -119,20 +125,69 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
 
 
+# What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
+_USES = {"working copies": "copies", "held gradients": "device"}
+
+
 class Home:
-    """The arenas of one `wrap` call. Arenas live as long as any tensor in them."""
+    """The arenas of one `wrap` call. Arenas live as long as any tensor in them.
+
+    `notes`: what the machine did not grant, though nothing depends on it. `staged`: purposes whose memory the driver
+    refused to pin. Raises UsageError when it refuses what must be pinned, and whatever interrupts it (Ctrl-C): nothing
+    is taken then.
+    """
 
     def __init__(self, units: list[HomeUnit], regions: list[Region], backend: _C.Backend) -> None:
         self.units = units
         self.regions = {region.purpose: region for region in regions}
-        self.arenas = {region.purpose: _C.Arena(region.bytes) for region in regions if region.bytes}
-        for purpose in ("working copies", "held gradients"):  # what the copy engines touch
-            if purpose in self.arenas:
-                self.arenas[purpose].register_with(backend)
+        self.arenas: dict[str, _C.Arena] = {}
+        self.notes: list[str] = []
+        self.staged: list[str] = []
+        try:
+            self._take(backend)
+        except BaseException:
+            for arena in self.arenas.values():
+                arena.close()
+            raise
         for unit in units:
             unit.working_address = self.address("working copies", unit.index)
             if unit.gradients:
                 unit.held_address = self.address("held gradients", unit.index)
+
+    def _take(self, backend: _C.Backend) -> None:
+        total = sum(region.bytes for region in self.regions.values())
+        node = numa_node(backend.pci_bus_id)
+        done = 0
+        with Bar("taking the home", total) as bar:
+            for purpose, region in self.regions.items():
+                if not region.bytes:
+                    continue
+                arena = self.arenas[purpose] = _C.Arena(region.bytes)
+                if node is not None and (refused := arena.prefer_node(node)):
+                    self.notes.append(f"{purpose} may lie far from the device: {refused}")
+                arena.populate(functools.partial(bar.tell, done))
+                done += region.bytes
+        for purpose, use in _USES.items():
+            if purpose in self.arenas:
+                self._register(purpose, use, backend)
+
+    def _register(self, purpose: str, use: str, backend: _C.Backend) -> None:
+        arena = self.arenas[purpose]
+        try:
+            refused = arena.register_with(backend, use)
+        except _C.MachineError as error:
+            raise usage_error(
+                f"{format_bytes(arena.bytes)} of pinned host memory for {purpose}, which the device reads as p.grad",
+                f"the driver's refusal: {error}",
+                "allow this process to pin more memory (ulimit -l unlimited, or the container's --ulimit memlock=-1), "
+                "or freeze parameters",
+            ) from error
+        if refused:
+            self.staged.append(purpose)
+            self.notes.append(
+                f"{purpose} are not pinned and go through a staging ring of {format_bytes(backend.staging_bytes)}, "
+                f"at the pace of one host thread's copies: {refused}"
+            )
 
     def address(self, purpose: str, unit: int) -> int:
         if purpose not in self.arenas:

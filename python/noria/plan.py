@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, describe_units
+from noria.limits import check_fits, host_limits
 from noria.optimizer import SEPARABLE, fused_covers, predict_state
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget
 
-__all__ = ["WrapPlan", "make_plan"]
+__all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
+
+STAGING_RING = "staging ring"
 
 
 @dataclasses.dataclass
@@ -42,6 +45,8 @@ class WrapPlan:
     unpredicted: list[str]
     buffers: Any
     """The table of buffers that the passes' ops refer to."""
+    staging_bytes: int = 0
+    """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
     @property
     def device_bytes(self) -> int:
@@ -54,6 +59,8 @@ class WrapPlan:
     def rows(self) -> list[tuple[str, str, int]]:
         """(place, purpose, bytes) of everything that noria takes."""
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
+        if self.staging_bytes:
+            rows.append(("host", STAGING_RING, self.staging_bytes))
         rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
         if self.nan_bytes:
             rows.append((str(self.device), "NaN range for evicted units", self.nan_bytes))
@@ -246,11 +253,13 @@ def _budget(
 
 
 def _check_host(policy: Policy, planned: WrapPlan) -> None:
+    """Refuses a home that does not fit this machine. A model without memory may be meant for another: a note then."""
+    rows = [(region.purpose, region.bytes) for region in planned.regions]
+    if planned.device.type == "cuda":
+        rows.append((STAGING_RING, _C.STAGING_BYTES))  # should the driver refuse to pin the home
     budget = host_budget(policy)
-    if budget is not None and planned.home_bytes > budget:
-        rows = ", ".join(f"{region.purpose} {format_bytes(region.bytes)}" for region in planned.regions if region.bytes)
-        raise usage_error(
-            f"host_memory of at least {format_bytes(planned.home_bytes)} ({planned.home_bytes} bytes): {rows}",
-            format_bytes(budget),
-            "raise host_memory, freeze parameters, or choose an optimizer with less state",
-        )
+    without_memory = any(slot.parameter.is_meta for unit in planned.units for slot in unit.parameters)
+    if refusal := check_fits(rows, budget, [] if without_memory else host_limits()):
+        raise refusal
+    if without_memory and (refusal := check_fits(rows, budget, host_limits())):
+        planned.unpredicted.append(f"this machine would refuse it: {refusal}")

@@ -65,7 +65,8 @@ class Policy:
     would keep all resident: every working copy and the gradient buffers of the two largest units."""
 
     host_memory: str | int = "auto"
-    """Budget for the home: "64GiB" or bytes. "auto" takes what the plan needs and the machine has."""
+    """Budget for the home: "64GiB" or bytes. "auto": what the tightest limit on this process leaves
+    free (MemAvailable, control groups, ulimit -v), less 1/16 of it and at least 256 MiB."""
 
     window: str | int = "auto"
     """Cap on how many units are leased at once, 2 or more. "auto": no cap but `device_memory`."""

@@ -10,6 +10,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
+from noria.plan import STAGING_RING
 from noria.policy import format_bytes
 
 __all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "report"]
@@ -177,7 +178,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         peak_units=custody.peak_units,
         resident=[wrapped.units[unit].name for unit in custody.resident_units()],
         bound=_bound(wrapped, sums),
-        notes=list(wrapped.plan.unpredicted),
+        notes=[*wrapped.plan.unpredicted, *wrapped.home.notes],
     )
 
 
@@ -200,6 +201,8 @@ def _lanes(wrapped: Wrapped, sums: dict[str, int]) -> list[LaneReport]:
 
 def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     taken = {("host", purpose): arena.bytes for purpose, arena in wrapped.home.arenas.items()}
+    if wrapped.backend.staging_bytes:
+        taken[("host", STAGING_RING)] = wrapped.backend.staging_bytes
     device = str(wrapped.device)
     taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
     if wrapped.plan.nan_bytes:

@@ -106,7 +106,8 @@ def wrap(
     `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. Returns
     `(model, optimizer)` as given, or the model alone without an optimizer. Raises UsageError before anything is
     changed: nonsense policy, a budget that is too small (with what would fit), an optimizer with parameters that no
-    wrapped model has, a model that is wrapped already.
+    wrapped model has, a model that is wrapped already. The home is taken before anything moves, in parallel and with a
+    progress bar where that takes long; Ctrl-C until then leaves all as it was.
     """
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
@@ -127,8 +128,9 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     if "fused" in planned.kernels:
         pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
     home = Home(units, planned.regions, backend)
+    planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0
 
-    # Values first: a parameter's old memory is free as soon as it has moved, so no second model ever exists.
+    # Values first: a parameter's old memory is free as soon as it has moved.
     nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
     values = [(slot, slot.parameter.data) for unit in units for slot in unit.parameters]
     custody = _C.Custody(

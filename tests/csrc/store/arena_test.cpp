@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/errors.h"
@@ -25,8 +26,9 @@ bool mapped(std::byte* at) {
 // Knows only registrations, and whether the memory was still there when they ended.
 class Registry final : public Backend {
  public:
-  void register_home(std::byte* memory, Bytes bytes) override {
+  std::string register_home(std::byte* memory, Bytes bytes, HomeUse use) override {
     events.push_back("register " + std::to_string(bytes.count) + (mapped(memory) ? "" : " unmapped"));
+    return use == HomeUse::copies ? staged_because : "";
   }
   void unregister_home(std::byte* memory) override {
     events.push_back(mapped(memory) ? "unregister" : "unregister unmapped");
@@ -34,6 +36,7 @@ class Registry final : public Backend {
   }
   std::vector<std::string> events;
   bool fails = false;
+  std::string staged_because;
 
   std::string name() const override { return "registry"; }
   std::byte* allocate(Bytes) override { return nullptr; }
@@ -52,6 +55,7 @@ class Registry final : public Backend {
   void close() override {}
   LaneStats stats(Lane) const override { return {}; }
   void set_trace(std::shared_ptr<Trace>) override {}
+  bool pins() const override { return true; }
   bool poisons() const override { return false; }
 };
 
@@ -118,6 +122,43 @@ TEST(Arena, MemoryIsGivenBackEvenWhenUnregisteringFails) {
   silent.register_with(backend);
   silent = Arena();  // a destructor that does not throw
   EXPECT_EQ(silent.data(), nullptr);
+}
+
+TEST(Arena, ForkedChildKeepsItsHandsOffWhatLiesThereNow) {
+  const auto backend = std::make_shared<Registry>();
+  Arena arena(Bytes{10'000});
+  arena.register_with(backend);
+  const pid_t child = fork();
+  if (child == 0) {
+    std::byte* const at = arena.data();
+    void* const own = mmap(at, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    arena.close();
+    const bool kept = own == at && mapped(at) && backend->events.size() == 1;
+    _exit(kept ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(mapped(arena.data()));
+}
+
+TEST(Arena, SaysWhyItIsStagedAndIsRegisteredAllTheSame) {
+  const auto backend = std::make_shared<Registry>();
+  backend->staged_because = "the driver is short of it";
+  Arena weights(Bytes{10'000}), gradients(Bytes{10'000});
+  EXPECT_EQ(weights.register_with(backend, HomeUse::copies), "the driver is short of it");
+  EXPECT_EQ(gradients.register_with(backend), "");
+  EXPECT_TRUE(weights.registered());
+  weights.close();
+  EXPECT_EQ(backend->events.back(), "unregister");
+}
+
+TEST(Arena, PopulationStopsWhenTheOneWhoIsToldThrows) {
+  Arena arena(Bytes{std::int64_t{64} << 20});
+  EXPECT_THROW(arena.populate([](Bytes) { throw MachineError("enough"); }), MachineError);
+  Bytes last;
+  arena.populate([&last](Bytes populated) { last = populated; }, {3, true});
+  EXPECT_EQ(last, arena.bytes());
 }
 
 TEST(Arena, RefusalNamesTheSizes) {

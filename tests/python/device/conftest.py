@@ -20,6 +20,7 @@ class Machine:
 
     name: str
     module: ModuleType = _C  # whose types the backend has
+    staged = False  # home memory is not pinned
 
     def __init__(self) -> None:
         self.backends: list[Any] = []
@@ -39,9 +40,12 @@ class Machine:
         # Pages of its own, because memory is registered by pages.
         array = np.frombuffer(mmap.mmap(-1, len(content)), np.uint8)
         array[:] = np.frombuffer(content, np.uint8)
-        backend.register_home(array.ctypes.data, array.nbytes)
+        self.register(backend, array.ctypes.data, array.nbytes)
         self.homes.append((backend, array))
         return array
+
+    def register(self, backend: Any, memory: int, num_bytes: int) -> None:
+        assert backend.register_home(memory, num_bytes) == ""
 
     def fetched(self, backend: Any, content: bytes) -> int:
         """Device memory that holds these bytes."""
@@ -138,6 +142,19 @@ class FakeCuda(Machine):
         assert self.module.pending_error() == 0
 
 
+class StagedFakeCuda(FakeCuda):
+    """All home memory is refused by the driver, so every transfer goes through the ring: here, one of small pieces."""
+
+    staged = True
+
+    def make(self, capacity: int, **options: Any) -> Any:
+        return self.module.make_cuda_backend(options.pop("device", 0), capacity, options, staging_piece=1000)
+
+    def register(self, backend: Any, memory: int, num_bytes: int) -> None:
+        self.module.fail_next("cudaHostRegister", error=2)
+        assert "cudaHostRegister of" in backend.register_home(memory, num_bytes, "copies")
+
+
 class Cuda(Machine):
     name = "cuda"
 
@@ -185,11 +202,12 @@ def opened(machine: type[Machine]) -> Iterator[Machine]:
     the_machine.close()
 
 
-@pytest.fixture(params=["host", "fake_cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", "fake_cuda", "staged_fake_cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if request.param == "cuda" and (reason := _C.cuda_absent_reason()):
         pytest.skip(f"needs a CUDA device: {reason}")
-    yield from opened({"host": Host, "fake_cuda": FakeCuda, "cuda": Cuda}[request.param])
+    machines = {"host": Host, "fake_cuda": FakeCuda, "staged_fake_cuda": StagedFakeCuda, "cuda": Cuda}
+    yield from opened(machines[request.param])
 
 
 @pytest.fixture
@@ -200,3 +218,8 @@ def host() -> Iterator[Machine]:
 @pytest.fixture
 def fake_cuda() -> Iterator[Machine]:
     yield from opened(FakeCuda)
+
+
+@pytest.fixture
+def staged_fake_cuda() -> Iterator[Machine]:
+    yield from opened(StagedFakeCuda)

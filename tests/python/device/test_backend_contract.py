@@ -112,7 +112,8 @@ def test_freeing_what_was_not_allocated_is_our_mistake_and_is_said(machine):
 def test_the_device_reads_the_home_at_the_address_it_is_given(machine):
     backend = machine.backend()
     home = machine.home(backend, noise(64))
-    assert backend.device_address(address(home)) != 0
+    assert (backend.device_address(address(home)) == 0) == machine.staged  # what is not pinned it cannot read
+    assert (backend.staging_bytes > 0) == machine.staged
 
 
 # ---- transfers ----
@@ -206,6 +207,40 @@ def test_a_transfer_sees_what_its_givers_did_however_late(machine, giver):
         backend.give(ready)
     drain.wait_passed()
     assert result.tobytes() == new
+
+
+def test_many_pieces_in_both_directions_keep_every_byte_under_delays(machine):
+    """Rounds over one window, each as large as many turns of the staging ring."""
+    backend = machine.backend(seed=3, max_delay_us=100)
+    size, rounds = 50_001, 8
+    window = backend.allocate(size)
+    homes = [machine.home(backend, noise(size, i)) for i in range(rounds)]
+    results = [machine.home(backend, size) for _ in range(rounds)]
+    last: list[Any] = []
+    for home, result in zip(homes, results, strict=True):
+        fetch = backend.submit("fetch", [(window, address(home), size)], waits=last)
+        last = [backend.submit("drain", [(address(result), window, size)], waits=[fetch])]
+    last[0].wait_passed()
+    for home, result in zip(homes, results, strict=True):
+        assert result.tobytes() == home.tobytes()
+
+
+def test_home_memory_is_read_only_after_what_writes_it(machine):
+    """A drain writes home memory that the next fetch reads: both lanes, one range of the home."""
+    backend = machine.backend()
+    size = 9_999
+    content = noise(size)
+    first, stream = machine.fetched(backend, content), machine.stream(backend)
+    between = machine.home(backend, size)
+    second = backend.allocate(size)
+    release = machine.hold(backend, stream)
+    computed = backend.open()
+    backend.give(computed, stream)
+    drained = backend.submit("drain", [(address(between), first, size)], waits=[computed])
+    fetched = backend.submit("fetch", [(second, address(between), size)], waits=[drained])
+    release()
+    fetched.wait_passed()
+    assert machine.drained(backend, second, size) == content
 
 
 # ---- the compute lane ----
@@ -653,6 +688,86 @@ def test_a_copy_must_stay_inside_one_registered_range(fake_cuda):
         backend.register_home(address(home), 4096)
     backend.unregister_home(address(home))
     backend.unregister_home(address(home) + 2048)
+
+
+def test_a_refused_range_is_staged_and_another_one_beside_it_is_not(fake_cuda):
+    fake = fake_cuda.module
+    backend = fake.make_cuda_backend(0, MIB, staging_piece=512)
+    size = 5000
+    pinned, refused = np.frombuffer(noise(size, 1), np.uint8).copy(), np.frombuffer(noise(size, 2), np.uint8).copy()
+    assert backend.register_home(address(pinned), size, "copies") == "" and backend.staging_bytes == 0
+    fake.fail_next("cudaHostRegister", error=2)
+    why = backend.register_home(address(refused), size, "copies")
+    assert why == "cudaHostRegister of 4.9 KiB on cuda:0 failed: out of memory (cudaErrorMemoryAllocation)"
+    assert backend.staging_bytes == 2 * 4 * 512
+    assert backend.device_address(address(refused) + 10) == 0 and backend.device_address(address(pinned)) != 0
+    memory, registrations = backend.allocate(2 * size), fake.counts()["cudaHostRegister"]
+    backend.submit(  # one op, both kinds
+        "fetch", [(memory, address(pinned), size), (memory + size, address(refused), size)]
+    ).wait_passed()
+    expected = pinned.tobytes() + refused.tobytes()
+    pinned[:], refused[:] = 0, 0
+    backend.submit("drain", [(address(refused), memory, size), (address(pinned), memory + size, size)]).wait_passed()
+    assert refused.tobytes() + pinned.tobytes() == expected
+    with pytest.raises(_C.InvariantError, match="leaves the registered home"):
+        backend.submit("fetch", [(memory, address(refused) + 1, size)])
+    assert fake.counts()["cudaHostRegister"] == registrations
+    backend.unregister_home(address(pinned))
+    backend.unregister_home(address(refused))
+    before = fake.alive()["registrations"]
+    backend.free(memory)
+    backend.close()
+    assert fake.alive()["registrations"] == before - 1 and backend.staging_bytes == 0
+
+
+def test_what_the_device_reads_itself_is_never_staged(fake_cuda):
+    fake, backend = fake_cuda.module, fake_cuda.backend()
+    home = np.zeros(2048, np.uint8)
+    fake.fail_next("cudaHostRegister", error=2)
+    with pytest.raises(_C.MachineError, match=r"cudaHostRegister of 2\.0 KiB \(2048 bytes\) on cuda:0 failed"):
+        backend.register_home(address(home), 2048, "device")
+    assert backend.staging_bytes == 0
+    backend.register_home(address(home), 2048, "device")  # nothing was kept of the refusal
+    with pytest.raises(_C.MachineError, match="AlreadyRegistered"):  # nor is our own mistake a reason to stage
+        backend.register_home(address(home), 2048, "copies")
+    backend.unregister_home(address(home))
+
+
+def test_a_ring_that_cannot_be_pinned_either_is_a_refusal(fake_cuda):
+    fake, backend = fake_cuda.module, fake_cuda.backend()
+    home = np.zeros(2048, np.uint8)
+    for _ in range(2):
+        fake.fail_next("cudaHostRegister", error=2)
+    with pytest.raises(_C.MachineError, match="cudaHostRegister for the staging ring of 32"):
+        backend.register_home(address(home), 2048, "copies")
+    assert backend.staging_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"])
+@pytest.mark.parametrize("nth", [1, 3, 7])
+@pytest.mark.parametrize("lane", ["fetch", "drain"])
+def test_a_staged_transfer_that_fails_leaves_the_ring_to_the_next(staged_fake_cuda, lane, nth, call):
+    machine = staged_fake_cuda
+    backend, size = machine.backend(), 20_000
+    memory, home = machine.fetched(backend, noise(size, 1)), machine.home(backend, noise(size, 2))
+    to, from_ = (memory, address(home)) if lane == "fetch" else (address(home), memory)
+    machine.module.fail_next(call, nth, 700)
+    with pytest.raises(_C.MachineError, match=call):
+        backend.submit(lane, [(to, from_, size)]).wait_passed()
+    backend.idle()
+    content, zeros = noise(size, 3), bytes(size)
+    home[:] = 0
+    other = machine.home(backend, content)
+    backend.submit("fetch", [(memory, address(other), size)]).wait_passed()
+    other[:] = 0
+    backend.submit("drain", [(address(other), memory, size)]).wait_passed()
+    assert other.tobytes() == content
+    assert home.tobytes() == zeros  # what had failed does not land behind its failure
+
+
+def test_a_backend_says_where_its_device_sits(host, fake_cuda):
+    assert host.backend().pci_bus_id == ""
+    assert [fake_cuda.backend(device=device).pci_bus_id for device in (0, 1)] == ["0000:3B:00.0", "0000:3C:00.0"]
 
 
 def test_a_backend_works_on_its_own_device_and_leaves_the_callers_alone(fake_cuda):

@@ -71,10 +71,10 @@ def test_pages_are_taken_when_first_written():
     assert resident_bytes(mapped_range(arena.data)) == 16 << 20
 
 
-def test_huge_pages_are_advised_and_children_do_not_inherit():
+def test_huge_pages_are_advised_and_children_may_read_what_no_device_reads():
     arena = _C.Arena(4 << 20)
     flags = mapped_range(arena.data)["VmFlags"]
-    assert "dc" in flags  # not copied on fork
+    assert "dc" not in flags  # copied on fork
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         assert "hg" in flags
 
@@ -116,3 +116,67 @@ def test_refusal_names_the_sizes():
         _C.Arena(1 << 60)
     with pytest.raises(_C.InvariantError):
         _C.Arena(-1)
+
+
+# ---- populate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask_kernel", [True, False])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_populate_takes_all_pages_and_keeps_what_they_hold(ask_kernel, num_threads):
+    arena = _C.Arena(37 * (1 << 20) + 5)
+    ctypes.memset(arena.data + (10 << 20), 7, 3)
+    told = []
+    arena.populate(told.append, num_threads, ask_kernel)
+    resident = resident_bytes(mapped_range(arena.data))
+    assert resident == arena.mapped_bytes
+    assert told[-1] == arena.bytes and told == sorted(told)
+    assert ctypes.string_at(arena.data + (10 << 20) - 1, 5) == b"\0\7\7\7\0"
+    arena.close()
+
+
+def test_no_arena_no_pages():
+    told = []
+    _C.Arena(0).populate(told.append)
+    assert told == []
+
+
+def test_threads_are_as_many_as_the_process_may_use():
+    allowed = os.sched_getaffinity(0)
+    assert _C.num_usable_cpus() == len(allowed)
+    os.sched_setaffinity(0, [min(allowed)])
+    try:
+        assert _C.num_usable_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+class EnoughError(Exception):
+    pass
+
+
+def test_whatever_is_raised_while_populating_ends_it_and_close_gives_all_back():
+    def told(populated):
+        raise EnoughError
+
+    arena = _C.Arena(256 << 20)
+    with pytest.raises(EnoughError):
+        arena.populate(told)
+    data = arena.data
+    arena.close()
+    assert mapped_range(data) is None
+
+
+def test_a_memory_node_that_does_not_exist_is_said_and_harms_nothing():
+    arena = _C.Arena(1 << 20)
+    assert arena.prefer_node(1023).startswith("mbind to node 1023 failed: ")
+    assert arena.prefer_node(0) == "" or "mbind to node 0 failed" in arena.prefer_node(0)  # containers may forbid it
+    arena.populate()
+    assert resident_bytes(mapped_range(arena.data)) == 1 << 20
+    with pytest.raises(_C.InvariantError, match="no such NUMA node"):
+        arena.prefer_node(-1)
+
+
+def test_a_use_of_home_memory_is_one_of_two():
+    with pytest.raises(_C.UsageError, match='"copies" or "device"'):
+        _C.Arena(4096).register_with(_C.make_host_backend(1 << 20), "both")

@@ -38,6 +38,7 @@ const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device);
 
 cudaError_t cudaMalloc(void** memory, std::size_t size);
 cudaError_t cudaFree(void* memory);

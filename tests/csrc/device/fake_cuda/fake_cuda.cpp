@@ -1,6 +1,7 @@
 #include "fake_cuda.h"
 
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -264,6 +265,13 @@ cudaError_t cudaSetDevice(int device) {
   ENTER("cudaSetDevice");
   if (device < 0 || device >= fake_cuda::kNumDevices) return leave(cudaErrorInvalidDevice);
   current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
+  ENTER("cudaDeviceGetPCIBusId");
+  if (device < 0 || device >= fake_cuda::kNumDevices) return leave(cudaErrorInvalidDevice);
+  std::snprintf(id, static_cast<std::size_t>(size), "0000:%02X:00.0", 0x3B + device);
   return cudaSuccess;
 }
 

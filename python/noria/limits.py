@@ -1,0 +1,186 @@
+"""How much host memory this process may still take, by every limit that could stop it, and from where that is known.
+
+All of it is read from files under one root, which tests replace. What a file does not say is not a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from noria._errors import UsageError, usage_error
+from noria.policy import format_bytes
+
+__all__ = [
+    "Limit",
+    "check_fits",
+    "host_limits",
+    "margin_of",
+    "num_numa_nodes",
+    "numa_node",
+    "pinning_limit",
+    "tightest",
+]
+
+ROOT = Path("/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """`free`: bytes that may still be taken under it. `source`: the file, or the command, that says so."""
+
+    name: str
+    source: str
+    free: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.free)} free under {self.name} ({self.source})"
+
+
+def margin_of(free: int) -> int:
+    """What `host_memory="auto"` leaves to torch, to Python and to others: 1/16 of what is free, at least 256 MiB."""
+    return max(free // 16, 256 << 20)
+
+
+def host_limits(root: Path = ROOT) -> list[Limit]:
+    """Every limit on taking memory that this process is under."""
+    found = []
+    available = _sizes(root / "proc/meminfo").get("MemAvailable")
+    if available is not None:
+        found.append(Limit("MemAvailable", "/proc/meminfo", available))
+    found += _cgroups(root)
+    status = _sizes(root / "proc/self/status")
+    for name, used, command in (("Max address space", "VmSize", "ulimit -v"), ("Max data size", "VmData", "ulimit -d")):
+        limit = _process_limit(root, name)
+        if limit is not None:
+            found.append(Limit(f"{name.lower()} of the process", command, max(limit - status.get(used, 0), 0)))
+    return found
+
+
+def tightest(limits: Sequence[Limit]) -> Limit | None:
+    return min(limits, key=lambda limit: limit.free, default=None)
+
+
+def pinning_limit(root: Path = ROOT) -> int | None:
+    """RLIMIT_MEMLOCK in bytes, None for no limit. Only some drivers hold pinned memory to it, so nothing is refused
+    because of it: what the driver refuses is staged, or says so."""
+    return _process_limit(root, "Max locked memory")
+
+
+def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, limits: Sequence[Limit]) -> UsageError | None:
+    """Why (purpose, bytes) of the home do not fit, or None. `budget`: what `host_memory` says; None for "auto"."""
+    needed = sum(size for _, size in rows)
+    each = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in rows if size)
+    if budget is not None and needed > budget:
+        return usage_error(
+            f"host_memory of at least {format_bytes(needed)} ({needed} bytes): {each}",
+            f"host_memory={format_bytes(budget)}",
+            "raise host_memory, freeze parameters, or choose an optimizer with less state",
+        )
+    limit = tightest(limits)
+    if limit is None:
+        return None
+    margin = margin_of(limit.free) if budget is None else 0
+    if needed + margin <= limit.free:
+        return None
+    left = f', of which host_memory="auto" leaves {format_bytes(margin)}' if margin else ""
+    return usage_error(
+        f"free host memory of at least {format_bytes(needed)} ({needed} bytes): {each}",
+        f"{limit}{left}",
+        "free memory or raise that limit, freeze parameters, or choose an optimizer with less state"
+        + (" (host_memory=<bytes> does without the margin)" if needed <= limit.free else ""),
+    )
+
+
+# ---- control groups -------------------------------------------------------------------------------------------------
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    """The limits of this process's groups and of all groups around them, in both versions.
+
+    Inside a container the path that /proc names may not exist: its own group is then what is mounted at the top.
+    """
+    base = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, group = (*line.split(":", 2), "", "")[:3]
+        if number == "0" and not controllers:
+            tops, limit, usage, reclaimable = (
+                (base, base / "unified"),
+                "memory.max",
+                "memory.current",
+                ("inactive_file", "active_file"),
+            )
+        elif "memory" in controllers.split(","):
+            tops, limit, usage, reclaimable = (
+                (base / "memory", base),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ("total_inactive_file", "total_active_file"),
+            )
+        else:
+            continue
+        for top in tops:
+            folder = top / group.strip("/")
+            for each in (folder, *folder.parents):
+                if not each.is_relative_to(top):
+                    break
+                size = _number(each / limit)
+                used = _number(each / usage)
+                if size is None or used is None or size >= 1 << 60:  # above: what stands for "no limit"
+                    continue
+                stat = dict(line.split()[:2] for line in _lines(each / "memory.stat") if len(line.split()) == 2)
+                cache = sum(int(stat.get(name, 0)) for name in reclaimable)
+                source = "/" + str((each / limit).relative_to(root))
+                yield Limit("the memory limit of the control group", source, max(size - max(used - cache, 0), 0))
+
+
+# ---- NUMA -----------------------------------------------------------------------------------------------------------
+
+
+def num_numa_nodes(root: Path = ROOT) -> int:
+    return max(len(list((root / "sys/devices/system/node").glob("node[0-9]*"))), 1)
+
+
+def numa_node(pci_bus_id: str, root: Path = ROOT) -> int | None:
+    """The memory node next to a device; None on a machine with one node, or where the machine does not say."""
+    if num_numa_nodes(root) < 2 or not pci_bus_id:
+        return None
+    node = _number(root / "sys/bus/pci/devices" / pci_bus_id.lower() / "numa_node")
+    return node if node is not None and node >= 0 else None
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """What the file holds, when it is a number ("max" is none)."""
+    text = "".join(_lines(path)[:1]).strip()
+    return int(text) if text.removeprefix("-").isdigit() else None
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """ "MemTotal:  16 kB" as bytes, by name."""
+    found = {}
+    for line in _lines(path):
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            found[name] = int(words[0]) * 1024
+    return found
+
+
+def _process_limit(root: Path, name: str) -> int | None:
+    """The soft limit, out of "Max address space   unlimited   unlimited   bytes"."""
+    for line in _lines(root / "proc/self/limits"):
+        if line.startswith(name):
+            soft = line.removeprefix(name).split()[0]
+            return int(soft) if soft.isdigit() else None
+    return None

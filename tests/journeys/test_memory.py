@@ -1,0 +1,88 @@
+"""What the process has grown by is what the ledger says: no host memory is taken behind the plan's back."""
+
+import json
+import os
+import subprocess
+import sys
+
+import noria
+import pytest
+
+MIB = 1 << 20
+
+PROGRAM = """
+import ctypes, gc, json, sys
+import psutil, torch, noria
+from noria.custody import wrapped_by
+from noria.testing import on_machine
+from torch import nn
+
+settings = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what torch has given back to malloc it does not use
+    return psutil.Process().memory_info().rss
+
+def wrapped(width, depth):
+    dtype = torch.bfloat16 if settings["bfloat16"] else None
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
+        noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear], kernel=settings["kernel"], dtype=dtype)
+    for _ in range(3):
+        model(torch.ones(4, width, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    noria.materialize(model).__enter__()  # the last updates are done
+    return model, optimizer
+
+wrapped(8, 2)  # whatever torch loads at a first step
+before = resident()
+model, optimizer = wrapped(settings["width"], settings["depth"])
+rows = noria.report(model).ledger
+print(json.dumps({
+    "growth": resident() - before,
+    "device": sum(row.taken for row in rows if row.place == "cpu"),
+    "host": sum(row.taken for row in rows if row.place == "host"),
+    "agrees": all(row.planned == row.taken for row in rows),
+    "elements": sum(p.numel() for p in model.parameters()),
+}))
+"""
+
+
+def measured(**settings):
+    paths = os.pathsep.join([os.path.dirname(os.path.dirname(noria.__file__)), "."])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(settings)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+PER_ELEMENT = {("torch", False): 16, ("fused", False): 16, ("torch", True): 16, ("fused", True): 14}
+"""Bytes of docs/memory.md: working copy, held gradient, master or low bits, two moments."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bfloat16", "width", "depth"),
+    [
+        ("torch", False, 1024, 12),  # 12.6 M parameters
+        pytest.param("torch", False, 2048, 18, marks=pytest.mark.long),  # 75.5 M
+        pytest.param("fused", True, 2048, 18, marks=pytest.mark.long),
+        pytest.param("torch", True, 2048, 18, marks=pytest.mark.long),
+    ],
+)
+def test_the_process_grows_by_its_ledger(kernel, bfloat16, width, depth):
+    found = measured(kernel=kernel, bfloat16=bfloat16, width=width, depth=depth)
+    growth = found["growth"] - found["device"]
+    assert found["agrees"]
+    assert abs(growth - found["host"]) <= 0.02 * found["host"] + 64 * MIB, found
+    scratch = 4 * width * (width + 1) if (kernel, bfloat16) == ("torch", True) else 0
+    padding = 1 << 12
+    assert 0 <= found["host"] - scratch - PER_ELEMENT[kernel, bfloat16] * found["elements"] <= padding * depth, found

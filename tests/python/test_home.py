@@ -1,0 +1,228 @@
+"""The home is taken whole or not at all, and what the machine does not grant is said."""
+
+import io
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import types
+
+import noria
+import pytest
+import torch
+from noria import _C, home
+from noria._progress import Bar
+from noria.home import Home, Region
+from noria.limits import Limit
+from noria.plan import STAGING_RING
+from noria.report import _ledger
+from rich.console import Console
+from torch import nn
+
+MIB = 1 << 20
+REGIONS = [Region.of("working copies", [3 * MIB]), Region.of("held gradients", [2 * MIB]), Region.of("moments", [MIB])]
+
+
+def resident():
+    with open("/proc/self/statm") as counts:
+        return int(counts.read().split()[1]) * mmap.PAGESIZE
+
+
+class FakeArena:
+    """An arena of a machine that refuses what its lists name."""
+
+    made: list["FakeArena"]
+    refuses_to_pin = ()
+    refuses_to_bind = ""
+
+    def __init__(self, num_bytes):
+        self.bytes, self.data, self.did = num_bytes, 4096, []
+        self.made.append(self)
+
+    def prefer_node(self, node):
+        self.did.append(f"node {node}")
+        return self.refuses_to_bind
+
+    def populate(self, told):
+        self.did.append("populate")
+        told(self.bytes)
+
+    def register_with(self, backend, use):
+        self.did.append(f"register for {use}")
+        if use not in self.refuses_to_pin:
+            return ""
+        if use == "device":
+            raise _C.MachineError("cudaHostRegister failed: out of memory")
+        return "cudaHostRegister failed: out of memory"
+
+    def close(self):
+        self.did.append("close")
+
+
+@pytest.fixture
+def arenas(monkeypatch):
+    made = []
+    monkeypatch.setattr(_C, "Arena", type("Arena", (FakeArena,), {"made": made}))
+    return made
+
+
+BACKEND = types.SimpleNamespace(pci_bus_id="0000:3B:00.0", staging_bytes=32 * MIB)
+
+
+def test_pages_are_placed_then_taken_then_registered(arenas, monkeypatch):
+    monkeypatch.setattr(home, "numa_node", {"0000:3B:00.0": 1}.get)
+    taken = Home([], REGIONS, BACKEND)
+    assert [arena.did for arena in arenas] == [
+        ["node 1", "populate", "register for copies"],
+        ["node 1", "populate", "register for device"],
+        ["node 1", "populate"],
+    ]
+    assert taken.notes == [] and taken.staged == []
+
+
+def test_memory_that_cannot_lie_near_is_a_note(arenas, monkeypatch):
+    monkeypatch.setattr(home, "numa_node", lambda pci_bus_id: 1)
+    monkeypatch.setattr(_C.Arena, "refuses_to_bind", "mbind to node 1 failed: Operation not permitted")
+    notes = Home([], REGIONS, BACKEND).notes
+    assert len(notes) == 3 and all("far from the device: mbind to node 1 failed" in note for note in notes)
+
+
+def test_weights_that_are_not_pinned_are_staged_and_it_is_said(arenas, monkeypatch):
+    monkeypatch.setattr(_C.Arena, "refuses_to_pin", ("copies",))
+    taken = Home([], REGIONS, BACKEND)
+    assert taken.staged == ["working copies"]
+    (note,) = taken.notes
+    assert "staging ring of 32.0 MiB" in note and "cudaHostRegister failed: out of memory" in note
+
+
+def test_gradients_that_are_not_pinned_are_refused_and_nothing_is_kept(arenas, monkeypatch):
+    monkeypatch.setattr(_C.Arena, "refuses_to_pin", ("copies", "device"))
+    with pytest.raises(noria.UsageError) as caught:
+        Home([], REGIONS, BACKEND)
+    for part in ("2.0 MiB of pinned host memory for held gradients", "p.grad", "out of memory", "ulimit -l unlimited"):
+        assert part in str(caught.value)
+    assert all(arena.did[-1] == "close" for arena in arenas) and len(arenas) == 3
+
+
+def test_the_ring_is_a_line_of_plan_and_ledger():
+    planned = noria.plan(nn.Linear(3, 3), device="cpu")
+    assert not any(purpose == STAGING_RING for _, purpose, _ in planned.rows())
+    planned.staging_bytes = _C.STAGING_BYTES
+    assert ("host", STAGING_RING, _C.STAGING_BYTES) in planned.rows()
+    wrapped = types.SimpleNamespace(
+        plan=planned,
+        device=planned.device,
+        home=types.SimpleNamespace(arenas={}),
+        custody=types.SimpleNamespace(arena_bytes=planned.arena_bytes),
+        backend=types.SimpleNamespace(staging_bytes=32 * MIB, allocated=planned.device_bytes),
+    )
+    (row,) = [row for row in _ledger(wrapped) if row.purpose == STAGING_RING]
+    assert row.planned == row.taken == 32 * MIB
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_machine_does_not_have_is_refused_before_anything_is_changed(monkeypatch):
+    limit = Limit("the memory limit of the control group", "/sys/fs/cgroup/memory.max", 300 * MIB)
+    monkeypatch.setattr(sys.modules["noria.plan"], "host_limits", lambda: [limit])
+    model = nn.Linear(4096, 4096)  # 64 MiB; with AdamW the home has 256 MiB
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model.weight.data_ptr()
+    for call in (noria.plan, noria.wrap):
+        with pytest.raises(noria.UsageError) as caught:
+            call(model, optimizer, device="cpu")
+        for part in ("working copies 64.0 MiB", "optimizer state 128.0 MiB", "/sys/fs/cgroup/memory.max", "256.0 MiB"):
+            assert part in str(caught.value)
+    assert model.weight.data_ptr() == before and type(optimizer) is torch.optim.AdamW
+    noria.plan(model, optimizer, device="cpu", host_memory="1GiB")  # fits, without a margin
+    noria.plan(model, device="cpu", host_memory="1GiB")
+    with torch.device("meta"):
+        elsewhere = nn.Linear(4096, 4096)
+    planned = noria.plan(elsewhere, torch.optim.AdamW(elsewhere.parameters()), device="cpu")
+    assert any("this machine would refuse it" in note for note in planned.unpredicted)
+
+
+# ---- population ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_leaves_nothing_taken_and_nothing_changed(monkeypatch, capfd, interruptible):
+    made = []
+
+    class Arena(_C.Arena):
+        def __init__(self, num_bytes):
+            super().__init__(num_bytes)
+            made.append(self)
+
+        def populate(self, told):
+            if len(made) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().populate(told)
+
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = [p.detach().clone() for p in model.parameters()]
+    with monkeypatch.context() as patched:
+        patched.setattr(_C, "Arena", Arena)
+        with pytest.raises(KeyboardInterrupt):
+            noria.wrap(model, optimizer, device="cpu")
+    assert [(arena.data, arena.bytes) for arena in made] == [(0, 0)] * 3
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    noria.wrap(model, optimizer, device="cpu")
+    assert capfd.readouterr().err == ""  # and no progress bar where there is no terminal
+
+
+def test_an_interrupt_is_heard_while_pages_are_taken(interruptible):
+    arena = _C.Arena(256 * MIB)
+    heard = []
+    main = threading.get_ident()
+
+    def told(populated):
+        heard.append(populated)
+        if len(heard) == 1:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        arena.populate(told)
+        time.sleep(60)  # where population was over at the first telling, the interrupt comes here
+    arena.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "seconds", "shown"),
+    [(Terminal, 1.5, True), (Terminal, 0.5, False), (io.StringIO, 1.5, False)],
+)
+def test_a_bar_is_shown_on_a_terminal_after_a_second(terminal, seconds, shown):
+    now = [0.0]
+    out = terminal()
+    console = Console(file=out, force_terminal=True, width=80)
+    with Bar("taking the home", 100 * MIB, console, clock=lambda: now[0]) as bar:
+        bar.tell(0, MIB)
+        assert out.getvalue() == ""
+        now[0] = seconds
+        bar.tell(MIB, 49 * MIB)
+        now[0] += 10
+        bar.tell(MIB, 99 * MIB)
+    assert ("taking the home" in out.getvalue()) == shown
+
+
+def test_a_wrapped_model_has_taken_its_home():
+    model = nn.Linear(1024, 1024, bias=False)
+    before = resident()
+    noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    assert resident() - before >= 3 * 4 * MIB  # 4 x 4 MiB come, at most 4 MiB of torch's go

@@ -1,0 +1,141 @@
+"""What this process may still take, read from a machine made of files."""
+
+import pytest
+from noria import _C
+from noria.doctor import diagnose
+from noria.limits import Limit, check_fits, host_limits, margin_of, numa_node, pinning_limit, tightest
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A machine with 64 GiB available, without limits."""
+    write(tmp_path, "proc/meminfo", f"MemTotal: {80 << 20} kB\nMemAvailable:   {64 << 20} kB\nHugePages_Total: 0\n")
+    write(tmp_path, "proc/self/status", f"Name: python\nVmSize:\t {3 << 20} kB\nVmData:\t {1 << 20} kB\n")
+    limits = ("Max data size", "Max locked memory", "Max address space")
+    write(tmp_path, "proc/self/limits", "".join(f"{name:<26}unlimited   unlimited   bytes\n" for name in limits))
+    return tmp_path
+
+
+def write(root, path, text):
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(str(text))
+
+
+def limit_process(root, name, soft):
+    text = (root / "proc/self/limits").read_text()
+    write(root, "proc/self/limits", text.replace(f"{name:<26}unlimited", f"{name:<26}{soft}"))
+
+
+def group_v2(root, group, limit, used, cache=0, base="sys/fs/cgroup"):
+    write(root, f"{base}/{group}/memory.max", limit)
+    write(root, f"{base}/{group}/memory.current", used)
+    write(root, f"{base}/{group}/memory.stat", f"anon {used - cache}\ninactive_file {cache}\nactive_file 0\n")
+
+
+def test_without_limits_what_is_available_is_the_limit(root):
+    assert host_limits(root) == [Limit("MemAvailable", "/proc/meminfo", 64 * GIB)]
+    assert pinning_limit(root) is None
+
+
+def test_nothing_is_known_of_a_machine_that_says_nothing(tmp_path):
+    assert host_limits(tmp_path) == [] and tightest([]) is None
+    assert check_fits([("working copies", 1 << 50)], None, []) is None
+
+
+def test_a_control_group_leaves_its_limit_less_what_is_used_but_for_the_file_cache(root):
+    write(root, "proc/self/cgroup", "0::/job\n")
+    group_v2(root, "job", 16 * GIB, 10 * GIB, cache=4 * GIB)
+    assert tightest(host_limits(root)) == Limit(
+        "the memory limit of the control group", "/sys/fs/cgroup/job/memory.max", 10 * GIB
+    )
+
+
+def test_the_groups_around_it_count_too(root):
+    write(root, "proc/self/cgroup", "0::/outer/inner\n")
+    group_v2(root, "outer/inner", "max", 1 * GIB)
+    group_v2(root, "outer", 8 * GIB, 2 * GIB)
+    assert tightest(host_limits(root)).free == 6 * GIB
+    assert tightest(host_limits(root)).source == "/sys/fs/cgroup/outer/memory.max"
+
+
+def test_in_a_container_the_group_is_what_is_mounted(root):
+    write(root, "proc/self/cgroup", "0::/system.slice/of/the/host\n")
+    group_v2(root, ".", 4 * GIB, 1 * GIB)
+    assert tightest(host_limits(root)).free == 3 * GIB
+
+
+@pytest.mark.parametrize("path", ["sys/fs/cgroup/memory/job", "sys/fs/cgroup/memory"])
+def test_version_1_of_control_groups_is_read_too(root, path):
+    write(root, "proc/self/cgroup", "3:cpuset:/\n4:memory,hugetlb:/job\n0::/\n")
+    write(root, f"{path}/memory.limit_in_bytes", 12 * GIB)
+    write(root, f"{path}/memory.usage_in_bytes", 8 * GIB)
+    write(root, f"{path}/memory.stat", f"cache 1\ntotal_inactive_file {GIB}\ntotal_active_file {2 * GIB}\n")
+    assert tightest(host_limits(root)).free == 7 * GIB
+    write(root, f"{path}/memory.limit_in_bytes", 9223372036854771712)  # "none" in version 1
+    assert tightest(host_limits(root)).name == "MemAvailable"
+
+
+def test_the_address_space_of_the_process_is_a_limit(root):
+    limit_process(root, "Max address space", 10 * GIB)
+    assert tightest(host_limits(root)) == Limit("max address space of the process", "ulimit -v", 7 * GIB)
+    limit_process(root, "Max data size", 2 * GIB)
+    assert tightest(host_limits(root)) == Limit("max data size of the process", "ulimit -d", 1 * GIB)
+
+
+def test_lockable_memory_refuses_nothing(root):
+    limit_process(root, "Max locked memory", 8 << 20)
+    assert pinning_limit(root) == 8 << 20
+    assert tightest(host_limits(root)).name == "MemAvailable"
+
+
+def test_auto_leaves_a_margin_and_bytes_do_not():
+    rows = [("working copies", 3 * GIB), ("optimizer state", 5 * GIB)]
+    for free, budget, fits in [
+        (8 * GIB, None, False),
+        (8 * GIB + margin_of(8 * GIB), None, False),  # the margin is of what is free
+        (9 * GIB, None, True),
+        (8 * GIB, 8 * GIB, True),
+        (8 * GIB, 100 * GIB, True),
+        (8 * GIB - 1, 100 * GIB, False),
+        (100 * GIB, 8 * GIB - 1, False),
+    ]:
+        assert (check_fits(rows, budget, [Limit("MemAvailable", "/proc/meminfo", free)]) is None) == fits
+    assert margin_of(GIB) == 256 << 20 and margin_of(64 * GIB) == 4 * GIB
+
+
+def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from():
+    rows = [("working copies", 3 * GIB), ("held gradients", 0), ("optimizer state", 5 * GIB)]
+    limits = [Limit("MemAvailable", "/proc/meminfo", 64 * GIB), Limit("the group's", "/sys/fs/cgroup/memory.max", GIB)]
+    text = str(check_fits(rows, None, limits))
+    for part in (
+        f"8.0 GiB ({8 * GIB} bytes): working copies 3.0 GiB, optimizer state 5.0 GiB",
+        "found 1.0 GiB free under the group's (/sys/fs/cgroup/memory.max)",
+        'host_memory="auto" leaves 256.0 MiB',
+        "remedy: free memory or raise that limit",
+    ):
+        assert part in text
+    assert "does without" in str(check_fits(rows, None, [Limit("MemAvailable", "/proc/meminfo", 8 * GIB)]))
+
+
+def test_memory_lies_next_to_the_device_where_there_are_nodes(root):
+    write(root, "sys/bus/pci/devices/0000:3b:00.0/numa_node", "1\n")
+    (root / "sys/devices/system/node/node0").mkdir(parents=True)
+    assert numa_node("0000:3B:00.0", root) is None  # one node
+    (root / "sys/devices/system/node/node1").mkdir()
+    assert numa_node("0000:3B:00.0", root) == 1
+    assert numa_node("0000:3C:00.0", root) is None
+    assert numa_node("", root) is None  # the device is the host
+    write(root, "sys/bus/pci/devices/0000:3b:00.0/numa_node", "-1\n")  # the firmware does not say
+    assert numa_node("0000:3B:00.0", root) is None
+
+
+def test_this_machine_and_its_doctor_agree():
+    found = diagnose()
+    assert {limit.name for limit in found.memory_limits} == {limit.name for limit in host_limits()}
+    assert found.home_budget is not None and 0 < found.home_budget < found.memory_available
+    assert found.cores == _C.num_usable_cpus()
+    names = [name for name, _ in found.rows()]
+    assert names.count("memory limit") == len(found.memory_limits) and "memory for a home" in names
