@@ -13,7 +13,7 @@ import noria
 import pytest
 import torch
 
-from tests.journeys.pairs import Net, Side, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 FAILURES = [ValueError, MemoryError, KeyboardInterrupt, SystemExit]
 
@@ -345,3 +345,18 @@ def test_a_process_ends_with_the_exit_code_it_would_have_had(end, kernel):
     assert done.returncode == expected, done.stdout + done.stderr
     for word in ("terminate called", "Fatal", "core dumped", "Exception ignored"):
         assert word not in done.stderr, done.stderr
+
+
+def test_a_forked_child_may_read_what_was_unwrapped():
+    """A data loader's worker that looks at a model which was wrapped once."""
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    noria.unwrap(model, optimizer)
+    wanted = model.head.weight[0, 0].item()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if model.head.weight[0, 0].item() == wanted and model.head.weight.grad is not None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
