@@ -19,6 +19,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.home import Home, HomeParameter
+from noria.modes import plainly
 from noria.partition import HookSpec
 from noria.record import OperatorWatch, tensors_of
 
@@ -378,7 +379,8 @@ class Wrapped:
         """Parameters of these units show the home itself, until the block ends."""
         self.recover()
         slots = [slot for unit in units for slot in self.units[unit].parameters]
-        self.custody.open_home(list(units), not read_only)
+        with plainly():
+            self.custody.open_home(list(units), not read_only)
         was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
         versions = {slot.index: slot.parameter._version for slot in slots}
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from noria import _C
+from noria.modes import plainly
 from noria.partition import UnitSpec
 
 __all__ = ["Home", "HomeParameter", "HomeUnit", "Region", "describe_units"]
@@ -142,7 +143,8 @@ class Home:
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
         base = self.regions[purpose].offsets[unit]
-        return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+        with plainly():  # whoever asks first, it may be kept
+            return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
         return self.tensor("working copies", slot.unit, slot.offset, slot.parameter, slot.dtype)

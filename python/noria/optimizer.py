@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
+from noria.modes import autocast_now, plainly
 
 __all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "predict_state", "unfacade"]
 
@@ -232,6 +233,7 @@ class Updates:
         self.kernel = kernel
         self.blocking = blocking
         self.num_steps = 0
+        self._autocast = autocast_now()  # of the last step(): its updates run under it, whenever they do
         self._places = state_places  # (slot index, key) -> offset in the arena
         self._arena = state_arena
         self._jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]] = {}  # by unit, not run yet
@@ -271,7 +273,8 @@ class Updates:
         known = self._home_parameters.get(slot.index)
         if known is None:
             values = self.wrapped.home.master(slot) if slot.has_master else self.wrapped.home.working(slot)
-            known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
+            with plainly():
+                known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
         return known
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
@@ -297,7 +300,8 @@ class Updates:
                     continue
                 dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
                 strides = torch.empty_like(value, device="meta").stride()
-                place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+                with plainly():
+                    place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
                 state[key] = place
@@ -330,6 +334,13 @@ class Updates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._autocast = autocast_now()
+        with plainly():
+            self._begin_updates()
+        return loss
+
+    def _begin_updates(self) -> None:
+        wrapped = self.wrapped
         self._check_groups()
         jobs = self._take_gradients()
         wrapped.custody.begin_step()
@@ -337,6 +348,7 @@ class Updates:
         updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
+        for unit in order:
             if self.kernel == "fused":
                 self._submit(unit, jobs[unit])
             else:
@@ -346,7 +358,6 @@ class Updates:
         wrapped.custody.end_step(self.blocking)
         wrapped.custody.guard_gradients()
         self.num_steps += 1
-        return loss
 
     def _check_groups(self) -> None:
         self._check_members(self.optimizer.param_groups)
@@ -382,34 +393,51 @@ class Updates:
                 jobs.setdefault(unit, []).append((hyper, slots))
         return jobs
 
-    def run(self, unit: int) -> bool:
-        """The real optimizer on one unit; False when this optimizer has no update of it waiting."""
-        groups = self._jobs.pop(unit, None)
+    def run(self, unit: int) -> None:
+        """The real optimizer on one unit, if an update of it is waiting. When it raises, parameters that it has not
+        touched go on waiting for theirs."""
+        groups = self._jobs.get(unit)
         if groups is None:
-            return False
-        members = []
-        with torch.no_grad():
-            for hyper, slots in groups:
-                parameters = []
-                for slot in slots:
-                    parameter = self.home_parameter(slot)
-                    parameter.grad = self._gradient(slot)
-                    parameters.append(parameter)
-                members.append({**hyper, "params": parameters})
-        worker = _worker_of(self.optimizer, members)
+            return
         slots = [slot for _, slots in groups for slot in slots]
-        for slot in slots:
-            worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
-        _step_of(type(worker))(worker)
-        self._finish(slots)
-        return True
+        with plainly(self._autocast):
+            versions = {slot.index: self.home_parameter(slot)._version for slot in slots}
+            try:
+                self._run(groups)
+            except BaseException:
+                done = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
+                self._jobs[unit] = [
+                    (hyper, [slot for slot in slots if slot.index not in done]) for hyper, slots in groups
+                ]
+                self._finish(slots, done)
+                self.wrapped.custody.defer_update(unit)
+                raise
+            del self._jobs[unit]
+            self._finish(slots, versions)
 
-    def _finish(self, slots: Iterable[HomeParameter]) -> None:
+    def _run(self, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
+        members = []
+        for hyper, slots in groups:
+            parameters = []
+            for slot in slots:
+                parameter = self.home_parameter(slot)
+                parameter.grad = self._gradient(slot)
+                parameters.append(parameter)
+            members.append({**hyper, "params": parameters})
+        worker = _worker_of(self.optimizer, members)
+        for _, slots in groups:
+            for slot in slots:
+                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
+        _step_of(type(worker))(worker)
+
+    def _finish(self, slots: Iterable[HomeParameter], updated: Container[int]) -> None:
+        """After an update: gradients are let go, new state moves in, working copies follow masters."""
         for slot in slots:
             self.home_parameter(slot).grad = None
-            self._adopt(slot)
-            if slot.has_master:
-                self.wrapped.round_master(slot)
+            if slot.index in updated:
+                self._adopt(slot)
+                if slot.has_master:
+                    self.wrapped.round_master(slot)
 
     def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
         """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float."""
@@ -476,7 +504,7 @@ class Updates:
         def with_home() -> Any:
             """The user's closure: the model must see what the optimizer wrote, the optimizer the new gradients."""
             assert closure is not None
-            self._finish(slots)
+            self._finish(slots, {slot.index for slot in slots})
             with torch.enable_grad():
                 loss = closure()
             self._own_home(slots)
@@ -487,7 +515,7 @@ class Updates:
         for slot in slots:
             if self.home_parameter(slot) in worker.state:
                 dict.__setitem__(self.state, slot.parameter, worker.state[self.home_parameter(slot)])
-        self._finish(slots)
+        self._finish(slots, {slot.index for slot in slots})
         self.wrapped.custody.bump_versions([slot.index for slot in slots])
         self.wrapped.custody.end_step(True)
         self.num_steps += 1
@@ -527,7 +555,8 @@ class Updates:
         """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
         if "low bits" in self.wrapped.home.arenas:
             return self.wrapped.home.low_bits(slot)
-        return self.wrapped.home.master(slot).view(torch.int32).to(torch.int16)
+        with plainly():
+            return self.wrapped.home.master(slot).view(torch.int32).to(torch.int16)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
