@@ -115,7 +115,6 @@ class Wrapped:
         self.closed = False
         self._handles: list[Any] = []
         self._inner_handles: dict[int, list[Any]] = {}
-        self._hook_names: list[str] = []
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
@@ -198,7 +197,6 @@ class Wrapped:
     def _install_hook(self, spec: HookSpec) -> None:
         custody, watch = self.custody, self.watch
         hook = custody.add_hook(spec.name, list(spec.needs))
-        self._hook_names.append(spec.name)
 
         # Around blocks a module may use parameters of its own at any time: there the watch stays on.
         suspends = set(self.unit_indices(spec.module)) <= set(spec.needs)
@@ -213,7 +211,6 @@ class Wrapped:
                 key = frozenset(handed)
                 if key not in with_more:
                     with_more[key] = custody.add_hook(spec.name, sorted(handed.union(spec.needs)))
-                    self._hook_names.append(spec.name)
                 chosen = with_more[key]
             entered.append(chosen)
             custody.enter(chosen)
@@ -254,7 +251,6 @@ class Wrapped:
         if hook is None:
             name = "operator on " + ", ".join(self.units[unit].name for unit in units)
             hook = self._operator_hooks[units] = self.custody.add_hook(name, list(units))
-            self._hook_names.append(name)
         self.custody.visit_for_operator(hook)
         return hook
 

@@ -41,9 +41,11 @@ SEPARABLE = frozenset(
 
 def fused_covers(optimizer: Optimizer) -> bool:
     """True for what kernel="fused" updates itself: torch.optim.AdamW without amsgrad, on fp32 or fp32 masters."""
-    return type(optimizer) is torch.optim.AdamW and not any(
-        group["amsgrad"] or group["capturable"] or group["differentiable"] for group in optimizer.param_groups
-    )
+    return type(optimizer) is torch.optim.AdamW and fused_covers_groups(optimizer.param_groups)
+
+
+def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
+    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
 
 
 # ---- state --------------------------------------------------------------------------------------------------------
@@ -608,10 +610,6 @@ class Updates:
         self._check_members([{"params": [m[1] if isinstance(m, tuple) else m for m in members]}])
         _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
         self._whole_worker = None
-
-
-def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
-    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
 
 
 # ---- facade -------------------------------------------------------------------------------------------------------
