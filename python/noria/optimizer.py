@@ -48,6 +48,13 @@ def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
     return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
 
 
+def held_once(optimizers: Iterable[Optimizer], more: Iterable[nn.Parameter] = ()) -> bool:
+    """True where no parameter is in two of these optimizers, or twice in one."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    held += more
+    return len(set(held)) == len(held)
+
+
 # ---- state --------------------------------------------------------------------------------------------------------
 
 
@@ -363,10 +370,20 @@ class Updates:
 
     def _check_groups(self) -> None:
         self._check_members(self.optimizer.param_groups)
+        self._check_held_once(())
         if self.kernel == "fused" and not fused_covers_groups(self.optimizer.param_groups):
             raise usage_error(
                 'AdamW without amsgrad, capturable and differentiable under kernel="fused"',
                 "a group that asks for one of them",
+                'wrap with kernel="torch"',
+            )
+
+    def _check_held_once(self, more: Iterable[nn.Parameter]) -> None:
+        """The fused kernels' moments lie beside the parameter, so only one optimizer can keep some."""
+        if self.kernel == "fused" and not held_once([u.optimizer for u in self.wrapped.optimizers], more):
+            raise usage_error(
+                'each parameter in one place of one optimizer under kernel="fused"',
+                "one that is in two",
                 'wrap with kernel="torch"',
             )
 
@@ -607,7 +624,9 @@ class Updates:
         members = group.get("params", [])
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         group = {**group, "params": members}
-        self._check_members([{"params": [m[1] if isinstance(m, tuple) else m for m in members]}])
+        parameters = [m[1] if isinstance(m, tuple) else m for m in members]
+        self._check_members([{"params": parameters}])
+        self._check_held_once(parameters)
         _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
         self._whole_worker = None
 
