@@ -128,8 +128,11 @@ def predict_state(
 ) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
     """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors with dimensions.
 
-    The optimizer's own code is run on tensors without memory. None when it cannot say.
+    The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
+    other class nothing is said. None when it cannot say.
     """
+    if type(optimizer) not in SEPARABLE:
+        return None
     stand_ins: dict[int, nn.Parameter] = {}
     groups = []
     of_parameter = {slot.parameter: slot for slot in slots}
