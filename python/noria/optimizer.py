@@ -150,7 +150,9 @@ def predict_state(
             stand_in.grad = torch.zeros_like(stand_in)
             stand_ins[slot.index] = stand_in
             members.append(stand_in)
-        groups.append({**_hyper(group), "params": members})
+        # The code for one tensor at a time keeps what the others keep, and asks no device whether it may.
+        one_by_one = {key: False for key in ("foreach", "fused") if key in group}
+        groups.append({**_hyper(group), **one_by_one, "params": members})
     worker = _worker_of(optimizer, groups)
     for index, stand_in in stand_ins.items():
         existing = optimizer.state.get(parameters[index])
