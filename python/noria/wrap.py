@@ -21,7 +21,7 @@ from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.home import Home
 from noria.modes import plainly
-from noria.optimizer import Updates, check_optimizer, facade, unfacade
+from noria.optimizer import SEPARABLE, Updates, check_optimizer, facade, refuse_out_of_reach, unfacade
 from noria.plan import WrapPlan, make_plan
 from noria.policy import Policy, make_policy
 from noria.testing._machine import machine
@@ -63,6 +63,8 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
                         f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
                         "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
                     )
+        if type(updater) not in SEPARABLE:
+            refuse_out_of_reach(updater, known)
     return roots, updaters
 
 
