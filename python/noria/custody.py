@@ -119,6 +119,7 @@ class Wrapped:
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
         self._state_views: dict[int, torch.Tensor] = {}
+        self.loaded_low_bits: set[int] = set()  # slots whose low bits were loaded, and that were not updated since
         storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
@@ -334,9 +335,44 @@ class Wrapped:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
         with torch.no_grad():
             if slot.has_master:
-                self.set_master(slot, value.to(device="cpu", dtype=torch.float32))
+                self.set_master(slot, self._with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32)))
             else:
                 self.home.working(slot).copy_(value)
+
+    def _with_loaded_low_bits(self, slot: HomeParameter, value: torch.Tensor) -> torch.Tensor:
+        """A bfloat16 value that comes after its low bits, which the optimizer's state brought, is joined with them."""
+        if slot.index not in self.loaded_low_bits:
+            return value
+        bits = value.view(torch.int32)
+        if (bits & 0xFFFF).any():  # it has low bits of its own
+            self.loaded_low_bits.discard(slot.index)
+            return value
+        return (bits + self.low_bits(slot)).view(torch.float32)
+
+    def set_low_bits(self, slot: HomeParameter, low: torch.Tensor) -> None:
+        """Low bits from a checkpoint. They belong to the working copy that is there, or to the one that is loaded next;
+        which, the first update decides (`confirm_low_bits`). Both encodings of a master keep them as they are."""
+        high = self.home.working(slot).view(torch.int16).to(torch.int32) << 16
+        self.set_master(slot, (high + low.to(device="cpu", dtype=torch.int16)).view(torch.float32))
+        self.loaded_low_bits.add(slot.index)
+
+    def confirm_low_bits(self, slot: HomeParameter) -> None:
+        """Before an update of a parameter whose low bits were loaded. With a working copy that is not theirs they may
+        make a NaN of a zero: there they are dropped."""
+        if slot.index not in self.loaded_low_bits:
+            return
+        self.loaded_low_bits.discard(slot.index)
+        master, working = self.master(slot), self.home.working(slot)
+        strange = master.isnan() & ~working.isnan()
+        if strange.any():
+            self.set_master(slot, torch.where(strange, working.float(), master))
+
+    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
+        if "low bits" in self.home.arenas:
+            return self.home.low_bits(slot)
+        with plainly():
+            return self.home.master(slot).view(torch.int32).to(torch.int16)
 
     def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """`master`: fp32 on the CPU, with the parameter's shape."""

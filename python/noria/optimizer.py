@@ -417,6 +417,7 @@ class Updates:
                     continue
                 if self.kernel != "whole":
                     self.state.unsettled(parameter)  # made now, so that it keeps torch's order
+                self.wrapped.confirm_low_bits(slot)
                 if self.wrapped.custody.gradient_is(slot.index) == "foreign":
                     if not slot.trainable:
                         raise usage_error(
@@ -614,16 +615,9 @@ class Updates:
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
                 if slot.has_master and number in result["state"]:
-                    result["state"][number] = {**result["state"][number], "low_bits": self._low_bits(slot)}
+                    result["state"][number] = {**result["state"][number], "low_bits": self.wrapped.low_bits(slot)}
                 number += 1
         return result
-
-    def _low_bits(self, slot: HomeParameter) -> torch.Tensor:
-        """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
-        if "low bits" in self.wrapped.home.arenas:
-            return self.wrapped.home.low_bits(slot)
-        with plainly():
-            return self.wrapped.home.master(slot).view(torch.int32).to(torch.int16)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
@@ -646,8 +640,7 @@ class Updates:
                 wrapped.custody.access_home(slot.unit, True)
                 low = low_bits.get(parameter)
                 if low is not None and slot.has_master:
-                    high = wrapped.home.working(slot).view(torch.int16).to(torch.int32) << 16
-                    wrapped.set_master(slot, (high + low.to(torch.int16).to(torch.int32)).view(torch.float32))
+                    wrapped.set_low_bits(slot, low)
                 self._adopt(slot)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)

@@ -209,7 +209,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:
-                updates.optimizer.state[slot.parameter]["low_bits"] = updates._low_bits(slot)
+                updates.optimizer.state[slot.parameter]["low_bits"] = wrapped.low_bits(slot)
         unfacade(updates.optimizer)
     wrapped.remove_hooks()
     with plainly():

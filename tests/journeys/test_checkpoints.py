@@ -66,6 +66,16 @@ def through_a_file(contents):
     return torch.load(file, weights_only=True)
 
 
+class Loaded:
+    """An optimizer as far as its checkpoint goes."""
+
+    def __init__(self, states):
+        self.states = states
+
+    def state_dict(self):
+        return self.states
+
+
 def both_states(side):
     return through_a_file({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()})
 
@@ -98,6 +108,38 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path
     same(second, straight)
     for side in (straight, second):
         assert_moved(side.model)
+
+
+@kinds
+@pytest.mark.parametrize("order", ["optimizer first", "between two models", "model last again"])
+def test_model_and_optimizer_are_loaded_in_any_order(kind, order):
+    straight = wrapped(**KINDS[kind])
+    straight.train(0, 3)
+    states = both_states(straight)
+    straight.train(3, 6)
+    resumed = wrapped(seed=99, **KINDS[kind])
+    if order != "optimizer first":
+        other = wrapped(seed=7, **KINDS[kind]) if order == "between two models" else straight
+        resumed.model.load_state_dict(through_a_file(other.model.state_dict()))
+    resumed.optimizer.load_state_dict(states["optimizer"])
+    if order == "model last again":
+        resumed.model.load_state_dict(through_a_file(straight.model.state_dict()))
+    resumed.model.load_state_dict(states["model"])
+    assert_same_bits(state_tensors(resumed.optimizer), state_tensors(Loaded(states["optimizer"])))
+    resumed.train(3, 6)
+    same(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", ["bf16 torch", "bf16 fused"])
+def test_an_optimizer_state_that_belongs_to_other_weights_spoils_none(kind):
+    trained, fresh = wrapped(**KINDS[kind]), wrapped(seed=4, **KINDS[kind])
+    trained.train(0, 3)
+    fresh.model.load_state_dict({"head.bias": torch.zeros(23)}, strict=False)
+    fresh.optimizer.load_state_dict(through_a_file(trained.optimizer.state_dict()))
+    assert not fresh.model.state_dict()["head.bias"].any(), "values are the model's"
+    fresh.train(0, 2)
+    assert fresh.model.state_dict()["head.bias"].all(), "every element moves"
+    assert all(value.isfinite().all() for value in fresh.model.state_dict().values())
 
 
 @kinds
