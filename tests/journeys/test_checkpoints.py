@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 
 import noria
+import numpy as np
 import pytest
 import torch
 from noria.testing import assert_same_bits, on_machine
@@ -283,6 +285,46 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path):
     plain = new()
     noria.save(tmp_path / "plain.pt", plain.model, plain.optimizer)
     noria.load(tmp_path / "plain.pt", side.model, side.optimizer)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"best": np.float64(1)}, {"history": {"losses": [1.0, np.float32(2)]}}, {"lr": None}],
+    ids=["a numpy number", "one inside", "one in the optimizer"],
+)
+def test_what_could_not_be_loaded_is_not_saved(extra, tmp_path):
+    path = tmp_path / "run.pt"
+    side = wrapped()
+    side.train(0, 1)
+    noria.save(path, side.model, side.optimizer, step=1)
+    name = next(iter(extra))
+    if name == "lr":
+        side.optimizer.param_groups[0]["lr"], name, extra = np.float64(0.1), "optimizer", {}
+    with pytest.raises(noria.UsageError, match=f"'{name}'.*convert"):
+        noria.save(path, side.model, side.optimizer, **extra)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert noria.load(path, side.model, side.optimizer) == {"step": 1}
+
+
+def test_lists_are_saved_and_loaded_as_they_are_wrapped(tmp_path):
+    def pair(seed):
+        sides = [new(seed), new(seed + 1)]
+        models, optimizers = [side.model for side in sides], [side.optimizer for side in sides]
+        noria.wrap(models, optimizers, device="cpu", window=2)
+        return sides, models, optimizers
+
+    sides, models, optimizers = pair(0)
+    for side in sides:
+        side.train(0, 2)
+    noria.save(tmp_path / "both.pt", models, optimizers, note="two")
+    others, *loaded = pair(10)
+    assert noria.load(tmp_path / "both.pt", *loaded) == {"note": "two"}
+    for side, other in zip(sides, others, strict=True):
+        side.train(2, 4)
+        other.train(2, 4)
+        same(other, side)
+    with pytest.raises(noria.UsageError, match="2 of 'model'"):
+        noria.load(tmp_path / "both.pt", models[0])
 
 
 # ---- the optimizer's state, seen directly ------------------------------------------------------------------
