@@ -330,6 +330,60 @@ def test_a_step_that_raises_leaves_the_optimizer_with_its_own_parameters():
     both(journey, optimizer=Raising)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward", "after"])
+def test_a_closure_that_raises_may_be_called_again(where):
+    class Stubborn(Own):
+        def step(self, closure=None):
+            def again():
+                try:
+                    return closure()
+                except ArithmeticError:
+                    self.zero_grad()
+                    return closure()
+
+            return super().step(again)
+
+    def fail(*_):
+        raise ArithmeticError
+
+    def journey(side):
+        for step in range(4):
+            calls = []
+
+            def closure(step=step, calls=calls):
+                calls.append(1)
+                first = len(calls) == 1
+                block = side.model.blocks[2].norm
+                handle = block.register_forward_hook(fail) if first and where == "forward" else None
+                try:
+                    loss = loss_of(side.model, step)
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                if first and where == "backward":
+                    (loss * Failing.apply(torch.ones((), requires_grad=True))).backward()
+                loss.backward()
+                if first and where == "after":
+                    fail()
+                return loss
+
+            side.keep(f"loss {step}", side.optimizer.step(closure))
+            side.keep_gradients(f"step {step}")
+            assert len(calls) == 2
+            side.optimizer.zero_grad()
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            fail()
+
+    both(journey, optimizer=Stubborn, moved=False)
+
+
 @pytest.mark.parametrize("optimizer", [CountingInGroups, CountingInState, WithPrevious, Sharpness])
 def test_the_state_dict_of_an_optimizer_of_ones_own_takes_the_run_back(optimizer):
     def go(side, first, last):
