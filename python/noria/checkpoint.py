@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,33 +17,80 @@ from noria._errors import usage_error
 
 __all__ = ["load", "save"]
 
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer]
 
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
-    """Writes `model.state_dict()`, `optimizer.state_dict()` and whatever else is given, by `torch.save`.
+
+def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None, **extra: Any) -> None:
+    """Writes `model.state_dict()`, `optimizer.state_dict()` and whatever else is given, by `torch.save`; of lists, as
+    `noria.wrap` takes them, a list of each.
 
     Works on wrapped and plain objects alike; a file is readable by both. It is written beside its name and moved there,
-    so an interrupted save leaves the old file.
+    so an interrupted save leaves the old file. Raises UsageError, and leaves the old file, for contents that `load`
+    would refuse: it reads plain values and tensors, and runs no code from a file.
     """
-    contents = {**extra, "model": model.state_dict()}
+    contents = {**extra, "model": _state_of(model)}
     if optimizer is not None:
-        contents["optimizer"] = optimizer.state_dict()
+        contents["optimizer"] = _state_of(optimizer)
     temporary = f"{os.fspath(path)}.part"
     torch.save(contents, temporary)
+    try:
+        _read(temporary)
+    except pickle.UnpicklingError:
+        os.remove(temporary)
+        name, reason = _unreadable(contents)
+        raise usage_error(
+            "values that torch.load(weights_only=True) reads: numbers, strings, containers and tensors",
+            f"{name!r}: {reason}",
+            "convert them first: float(x), x.tolist(), or torch.as_tensor(x)",
+        ) from None
     os.replace(temporary, path)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Reads such a file into the model, then the optimizer; returns what else was saved. The file is mapped, not read
-    as a whole: values stream into the home.
+def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
+    """Reads such a file into the model, then the optimizer (or the lists of them that were saved); returns what else
+    was saved. The file is mapped, not read as a whole: values stream into the home.
 
-    Raises UsageError for a file without a model, or without an optimizer where one is given.
+    Raises UsageError for a file without a model, or without an optimizer where one is given, or with another number of
+    them.
     """
-    contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    contents = _read(path)
+    pairs: list[tuple[Any, dict[str, Any]]] = []
     for name, wanted in (("model", model), ("optimizer", optimizer)):
-        if wanted is not None and name not in contents:
+        if wanted is None:
+            continue
+        if name not in contents:
             raise usage_error(f"a checkpoint with {name!r}", f"{sorted(contents)} in {path}", "save it with noria.save")
-    model.load_state_dict(contents.pop("model"))
-    state = contents.pop("optimizer", None)
-    if optimizer is not None:
-        optimizer.load_state_dict(state)
+        targets, states = _as_list(wanted), _as_list(contents[name])
+        if len(targets) != len(states):
+            raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")
+        pairs += zip(targets, states, strict=True)
+    for target, state in pairs:
+        target.load_state_dict(state)
+    return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _state_of(value: Any) -> Any:
+    return [each.state_dict() for each in value] if isinstance(value, list | tuple) else value.state_dict()
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return contents
+
+
+def _unreadable(contents: dict[str, Any]) -> tuple[str, str]:
+    """Which entry `load` would refuse, and why."""
+    for name, value in contents.items():
+        with contextlib.suppress(pickle.UnpicklingError):
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, map_location="meta", weights_only=True)
+            continue
+        return name, type(value).__qualname__ if name not in ("model", "optimizer") else "an entry of its state_dict()"
+    return "the whole", "each entry can be read by itself"

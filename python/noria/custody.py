@@ -19,6 +19,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.home import Home, HomeParameter
+from noria.modes import plainly
 from noria.partition import HookSpec
 from noria.record import OperatorWatch, tensors_of
 
@@ -114,7 +115,6 @@ class Wrapped:
         self.closed = False
         self._handles: list[Any] = []
         self._inner_handles: dict[int, list[Any]] = {}
-        self._hook_names: list[str] = []
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
@@ -122,6 +122,7 @@ class Wrapped:
         self._written_views: set[int] = set()  # by slot: the user has had write access to its view
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # of the blocks that are open, by slot
         self._loads: list[list[int]] = []  # units whose home a load_state_dict has opened
+        self.loaded_low_bits: set[int] = set()  # slots whose low bits were loaded, and that were not updated since
         storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in self.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
@@ -201,7 +202,6 @@ class Wrapped:
     def _install_hook(self, spec: HookSpec) -> None:
         custody, watch = self.custody, self.watch
         hook = custody.add_hook(spec.name, list(spec.needs))
-        self._hook_names.append(spec.name)
 
         # Around blocks a module may use parameters of its own at any time: there the watch stays on.
         suspends = set(self.unit_indices(spec.module)) <= set(spec.needs)
@@ -216,7 +216,6 @@ class Wrapped:
                 key = frozenset(handed)
                 if key not in with_more:
                     with_more[key] = custody.add_hook(spec.name, sorted(handed.union(spec.needs)))
-                    self._hook_names.append(spec.name)
                 chosen = with_more[key]
             entered.append(chosen)
             custody.enter(chosen)
@@ -257,7 +256,6 @@ class Wrapped:
         if hook is None:
             name = "operator on " + ", ".join(self.units[unit].name for unit in units)
             hook = self._operator_hooks[units] = self.custody.add_hook(name, list(units))
-            self._hook_names.append(name)
         self.custody.visit_for_operator(hook)
         return hook
 
@@ -376,12 +374,47 @@ class Wrapped:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
         with torch.no_grad():
             if slot.has_master:
-                self.set_master(slot, value.to(device="cpu", dtype=torch.float32))
+                self.set_master(slot, self._with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32)))
             else:
                 self.home.working(slot).copy_(value)
         for before in self._before_materialize:
             if slot.index in before:  # the master has followed already
                 before[slot.index] = self.home.working(slot).clone()
+
+    def _with_loaded_low_bits(self, slot: HomeParameter, value: torch.Tensor) -> torch.Tensor:
+        """A bfloat16 value that comes after its low bits, which the optimizer's state brought, is joined with them."""
+        if slot.index not in self.loaded_low_bits:
+            return value
+        bits = value.view(torch.int32)
+        if (bits & 0xFFFF).any():  # it has low bits of its own
+            self.loaded_low_bits.discard(slot.index)
+            return value
+        return (bits + self.low_bits(slot)).view(torch.float32)
+
+    def set_low_bits(self, slot: HomeParameter, low: torch.Tensor) -> None:
+        """Low bits from a checkpoint. They belong to the working copy that is there, or to the one that is loaded next;
+        which, the first update decides (`confirm_low_bits`). Both encodings of a master keep them as they are."""
+        high = self.home.working(slot).view(torch.int16).to(torch.int32) << 16
+        self.set_master(slot, (high + low.to(device="cpu", dtype=torch.int16)).view(torch.float32))
+        self.loaded_low_bits.add(slot.index)
+
+    def confirm_low_bits(self, slot: HomeParameter) -> None:
+        """Before an update of a parameter whose low bits were loaded. With a working copy that is not theirs they may
+        make a NaN of a zero: there they are dropped."""
+        if slot.index not in self.loaded_low_bits:
+            return
+        self.loaded_low_bits.discard(slot.index)
+        master, working = self.master(slot), self.home.working(slot)
+        strange = master.isnan() & ~working.isnan()
+        if strange.any():
+            self.set_master(slot, torch.where(strange, working.float(), master))
+
+    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
+        if "low bits" in self.home.arenas:
+            return self.home.low_bits(slot)
+        with plainly():
+            return self.home.master(slot).view(torch.int32).to(torch.int16)
 
     def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """`master`: fp32 on the CPU, with the parameter's shape."""
@@ -420,7 +453,8 @@ class Wrapped:
         """Parameters of these units show the home itself, until the block ends."""
         self.recover()
         slots = [slot for unit in units for slot in self.units[unit].parameters]
-        self.custody.open_home(list(units), not read_only)
+        with plainly():
+            self.custody.open_home(list(units), not read_only)
         was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
         versions = {slot.index: slot.parameter._version for slot in slots}
         self._before_materialize.append(was)

@@ -19,6 +19,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria._progress import Bar
 from noria.limits import numa_node
+from noria.modes import plainly
 from noria.partition import UnitSpec
 from noria.policy import format_bytes
 
@@ -197,12 +198,14 @@ class Home:
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
         base = self.regions[purpose].offsets[unit]
-        return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+        with plainly():  # whoever asks first, it may be kept
+            return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
 
     def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
         """As `working`, for the user's hands: after `_C.watch` of it, its first write calls `before_write`."""
         offset = self.regions["working copies"].offsets[slot.unit] + slot.offset
-        return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.parameter, slot.dtype, before_write)
+        with plainly():
+            return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.parameter, slot.dtype, before_write)
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
         return self.tensor("working copies", slot.unit, slot.offset, slot.parameter, slot.dtype)

@@ -6,14 +6,15 @@ class whose parameters are the home's tensors and whose state is the user's, run
 updated by noria's own kernels instead (kernel="fused").
 
 Note [Separable]. Optimizers whose update of one parameter looks at nothing but that parameter give the same bits unit
-by unit as all at once. torch's own are listed in SEPARABLE; anything else runs whole, inside `step()`.
+by unit as all at once. torch's own are listed in SEPARABLE; anything else runs whole, inside `step()`, on the object
+itself: it may count, keep and look at what it likes, so a worker would be a copy that drifts.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
+from noria.modes import autocast_now, plainly
+from noria.stand_ins import exchange, out_of_reach
 
 __all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "predict_state", "unfacade"]
 
@@ -40,9 +43,18 @@ SEPARABLE = frozenset(
 
 def fused_covers(optimizer: Optimizer) -> bool:
     """True for what kernel="fused" updates itself: torch.optim.AdamW without amsgrad, on fp32 or fp32 masters."""
-    return type(optimizer) is torch.optim.AdamW and not any(
-        group["amsgrad"] or group["capturable"] or group["differentiable"] for group in optimizer.param_groups
-    )
+    return type(optimizer) is torch.optim.AdamW and fused_covers_groups(optimizer.param_groups)
+
+
+def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
+    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
+
+
+def held_once(optimizers: Iterable[Optimizer], more: Iterable[nn.Parameter] = ()) -> bool:
+    """True where no parameter is in two of these optimizers, or twice in one."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    held += more
+    return len(set(held)) == len(held)
 
 
 # ---- state --------------------------------------------------------------------------------------------------------
@@ -50,6 +62,9 @@ def fused_covers(optimizer: Optimizer) -> bool:
 
 class OptimizerState(defaultdict[Any, Any]):
     """`optimizer.state`: looking at a parameter's state first settles the update that may still be under way."""
+
+    unwatched = dict
+    """Whose methods see the values as they are, without settling."""
 
     def __init__(self, settle: Callable[[Any], None], values: dict[Any, Any]) -> None:
         super().__init__(dict, values)
@@ -118,8 +133,11 @@ def predict_state(
 ) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
     """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors with dimensions.
 
-    The optimizer's own code is run on tensors without memory. None when it cannot say.
+    The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
+    other class nothing is said. None when it cannot say.
     """
+    if type(optimizer) not in SEPARABLE:
+        return None
     stand_ins: dict[int, nn.Parameter] = {}
     groups = []
     of_parameter = {slot.parameter: slot for slot in slots}
@@ -137,7 +155,9 @@ def predict_state(
             stand_in.grad = torch.zeros_like(stand_in)
             stand_ins[slot.index] = stand_in
             members.append(stand_in)
-        groups.append({**_hyper(group), "params": members})
+        # The code for one tensor at a time keeps what the others keep, and asks no device whether it may.
+        one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in group}
+        groups.append({**_hyper(group), **one_by_one, "params": members})
     worker = _worker_of(optimizer, groups)
     for index, stand_in in stand_ins.items():
         existing = optimizer.state.get(parameters[index])
@@ -183,12 +203,9 @@ def _worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     """An object of the optimizer's original class, with these groups, an empty state and no hooks."""
     cls = _original_class(type(optimizer))
     worker = object.__new__(cls)
-    old_lists = {id(group["params"]): number for number, group in enumerate(optimizer.param_groups)}
     for name, value in vars(optimizer).items():
-        if name in ("step", "_noria") or name.startswith("_optimizer_"):
-            continue
-        # LBFGS and its kin keep the list of parameters itself.
-        worker.__dict__[name] = groups[old_lists[id(value)]]["params"] if id(value) in old_lists else value
+        if name not in ("step", "_noria") and not name.startswith("_optimizer_"):
+            worker.__dict__[name] = value
     for name in (
         "step_pre",
         "step_post",
@@ -201,6 +218,17 @@ def _worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     worker.param_groups = groups
     worker.state = defaultdict(dict)
     return worker
+
+
+def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> None:
+    """For optimizers that run whole: while they do, their parameters are others."""
+    name = out_of_reach(optimizer, parameters)
+    if name is not None:
+        raise usage_error(
+            "a class of optimizer that keeps its parameters in its groups, its state, or lists, dicts, tuples and sets",
+            f"{type(optimizer).__name__.removeprefix('Noria')}.{name}, an object that holds some of them",
+            "keep them in param_groups or in a list",
+        )
 
 
 def refuse_inside_backward(call: str) -> None:
@@ -232,12 +260,14 @@ class Updates:
         self.kernel = kernel
         self.blocking = blocking
         self.num_steps = 0
+        self._autocast = autocast_now()  # of the last step(): its updates run under it, whenever they do
         self._places = state_places  # (slot index, key) -> offset in the arena
         self._arena = state_arena
         self._jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]] = {}  # by unit, not run yet
         self._home_parameters: dict[int, nn.Parameter] = {}
+        # Under kernel="whole", while the optimizer has the home: slot, its version, gradient, the gradient's version.
+        self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
         self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, moment): what the kernel writes
-        self._whole_worker: Any = None
         self._check_members(optimizer.param_groups)
         self._take_state_over()
 
@@ -245,7 +275,6 @@ class Updates:
         """At first, and again when the user has put another dict in its place."""
         self.state: OptimizerState = OptimizerState(self._settle, dict(self.optimizer.state))
         self.optimizer.state = self.state
-        self._whole_worker = None
         for slot in self.slots():
             self._adopt(slot)
 
@@ -271,7 +300,8 @@ class Updates:
         known = self._home_parameters.get(slot.index)
         if known is None:
             values = self.wrapped.home.master(slot) if slot.has_master else self.wrapped.home.working(slot)
-            known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
+            with plainly():
+                known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
         return known
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
@@ -297,7 +327,8 @@ class Updates:
                     continue
                 dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
                 strides = torch.empty_like(value, device="meta").stride()
-                place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+                with plainly():
+                    place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
                 state[key] = place
@@ -330,6 +361,13 @@ class Updates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._autocast = autocast_now()
+        with plainly():
+            self._begin_updates()
+        return loss
+
+    def _begin_updates(self) -> None:
+        wrapped = self.wrapped
         self._check_groups()
         jobs = self._take_gradients()
         wrapped.custody.begin_step()
@@ -337,6 +375,7 @@ class Updates:
         updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
+        for unit in order:
             if self.kernel == "fused":
                 self._submit(unit, jobs[unit])
             else:
@@ -346,14 +385,23 @@ class Updates:
         wrapped.custody.end_step(self.blocking)
         wrapped.custody.guard_gradients()
         self.num_steps += 1
-        return loss
 
     def _check_groups(self) -> None:
         self._check_members(self.optimizer.param_groups)
+        self._check_held_once(())
         if self.kernel == "fused" and not fused_covers_groups(self.optimizer.param_groups):
             raise usage_error(
                 'AdamW without amsgrad, capturable and differentiable under kernel="fused"',
                 "a group that asks for one of them",
+                'wrap with kernel="torch"',
+            )
+
+    def _check_held_once(self, more: Iterable[nn.Parameter]) -> None:
+        """The fused kernels' moments lie beside the parameter, so only one optimizer can keep some."""
+        if self.kernel == "fused" and not held_once([u.optimizer for u in self.wrapped.optimizers], more):
+            raise usage_error(
+                'each parameter in one place of one optimizer under kernel="fused"',
+                "one that is in two",
                 'wrap with kernel="torch"',
             )
 
@@ -369,6 +417,7 @@ class Updates:
                     continue
                 if self.kernel != "whole":
                     self.state.unsettled(parameter)  # made now, so that it keeps torch's order
+                self.wrapped.confirm_low_bits(slot)
                 if self.wrapped.custody.gradient_is(slot.index) == "foreign":
                     if not slot.trainable:
                         raise usage_error(
@@ -382,34 +431,51 @@ class Updates:
                 jobs.setdefault(unit, []).append((hyper, slots))
         return jobs
 
-    def run(self, unit: int) -> bool:
-        """The real optimizer on one unit; False when this optimizer has no update of it waiting."""
-        groups = self._jobs.pop(unit, None)
+    def run(self, unit: int) -> None:
+        """The real optimizer on one unit, if an update of it is waiting. When it raises, parameters that it has not
+        touched go on waiting for theirs."""
+        groups = self._jobs.get(unit)
         if groups is None:
-            return False
-        members = []
-        with torch.no_grad():
-            for hyper, slots in groups:
-                parameters = []
-                for slot in slots:
-                    parameter = self.home_parameter(slot)
-                    parameter.grad = self._gradient(slot)
-                    parameters.append(parameter)
-                members.append({**hyper, "params": parameters})
-        worker = _worker_of(self.optimizer, members)
+            return
         slots = [slot for _, slots in groups for slot in slots]
-        for slot in slots:
-            worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
-        _step_of(type(worker))(worker)
-        self._finish(slots)
-        return True
+        with plainly(self._autocast):
+            versions = {slot.index: self.home_parameter(slot)._version for slot in slots}
+            try:
+                self._run(groups)
+            except BaseException:
+                done = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
+                self._jobs[unit] = [
+                    (hyper, [slot for slot in slots if slot.index not in done]) for hyper, slots in groups
+                ]
+                self._finish(slots, done)
+                self.wrapped.custody.defer_update(unit)
+                raise
+            del self._jobs[unit]
+            self._finish(slots, versions)
 
-    def _finish(self, slots: Iterable[HomeParameter]) -> None:
+    def _run(self, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
+        members = []
+        for hyper, slots in groups:
+            parameters = []
+            for slot in slots:
+                parameter = self.home_parameter(slot)
+                parameter.grad = self._gradient(slot)
+                parameters.append(parameter)
+            members.append({**hyper, "params": parameters})
+        worker = _worker_of(self.optimizer, members)
+        for _, slots in groups:
+            for slot in slots:
+                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
+        _step_of(type(worker))(worker)
+
+    def _finish(self, slots: Iterable[HomeParameter], updated: Container[int]) -> None:
+        """After an update: gradients are let go, new state moves in, working copies follow masters."""
         for slot in slots:
             self.home_parameter(slot).grad = None
-            self._adopt(slot)
-            if slot.has_master:
-                self.wrapped.round_master(slot)
+            if slot.index in updated:
+                self._adopt(slot)
+                if slot.has_master:
+                    self.wrapped.round_master(slot)
 
     def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
         """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float."""
@@ -455,79 +521,103 @@ class Updates:
     # ---- whole: optimizers that look at more than one parameter ----
 
     def _step_whole(self, closure: Callable[[], Any] | None) -> Any:
-        slots = list(self.slots())
-        worker = self._whole_worker
-        groups = [
-            {**_hyper(group), "params": [self.home_parameter(self.wrapped.slot_of[p]) for p in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
-        if worker is None:
-            worker = self._whole_worker = _worker_of(self.optimizer, groups)
-        else:
-            for old, new in zip(worker.param_groups, groups, strict=True):
-                old.update({key: value for key, value in new.items() if key != "params"})
-        for slot in slots:
-            if dict.__contains__(self.state, slot.parameter):
-                worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
-            else:
-                worker.state.pop(self.home_parameter(slot), None)
-        self._own_home(slots)
+        optimizer = self.optimizer
+        self._check_members(optimizer.param_groups)
+        refuse_out_of_reach(optimizer, self.wrapped.slot_of)
+        step = _step_of(_original_class(type(optimizer)))
 
-        def with_home() -> Any:
+        def with_the_model() -> Any:
             """The user's closure: the model must see what the optimizer wrote, the optimizer the new gradients."""
             assert closure is not None
-            self._finish(slots)
-            with torch.enable_grad():
-                loss = closure()
-            self._own_home(slots)
-            return loss
+            self._take_home_back()
+            try:
+                return closure()
+            finally:
+                self._lend_home()
 
-        step = _step_of(type(worker))
-        result = step(worker, with_home) if closure is not None else step(worker)
-        for slot in slots:
-            if self.home_parameter(slot) in worker.state:
-                dict.__setitem__(self.state, slot.parameter, worker.state[self.home_parameter(slot)])
-        self._finish(slots)
-        self.wrapped.custody.bump_versions([slot.index for slot in slots])
+        self._lend_home()
+        try:
+            result = step(optimizer) if closure is None else step(optimizer, with_the_model)
+        finally:
+            self._take_home_back()
         self.wrapped.custody.end_step(True)
         self.num_steps += 1
         return result
 
-    def _own_home(self, slots: list[HomeParameter]) -> None:
-        """Waits until nobody reads or writes the home of these parameters, and shows the optimizer their gradients."""
-        self._take_gradients()
-        self.wrapped.custody.begin_step()
-        for unit in sorted({slot.unit for slot in slots}):
-            self.wrapped.custody.settle(unit)  # another optimizer's
-            self.wrapped.custody.defer_update(unit)
-            self.wrapped.custody.settle(unit)  # the waits of an update; `run` finds no job and returns
-        for slot in slots:
-            self.home_parameter(slot).grad = None if slot.parameter.grad is None else self._whole_gradient(slot)
+    def _lend_home(self) -> None:
+        """Waits until nobody reads or writes the home of the parameters in the optimizer, and shows them to it."""
+        met: dict[int, HomeParameter] = {}
 
-    def _whole_gradient(self, slot: HomeParameter) -> torch.Tensor:
-        held = self.wrapped.home.held(slot)
-        return held.float() if slot.has_master else held
+        def meet(parameter: nn.Parameter) -> nn.Parameter:
+            slot = self.wrapped.slot_of.get(parameter)
+            if slot is not None:
+                met[slot.index] = slot
+            return parameter
+
+        exchange(self.optimizer, meet)
+        with plainly():
+            self._take_gradients()
+            self.wrapped.custody.begin_step()
+            for unit in sorted({slot.unit for slot in met.values()}):
+                self.wrapped.custody.settle(unit)  # another optimizer's
+                self.wrapped.custody.defer_update(unit)
+                self.wrapped.custody.settle(unit)  # the waits of an update; `run` finds no job and returns
+            for slot in met.values():
+                home = self.home_parameter(slot)
+                home.__dict__ = slot.parameter.__dict__  # attributes of the user's, both ways
+                home.requires_grad_(slot.parameter.requires_grad)
+                home.grad = self._lent_gradient(slot)
+                written = None if home.grad is None else home.grad._version
+                self._lent.append((slot, home._version, home.grad, written))
+        homes = {slot.parameter: self.home_parameter(slot) for slot in met.values()}
+        exchange(self.optimizer, lambda parameter: homes.get(parameter, parameter))
+        del self.optimizer._noria  # type: ignore[attr-defined]  # its methods are its own meanwhile
+
+    def _lent_gradient(self, slot: HomeParameter) -> torch.Tensor | None:
+        """`p.grad` itself where it may be updated with, for the optimizer may keep it; a copy else."""
+        gradient, home = slot.parameter.grad, self.home_parameter(slot)
+        if gradient is None or (gradient.device == home.device and gradient.dtype == home.dtype):
+            return gradient
+        return self.wrapped.home.held(slot).to(home.dtype, copy=True)
+
+    def _take_home_back(self) -> None:
+        """The optimizer has its own parameters again; what it did to values and gradients is known everywhere."""
+        lent, self._lent = self._lent, []
+        owners = {self.home_parameter(slot): slot.parameter for slot, _, _, _ in lent}
+        exchange(self.optimizer, lambda parameter: owners.get(parameter, parameter))
+        self.optimizer._noria = self  # type: ignore[attr-defined]
+        if self.optimizer.state is not self.state:
+            self._take_state_over()
+        updated = []
+        with plainly():
+            for slot, version, gradient, written in lent:
+                home = self.home_parameter(slot)
+                if home._version != version:
+                    updated.append(slot.index)
+                    if slot.has_master:
+                        self.wrapped.round_master(slot)
+                if home.grad is not gradient:
+                    like = slot.parameter
+                    like.grad = None if home.grad is None else home.grad.to(device=like.device, dtype=like.dtype)
+                elif gradient is not None and gradient is not slot.parameter.grad and gradient._version != written:
+                    slot.parameter.grad.copy_(gradient)  # type: ignore[union-attr]  # a copy of it was lent
+                home.grad = None
+        self.wrapped.custody.bump_versions(updated)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         self._settle(None)
         optimizer = self.optimizer
-        result = Optimizer.state_dict(optimizer)
+        result = _original_class(type(optimizer)).state_dict(optimizer)
         number = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
                 if slot.has_master and number in result["state"]:
-                    result["state"][number] = {**result["state"][number], "low_bits": self._low_bits(slot)}
+                    result["state"][number] = {**result["state"][number], "low_bits": self.wrapped.low_bits(slot)}
                 number += 1
         return result
-
-    def _low_bits(self, slot: HomeParameter) -> torch.Tensor:
-        """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
-        if "low bits" in self.wrapped.home.arenas:
-            return self.wrapped.home.low_bits(slot)
-        return self.wrapped.home.master(slot).view(torch.int32).to(torch.int16)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
@@ -537,34 +627,50 @@ class Updates:
         for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
             changed = before(optimizer, state_dict)
             state_dict = changed if changed is not None else state_dict
-        # torch's own code does the checks and the casts, on a stand-in that holds the home's dtypes on the CPU.
-        stand_ins = {p: self._stand_in(wrapped.slot_of[p]) for g in optimizer.param_groups for p in g["params"]}
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [stand_ins[p] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        worker = _worker_of(optimizer, groups)
-        _original_class(type(optimizer)).load_state_dict(worker, state_dict)
-        for old, new in zip(optimizer.param_groups, worker.param_groups, strict=True):
-            parameters = old["params"]
-            old.clear()
-            old.update({**new, "params": parameters})
-        self._whole_worker = None
-        for parameter, stand_in in stand_ins.items():
-            slot = wrapped.slot_of[parameter]
-            wrapped.custody.access_home(slot.unit, True)
-            state = dict(worker.state.get(stand_in, {}))
-            low = state.pop("low_bits", None)
-            if low is not None and slot.has_master:
-                high = wrapped.home.working(slot).view(torch.int16).to(torch.int32) << 16
-                wrapped.set_master(slot, (high + low.to(torch.int16).to(torch.int32)).view(torch.float32))
-            if state:
-                dict.__setitem__(self.state, parameter, state)
-            else:
-                dict.pop(self.state, parameter, None)
-            self._adopt(slot)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.inference_mode(False), torch.no_grad():
+            state_dict, low_bits = _without_low_bits(state_dict, parameters)
+            loaded = self._loaded_by_torch(state_dict)
+            dict.clear(self.state)
+            for key, values in loaded.items():
+                if values or key not in wrapped.slot_of:
+                    dict.__setitem__(self.state, key, values)
+            for parameter in parameters:
+                slot = wrapped.slot_of[parameter]
+                wrapped.custody.access_home(slot.unit, True)
+                low = low_bits.get(parameter)
+                if low is not None and slot.has_master:
+                    wrapped.set_low_bits(slot, low)
+                self._adopt(slot)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
+
+    def _loaded_by_torch(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
+        """torch's own code, or the class's, does the checks and the casts, while the optimizer holds stand-ins with the
+        home's dtypes on the CPU. Gives the state by real parameters; groups are replaced as torch replaces them."""
+        optimizer, slot_of = self.optimizer, self.wrapped.slot_of
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        owners: dict[nn.Parameter, nn.Parameter] = {}
+
+        def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+            if parameter in slot_of and parameter not in stand_ins:
+                stand_ins[parameter] = self._stand_in(slot_of[parameter])
+                owners[stand_ins[parameter]] = parameter
+            return stand_ins.get(parameter, parameter)
+
+        before = optimizer._optimizer_load_state_dict_pre_hooks
+        after = optimizer._optimizer_load_state_dict_post_hooks
+        exchange(optimizer, stand_in)
+        del optimizer._noria  # type: ignore[attr-defined]
+        try:
+            _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # these saw and will see the parameters themselves
+            _original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
+        finally:
+            _set_load_hooks(optimizer, before, after)
+            optimizer._noria = self  # type: ignore[attr-defined]
+            exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
+            loaded, optimizer.state = optimizer.state, self.state
+        return dict(OptimizerState.unwatched.items(loaded))
 
     def _stand_in(self, slot: HomeParameter) -> nn.Parameter:
         """Shape and dtype of the home's tensor, no memory of its own: `low_bits` must not be cast to a float."""
@@ -576,13 +682,29 @@ class Updates:
         members = group.get("params", [])
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         group = {**group, "params": members}
-        self._check_members([{"params": [m[1] if isinstance(m, tuple) else m for m in members]}])
+        parameters = [m[1] if isinstance(m, tuple) else m for m in members]
+        self._check_members([{"params": parameters}])
+        self._check_held_once(parameters)
         _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
-        self._whole_worker = None
 
 
-def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
-    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
+def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:
+    optimizer._optimizer_load_state_dict_pre_hooks = before
+    optimizer._optimizer_load_state_dict_post_hooks = after
+
+
+def _without_low_bits(
+    state_dict: dict[str, Any], parameters: list[nn.Parameter]
+) -> tuple[dict[str, Any], dict[nn.Parameter, torch.Tensor]]:
+    """noria's own entry apart from the rest, which torch casts to the parameter's dtype."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    rest, low_bits = dict(state_dict["state"]), {}
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = rest.get(number)
+        if isinstance(values, dict) and "low_bits" in values:
+            low_bits[parameter] = values["low_bits"]
+            rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
+    return {**state_dict, "state": rest}, low_bits
 
 
 # ---- facade -------------------------------------------------------------------------------------------------------
@@ -688,7 +810,7 @@ def unfacade(optimizer: Optimizer) -> None:
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = _original_class(type(optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)
-    for parameter, values in optimizer.state.items():
-        state[parameter] = dict(values)
+    for key, values in optimizer.state.items():
+        state[key] = dict(values) if isinstance(key, nn.Parameter) else values
     optimizer.state = state
     optimizer._patch_step_function()

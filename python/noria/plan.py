@@ -17,7 +17,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, describe_units
 from noria.limits import check_fits, host_limits
-from noria.optimizer import SEPARABLE, fused_covers, predict_state
+from noria.optimizer import SEPARABLE, fused_covers, held_once, predict_state
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget
 
@@ -146,11 +146,15 @@ def _regions(
         Region.of("held gradients", (unit.gradients for unit in units)),
     ]
     slots = [slot for unit in units for slot in unit.parameters]
-    fused = bool(kernels) and all(kernel == "fused" for kernel in kernels) and _dtypes_allow_fused(units, policy)
+    fused = bool(kernels) and all(kernel == "fused" for kernel in kernels)
+    fused = fused and _dtypes_allow_fused(units, policy) and held_once(optimizers)
     if not fused:
         kernels[:] = ["torch" if kernel == "fused" else kernel for kernel in kernels]
         if policy.kernel == "fused" and optimizers:
-            unpredicted.append('kernel="fused" does not cover these optimizers or dtypes; they run with kernel="torch"')
+            unpredicted.append(
+                'kernel="fused" does not cover these optimizers, dtypes or parameters in two of them; they run with '
+                'kernel="torch"'
+            )
     if policy.dtype is not None:
         if fused:
             regions.append(Region.of("low bits", (unit.gradients for unit in units)))

@@ -124,9 +124,10 @@ class OperatorWatch(TorchFunctionMode):
     def units_handed(self, arguments: Iterable[Any]) -> set[int]:
         """Units of the parameters, or views of parameters, among a module's arguments."""
         units = set()
-        for value in arguments:
-            if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
-                units |= self._units_in(value)
+        with torch._C.DisableTorchFunction():  # a mode of the user's need not know that we look
+            for value in arguments:
+                if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
+                    units |= self._units_in(value)
         return units
 
     def _units_in(self, arguments: Any) -> set[int]:

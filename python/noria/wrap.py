@@ -20,7 +20,8 @@ from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.home import Home
-from noria.optimizer import Updates, check_optimizer, facade, unfacade
+from noria.modes import plainly
+from noria.optimizer import SEPARABLE, Updates, check_optimizer, facade, refuse_out_of_reach, unfacade
 from noria.plan import WrapPlan, make_plan
 from noria.policy import Policy, make_policy
 from noria.testing._machine import machine
@@ -62,6 +63,8 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
                         f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
                         "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
                     )
+        if type(updater) not in SEPARABLE:
+            refuse_out_of_reach(updater, known)
     return roots, updaters
 
 
@@ -112,7 +115,8 @@ def wrap(
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
     planned = make_plan(roots, updaters, chosen)
-    wrapped = _carry_out(planned, roots, updaters)
+    with plainly():
+        wrapped = _carry_out(planned, roots, updaters)
     _LIVE.add(wrapped)
     return (model, optimizer) if optimizer is not None else model
 
@@ -208,16 +212,17 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:
-                updates.optimizer.state[slot.parameter]["low_bits"] = updates._low_bits(slot)
+                updates.optimizer.state[slot.parameter]["low_bits"] = wrapped.low_bits(slot)
         unfacade(updates.optimizer)
     wrapped.remove_hooks()
-    for slot, gradient, kind in gradients:
-        slot.parameter.grad = None
-        wrapped.custody.release(slot.index, wrapped.home.working(slot))
-        if gradient is not None:
-            slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
-    for root in roots:
-        _move_buffers(root, torch.device("cpu"), None)
+    with plainly():
+        for slot, gradient, kind in gradients:
+            slot.parameter.grad = None
+            wrapped.custody.release(slot.index, wrapped.home.working(slot))
+            if gradient is not None:
+                slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
+        for root in roots:
+            _move_buffers(root, torch.device("cpu"), None)
     wrapped.shutdown()
     _LIVE.discard(wrapped)
     return (model, optimizer) if optimizer is not None else model

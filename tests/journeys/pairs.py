@@ -103,6 +103,7 @@ def state_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
     return {
         f"{number}.{key}": value
         for number, values in state.items()
+        if isinstance(values, dict)
         for key, value in values.items()
         if isinstance(value, torch.Tensor)
     }

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 
 import noria
+import numpy as np
 import pytest
 import torch
 from noria.testing import assert_same_bits, on_machine
@@ -67,6 +69,16 @@ def through_a_file(contents):
     return torch.load(file, weights_only=True)
 
 
+class Loaded:
+    """An optimizer as far as its checkpoint goes."""
+
+    def __init__(self, states):
+        self.states = states
+
+    def state_dict(self):
+        return self.states
+
+
 def both_states(side):
     return through_a_file({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()})
 
@@ -99,6 +111,38 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path
     same(second, straight)
     for side in (straight, second):
         assert_moved(side.model)
+
+
+@kinds
+@pytest.mark.parametrize("order", ["optimizer first", "between two models", "model last again"])
+def test_model_and_optimizer_are_loaded_in_any_order(kind, order):
+    straight = wrapped(**KINDS[kind])
+    straight.train(0, 3)
+    states = both_states(straight)
+    straight.train(3, 6)
+    resumed = wrapped(seed=99, **KINDS[kind])
+    if order != "optimizer first":
+        other = wrapped(seed=7, **KINDS[kind]) if order == "between two models" else straight
+        resumed.model.load_state_dict(through_a_file(other.model.state_dict()))
+    resumed.optimizer.load_state_dict(states["optimizer"])
+    if order == "model last again":
+        resumed.model.load_state_dict(through_a_file(straight.model.state_dict()))
+    resumed.model.load_state_dict(states["model"])
+    assert_same_bits(state_tensors(resumed.optimizer), state_tensors(Loaded(states["optimizer"])))
+    resumed.train(3, 6)
+    same(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", ["bf16 torch", "bf16 fused"])
+def test_an_optimizer_state_that_belongs_to_other_weights_spoils_none(kind):
+    trained, fresh = wrapped(**KINDS[kind]), wrapped(seed=4, **KINDS[kind])
+    trained.train(0, 3)
+    fresh.model.load_state_dict({"head.bias": torch.zeros(23)}, strict=False)
+    fresh.optimizer.load_state_dict(through_a_file(trained.optimizer.state_dict()))
+    assert not fresh.model.state_dict()["head.bias"].any(), "values are the model's"
+    fresh.train(0, 2)
+    assert fresh.model.state_dict()["head.bias"].all(), "every element moves"
+    assert all(value.isfinite().all() for value in fresh.model.state_dict().values())
 
 
 @kinds
@@ -242,6 +286,46 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path):
     plain = new()
     noria.save(tmp_path / "plain.pt", plain.model, plain.optimizer)
     noria.load(tmp_path / "plain.pt", side.model, side.optimizer)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"best": np.float64(1)}, {"history": {"losses": [1.0, np.float32(2)]}}, {"lr": None}],
+    ids=["a numpy number", "one inside", "one in the optimizer"],
+)
+def test_what_could_not_be_loaded_is_not_saved(extra, tmp_path):
+    path = tmp_path / "run.pt"
+    side = wrapped()
+    side.train(0, 1)
+    noria.save(path, side.model, side.optimizer, step=1)
+    name = next(iter(extra))
+    if name == "lr":
+        side.optimizer.param_groups[0]["lr"], name, extra = np.float64(0.1), "optimizer", {}
+    with pytest.raises(noria.UsageError, match=f"'{name}'.*convert"):
+        noria.save(path, side.model, side.optimizer, **extra)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert noria.load(path, side.model, side.optimizer) == {"step": 1}
+
+
+def test_lists_are_saved_and_loaded_as_they_are_wrapped(tmp_path):
+    def pair(seed):
+        sides = [new(seed), new(seed + 1)]
+        models, optimizers = [side.model for side in sides], [side.optimizer for side in sides]
+        noria.wrap(models, optimizers, device="cpu", window=2)
+        return sides, models, optimizers
+
+    sides, models, optimizers = pair(0)
+    for side in sides:
+        side.train(0, 2)
+    noria.save(tmp_path / "both.pt", models, optimizers, note="two")
+    others, *loaded = pair(10)
+    assert noria.load(tmp_path / "both.pt", *loaded) == {"note": "two"}
+    for side, other in zip(sides, others, strict=True):
+        side.train(2, 4)
+        other.train(2, 4)
+        same(other, side)
+    with pytest.raises(noria.UsageError, match="2 of 'model'"):
+        noria.load(tmp_path / "both.pt", models[0])
 
 
 # ---- the optimizer's state, seen directly ------------------------------------------------------------------

@@ -1,0 +1,158 @@
+"""An update runs when its unit is needed, which may be inside of anything: autocast, inference mode, modes of the
+user's. It computes what it would have computed inside `step()`, and what it leaves is ordinary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import noria
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.journeys.pairs import Net, adamw, both, loss_of, sgd
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
+def muon(parameters):
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
+
+
+def one_step(side, number, around=contextlib.nullcontext):
+    with around():
+        loss = loss_of(side.model, number)
+    loss.backward()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+    side.keep(f"loss {len(side.kept)}", loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", [adafactor, muon, adamw])
+def test_an_update_that_runs_inside_an_autocast_forward_is_not_cast(optimizer, dtype):
+    def journey(side):
+        for step in range(4):
+            one_step(side, step, lambda: torch.autocast("cpu", dtype))
+
+    both(journey, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [adafactor, muon])
+def test_an_update_of_a_step_inside_autocast_is_cast_wherever_it_runs(optimizer):
+    def journey(side):
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            with torch.autocast("cpu", torch.bfloat16):
+                side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_a_first_update_that_runs_in_inference_mode_leaves_ordinary_state(optimizer, kernel):
+    def journey(side):
+        one_step(side, 0)
+        with torch.inference_mode():
+            side.keep("validated", loss_of(side.model, 50))
+        for step in range(1, 4):
+            one_step(side, step)
+
+    both(journey, optimizer=optimizer, kernel=kernel)
+
+
+def look_at_state(side):
+    side.optimizer.state_dict()
+    side.keep("weights seen", side.model.state_dict()["head.weight"])
+
+
+def edit_weights(side):
+    with noria.materialize(side.model) if side.is_wrapped else contextlib.nullcontext():
+        side.model.head.weight.mul_(1.5)
+
+
+def wrap_again(side):
+    if side.is_wrapped:
+        noria.unwrap(side.model, side.optimizer)
+        noria.wrap(side.model, side.optimizer, device="cpu", window=2)
+
+
+@pytest.mark.parametrize("do", [look_at_state, edit_weights, wrap_again])
+def test_what_noria_makes_in_inference_mode_is_of_use_outside(do):
+    def journey(side):
+        one_step(side, 0)
+        with torch.inference_mode():
+            do(side)
+        for step in range(1, 4):
+            one_step(side, step)
+
+    both(journey)
+
+
+def test_modes_of_the_user_see_their_own_operators_and_no_others():
+    class Functions(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def seen_by(is_wrapped):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = adamw(model.parameters())
+        if is_wrapped:
+            noria.wrap(model, optimizer, device="cpu", window=2)
+        for step in range(2):  # passes are known, so that no operator is watched
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, 5)
+        loss_of(model, 2).backward()
+        optimizer.step()
+        with Functions() as functions, Operators() as operators, torch.no_grad():
+            loss_of(model, 3)
+        return [name for name in functions.seen if not name.startswith("__")], operators.seen
+
+    ours, plain = seen_by(True), seen_by(False)
+    assert ours == plain
+
+
+def test_an_update_that_raises_is_made_up_for_once_its_cause_is_gone():
+    def journey(side):
+        one_step(side, 0)
+        if side.is_wrapped:
+            state = side.optimizer.state[side.model.blocks[2].expand.bias]
+            good = state.pop("momentum_buffer")
+            state["momentum_buffer"] = torch.zeros(3)
+            one_step(side, 1)
+            for _ in range(2):  # whoever needs the unit hears of it
+                with pytest.raises(RuntimeError, match=r"shape|size"):
+                    loss_of(side.model, 2)
+            state["momentum_buffer"] = good
+        else:
+            one_step(side, 1)
+        for step in range(2, 5):
+            one_step(side, step)
+
+    both(journey, optimizer=sgd, moved=False)
