@@ -248,7 +248,7 @@ def test_every_rule_has_its_bits_and_bytes_on_any_number_of_threads_in_place_and
 
 
 def test_among_ready_jobs_the_smallest_priority_runs_first_and_equals_keep_their_order():
-    optimizer = _C.HostOptimizer(1, latency_us=3000)  # the first takes long: all others are ready when it is done
+    optimizer = _C.HostOptimizer(1, latency_us=30_000)  # the first takes long: all others are ready when it is done
     trace = _C.Trace(100)
     optimizer.set_trace(trace)
     late = gate()
