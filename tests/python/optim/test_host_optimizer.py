@@ -12,13 +12,17 @@ from noria import _C
 
 from tests.python.optim import units
 
+_ALIVE = []  # a job holds addresses, not arrays
+
 
 class Unit(units.Unit):
-    """The seed alone says what the arrays hold."""
+    """The seed alone says what the arrays hold; small ones live until the end, so that a test may drop them."""
 
     def __init__(self, count, seed=0, split=False, rule="adamw"):
         made = units.make(rule, count, seed, split_master=split)
         self.__dict__.update(made.__dict__)
+        if count <= 1000:
+            _ALIVE.append(self)
 
     def update_by_hand(self, step=1):
         self.step(step)
