@@ -20,8 +20,9 @@ enum class Verb : std::uint8_t {
   evict,     // no lane: the lease may be reused (bookkeeping, never waits)
   poison,    // fetch lane, hostile backend only: vacated memory is overwritten
   load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
+  draft,     // update lane: an update computed beside the state, before `step()`
 };
-inline constexpr int kNumVerbs = 9;
+inline constexpr int kNumVerbs = 10;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

@@ -211,7 +211,7 @@ void bind_custody(py::module_& m) {
       .def("begin_step", &Custody::begin_step, NoGil())
       .def(
           "update_on_pool",
-          [](Custody& self, std::int32_t unit, AdamWJob job) {
+          [](Custody& self, std::int32_t unit, UpdateJob job) {
             self.engine().update_on_pool(UnitId(unit), std::move(job));
           },
           NoGil())

@@ -1,13 +1,15 @@
-// The AdamW kernels by address, and the host pool that runs them.
+// The update kernels by address, and the host pool that runs them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <tuple>
 
 #include "base/words.h"
 #include "bindings/lane_stats.h"
-#include "optim/adamw.h"
 #include "optim/host_optimizer.h"
+#include "optim/split_master.h"
+#include "optim/update.h"
 
 namespace py = pybind11;
 
@@ -16,20 +18,19 @@ namespace {
 
 using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
+using Pieces = std::vector<std::tuple<std::int64_t, std::int64_t, UpdateScalars>>;
 
 template <class Element>
 Element* at(Address address) {
   return reinterpret_cast<Element*>(address);
 }
 
-AdamWJob make_job(const std::vector<std::tuple<std::int64_t, std::int64_t, AdamWScalars>>& pieces, Address m, Address v,
-                  Address gradient, Address master, Address working, Address low) {
-  AdamWJob job;
-  job.master = at<float>(master);
-  job.working = at<std::uint16_t>(working);
-  job.low = at<std::uint16_t>(low);
-  job.m = at<float>(m);
-  job.v = at<float>(v);
+UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
+                   const std::optional<UnitArrays>& to) {
+  UpdateJob job;
+  job.rule = parse_update_rule(rule);
+  job.from = arrays;
+  job.to = to.value_or(arrays);
   job.gradient = at<void>(gradient);
   for (const auto& [offset, count, scalars] : pieces) job.pieces.push_back({offset, count, scalars});
   return job;
@@ -43,48 +44,60 @@ std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandw
   options.limit = {bandwidth_gib_s, latency_us};
   options.hostility.seed = seed;
   options.hostility.max_delay_us = max_delay_us;
-  if (hold_us > 0) options.hostility.hold_us[Verb::update] = hold_us;
+  if (hold_us > 0) options.hostility.hold_us = {{Verb::update, hold_us}, {Verb::draft, hold_us}};
   return std::make_shared<HostOptimizer>(options);
 }
 
-void bind_adamw(py::module_& m) {
-  py::class_<AdamWScalars>(m, "AdamWScalars")
-      .def_readwrite("gradient_sign", &AdamWScalars::gradient_sign)
-      .def_readwrite("decay", &AdamWScalars::decay)
-      .def_readwrite("one_minus_beta1", &AdamWScalars::one_minus_beta1)
-      .def_readwrite("beta2", &AdamWScalars::beta2)
-      .def_readwrite("one_minus_beta2", &AdamWScalars::one_minus_beta2)
-      .def_readwrite("negative_step", &AdamWScalars::negative_step)
-      .def_readwrite("inverse_bias2_root", &AdamWScalars::inverse_bias2_root)
-      .def_readwrite("eps", &AdamWScalars::eps);
+void bind_kernels(py::module_& m) {
+  py::class_<UpdateScalars>(m, "UpdateScalars")
+      .def_readwrite("factor", &UpdateScalars::factor)
+      .def_readwrite("decay", &UpdateScalars::decay)
+      .def_readwrite("negative_step", &UpdateScalars::negative_step)
+      .def_readwrite("one_minus_beta1", &UpdateScalars::one_minus_beta1)
+      .def_readwrite("one_minus_beta2", &UpdateScalars::one_minus_beta2)
+      .def_readwrite("inverse_bias2_root", &UpdateScalars::inverse_bias2_root)
+      .def_readwrite("eps", &UpdateScalars::eps)
+      .def_readwrite("momentum", &UpdateScalars::momentum)
+      .def_readwrite("gradient_share", &UpdateScalars::gradient_share)
+      .def_readwrite("nesterov", &UpdateScalars::nesterov)
+      .def_readwrite("is_first", &UpdateScalars::is_first);
 
   m.def(
-      "adamw_scalars",
-      [](std::int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay, bool maximize) {
-        return adamw_scalars({lr, beta1, beta2, eps, weight_decay, maximize}, step);
+      "update_scalars",
+      [](const std::string& rule, std::int64_t step, double lr, double beta1, double beta2, double eps,
+         double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor) {
+        const UpdateHyper hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, factor};
+        return update_scalars(parse_update_rule(rule), hyper, step);
       },
-      py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-      py::arg("weight_decay"), py::arg("maximize") = false);
-  m.def("adamw_instruction_sets", &adamw_instruction_sets);
+      py::arg("rule"), py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
+      py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0, py::arg("dampening") = 0.0,
+      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0);
+  m.def("instruction_sets", &instruction_sets);
 
-  m.def(
-      "adamw_fp32",
-      [](Address master, Address moment1, Address moment2, Address gradient, std::size_t count,
-         const AdamWScalars& scalars, const std::string& instruction_set) {
-        adamw_fp32(at<float>(master), at<float>(moment1), at<float>(moment2), at<const float>(gradient), count, scalars,
-                   instruction_set);
-      },
-      py::arg("master"), py::arg("m"), py::arg("v"), py::arg("gradient"), py::arg("count"), py::arg("scalars"),
-      py::arg("instruction_set") = "", Release());
-  m.def(
-      "adamw_split",
-      [](Address high, Address low, Address moment1, Address moment2, Address gradient, std::size_t count,
-         const AdamWScalars& scalars, const std::string& instruction_set) {
-        adamw_split(at<std::uint16_t>(high), at<std::uint16_t>(low), at<float>(moment1), at<float>(moment2),
-                    at<const std::uint16_t>(gradient), count, scalars, instruction_set);
-      },
-      py::arg("high"), py::arg("low"), py::arg("m"), py::arg("v"), py::arg("gradient"), py::arg("count"),
-      py::arg("scalars"), py::arg("instruction_set") = "", Release());
+  py::class_<UnitArrays>(m, "UnitArrays")
+      .def(py::init([](Address master, Address working, Address low, Address first, Address second) {
+             return UnitArrays{at<float>(master), at<std::uint16_t>(working), at<std::uint16_t>(low), at<float>(first),
+                               at<float>(second)};
+           }),
+           py::kw_only(), py::arg("master") = 0, py::arg("working") = 0, py::arg("low") = 0, py::arg("m") = 0,
+           py::arg("v") = 0);
+
+  py::class_<UpdateJob>(m, "UpdateJob")
+      .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
+           py::arg("gradient"), py::arg("to") = std::optional<UnitArrays>())
+      .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
+      .def_property_readonly("in_place", &UpdateJob::in_place)
+      .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
+      .def(
+          "run",
+          [](const UpdateJob& job, const std::string& instruction_set) {
+            check(job);
+            for (const UpdatePiece& piece : job.pieces) {
+              update_elements(job, piece.offset, piece.count, piece.scalars, instruction_set);
+            }
+          },
+          py::arg("instruction_set") = "", Release());
+
   m.def(
       "split_master",
       [](Address master, Address high, Address low, std::size_t count) {
@@ -102,24 +115,21 @@ void bind_adamw(py::module_& m) {
 }  // namespace
 
 void bind_optim(py::module_& m) {
-  bind_adamw(m);
-
-  py::class_<AdamWJob>(m, "AdamWJob")
-      .def(py::init(&make_job), py::arg("pieces"), py::kw_only(), py::arg("m"), py::arg("v"), py::arg("gradient"),
-           py::arg("master") = 0, py::arg("working") = 0, py::arg("low") = 0)
-      .def_property_readonly("bytes", [](const AdamWJob& job) { return job.bytes().count; });
+  bind_kernels(m);
 
   py::class_<HostOptimizer, std::shared_ptr<HostOptimizer>>(m, "HostOptimizer")
       .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(), py::arg("bandwidth_gib_s") = 0.0,
            py::arg("latency_us") = 0.0, py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("hold_us") = 0)
       .def(
           "submit",
-          [](HostOptimizer& optimizer, AdamWJob job, std::vector<Ticket> waits, std::int64_t op, std::int32_t unit) {
-            const OpLabel label{OpId(op), Lane::update, Verb::update, UnitId(unit)};
-            return optimizer.submit(label, std::move(job), std::move(waits));
+          [](HostOptimizer& optimizer, UpdateJob job, std::vector<Ticket> waits, int priority, std::int64_t op,
+             std::int32_t unit, const std::string& verb) {
+            const OpLabel label{OpId(op), Lane::update, parse_verb(verb), UnitId(unit)};
+            return optimizer.submit(label, std::move(job), std::move(waits), priority);
           },
-          py::arg("job"), py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("op") = -1,
-          py::arg("unit") = -1, Release())
+          py::arg("job"), py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("priority") = 0,
+          py::arg("op") = -1, py::arg("unit") = -1, py::arg("verb") = "update", Release())
+      .def("recall", &HostOptimizer::recall, py::arg("ticket"), Release())
       .def("idle", &HostOptimizer::idle, Release())
       .def("close", &HostOptimizer::close, Release())
       .def("stats", [](const HostOptimizer& optimizer) { return stats_dict(optimizer.stats()); })

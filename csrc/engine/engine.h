@@ -100,7 +100,7 @@ class Engine {
   // ---- updates ----
   /// The user's clip and edits of `held` are on the stream.
   void begin_step(Stream stream);
-  void update_on_pool(UnitId unit, AdamWJob job);
+  void update_on_pool(UnitId unit, UpdateJob job);
   void defer_update(UnitId unit);
   void end_step(bool blocking);
   /// Runs the unit's deferred update, if it has one, on this thread.

@@ -52,7 +52,7 @@ Op Engine::update_op(UnitId unit) {
   return op;
 }
 
-void Engine::update_on_pool(UnitId unit, AdamWJob job) {
+void Engine::update_on_pool(UnitId unit, UpdateJob job) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
   issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);

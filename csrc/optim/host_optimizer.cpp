@@ -26,7 +26,7 @@
 namespace noria {
 namespace {
 
-// Elements per task: 1.6 MiB of traffic, far above the cost of a task and far below a unit.
+// Elements per task: 0.6 to 1.8 MiB of traffic, far above the cost of a task and far below a unit.
 constexpr std::int64_t kChunk = 64 * 1024;
 
 int threads_for(int requested) {
@@ -38,57 +38,22 @@ std::exception_ptr closed_error() {
   return std::make_exception_ptr(MachineError("the host optimizer was closed before this update could run"));
 }
 
-void check_job(const OpLabel& label, const AdamWJob& job) {
-  NORIA_INVARIANT(label.lane == Lane::update, "an update belongs on the update lane");
-  const bool split = job.working != nullptr;
-  NORIA_INVARIANT(split == (job.low != nullptr) && split == (job.master == nullptr),
-                  "an update is of an fp32 master, or of a working copy with its low bits");
-  NORIA_INVARIANT(job.m != nullptr && job.v != nullptr && job.gradient != nullptr, "an update lacks an array");
-  std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
-  for (const AdamWPiece& piece : job.pieces) {
-    NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
-    if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);
-  }
-  std::sort(ranges.begin(), ranges.end());
-  for (std::size_t i = 1; i < ranges.size(); ++i) {
-    NORIA_INVARIANT(ranges[i - 1].second <= ranges[i].first, "pieces of an update overlap");
-  }
-}
-
 struct Chunk {
-  const AdamWScalars* scalars;
+  const UpdateScalars* scalars;
   std::int64_t offset;
   std::int64_t count;
 };
 
-void cut(const std::vector<AdamWPiece>& pieces, std::vector<Chunk>& chunks) {
+void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
   chunks.clear();
-  for (const AdamWPiece& piece : pieces) {
+  for (const UpdatePiece& piece : pieces) {
     for (std::int64_t done = 0; done < piece.count; done += kChunk) {
       chunks.push_back({&piece.scalars, piece.offset + done, std::min(kChunk, piece.count - done)});
     }
   }
 }
 
-void update(const AdamWJob& job, const Chunk& chunk) {
-  const std::int64_t at = chunk.offset;
-  const auto count = static_cast<std::size_t>(chunk.count);
-  if (job.master != nullptr) {
-    adamw_fp32(job.master + at, job.m + at, job.v + at, static_cast<const float*>(job.gradient) + at, count,
-               *chunk.scalars);
-  } else {
-    adamw_split(job.working + at, job.low + at, job.m + at, job.v + at,
-                static_cast<const std::uint16_t*>(job.gradient) + at, count, *chunk.scalars);
-  }
-}
-
 }  // namespace
-
-Bytes AdamWJob::bytes() const {
-  std::int64_t elements = 0;
-  for (const AdamWPiece& piece : pieces) elements += piece.count;
-  return Bytes{master != nullptr ? 28 : 26} * elements;
-}
 
 struct HostOptimizer::State {
   explicit State(const HostOptimizerOptions& options)
@@ -105,7 +70,7 @@ struct HostOptimizer::State {
 
   void serve();
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
-  void compute(const AdamWJob& job);
+  void compute(const UpdateJob& job);
 
   const pid_t pid = getpid();
   const int num_threads;
@@ -182,14 +147,16 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   update.ticket->pass();
 }
 
-void HostOptimizer::State::compute(const AdamWJob& job) {
+void HostOptimizer::State::compute(const UpdateJob& job) {
   cut(job.pieces, chunks);
   // TBB orders all this itself, but in a library that ThreadSanitizer cannot see into: the two atomics say it again.
   begun.store(true, std::memory_order_release);
   arena.execute([&] {
     tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
       (void)begun.load(std::memory_order_acquire);
-      for (std::size_t i = range.begin(); i != range.end(); ++i) update(job, chunks[i]);
+      for (std::size_t i = range.begin(); i != range.end(); ++i) {
+        update_elements(job, chunks[i].offset, chunks[i].count, *chunks[i].scalars);
+      }
       num_ranges.fetch_add(1, std::memory_order_release);
     });
   });
@@ -207,22 +174,34 @@ HostOptimizer::~HostOptimizer() {
   close();
 }
 
-Ticket HostOptimizer::submit(const OpLabel& label, AdamWJob job, std::vector<Ticket> waits) {
+Ticket HostOptimizer::submit(const OpLabel& label, UpdateJob job, std::vector<Ticket> waits, int priority) {
   if (getpid() != state_->pid) {
     throw UsageError("updates in the process that made the optimizer", "a forked child of it",
                      "wrap the model in the process that trains it");
   }
-  check_job(label, job);
+  NORIA_INVARIANT(label.lane == Lane::update && (label.verb == Verb::update || label.verb == Verb::draft),
+                  "an update or a draft belongs on the update lane");
+  check(job);
   auto item = std::make_shared<QueuedUpdate>();
   item->label = label;
   item->job = std::move(job);
   item->waits = std::move(waits);
   item->ticket = std::make_shared<HostTicket>(label);
+  item->priority = priority;
   item->submitted_ns = now_ns();
   Ticket ticket = item->ticket;
   const bool taken = state_->queue->push(item);
   NORIA_INVARIANT(taken, "an update was submitted to a closed host optimizer");
   return ticket;
+}
+
+bool HostOptimizer::recall(const Ticket& ticket) {
+  if (getpid() != state_->pid) return false;
+  const UpdateQueue::Item item = state_->queue->remove(ticket);
+  if (item == nullptr) return false;
+  item->waits.clear();
+  item->ticket->pass();
+  return true;
 }
 
 void HostOptimizer::idle() {

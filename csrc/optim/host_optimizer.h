@@ -1,16 +1,17 @@
-// The host pool that updates units: one unit after another in the order of submission as their waits pass, each spread
-// over a TBB arena.
+// The host pool that updates units: one unit after another as their waits pass, the most urgent first, each spread over
+// a TBB arena.
 //
 // Units: elements and bytes; bandwidth in GiB/s. Ownership: jobs point into the home, which outlives the optimizer;
-// tickets are shared, and let go of as soon as a job is done. Order: among queued jobs the first whose waits have all
-// passed runs next, so results never depend on threads (elementwise formula, fixed chunks). A failed job fails its
-// ticket, so no waiter waits for ever; a failed wait fails the job that waited for it, which is then not run.
+// tickets are shared, and let go of as soon as a job is done. Order: among the queued jobs whose waits have all passed
+// the one of the smallest priority runs next, and of equal ones the first submitted; results depend neither on that nor
+// on threads (elementwise formulas, fixed chunks). A failed job fails its ticket, so no waiter waits for ever; a failed
+// wait fails the job that waited for it, which is then not run.
 // Threads: `submit` from any thread; jobs run on the pool's own threads, which never take the GIL. A forked child has
 // none of them: there `submit` refuses, `idle`, `close` and the destructor do nothing.
 //
 // Note [Tickets of a device]. A ticket calls back when it is issued, and on a device that is not yet passed. When no
-// job's waits have all passed, the pool blocks on the first job whose waits are all issued: what has been issued waits
-// for nothing but what was issued before it, never for an update, so this always ends.
+// job's waits have all passed, the pool blocks on the most urgent job whose waits are all issued: what has been issued
+// waits for nothing but what was issued before it, never for an update, so this always ends.
 #pragma once
 
 #include <cstdint>
@@ -19,29 +20,9 @@
 
 #include "base/trace.h"
 #include "device/backend.h"
-#include "optim/adamw.h"
+#include "optim/update.h"
 
 namespace noria {
-
-/// A contiguous run of elements that share hyperparameters (one parameter). Pieces of a job do not overlap.
-struct AdamWPiece {
-  std::int64_t offset = 0;  // elements, into every array of the job
-  std::int64_t count = 0;
-  AdamWScalars scalars{};
-};
-
-/// One unit's update. fp32: `master` is the working copy itself, `working` and `low` are null. Split (bf16): `working`
-/// holds the high halves and `low` the low 16 bits, `master` is null; see optim/adamw.h.
-struct AdamWJob {
-  float* master = nullptr;
-  std::uint16_t* working = nullptr;
-  std::uint16_t* low = nullptr;
-  float* m = nullptr;
-  float* v = nullptr;
-  const void* gradient = nullptr;  // float for fp32, bf16 bits for split
-  std::vector<AdamWPiece> pieces;
-  Bytes bytes() const;  // read plus written: 28 per element in fp32 (p, m, v in and out, g in), 26 split
-};
 
 struct HostOptimizerOptions {
   int num_threads = 0;  // 0: cores of the process less one for the launching thread, at least 1
@@ -56,8 +37,12 @@ class HostOptimizer {
   HostOptimizer(const HostOptimizer&) = delete;  // owns threads
   HostOptimizer& operator=(const HostOptimizer&) = delete;
 
-  /// Does not block. Throws InvariantError for a job that no plan makes (missing arrays, overlapping pieces).
-  Ticket submit(const OpLabel& label, AdamWJob job, std::vector<Ticket> waits);
+  /// Does not block. `label.verb` is `update` or `draft`; a smaller `priority` is more urgent. Throws InvariantError
+  /// for a job that no plan makes (see `check`).
+  Ticket submit(const OpLabel& label, UpdateJob job, std::vector<Ticket> waits, int priority = 0);
+  /// True: the job of this ticket had not begun and never will; its arrays are as they were and the ticket passes now.
+  /// False: it has begun, is done, has failed, or is no job of this pool.
+  bool recall(const Ticket& ticket);
   /// Blocks until nothing is queued or running.
   void idle();
   /// Finishes the running job, fails the tickets of the others, joins. Idempotent.

@@ -29,20 +29,33 @@ void UpdateQueue::issued(const Item& item, Verb giver) {
   if (--item->num_unissued == 0) changed_.notify_all();
 }
 
-UpdateQueue::Item UpdateQueue::first_ready() {
+UpdateQueue::Item UpdateQueue::most_urgent() {
   const auto has_passed = [](const Ticket& wait) { return wait->passed(); };
   auto chosen = items_.end();
+  bool is_ready = false;
   for (auto it = items_.begin(); it != items_.end(); ++it) {
     if ((*it)->num_unissued > 0) continue;
-    if (std::all_of((*it)->waits.begin(), (*it)->waits.end(), has_passed)) {
-      chosen = it;
-      break;
-    }
-    if (chosen == items_.end()) chosen = it;  // second best: see optim/host_optimizer.h, Note [Tickets of a device]
+    const bool passed = std::all_of((*it)->waits.begin(), (*it)->waits.end(), has_passed);
+    // What is only issued is second best: see optim/host_optimizer.h, Note [Tickets of a device].
+    const bool better = chosen == items_.end() || (passed == is_ready ? (*it)->priority < (*chosen)->priority : passed);
+    if (!better) continue;
+    chosen = it;
+    is_ready = passed;
   }
   if (chosen == items_.end()) return nullptr;
   Item item = std::move(*chosen);
   items_.erase(chosen);
+  return item;
+}
+
+UpdateQueue::Item UpdateQueue::remove(const Ticket& ticket) {
+  const std::lock_guard lock(mutex_);
+  const auto found =
+      std::find_if(items_.begin(), items_.end(), [&](const Item& item) { return item->ticket == ticket; });
+  if (found == items_.end()) return nullptr;
+  Item item = std::move(*found);
+  items_.erase(found);
+  changed_.notify_all();
   return item;
 }
 
@@ -51,9 +64,9 @@ UpdateQueue::Taken UpdateQueue::take() {
   running_ = false;
   changed_.notify_all();
   Taken taken;
-  if (!closing_) taken.item = first_ready();
+  if (!closing_) taken.item = most_urgent();
   taken.was_ready = taken.item != nullptr;
-  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = first_ready()); });
+  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = most_urgent()); });
   running_ = taken.item != nullptr;
   return taken;
 }

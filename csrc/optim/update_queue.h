@@ -1,8 +1,8 @@
-// Jobs that wait for their turn: the first whose waits have passed comes out next.
+// Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
-// Order: see optim/host_optimizer.h. Threads: `push`, `close` and `await_idle` from any thread, the rest from the one
-// thread that serves.
+// Order: see optim/host_optimizer.h. Threads: `push`, `remove`, `close` and `await_idle` from any thread, the rest
+// from the one thread that serves.
 #pragma once
 
 #include <condition_variable>
@@ -19,9 +19,10 @@ namespace noria {
 
 struct QueuedUpdate {
   OpLabel label;
-  AdamWJob job;
+  UpdateJob job;
   std::vector<Ticket> waits;
   std::shared_ptr<HostTicket> ticket;
+  int priority = 0;
   std::int64_t submitted_ns = 0;
   int num_unissued = 0;            // of `waits`; protected by the queue's mutex
   Verb last_giver = Verb::update;  // whose ticket was the last to be issued: the one to blame for a stall
@@ -33,6 +34,9 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
 
   /// False when the queue is closed; the item is not taken then.
   bool push(const Item& item);
+
+  /// The queued item of this ticket, which is then nobody's; null when there is none: it was taken, or never pushed.
+  Item remove(const Ticket& ticket);
 
   struct Taken {
     Item item;               // null: the queue was closed
@@ -49,7 +53,7 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   void await_idle();
 
  private:
-  Item first_ready();
+  Item most_urgent();
   void issued(const Item& item, Verb giver);
 
   std::mutex mutex_;  // protects all below

@@ -425,58 +425,65 @@ class Arena:
 
 # ---- optim -------------------------------------------------------------------------------------------------
 
-class AdamWScalars:
-    gradient_sign: float
+class UpdateScalars:
+    factor: float
     decay: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
     negative_step: float
+    one_minus_beta1: float
+    one_minus_beta2: float
     inverse_bias2_root: float
     eps: float
+    momentum: float
+    gradient_share: float
+    nesterov: float
+    is_first: float
 
-def adamw_scalars(
+def update_scalars(
+    rule: str,
     step: int,
     *,
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
     maximize: bool = False,
-) -> AdamWScalars: ...
-def adamw_instruction_sets() -> list[str]: ...
-def adamw_fp32(
-    master: int, m: int, v: int, gradient: int, count: int, scalars: AdamWScalars, instruction_set: str = ""
-) -> None: ...
-def adamw_split(
-    high: int,
-    low: int,
-    m: int,
-    v: int,
-    gradient: int,
-    count: int,
-    scalars: AdamWScalars,
-    instruction_set: str = "",
-) -> None: ...
-def split_master(master: int, high: int, low: int, count: int) -> None: ...
-def join_master(high: int, low: int, master: int, count: int) -> None: ...
+    factor: float = 1.0,
+) -> UpdateScalars:
+    """`rule`: "adamw", "adam", "sgd" (no momentum), "sgd_momentum" or "lion"."""
 
-class AdamWJob:
+def instruction_sets() -> list[str]: ...
+
+class UnitArrays:
+    """Addresses: `master`, or `working` and `low`; as many of `m`, `v` as the rule keeps."""
+
+    def __init__(self, *, master: int = 0, working: int = 0, low: int = 0, m: int = 0, v: int = 0) -> None: ...
+
+class UpdateJob:
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, AdamWScalars]],
+        rule: str,
+        pieces: Sequence[tuple[int, int, UpdateScalars]],
+        arrays: UnitArrays,
         *,
-        m: int,
-        v: int,
         gradient: int,
-        master: int = 0,
-        working: int = 0,
-        low: int = 0,
+        to: UnitArrays | None = None,
     ) -> None:
-        """Pieces are (offset, count, scalars) in elements; arrays are addresses."""
+        """Pieces are (offset, count, scalars) in elements. `to`: where a draft is written; None: in place."""
+    @property
+    def rule(self) -> str: ...
+    @property
+    def in_place(self) -> bool: ...
     @property
     def bytes(self) -> int: ...
+    def run(self, instruction_set: str = "") -> None:
+        """All pieces, on the calling thread."""
+
+def split_master(master: int, high: int, low: int, count: int) -> None: ...
+def join_master(high: int, low: int, master: int, count: int) -> None: ...
 
 class HostOptimizer:
     def __init__(
@@ -489,7 +496,17 @@ class HostOptimizer:
         max_delay_us: int = 0,
         hold_us: int = 0,
     ) -> None: ...
-    def submit(self, job: AdamWJob, waits: Sequence[Ticket] = (), *, op: int = -1, unit: int = -1) -> Ticket: ...
+    def submit(
+        self,
+        job: UpdateJob,
+        waits: Sequence[Ticket] = (),
+        *,
+        priority: int = 0,
+        op: int = -1,
+        unit: int = -1,
+        verb: str = "update",
+    ) -> Ticket: ...
+    def recall(self, ticket: Ticket) -> bool: ...
     def idle(self) -> None: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, object]: ...
@@ -537,7 +554,7 @@ class Custody:
     def gradient_is(self, index: int) -> str: ...
     def take_foreign_gradient(self, index: int) -> None: ...
     def begin_step(self) -> None: ...
-    def update_on_pool(self, unit: int, job: AdamWJob) -> None: ...
+    def update_on_pool(self, unit: int, job: UpdateJob) -> None: ...
     def defer_update(self, unit: int) -> None: ...
     def end_step(self, blocking: bool) -> None: ...
     def settle(self, unit: int) -> None: ...

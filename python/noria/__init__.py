@@ -12,7 +12,7 @@ from noria._version import __version__ as __version__
 
 _check_build(_Path(__file__).parent, _torch.__version__)  # before anything loads _C
 
-from noria import testing
+from noria import optim, testing
 from noria._C import UsageError
 from noria.checkpoint import load, save
 from noria.policy import Policy
@@ -24,6 +24,7 @@ __all__ = [
     "UsageError",
     "load",
     "materialize",
+    "optim",
     "plan",
     "report",
     "save",

@@ -185,10 +185,11 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
 def _measure_update(count: int, tries: int) -> float:
     arrays = [torch.full((count,), 1e-3) for _ in range(4)]  # written: the system's page of zeros would be cached
     master, m, v, gradient = (array.data_ptr() for array in arrays)
-    scalars = _C.adamw_scalars(1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    scalars = _C.update_scalars("adamw", 1, lr=1e-3)
     pool = _C.HostOptimizer()
     try:
-        job = _C.AdamWJob([(0, count, scalars)], m=m, v=v, gradient=gradient, master=master)
+        unit = _C.UnitArrays(master=master, m=m, v=v)
+        job = _C.UpdateJob("adamw", [(0, count, scalars)], unit, gradient=gradient)
         best_s = _best_s(lambda: pool.submit(job).wait_passed(), tries)
     finally:
         pool.close()
@@ -222,7 +223,7 @@ def diagnose() -> Doctor:
         backends=backends,
         cpu=cpu_name(),
         cores=_C.num_usable_cpus(),
-        instruction_sets=_C.adamw_instruction_sets(),
+        instruction_sets=_C.instruction_sets(),
         memory_total=memory.get("MemTotal"),
         memory_available=memory.get("MemAvailable"),
         memory_limits=limits,

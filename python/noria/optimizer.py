@@ -497,7 +497,8 @@ class Updates:
                     self._adopted[(slot.index, key)] = state[key]
                 state["step"] += 1
                 split = slot.has_master
-                scalars = _C.adamw_scalars(
+                scalars = _C.update_scalars(
+                    "adamw",
                     int(state["step"].item()),
                     lr=float(hyper["lr"]),
                     beta1=float(beta1),
@@ -509,13 +510,8 @@ class Updates:
                 pieces.append((slot.offset // slot.dtype.itemsize, slot.parameter.numel(), scalars))
         working = home.address("working copies", unit)
         master = {"working": working, "low": home.address("low bits", unit)} if split else {"master": working}
-        job = _C.AdamWJob(
-            pieces,
-            m=home.address("first moments", unit),
-            v=home.address("second moments", unit),
-            gradient=home.address("held gradients", unit),
-            **master,
-        )
+        arrays = _C.UnitArrays(m=home.address("first moments", unit), v=home.address("second moments", unit), **master)
+        job = _C.UpdateJob("adamw", pieces, arrays, gradient=home.address("held gradients", unit))
         self.wrapped.custody.update_on_pool(unit, job)
 
     # ---- whole: optimizers that look at more than one parameter ----

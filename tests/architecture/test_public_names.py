@@ -7,6 +7,7 @@ PUBLIC = {
     "UsageError",
     "load",
     "materialize",
+    "optim",
     "plan",
     "report",
     "save",

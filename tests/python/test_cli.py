@@ -201,7 +201,7 @@ def test_doctor_says_what_the_engine_and_the_system_say(capsys):
     status, out, _ = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert status == 0
-    assert found["instruction_sets"] == _C.adamw_instruction_sets()
+    assert found["instruction_sets"] == _C.instruction_sets()
     assert found["storage_refuses"] == _C.STORAGE_CAN_REFUSE
     assert found["versions"]["torch"] == torch.__version__
     assert found["backends"]["host"] == "ready"

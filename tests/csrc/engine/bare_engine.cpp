@@ -186,7 +186,10 @@ void BareEngine::update(std::size_t unit, bool on_pool) {
   const UnitId id(static_cast<std::int32_t>(unit));
   engine_.settle(id);  // the update before this one
   Unit& updated = units_[unit];
-  AdamWJob job;
+  UpdateJob job;
+  UpdateHyper hyper;
+  hyper.lr = 0.05;
+  hyper.weight_decay = 0.01;
   for (std::size_t i = 0; i < updated.slots.size(); ++i) {
     Slot& slot = updated.slots[i];
     if (!slot.held) continue;
@@ -194,17 +197,18 @@ void BareEngine::update(std::size_t unit, bool on_pool) {
     ++slot.num_updates;
     slot.pending = !on_pool;
     job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
-                          adamw_scalars({0.05, 0.9, 0.999, 1e-8, 0.01, false}, slot.num_updates)});
+                          update_scalars(job.rule, hyper, slot.num_updates)});
   }
   if (job.pieces.empty()) return;
   if (!on_pool) {
     engine_.defer_update(id);
     return;
   }
-  job.master = updated.home[0];
+  job.from.master = updated.home[0];
   job.gradient = updated.home[1];
-  job.m = updated.home[2];
-  job.v = updated.home[3];
+  job.from.m = updated.home[2];
+  job.from.v = updated.home[3];
+  job.to = job.from;
   engine_.update_on_pool(id, std::move(job));
 }
 

@@ -31,14 +31,17 @@ std::shared_ptr<HostTicket> open_ticket(std::int64_t op = 1000) {
 struct Unit {
   explicit Unit(std::size_t count) : p(count, 1.0f), m(count), v(count), g(count, 0.5f) {}
 
-  AdamWJob job(std::int64_t step = 1) {
-    AdamWJob result;
-    result.master = p.data();
-    result.m = m.data();
-    result.v = v.data();
+  UnitArrays arrays() { return {p.data(), nullptr, nullptr, m.data(), v.data()}; }
+  UpdateJob job(std::int64_t step = 1) {
+    UpdateJob result;
+    result.from = result.to = arrays();
     result.gradient = g.data();
-    result.pieces = {{0, static_cast<std::int64_t>(p.size()), adamw_scalars({}, step)}};
+    result.pieces = {{0, static_cast<std::int64_t>(p.size()), update_scalars(UpdateRule::adamw, {}, step)}};
     return result;
+  }
+  void update_by_hand(std::int64_t step = 1) {
+    const UpdateJob by_hand = job(step);
+    update_elements(by_hand, 0, static_cast<std::int64_t>(p.size()), by_hand.pieces.front().scalars);
   }
   bool updated() const { return p.front() != 1.0f && p.back() != 1.0f; }
 
@@ -118,6 +121,85 @@ TEST(HostOptimizer, FirstReadyInOrderOfSubmissionRunsFirst) {
   EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
 }
 
+TEST(HostOptimizer, MostUrgentReadyJobRunsFirst) {
+  HostOptimizer optimizer(threads(1));
+  Unit blocking(10);
+  const auto device = std::make_shared<DeviceTicket>(label(1000));
+  device->issue();
+  optimizer.submit(label(100), blocking.job(), {device});
+  device->waited_for.get_future().wait();  // the pool is busy: what follows is ready before it looks again
+  std::vector<std::unique_ptr<Unit>> units;
+  std::vector<std::int64_t> order;
+  const std::vector<int> priorities{4, 2, 9, 2, 4};
+  for (std::size_t op = 0; op < priorities.size(); ++op) {
+    units.push_back(std::make_unique<Unit>(100));
+    const auto id = static_cast<std::int64_t>(op);
+    const auto ticket =
+        std::dynamic_pointer_cast<HostTicket>(optimizer.submit(label(id), units.back()->job(), {}, priorities[op]));
+    ASSERT_NE(ticket, nullptr);
+    ticket->when_done([&order, id] { order.push_back(id); });  // on the pool's one thread
+  }
+  device->pass_now.set_value();
+  optimizer.idle();
+  EXPECT_EQ(order, (std::vector<std::int64_t>{1, 3, 0, 4, 2}));
+}
+
+TEST(HostOptimizer, RecalledJobNeverRunsAndLetsGoOfItsTickets) {
+  HostOptimizer optimizer(threads(1));
+  Unit unit(10), after(10);
+  const auto gate = open_ticket();
+  const Ticket recalled = optimizer.submit(label(1), unit.job(), {gate});
+  const Ticket behind = optimizer.submit(label(2), after.job(), {recalled});
+  EXPECT_TRUE(optimizer.recall(recalled));
+  EXPECT_TRUE(recalled->passed());
+  behind->wait_passed();
+  EXPECT_TRUE(after.updated());
+  EXPECT_FALSE(unit.updated());
+  EXPECT_FALSE(optimizer.recall(recalled));
+  EXPECT_FALSE(optimizer.recall(behind));
+  EXPECT_FALSE(optimizer.recall(gate));
+  gate->pass();
+  optimizer.idle();
+  EXPECT_FALSE(unit.updated());
+  EXPECT_EQ(gate.use_count(), 1);
+  EXPECT_EQ(optimizer.stats().num_ops, 1);
+}
+
+TEST(HostOptimizer, RecallsAndUpdatesOnManyThreadsLeaveEachJobDoneOrUndone) {
+  HostOptimizer optimizer(threads(2));
+  for (int round = 0; round < 50; ++round) {
+    std::vector<std::unique_ptr<Unit>> units;
+    std::vector<Ticket> tickets;
+    for (int i = 0; i < 8; ++i) units.push_back(std::make_unique<Unit>(100));
+    for (int i = 0; i < 8; ++i) tickets.push_back(optimizer.submit(label(i), units[i]->job(), {}, i % 3));
+    std::vector<char> recalled(8);
+    std::thread recaller([&] {
+      for (std::size_t i = 0; i < 8; ++i) recalled[i] = optimizer.recall(tickets[7 - i]);
+    });
+    recaller.join();
+    optimizer.idle();
+    for (std::size_t i = 0; i < 8; ++i) {
+      EXPECT_TRUE(tickets[7 - i]->passed());
+      EXPECT_EQ(units[7 - i]->updated(), recalled[i] == 0);
+    }
+  }
+}
+
+TEST(HostOptimizer, DraftIsTheUpdateWithoutTouchingWhatItReads) {
+  HostOptimizer optimizer(threads(2));
+  Unit unit(100'003), twin(100'003), spare(100'003);
+  UpdateJob job = unit.job();
+  job.to = spare.arrays();
+  EXPECT_FALSE(job.in_place());
+  const OpLabel draft{OpId(1), Lane::update, Verb::draft, UnitId(0)};
+  optimizer.submit(draft, job, {})->wait_passed();
+  EXPECT_EQ(unit.p, Unit(100'003).p);
+  twin.update_by_hand();
+  EXPECT_EQ(spare.p, twin.p);
+  EXPECT_EQ(spare.m, twin.m);
+  EXPECT_EQ(spare.v, twin.v);
+}
+
 TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {
   // Each job waits for the one before it; a slow twin does the same steps by hand.
   HostOptimizer optimizer(threads(2));
@@ -126,7 +208,7 @@ TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {
   for (std::int64_t step = 1; step <= 20; ++step) {
     before =
         optimizer.submit(label(step), unit.job(step), before ? std::vector<Ticket>{before} : std::vector<Ticket>{});
-    adamw_fp32(twin.p.data(), twin.m.data(), twin.v.data(), twin.g.data(), twin.p.size(), adamw_scalars({}, step));
+    twin.update_by_hand(step);
   }
   before->wait_passed();
   EXPECT_EQ(unit.p, twin.p);
@@ -277,12 +359,17 @@ TEST(HostOptimizer, SpansNameTheOpsThatWereWaitedFor) {
 TEST(HostOptimizer, RefusesJobsThatNoPlanMakes) {
   HostOptimizer optimizer(threads(1));
   Unit unit(10);
-  AdamWJob overlapping = unit.job();
-  overlapping.pieces.push_back({9, 1, adamw_scalars({}, 1)});
+  UpdateJob overlapping = unit.job();
+  overlapping.pieces.push_back({9, 1, overlapping.pieces.front().scalars});
   EXPECT_THROW(optimizer.submit(label(1), overlapping, {}), InvariantError);
-  AdamWJob lacking = unit.job();
-  lacking.v = nullptr;
+  UpdateJob lacking = unit.job();
+  lacking.from.v = lacking.to.v = nullptr;
   EXPECT_THROW(optimizer.submit(label(1), lacking, {}), InvariantError);
+  UpdateJob half_a_draft = unit.job();
+  half_a_draft.to.m = Unit(10).m.data();
+  EXPECT_THROW(optimizer.submit(label(1), half_a_draft, {}), InvariantError);
+  const OpLabel fetch{OpId(1), Lane::update, Verb::fetch, UnitId(0)};
+  EXPECT_THROW(optimizer.submit(fetch, unit.job(), {}), InvariantError);
   EXPECT_THROW(HostOptimizer(threads(-1)), UsageError);
 }
 
@@ -290,7 +377,7 @@ TEST(HostOptimizer, FlushingOfDenormalsDoesNotLeakOut) {
   HostOptimizer optimizer(threads(1));
   Unit unit(10);
   volatile float denormal = 1e-40f;
-  adamw_fp32(unit.p.data(), unit.m.data(), unit.v.data(), unit.g.data(), unit.p.size(), adamw_scalars({}, 1));
+  unit.update_by_hand();
   EXPECT_GT(denormal * 1.0f, 0.0f);
   // The ticket's callback runs on the pool's own thread, right behind the kernels.
   const auto gate = open_ticket();

@@ -119,8 +119,9 @@ class Twin:
             part = self.part(slot)
             w, g, m, v = (a[unit][part] for a in (self.weights, self.held, self.moment1, self.moment2))
             if on_pool:
-                scalars = _C.adamw_scalars(state.num_updates, **ADAMW)
-                _C.adamw_fp32(w.ctypes.data, m.ctypes.data, v.ctypes.data, g.ctypes.data, w.size, scalars)
+                pieces = [(0, w.size, _C.update_scalars("adamw", state.num_updates, **ADAMW))]
+                arrays = _C.UnitArrays(master=w.ctypes.data, m=m.ctypes.data, v=v.ctypes.data)
+                _C.UpdateJob("adamw", pieces, arrays, gradient=g.ctypes.data).run()
             else:
                 m[:] = np.float32(0.5) * m + g
                 w -= np.float32(0.25) * m

@@ -1,7 +1,7 @@
 """The host pool: the result depends on no thread, and order, failures and counts are as promised."""
 
 import os
-from itertools import pairwise
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,41 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria import _C
 
-HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
+from tests.python.optim import units
+
+_ALIVE = []  # a job holds addresses, not arrays
 
 
-class Unit:
-    """A unit's arrays, fp32 or split; the seed alone says what they hold."""
+class Unit(units.Unit):
+    """The seed alone says what the arrays hold; small ones live until the end, so that a test may drop them."""
 
-    def __init__(self, count, seed=0, split=False):
-        rng = np.random.default_rng(seed)
-        self.count, self.split = count, split
-        self.p = rng.standard_normal(count, dtype=np.float32)
-        self.m = rng.standard_normal(count, dtype=np.float32) * np.float32(1e-3)
-        self.v = rng.random(count, dtype=np.float32) * np.float32(1e-6)
-        self.g = rng.standard_normal(count, dtype=np.float32)
-        self.arrays = [self.p, self.m, self.v]
-        if split:
-            self.g = (self.g.view(np.uint32) >> 16).astype(np.uint16)
-            self.high, self.low = np.empty(count, np.uint16), np.empty(count, np.uint16)
-            _C.split_master(self.p.ctypes.data, self.high.ctypes.data, self.low.ctypes.data, count)
-            self.arrays = [self.high, self.low, self.m, self.v]
-
-    def job(self, step=1, cut=()):
-        edges = [0, *sorted(cut), self.count]
-        scalars = _C.adamw_scalars(step, **HYPER)
-        pieces = [(begin, end - begin, scalars) for begin, end in pairwise(edges)]
-        at = {"m": self.m.ctypes.data, "v": self.v.ctypes.data, "gradient": self.g.ctypes.data}
-        if self.split:
-            return _C.AdamWJob(pieces, working=self.high.ctypes.data, low=self.low.ctypes.data, **at)
-        return _C.AdamWJob(pieces, master=self.p.ctypes.data, **at)
+    def __init__(self, count, seed=0, split=False, rule="adamw"):
+        made = units.make(rule, count, seed, split_master=split)
+        self.__dict__.update(made.__dict__)
+        if count <= 1000:
+            _ALIVE.append(self)
 
     def update_by_hand(self, step=1):
-        at = [array.ctypes.data for array in [*self.arrays, self.g]]
-        (_C.adamw_split if self.split else _C.adamw_fp32)(*at, self.count, _C.adamw_scalars(step, **HYPER))
-
-    def bits(self):
-        return b"".join(array.tobytes() for array in self.arrays)
+        self.step(step)
 
 
 @pytest.fixture
@@ -72,7 +53,7 @@ def test_threads_and_pieces_change_no_bit(num_threads, split):
         unit = Unit(count, split=split)
         before = unit.bits()
         for step in (1, 2, 3):
-            pool.submit(unit.job(step, rng.integers(0, count, cuts).tolist())).wait_passed()
+            pool.submit(unit.job(step, cut=rng.integers(0, count, cuts).tolist())).wait_passed()
         assert unit.bits() == twin.bits() != before
     pool.close()
 
@@ -210,20 +191,144 @@ def test_stall_is_booked_on_whoever_was_late():
 
 
 def test_jobs_that_no_plan_makes_are_refused(optimizer):
-    unit = Unit(10)
-    scalars = _C.adamw_scalars(1, **HYPER)
-    at = {"m": unit.m.ctypes.data, "v": unit.v.ctypes.data, "gradient": unit.g.ctypes.data}
-    master = unit.p.ctypes.data
-    for job in (
-        _C.AdamWJob([(0, 6, scalars), (5, 5, scalars)], master=master, **at),
-        _C.AdamWJob([(0, 10, scalars)], **at),
-        _C.AdamWJob([(0, 10, scalars)], master=master, working=master, **at),
-        _C.AdamWJob([(-1, 10, scalars)], master=master, **at),
+    unit, other = Unit(10), Unit(10)
+    scalars = unit.scalars(1)
+    m, v, p = (unit.arrays[name].ctypes.data for name in ("m", "v", "master"))
+    g = unit.gradient.ctypes.data
+    whole = [(0, 10, scalars)]
+
+    def job(pieces=whole, rule="adamw", to=None, gradient=g, **arrays):
+        return _C.UpdateJob(rule, pieces, _C.UnitArrays(**arrays), gradient=gradient, to=to)
+
+    spare = other.spare()
+    partly = _C.UnitArrays(master=spare["master"].ctypes.data, m=spare["m"].ctypes.data, v=v)
+    for wrong in (
+        job([(0, 6, scalars), (5, 5, scalars)], master=p, m=m, v=v),
+        job(m=m, v=v),
+        job(master=p, working=p, m=m, v=v),
+        job([(-1, 10, scalars)], master=p, m=m, v=v),
+        job(master=p, m=m),
+        job(rule="sgd", master=p, m=m),
+        job(rule="lion", master=p, m=m, v=v),
+        job(master=p, m=m, v=v, gradient=0),
+        job(master=p, m=m, v=v, to=partly),
+        job(master=p, m=m, v=v, to=_C.UnitArrays(working=spare["master"].ctypes.data, low=p, m=m, v=v)),
     ):
         with pytest.raises(_C.InvariantError):
-            optimizer.submit(job)
+            optimizer.submit(wrong)
+    with pytest.raises(_C.InvariantError, match="update or a draft"):
+        optimizer.submit(unit.job(), verb="fetch")
     with pytest.raises(_C.UsageError, match="num_threads"):
         _C.HostOptimizer(-1)
+
+
+# ---- rules and drafts ---------------------------------------------------------------------------------------------
+
+BYTES = {"adamw": (28, 26), "adam": (28, 26), "sgd": (12, 10), "sgd_momentum": (20, 18), "lion": (20, 18)}
+
+
+@pytest.mark.parametrize("rule", units.RULES)
+@pytest.mark.parametrize("split", [False, True])
+def test_every_rule_has_its_bits_and_bytes_on_any_number_of_threads_in_place_and_as_a_draft(rule, split):
+    count = 150_001
+    twin = Unit(count, 3, split, rule)
+    for step in (1, 2):
+        twin.update_by_hand(step)
+    for num_threads in range(1, 9):
+        pool = _C.HostOptimizer(num_threads)
+        for draft in (False, True):
+            unit = Unit(count, 3, split, rule)
+            before = unit.bits()
+            for step in (1, 2):
+                to = unit.spare() if draft else None
+                pool.submit(unit.job(step, to=to, cut=[77, 80_000]), verb="draft" if draft else "update").wait_passed()
+                unit.arrays = to or unit.arrays
+            assert unit.bits() == twin.bits() != before
+        assert pool.stats()["bytes"] == 4 * BYTES[rule][split] * count
+        pool.close()
+
+
+# ---- priority and recall ------------------------------------------------------------------------------------------
+
+
+def begun(optimizer):
+    """The ticket of a job that the pool is at work on: what is submitted now is ready when it looks again."""
+    while True:
+        ticket = optimizer.submit(Unit(10).job(), op=1000)
+        time.sleep(0.005)
+        if not optimizer.recall(ticket) and not ticket.passed():
+            return ticket
+
+
+def test_among_ready_jobs_the_smallest_priority_runs_first_and_equals_keep_their_order():
+    optimizer = _C.HostOptimizer(1, latency_us=50_000)
+    trace = _C.Trace(100)
+    optimizer.set_trace(trace)
+    late = gate()
+    urgent_but_waiting = optimizer.submit(Unit(10).job(), [late], op=100, priority=-5)
+    begun(optimizer)
+    priorities = [3, 7, 3, -1, 7]
+    tickets = [optimizer.submit(Unit(10).job(), op=op, priority=priority) for op, priority in enumerate(priorities)]
+    for ticket in tickets:
+        ticket.wait_passed()
+    assert not urgent_but_waiting.passed()
+    late.pass_()
+    urgent_but_waiting.wait_passed()
+    assert [span.op for span in trace.spans() if span.op < 1000] == [3, 0, 2, 1, 4, 100]
+    optimizer.close()
+
+
+def test_recalled_job_never_runs_and_its_ticket_passes(optimizer):
+    unit, after = Unit(10), Unit(10)
+    before = unit.bits()
+    never = gate()
+    ticket = optimizer.submit(unit.job(), [never])
+    behind = optimizer.submit(after.job(), [ticket])
+    assert optimizer.recall(ticket)
+    assert ticket.passed()
+    behind.wait_passed()
+    assert unit.bits() == before
+    assert not optimizer.recall(ticket)
+    optimizer.idle()
+    never.pass_()
+    optimizer.idle()
+    assert unit.bits() == before and optimizer.stats()["num_ops"] == 1
+
+
+def test_what_has_begun_or_is_done_or_is_anothers_is_not_recalled():
+    optimizer = _C.HostOptimizer(1, hold_us=50_000)
+    running = begun(optimizer)
+    unit = Unit(10)
+    before = unit.bits()
+    queued = optimizer.submit(unit.job())
+    assert not optimizer.recall(running)
+    assert optimizer.recall(queued)
+    running.wait_passed()
+    optimizer.idle()
+    assert unit.bits() == before
+    assert not optimizer.recall(running)
+    assert not optimizer.recall(gate())
+    optimizer.close()
+
+
+@given(seed=st.integers(1, 2**32), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_recall_at_any_moment_leaves_each_job_either_done_or_undone(seed, data):
+    pool = _C.HostOptimizer(2, seed=seed, max_delay_us=100)
+    made = [Unit(500, seed=index) for index in range(8)]
+    undone = [unit.bits() for unit in made]
+    done = []
+    for index in range(8):
+        twin = Unit(500, seed=index)
+        twin.update_by_hand()
+        done.append(twin.bits())
+    tickets = [pool.submit(unit.job(), priority=data.draw(st.integers(-2, 2))) for unit in made]
+    recalled = {which: pool.recall(tickets[which]) for which in data.draw(st.permutations(range(8)))[:5]}
+    pool.idle()
+    for index, unit in enumerate(made):
+        assert tickets[index].passed()
+        assert unit.bits() == (undone if recalled.get(index) else done)[index]
+    pool.close()
 
 
 def test_forked_child_neither_hangs_nor_updates(optimizer):

@@ -1,0 +1,82 @@
+// One unit's update: which rule, on which arrays, with which hyperparameters; and the driver that carries it out on a
+// range of elements with the widest instruction set.
+//
+// Units: elements; offsets count into every array alike. Ownership: none; arrays are the caller's. Order: none; ranges
+// that do not overlap may be updated at once, with the same bits however the arrays are cut. Threads: any; nothing here
+// keeps state.
+//
+// Note [Same bits everywhere]. A rule is plain C++ with every fused multiply-add written out (optim/update_rules.inc),
+// compiled with -ffp-contract=off once per instruction set; auto-vectorised code of any width then gives the same bits.
+// Denormal moments and products are flushed by control register inside `update_elements` and never outside of it: the
+// moments of a parameter without gradient decay into denormals, which cost up to ten times the time on some processors.
+// The price: squares of gradients below 3e-18 are lost from v, which shows only where eps is below 1e-15 (with eps = 0
+// such an element divides by zero, as a zero gradient does in torch). Lion is not flushed: its step is a sign, and a
+// moment that became zero would take no step where torch takes a whole one.
+//
+// Note [Drafts]. `to` equal to `from` means in place. Otherwise the update is out of place: `from` is only read, and
+// the same loop writes blocks that stay in the first cache, from where streaming stores carry them to `to`. Memory
+// traffic is that of an update in place, and so are the bits.
+//
+// Note [Factor]. Unscaling, clipping and the sign of maximize reach the rule as one factor on the gradient. The product
+// is rounded to the gradient's dtype, denormals and all, so that the update is that of `p.grad.mul_(factor)` to the
+// bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/bytes.h"
+#include "optim/update_kernels.h"
+
+namespace noria {
+
+std::string_view to_string(UpdateRule rule);
+/// The inverse; throws UsageError that lists the known words.
+UpdateRule parse_update_rule(std::string_view text);
+/// How many of `m`, `v` the rule keeps: 0, 1 or 2, in this order.
+int num_moments(UpdateRule rule);
+
+/// torch's names and meanings; a rule reads those that its torch.optim class has.
+struct UpdateHyper {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, momentum = 0.0, dampening = 0.0;
+  bool nesterov = false, maximize = false;
+  double factor = 1.0;
+};
+
+/// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below.
+UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step);
+
+/// A contiguous run of elements that share hyperparameters (one parameter). Pieces of a job do not overlap.
+struct UpdatePiece {
+  std::int64_t offset = 0;
+  std::int64_t count = 0;
+  UpdateScalars scalars{};
+};
+
+/// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
+struct UpdateJob {
+  UpdateRule rule = UpdateRule::adamw;
+  UnitArrays from, to;
+  const void* gradient = nullptr;
+  std::vector<UpdatePiece> pieces;
+
+  bool in_place() const;
+  Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones
+};
+
+/// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping
+/// pieces.
+void check(const UpdateJob& job);
+
+/// Instruction sets that this build has and this machine can run, widest last: "baseline", "avx2", "avx512".
+std::vector<std::string> instruction_sets();
+
+/// Updates `count` elements from `offset` on. `instruction_set` empty: the widest. UsageError for one that is not
+/// listed above.
+void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t count, const UpdateScalars& scalars,
+                     const std::string& instruction_set = "");
+
+}  // namespace noria

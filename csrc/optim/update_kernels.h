@@ -1,0 +1,64 @@
+// What the translation units per instruction set share with their driver: arrays, scalars, and a table of loops.
+//
+// Kept apart from optim/update.h, and free of the standard library, because these files are compiled for instruction
+// sets that the running machine may lack: an inline function that leaked out of them could be the copy that the linker
+// keeps for everybody.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace noria {
+
+/// What turns a gradient into a new value; the formulas are in optim/update_rules.inc. SGD without momentum keeps no
+/// state, so it is a rule of its own.
+enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion };
+inline constexpr int kNumRules = 5;
+
+/// How the fp32 master is kept: as itself (it is the working copy), or split; see optim/split_master.h.
+enum class MasterFormat : std::uint8_t { whole, split };
+inline constexpr int kNumMasterFormats = 2;
+
+/// The hyperparameters as the formulas want them, each rounded once from double; made by `update_scalars`. A rule reads
+/// those that it has a name for.
+struct UpdateScalars {
+  float factor;         // the gradient times this, rounded to the gradient's dtype, is what the rule sees
+  float decay;          // adamw, lion: -lr * weight_decay; adam, sgd: weight_decay
+  float negative_step;  // adamw, adam: -lr / (1 - beta1^step); else -lr
+  float one_minus_beta1;
+  float one_minus_beta2;
+  float inverse_bias2_root;  // 1 / sqrt(1 - beta2^step)
+  float eps;
+  float momentum;
+  float gradient_share;  // 1 - dampening
+  // 0 or 1, and floats: a loop over halves of a master is not vectorised with conditions of another size.
+  float nesterov;
+  float is_first;  // of sgd_momentum: the buffer becomes the gradient, whatever it holds
+};
+
+/// One unit's arrays, or one range of them; what format and rule have no use for is null.
+struct UnitArrays {
+  float* master = nullptr;           // whole
+  std::uint16_t* working = nullptr;  // split: the high halves
+  std::uint16_t* low = nullptr;      // split: the low halves
+  float* m = nullptr;                // first moment, or momentum buffer
+  float* v = nullptr;                // second moment
+};
+
+/// One instruction set's loops; null where this build has none.
+struct UpdateKernels {
+  /// In place `to` is not looked at; a draft writes it, and it shares no element with `from`.
+  using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
+                          const UpdateScalars& scalars);
+  /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.
+  using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
+
+  Update update[kNumRules][kNumMasterFormats][2] = {};  // [2]: in place, draft
+  Scale scale[kNumMasterFormats] = {};
+};
+
+extern const UpdateKernels kBaselineKernels;
+extern const UpdateKernels kAvx2Kernels;
+extern const UpdateKernels kAvx512Kernels;
+
+}  // namespace noria

@@ -1,0 +1,57 @@
+// What the rules are called, what they keep, and their hyperparameters as the formulas want them.
+#include <array>
+#include <cmath>
+#include <string>
+
+#include "base/errors.h"
+#include "optim/update.h"
+
+namespace noria {
+namespace {
+
+struct Described {
+  std::string_view name;
+  int num_moments;
+};
+
+constexpr std::array<Described, kNumRules> kRules{
+    {{"adamw", 2}, {"adam", 2}, {"sgd", 0}, {"sgd_momentum", 1}, {"lion", 1}}};
+
+}  // namespace
+
+std::string_view to_string(UpdateRule rule) { return kRules.at(static_cast<std::size_t>(rule)).name; }
+
+UpdateRule parse_update_rule(std::string_view text) {
+  std::string known;
+  for (std::size_t i = 0; i < kRules.size(); ++i) {
+    if (kRules[i].name == text) return static_cast<UpdateRule>(i);
+    known += (known.empty() ? "" : ", ") + std::string(kRules[i].name);
+  }
+  throw UsageError("an update rule", "\"" + std::string(text) + "\"", "use one of " + known);
+}
+
+int num_moments(UpdateRule rule) { return kRules.at(static_cast<std::size_t>(rule)).num_moments; }
+
+UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step) {
+  if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");
+  const bool is_adam = rule == UpdateRule::adamw || rule == UpdateRule::adam;
+  const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion;
+  // Powers in double: in float they drift from torch's within a thousand steps.
+  const double bias1 = is_adam ? 1.0 - std::pow(hyper.beta1, static_cast<double>(step)) : 1.0;
+  const double bias2 = is_adam ? 1.0 - std::pow(hyper.beta2, static_cast<double>(step)) : 1.0;
+  UpdateScalars scalars{};
+  scalars.factor = static_cast<float>(hyper.maximize ? -hyper.factor : hyper.factor);
+  scalars.decay = static_cast<float>(is_decoupled ? -hyper.lr * hyper.weight_decay : hyper.weight_decay);
+  scalars.negative_step = static_cast<float>(-hyper.lr / bias1);
+  scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  scalars.inverse_bias2_root = static_cast<float>(1.0 / std::sqrt(bias2));
+  scalars.eps = static_cast<float>(hyper.eps);
+  scalars.momentum = static_cast<float>(hyper.momentum);
+  scalars.gradient_share = static_cast<float>(1.0 - hyper.dampening);
+  scalars.nesterov = hyper.nesterov ? 1.0f : 0.0f;
+  scalars.is_first = step == 1 ? 1.0f : 0.0f;
+  return scalars;
+}
+
+}  // namespace noria

@@ -1,0 +1,72 @@
+"""Optimizers that torch.optim lacks, in plain PyTorch: they train any model, wrapped or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Lion"]
+
+
+class Lion(Optimizer):
+    """Lion, evolved sign momentum (Chen et al. 2023, "Symbolic discovery of optimization algorithms", program 1).
+
+    Each element moves by lr, in the direction of the sign of `beta1 * exp_avg + (1 - beta1) * grad`; then `exp_avg`
+    moves towards the gradient by beta2, and that is all the state there is. Decay is decoupled, as in AdamW; the paper
+    wants a learning rate 3 to 10 times smaller than AdamW's, and a decay as much larger.
+
+    `params`: parameters, or groups of them; `lr` may be a tensor; `betas` in [0, 1). Raises ValueError for nonsense
+    numbers and RuntimeError for sparse or complex gradients.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= float(beta) < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure`, if there is one, computes the loss again, and its value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = -parameter.grad if group["maximize"] else parameter.grad
+                if gradient.is_sparse or torch.is_complex(gradient):
+                    raise RuntimeError("Lion does not support sparse or complex gradients")
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                moment = state["exp_avg"]
+                direction = moment.lerp(gradient, 1 - float(beta1)).sign_()
+                if group["weight_decay"] != 0:
+                    parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(direction, alpha=-lr)
+                moment.lerp_(gradient, 1 - float(beta2))
+        return loss
