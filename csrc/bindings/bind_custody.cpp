@@ -210,9 +210,15 @@ void bind_custody(py::module_& m) {
       .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
       .def("begin_step", &Custody::begin_step, NoGil())
       .def(
-          "update_on_pool",
+          "expect_update",
           [](Custody& self, std::int32_t unit, UpdateJob job) {
-            self.engine().update_on_pool(UnitId(unit), std::move(job));
+            self.engine().expect_update(UnitId(unit), std::move(job));
+          },
+          NoGil())
+      .def(
+          "update_on_pool",
+          [](Custody& self, std::int32_t unit, UpdateJob job, int priority) {
+            return self.engine().update_on_pool(UnitId(unit), std::move(job), priority);
           },
           NoGil())
       .def(

@@ -56,6 +56,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
     : device_(device),
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
+      backend_(backend),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   for (std::size_t u = 0; u < units.size(); ++u) {
@@ -354,6 +355,7 @@ void Custody::finish_backward() {
     if (!std::exchange(each.arrived, false)) continue;
     at::Tensor& gradient = each.facts.variable.mutable_grad();
     if (!gradient.defined()) gradient = held_[i]->tensor();
+    if (engine_.is_drafted(each.unit) && gradient_is(static_cast<int>(i)) == GradientIs::held) held_[i]->guard();
   }
   if (const auto forward = std::exchange(interrupted_, std::nullopt)) {
     // torch.autograd.grad inside of a module: what is left of the forward is a pass of its own.
@@ -575,6 +577,10 @@ void Custody::evict(UnitId unit) {
 void Custody::open_gradients(UnitId unit, std::byte* buffer) {
   gradients_[static_cast<std::size_t>(unit.value)]->attach(buffer);
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) parameter(index).written = false;
+}
+
+void Custody::home_moved(UnitId unit, std::byte* working) {
+  homes_[static_cast<std::size_t>(unit.value)] = backend_->device_address(working);
 }
 
 void Custody::close_gradients(UnitId unit) { gradients_[static_cast<std::size_t>(unit.value)]->evict(); }

@@ -113,6 +113,7 @@ class Custody final : public Custodian {
   void evict(UnitId unit) override;
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit) override;
+  void home_moved(UnitId unit, std::byte* working) override;
   void update(UnitId unit) override { run_update_(unit); }
 
  private:
@@ -167,6 +168,7 @@ class Custody final : public Custodian {
   std::vector<std::unique_ptr<UnitStorage>> weights_;
   std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
   std::vector<std::unique_ptr<HeldGradient>> held_;      // by parameter; null: frozen
+  const std::shared_ptr<Backend> backend_;
   std::vector<std::byte*> homes_;                        // by unit, as the device addresses them
   std::vector<bool> is_staged_;                          // by unit: the device cannot address it
   std::vector<std::string> names_;

@@ -19,6 +19,8 @@ class Custodian {
   virtual void evict(UnitId unit) = 0;
   virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
   virtual void close_gradients(UnitId unit) = 0;
+  /// A draft was committed: the unit's working copy lies here now, where the spare one was.
+  virtual void home_moved(UnitId unit, std::byte* working) = 0;
   /// Runs the unit's deferred update here and now, on the calling thread (kernel="torch").
   virtual void update(UnitId unit) = 0;
 };

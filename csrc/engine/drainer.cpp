@@ -38,7 +38,8 @@ void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
   ranges.emplace(start, end);
 }
 
-void Drainer::drain_open() {
+std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
+  std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
     if (!open.arrived.empty()) {
       const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
@@ -54,12 +55,14 @@ void Drainer::drain_open() {
       op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
                      {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
       drained_ += op.bytes;
+      drained.emplace_back(unit, op.bytes);
       issuer_.submit(std::move(op), std::move(transfer));
       landed_.insert(unit);
     }
     close(unit, open);
   }
   open_.clear();
+  return drained;
 }
 
 void Drainer::abandon() {

@@ -33,8 +33,9 @@ class Drainer {
   /// Bytes [offset, offset + bytes) of the unit's gradient have been written on the compute stream.
   void arrived(UnitId unit, Bytes offset, Bytes bytes);
 
-  /// Queues the drain of every open buffer and gives the buffers back. The compute ticket must have been given.
-  void drain_open();
+  /// Queues the drain of every open buffer and gives the buffers back; returns what was drained of which unit. The
+  /// compute ticket must have been given.
+  std::vector<std::pair<UnitId, Bytes>> drain_open();
   /// Gives the buffers back without draining them: what arrived is lost (the pass raised).
   void abandon();
 

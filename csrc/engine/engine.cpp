@@ -37,7 +37,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       leases_(backend_, options_.budget.arena),
       fetcher_(issuer_, leases_, units_, options_.device),
       drainer_(issuer_, leases_, units_, options_.device, custodian_),
-      pending_(units_.size(), false) {}
+      pending_(units_.size(), false),
+      drafts_(units_.size()) {}
 
 Engine::~Engine() {
   try {  // before the leases go: a lane may be writing there
@@ -73,6 +74,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
   const auto expected = book_.begin(signature);
+  if (signature.phase == Phase::backward) begin_drafting(expected);
   const bool adopt =
       prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
   if (adopt) {
@@ -255,7 +257,7 @@ void Engine::close_visit(Stream stream) {
   }
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
-  drainer_.drain_open();
+  drain_open();
 }
 
 void Engine::expect_gradient(UnitId unit, Stream stream) {
@@ -304,6 +306,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   phase_.reset();
   const ItineraryId itinerary = book_.end();
   for (ItineraryId forgotten : book_.take_forgotten()) {
+    is_last_.erase(forgotten);
     const auto row = passes_.find(forgotten);
     if (row == passes_.end()) continue;
     forgotten_passes_ += row->second.times;
@@ -332,6 +335,8 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   sums_.backward_fetched += fetched;
   sums_.drained += drainer_.drained() - count_.drained_before;
 
+  last_backward_ = itinerary;
+
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = drainer_.take_landed();
   land(landed, stream);
@@ -343,7 +348,9 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
   op.verb = Verb::user;
   for (UnitId unit : units) {
     const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
-    op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
+    // Of what is being drafted the user's loop may read; it says so before it writes.
+    if (is_drafted(unit)) op.accesses.push_back({held, issuer_.version(held), Access::Mode::read});
+    else op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream);
 }
@@ -382,6 +389,7 @@ void Engine::reset_unlocked(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drainer_.abandon();
+  drop_drafts();
   const std::vector<UnitId> landed = drainer_.take_landed();
   book_.abandon();
   following_ = {};

@@ -16,6 +16,12 @@
 // Note [The compute lane] is the stream that is current at the hook. When that changes, the new one first waits for all
 // that is on the old one, so that the lane stays a queue.
 //
+// Note [Drafts]. A draft is the update that is expected to follow, carried out as soon as the unit's gradients have
+// landed: from the unit's state into spare buffers, by the pool. `step` asks for the same update in place, as ever: if
+// there is a draft, unit and spare change places, and only where hyperparameters are others is it carried out anew, or
+// where the gradient has been written since (torch says so) and its bytes are others. Nothing is rolled back: until it
+// is committed, nobody reads a draft. Another backward, or a look at the home, drops it.
+//
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
@@ -70,6 +76,12 @@ struct StepSums {
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, update_us = 0;
 };
 
+/// Of the drafts that were begun: kept as they were, kept after a look at the gradient, redone with what `step` asked
+/// for, dropped.
+struct DraftCounts {
+  std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
+};
+
 class Engine {
  public:
   Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units, BufferTable buffers,
@@ -100,7 +112,14 @@ class Engine {
   // ---- updates ----
   /// The user's clip and edits of `held` are on the stream.
   void begin_step(Stream stream);
-  void update_on_pool(UnitId unit, UpdateJob job);
+  /// What `step` will ask for if it comes as things are now: drafted when the gradients have landed, if the unit has a
+  /// spare and this backward is the last before a step, as far as is known.
+  void expect_update(UnitId unit, UpdateJob job);
+  /// Its gradients are being read, or have been: whoever writes them must say so first (`access_held`).
+  bool is_drafted(UnitId unit) const;
+  /// `job` is in place, and more urgent with a smaller `priority`. True: a draft was committed, so that working copy
+  /// and state lie where the spare ones were.
+  bool update_on_pool(UnitId unit, UpdateJob job, int priority);
   void defer_update(UnitId unit);
   void end_step(bool blocking);
   /// Runs the unit's deferred update, if it has one, on this thread.
@@ -128,6 +147,7 @@ class Engine {
   std::vector<UnitId> resident_units() const;
   const Leases& leases() const { return leases_; }
   std::size_t num_remembered() const;
+  DraftCounts draft_counts() const;
   std::vector<std::string> wait_kinds() const;
   void omit_wait(const std::string& kind);
   void set_trace(std::shared_ptr<Trace> trace);
@@ -160,6 +180,13 @@ class Engine {
     Bytes drained_before;
   };
 
+  struct Draft {
+    UpdateJob job;                                           // expected
+    Ticket ticket;                                           // null: not begun
+    bool is_written = false;                                 // the gradient has been, or may have been
+    Bytes awaited;                                           // of gradients
+  };
+
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
   using PlanKey = std::tuple<ItineraryId, std::int64_t, ItineraryId, bool, std::vector<Resident>>;
 
@@ -180,11 +207,19 @@ class Engine {
   void prepare_next_forward();
   void drop_prepared();
   Op update_op(UnitId unit);
+  void begin_drafting(std::optional<ItineraryId> expected);
+  void gradient_is_written(UnitId unit);
+  void draft(UnitId unit);
+  void drop_draft(UnitId unit);
+  void drop_drafts();
+  void change_places(UnitId unit);
+  void drain_open();
+  EngineUnit& unit_of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
 
   const EngineOptions options_;
   const std::shared_ptr<Backend> backend_;
-  const std::vector<EngineUnit> units_;
-  const std::vector<UnitFacts> facts_;
+  std::vector<EngineUnit> units_;  // a commit exchanges home and spare
+  std::vector<UnitFacts> facts_;
   BufferTable buffers_;
   Custodian& custodian_;
   const std::shared_ptr<HostOptimizer> optimizer_;  // null: updates run on the launching thread
@@ -210,6 +245,14 @@ class Engine {
   std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
   std::vector<bool> pending_;  // by unit: deferred to the launching thread
+  std::vector<std::optional<Draft>> drafts_;  // by unit
+  std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
+  std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last
+  std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it
+  std::map<ItineraryId, bool> is_last_;       // by backward: an update followed before another backward did
+  std::optional<ItineraryId> last_backward_;  // of which that is not known yet
+  bool may_draft_ = false;                    // this backward is expected to be followed by an update
+  DraftCounts draft_counts_;
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;
   StepSums sums_;

@@ -35,6 +35,8 @@ void Engine::begin_step(Stream stream) {
   op.verb = Verb::user;
   for (const EngineUnit& unit : units_) {
     if (unit.held == nullptr) continue;
+    const auto& draft = drafts_[static_cast<std::size_t>(&unit - units_.data())];
+    if (draft && draft->ticket && !draft->is_written) continue;  // nobody has edited it, or we would know
     op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream);
@@ -52,19 +54,10 @@ Op Engine::update_op(UnitId unit) {
   return op;
 }
 
-void Engine::update_on_pool(UnitId unit, UpdateJob job) {
-  const std::lock_guard lock(mutex_);
-  NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
-  issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
-  Op op = update_op(unit);
-  op.bytes = job.bytes();
-  auto begun = issuer_.begin(op);
-  issuer_.keep(op.id, optimizer_->submit(begun.label, std::move(job), std::move(begun.waits)));
-}
-
 void Engine::defer_update(UnitId unit) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(!pending_[static_cast<std::size_t>(unit.value)], "an update is deferred twice");
+  drop_draft(unit);
   issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
   pending_[static_cast<std::size_t>(unit.value)] = true;
 }
@@ -115,6 +108,7 @@ void Engine::settle_all() {
 void Engine::end_step(bool blocking) {
   const std::lock_guard lock(mutex_);
   book_.note_update();
+  if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = true;
   if (blocking) {
     settle_all();
     if (optimizer_) optimizer_->idle();
@@ -176,6 +170,7 @@ std::vector<UnitId> Engine::next_forward_order() const {
 void Engine::access_home(UnitId unit, bool write_weights) {
   const std::lock_guard lock(mutex_);
   settle(unit);
+  drop_draft(unit);
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   Op op;
   op.lane = Lane::update;  // the calling thread itself, not its stream: only waits order it
@@ -193,6 +188,7 @@ void Engine::access_held(UnitId unit, Stream stream) {
   const std::lock_guard lock(mutex_);
   continue_on(stream);
   settle(unit);
+  gradient_is_written(unit);
   const BufferId held = facts_[static_cast<std::size_t>(unit.value)].held;
   Op op;
   op.verb = Verb::user;

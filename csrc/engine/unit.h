@@ -1,16 +1,25 @@
-// A unit as the engine sees it: what the planner knows of it, and where its home is.
+// A unit as the engine sees it: what the planner knows of it, where its home is, and where a draft of its update goes.
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "plan/planner.h"
 
 namespace noria {
 
+/// Working copy and state of a unit once more; see engine/engine.h, Note [Drafts].
+struct Spare {
+  std::byte* working = nullptr;
+  BufferId working_buffer;
+  BufferId state_buffer;
+};
+
 struct EngineUnit {
   UnitFacts facts;
   std::byte* working = nullptr;  // facts.weights bytes, registered host memory
   std::byte* held = nullptr;     // facts.gradients bytes; null when frozen
+  std::optional<Spare> spare;    // none: the unit is never drafted
 };
 
 }  // namespace noria

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 #include "base/errors.h"
 #include "device/lane_ledger.h"
 #include "device/timing.h"
+#include "optim/digest.h"
 #include "optim/update_queue.h"
 
 namespace noria {
@@ -71,6 +73,7 @@ struct HostOptimizer::State {
   void serve();
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
   void compute(const UpdateJob& job);
+  void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
   const int num_threads;
@@ -119,6 +122,11 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     update.ticket->fail(std::current_exception());
     return;
   }
+  if (update.is_recalled) {
+    free_ns = previous_end_ns;
+    update.ticket->pass();
+    return;
+  }
   if (!was_ready && !waited_on.empty()) {
     const std::int64_t since_ns = std::max(idle_since_ns, update.submitted_ns);
     ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
@@ -147,20 +155,41 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   update.ticket->pass();
 }
 
-void HostOptimizer::State::compute(const UpdateJob& job) {
-  cut(job.pieces, chunks);
+void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)>& body) {
   // TBB orders all this itself, but in a library that ThreadSanitizer cannot see into: the two atomics say it again.
   begun.store(true, std::memory_order_release);
   arena.execute([&] {
     tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
       (void)begun.load(std::memory_order_acquire);
-      for (std::size_t i = range.begin(); i != range.end(); ++i) {
-        update_elements(job, chunks[i].offset, chunks[i].count, *chunks[i].scalars);
-      }
+      for (std::size_t i = range.begin(); i != range.end(); ++i) body(chunks[i]);
       num_ranges.fetch_add(1, std::memory_order_release);
     });
   });
   (void)num_ranges.load(std::memory_order_acquire);
+}
+
+void HostOptimizer::State::compute(const UpdateJob& job) {
+  cut(job.pieces, chunks);
+  std::atomic<std::uint64_t> sum = 0;
+  const auto look = [&](const Chunk& chunk) {
+    const std::int64_t start = chunk.offset * job.gradient_item_bytes();
+    const std::int64_t num_bytes = chunk.count * job.gradient_item_bytes();
+    sum += digest(static_cast<const std::byte*>(job.gradient) + start, static_cast<std::size_t>(num_bytes),
+                  static_cast<std::uint64_t>(start));
+  };
+  const auto update = [&](const Chunk& chunk) {
+    update_elements(job, chunk.offset, chunk.count, *chunk.scalars);
+  };
+  if (job.only_if_changed) {
+    for_each_chunk(look);
+    if (sum != *job.note) for_each_chunk(update);
+    return;
+  }
+  for_each_chunk([&](const Chunk& chunk) {
+    update(chunk);
+    if (job.note) look(chunk);  // while it is in the cache
+  });
+  if (job.note) *job.note = sum.load();
 }
 
 HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::make_unique<State>(options)) {}
@@ -197,11 +226,7 @@ Ticket HostOptimizer::submit(const OpLabel& label, UpdateJob job, std::vector<Ti
 
 bool HostOptimizer::recall(const Ticket& ticket) {
   if (getpid() != state_->pid) return false;
-  const UpdateQueue::Item item = state_->queue->remove(ticket);
-  if (item == nullptr) return false;
-  item->waits.clear();
-  item->ticket->pass();
-  return true;
+  return state_->queue->recall(ticket);
 }
 
 void HostOptimizer::idle() {

@@ -22,8 +22,10 @@
 // bit.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,14 +58,20 @@ struct UpdatePiece {
   UpdateScalars scalars{};
 };
 
+/// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still that.
+using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
+
 /// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
 struct UpdateJob {
   UpdateRule rule = UpdateRule::adamw;
   UnitArrays from, to;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
+  GradientNote note;             // null: nobody will ask
+  bool only_if_changed = false;  // nothing is done where the gradient is still the one that was noted
 
   bool in_place() const;
+  std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
   Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <utility>
 
 namespace noria {
@@ -48,15 +49,14 @@ UpdateQueue::Item UpdateQueue::most_urgent() {
   return item;
 }
 
-UpdateQueue::Item UpdateQueue::remove(const Ticket& ticket) {
+bool UpdateQueue::recall(const Ticket& ticket) {
   const std::lock_guard lock(mutex_);
   const auto found =
       std::find_if(items_.begin(), items_.end(), [&](const Item& item) { return item->ticket == ticket; });
-  if (found == items_.end()) return nullptr;
-  Item item = std::move(*found);
-  items_.erase(found);
-  changed_.notify_all();
-  return item;
+  if (found == items_.end() || (*found)->is_recalled) return false;
+  (*found)->is_recalled = true;
+  (*found)->priority = std::numeric_limits<int>::min();
+  return true;
 }
 
 UpdateQueue::Taken UpdateQueue::take() {

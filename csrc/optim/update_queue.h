@@ -1,7 +1,7 @@
 // Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
-// Order: see optim/host_optimizer.h. Threads: `push`, `remove`, `close` and `await_idle` from any thread, the rest
+// Order: see optim/host_optimizer.h. Threads: `push`, `recall`, `close` and `await_idle` from any thread, the rest
 // from the one thread that serves.
 #pragma once
 
@@ -23,6 +23,7 @@ struct QueuedUpdate {
   std::vector<Ticket> waits;
   std::shared_ptr<HostTicket> ticket;
   int priority = 0;
+  bool is_recalled = false;  // protected by the queue's mutex until it is taken
   std::int64_t submitted_ns = 0;
   int num_unissued = 0;            // of `waits`; protected by the queue's mutex
   Verb last_giver = Verb::update;  // whose ticket was the last to be issued: the one to blame for a stall
@@ -35,8 +36,8 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   /// False when the queue is closed; the item is not taken then.
   bool push(const Item& item);
 
-  /// The queued item of this ticket, which is then nobody's; null when there is none: it was taken, or never pushed.
-  Item remove(const Ticket& ticket);
+  /// True: the item of this ticket was queued, and keeps its place only until its waits have passed.
+  bool recall(const Ticket& ticket);
 
   struct Taken {
     Item item;               // null: the queue was closed

@@ -22,6 +22,8 @@ float* floats(std::byte* memory) { return reinterpret_cast<float*>(memory); }
 
 enum class Write { plain, onto_held, onto_buffer };
 
+constexpr double kRate = 0.05;
+
 }  // namespace
 
 BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
@@ -33,23 +35,27 @@ BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
 }
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-                       std::shared_ptr<HostOptimizer> optimizer)
+                       std::shared_ptr<HostOptimizer> optimizer, bool drafts)
     : machine_(std::move(machine)),
       // Braces: the units are laid out before the buffers that this interns are moved.
       engine_{EngineOptions{{Place::Kind::device, 0}, budget, prefetch_at_step},
               machine_.backend,
-              lay_out(units),
+              lay_out(units, drafts),
               std::move(buffers_),
               *this,
               std::move(optimizer)} {}
 
-std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units) {
+std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts) {
   Bytes total;
   for (const BareUnit& unit : units) total += kSlotBytes * unit.num_slots;
   for (Arena& array : home_) {
     array = Arena(total);
     std::memset(array.data(), 0, static_cast<std::size_t>(total.count));
     array.register_with(machine_.backend);
+  }
+  for (Arena& array : spare_) {
+    array = Arena(drafts ? total : Bytes{0});
+    if (drafts) array.register_with(machine_.backend);
   }
   std::vector<EngineUnit> result;
   Bytes start;
@@ -76,6 +82,14 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units) 
     made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
     made.working = home_[0].data() + start.count;
     if (described.num_trainable > 0) made.held = home_[1].data() + start.count;
+    if (drafts && described.num_trainable == described.num_slots) {
+      Spare spare;
+      spare.working = spare_[0].data() + start.count;
+      spare.working_buffer = range(3, start, weights, Purpose::working_copy);
+      spare.state_buffer = range(4, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
+      made.spare = spare;
+      for (std::size_t i : {0U, 2U, 3U}) units_.back().spare[i] = floats(spare_[i].data() + start.count);
+    }
     result.push_back(std::move(made));
     start += weights;
   }
@@ -153,7 +167,11 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
 void BareEngine::end_pass() {
   engine_.end_pass(machine_.stream);
   for (Unit& unit : units_) {
-    for (Slot& slot : unit.slots) slot.held |= std::exchange(slot.arrived, false);
+    const bool is_drafted = engine_.is_drafted(UnitId(static_cast<std::int32_t>(&unit - units_.data())));
+    for (Slot& slot : unit.slots) {
+      slot.held |= std::exchange(slot.arrived, false);
+      slot.guarded |= is_drafted;
+    }
   }
 }
 
@@ -186,30 +204,52 @@ void BareEngine::update(std::size_t unit, bool on_pool) {
   const UnitId id(static_cast<std::int32_t>(unit));
   engine_.settle(id);  // the update before this one
   Unit& updated = units_[unit];
-  UpdateJob job;
-  UpdateHyper hyper;
-  hyper.lr = 0.05;
-  hyper.weight_decay = 0.01;
-  for (std::size_t i = 0; i < updated.slots.size(); ++i) {
-    Slot& slot = updated.slots[i];
+  for (Slot& slot : updated.slots) {
     if (!slot.held) continue;
     slot.guarded = true;
     ++slot.num_updates;
     slot.pending = !on_pool;
-    job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
-                          update_scalars(job.rule, hyper, slot.num_updates)});
   }
+  UpdateJob job = job_of(unit, kRate, 0);
   if (job.pieces.empty()) return;
   if (!on_pool) {
     engine_.defer_update(id);
     return;
   }
-  job.from.master = updated.home[0];
-  job.gradient = updated.home[1];
-  job.from.m = updated.home[2];
-  job.from.v = updated.home[3];
+  if (!engine_.update_on_pool(id, std::move(job), static_cast<int>(unit))) return;
+  for (std::size_t i : {0U, 2U, 3U}) std::swap(updated.home[i], updated.spare[i]);
+}
+
+UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
+  const Unit& updated = units_[unit];
+  UpdateJob job;
+  UpdateHyper hyper;
+  hyper.lr = lr;
+  hyper.weight_decay = 0.01;
+  for (std::size_t i = 0; i < updated.slots.size(); ++i) {
+    const Slot& slot = updated.slots[i];
+    if (more == 0 && !slot.held) continue;
+    job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
+                          update_scalars(job.rule, hyper, slot.num_updates + more)});
+  }
+  job.from = {updated.home[0], nullptr, nullptr, updated.home[2], updated.home[3]};
   job.to = job.from;
-  engine_.update_on_pool(id, std::move(job));
+  job.gradient = updated.home[1];
+  return job;
+}
+
+void BareEngine::expect_updates(double lr) {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    const auto& spare = units_[unit].spare;
+    if (spare[0] == nullptr) continue;
+    UpdateJob job = job_of(unit, lr, 1);
+    job.to = {spare[0], nullptr, nullptr, spare[2], spare[3]};
+    engine_.expect_update(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
+  }
+}
+
+void BareEngine::home_moved(UnitId unit, std::byte* working) {
+  NORIA_INVARIANT(floats(working) == of(unit).spare[0], "a home moved to where no spare is");
 }
 
 void BareEngine::update(UnitId unit) {

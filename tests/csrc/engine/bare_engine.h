@@ -46,8 +46,9 @@ struct BareUnit {
 
 class BareEngine final : public Custodian {
  public:
+  /// `drafts`: units that are trained as a whole have spare buffers.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-             std::shared_ptr<HostOptimizer> optimizer);
+             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false);
   ~BareEngine() override;
 
   Engine& engine() { return engine_; }
@@ -71,6 +72,8 @@ class BareEngine final : public Custodian {
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
   void update(std::size_t unit, bool on_pool);
+  /// Every unit that has a spare may be drafted in the backward that follows, as if the next update had this rate.
+  void expect_updates(double lr);
   void end_step(bool blocking) { engine_.end_step(blocking); }
   /// The weights as the home has them now.
   std::vector<float> read_home(std::size_t unit);
@@ -97,6 +100,7 @@ class BareEngine final : public Custodian {
   void evict(UnitId unit) override { of(unit).attached = nullptr; }
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit) override { of(unit).buffer = nullptr; }
+  void home_moved(UnitId unit, std::byte* working) override;
   void update(UnitId unit) override;
 
  private:
@@ -112,17 +116,20 @@ class BareEngine final : public Custodian {
   };
   struct Unit {
     std::vector<Slot> slots;
-    std::array<float*, 4> home{};  // weights, held, moment1, moment2
+    std::array<float*, 4> home{};   // weights, held, moment1, moment2
+    std::array<float*, 4> spare{};  // as home, without held; null where the unit is never drafted
     std::vector<std::uint32_t> result;
     std::byte* attached = nullptr;
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
-  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units);
+  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts);
+  UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;
+  std::array<Arena, 4> spare_;
   std::vector<Unit> units_;
   Phase phase_ = Phase::forward;
   std::uint32_t num_gradients_ = 0;

@@ -136,6 +136,7 @@ class Twin:
         """What only moves memory."""
 
     begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = nothing
+    expect_updates = nothing
 
     def part(self, slot: int) -> slice:
         return slice(slot * SLOT, (slot + 1) * SLOT)

@@ -244,6 +244,61 @@ def test_a_model_may_change_its_stream_at_any_moment(machine):
     run(model, calls, arena=8 * bare.SLOT_BYTES, machine=machine, kernel_us=200, poison=True)
 
 
+# ---- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def drafting(edit=lambda loop: None, rate=0.05, steps=5, micro_batches=1):
+    """A loop whose updates may be drafted; `edit` writes calls between the last backward and the step."""
+    model = Model([(2, 2), (3, 3), (1, 0), (4, 4), (1, 1)], [[0], [1], [2], [3], [0, 4], [1]])
+    loop = Loop(model)
+    layers = list(range(len(model.layers)))
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loop.forward(layers)
+            loop.call("expect_updates", rate)
+            loop.backward(layers, loop.all_gradients(layers))
+        edit(loop)
+        loop.step({0, 1, 3, 4})
+        loop.call("zero_grad")
+    return model, loop.calls
+
+
+def clip(loop, late=False):
+    if late:
+        loop.call("idle")  # until everything that can be drafted has been
+    for unit in (0, 1, 3, 4):
+        loop.call("clip", unit, 0)
+
+
+EDITS = {
+    "nothing": (lambda loop: None, 0.05, "kept"),
+    "a clip at once": (clip, 0.05, None),
+    "a clip of what was drafted": (lambda loop: clip(loop, late=True), 0.05, "looked at"),
+    "another rate": (lambda loop: None, 0.04, "redone"),
+    "a look at the home": (lambda loop: [loop.call("read_home", unit) for unit in (0, 1, 3, 4)], 0.05, "dropped"),
+    "a write to the home": (lambda loop: [loop.call("write_home", unit, 0.5) for unit in (0, 1, 3, 4)], 0.05, "dropped"),
+    "another forward": (lambda loop: loop.forward([0, 1, 3], grad=False), 0.05, "kept"),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("hold_us", [{}, {"draft": 3000}])
+def test_updates_that_are_drafted_have_the_bits_of_those_that_are_not(machine, edit, micro_batches, hold_us):
+    calls_of, rate, fate = EDITS[edit]
+    model, calls = drafting(calls_of, rate, micro_batches=micro_batches)
+    engine = run(model, calls, arena=8 * bare.SLOT_BYTES, machine=machine, poison=True, drafts=True, hold_us=hold_us)
+    kept, looked_at, redone, dropped = engine.draft_counts()
+    counts = {"kept": kept, "looked at": looked_at, "redone": redone, "dropped": dropped}
+    assert sum(counts.values()) > 0
+    if fate is None:
+        return  # a draft that has not begun is recalled by the first write to what it would read
+    assert counts[fate] > 0, counts
+    if fate in ("kept", "looked at", "redone"):
+        assert counts[fate] == sum(counts.values())
+
+
 # ---- a steady state -------------------------------------------------------------------------------------------------
 
 
