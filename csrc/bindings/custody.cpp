@@ -559,9 +559,8 @@ void Custody::evict(UnitId unit) {
   // A write that no version counter saw (`p.data.clamp_()`), or only a kernel that asked for the pointer without
   // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
-  const bool is_changed =
-      weights.written() && homes_[static_cast<std::size_t>(unit.value)] != nullptr && comparisons_left-- > 0 &&
-      !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
+  const bool is_changed = weights.written() && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
+                          comparisons_left-- > 0 && !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
   weights.evict();
   const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

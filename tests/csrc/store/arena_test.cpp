@@ -131,9 +131,10 @@ TEST(Arena, ForkedChildKeepsItsHandsOffWhatLiesThereNow) {
   const pid_t child = fork();
   if (child == 0) {
     std::byte* const at = arena.data();
-    void* const own = mmap(at, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    // Fails where a sanitizer has mapped something of its own there: that must stay too.
+    mmap(at, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
     arena.close();
-    const bool kept = own == at && mapped(at) && backend->events.size() == 1;
+    const bool kept = mapped(at) && backend->events.size() == 1;
     _exit(kept ? 0 : 1);
   }
   int status = -1;
