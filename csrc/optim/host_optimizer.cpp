@@ -72,7 +72,7 @@ struct HostOptimizer::State {
 
   void serve();
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
-  void compute(const UpdateJob& job);
+  void compute(const UpdateJob& job, std::int64_t hold_before_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
@@ -132,7 +132,10 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
-  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
+  // A draft is held between its work and its note: a gradient that is written then would be noted and not used.
+  const bool holds_note = update.job.note && !update.job.only_if_changed;
+  const std::int64_t before_note_us = holds_note ? delays.hold_us(update.label.verb) : 0;
+  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb) - before_note_us;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
     return;
@@ -144,7 +147,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     const std::int64_t least_ns = least_duration_ns(limit, bytes);
     const bool back_to_back = least_ns > 0 && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
-    compute(update.job);
+    compute(update.job, before_note_us);
     free_ns = std::max(now_ns(), start_ns + least_ns);
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
@@ -168,7 +171,7 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
   (void)num_ranges.load(std::memory_order_acquire);
 }
 
-void HostOptimizer::State::compute(const UpdateJob& job) {
+void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_before_note_us) {
   cut(job.pieces, chunks);
   std::atomic<std::uint64_t> sum = 0;
   const auto look = [&](const Chunk& chunk) {
@@ -185,10 +188,16 @@ void HostOptimizer::State::compute(const UpdateJob& job) {
     if (sum != *job.note) for_each_chunk(update);
     return;
   }
-  for_each_chunk([&](const Chunk& chunk) {
-    update(chunk);
-    if (job.note) look(chunk);  // while it is in the cache
-  });
+  if (hold_before_note_us > 0) {
+    for_each_chunk(update);
+    queue->sleep_until(now_ns() + hold_before_note_us * 1000);
+    for_each_chunk(look);
+  } else {
+    for_each_chunk([&](const Chunk& chunk) {
+      update(chunk);
+      if (job.note) look(chunk);  // while it is in the cache
+    });
+  }
   if (job.note) *job.note = sum.load();
 }
 

@@ -194,6 +194,15 @@ void BareEngine::clip(std::size_t unit, std::size_t slot) {
   });
 }
 
+void BareEngine::look(std::size_t unit, std::size_t slot) {
+  const std::size_t start = slot * kSlotElements;
+  compute([held = units_[unit].home[1] + start, result = units_[unit].result.data() + start] {
+    for (std::size_t i = 0; i < kSlotElements; ++i) {
+      result[i] = result[i] * 1664525U + std::bit_cast<std::uint32_t>(held[i]) + 1013904223U;
+    }
+  });
+}
+
 void BareEngine::zero_grad() {
   for (Unit& unit : units_) {
     for (Slot& slot : unit.slots) slot.held = false;  // still guarded: the user may have kept it
@@ -293,11 +302,15 @@ void BareEngine::break_stream() {
 
 // ---- what came out ----------------------------------------------------------------------------------------------
 
-void BareEngine::idle() {
-  engine_.settle_all();
+void BareEngine::await_stream() {
   const Ticket end = machine_.backend->open({});
   machine_.backend->give(end, machine_.stream);
   end->wait_passed();
+}
+
+void BareEngine::idle() {
+  engine_.settle_all();
+  await_stream();
   engine_.idle();
 }
 

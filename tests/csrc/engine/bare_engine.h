@@ -68,6 +68,8 @@ class BareEngine final : public Custodian {
   // ---- the user's loop ----
   /// Halves a held gradient on the stream, as a clip would.
   void clip(std::size_t unit, std::size_t slot);
+  /// Mixes a held gradient into the unit's result on the stream, as logging it would.
+  void look(std::size_t unit, std::size_t slot);
   void zero_grad();
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
@@ -88,6 +90,7 @@ class BareEngine final : public Custodian {
   void break_stream();
 
   // ---- what came out; call `idle` first ----
+  void await_stream();
   void idle();
   void close();
   std::vector<std::uint32_t> result(std::size_t unit) const { return units_[unit].result; }

@@ -107,6 +107,11 @@ class Twin:
     def clip(self, unit: int, slot: int) -> None:
         self.held[unit][self.part(slot)] *= np.float32(0.5)
 
+    def look(self, unit: int, slot: int) -> None:
+        part = self.part(slot)
+        bits = self.held[unit][part].view(np.uint32)
+        self.results[unit][part] = self.results[unit][part] * np.uint32(1664525) + bits + np.uint32(1013904223)
+
     def zero_grad(self) -> None:
         for state in (state for unit in self.slots for state in unit):
             state.held = False
@@ -136,7 +141,7 @@ class Twin:
         """What only moves memory."""
 
     begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = nothing
-    expect_updates = nothing
+    expect_updates = await_stream = nothing
 
     def part(self, slot: int) -> slice:
         return slice(slot * SLOT, (slot + 1) * SLOT)

@@ -135,6 +135,8 @@ def programs(draw):
                 loop.forward(layers, stop=draw(st.integers(0, len(layers) - 1)))
             loop.forward(layers)
             gradients = draw(gradients_of(model, layers))
+            if draw(st.booleans()):
+                loop.call("expect_updates", draw(st.sampled_from([0.05, 0.05, 0.04])))
             if draw(rarely):
                 loop.backward(layers, gradients, stop=draw(st.integers(0, len(layers) - 1)))
                 loop.forward(layers)
@@ -142,6 +144,9 @@ def programs(draw):
             loop.backward(layers, gradients, edited=draw(edit) if draw(rarely) else None)
         for unit, slot in draw(some_slots):
             loop.call("clip", unit, slot)
+        if draw(rarely):
+            for unit, slot in draw(some_slots):
+                loop.call("look", unit, slot)
         if not draw(rarely):
             loop.step(pooled, blocking=draw(rarely))
             for unit, slot in draw(some_slots):
@@ -190,6 +195,7 @@ def test_any_loop_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data
         window=window,
         machine=data.draw(st.sampled_from(MACHINES)),
         prefetch_at_step=data.draw(st.booleans()),
+        drafts=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 1000)),
         max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
         poison=data.draw(st.booleans()),
@@ -276,7 +282,11 @@ EDITS = {
     "a clip of what was drafted": (lambda loop: clip(loop, late=True), 0.05, "looked at"),
     "another rate": (lambda loop: None, 0.04, "redone"),
     "a look at the home": (lambda loop: [loop.call("read_home", unit) for unit in (0, 1, 3, 4)], 0.05, "dropped"),
-    "a write to the home": (lambda loop: [loop.call("write_home", unit, 0.5) for unit in (0, 1, 3, 4)], 0.05, "dropped"),
+    "a write to the home": (
+        lambda loop: [loop.call("write_home", unit, 0.5) for unit in (0, 1, 3, 4)],
+        0.05,
+        "dropped",
+    ),
     "another forward": (lambda loop: loop.forward([0, 1, 3], grad=False), 0.05, "kept"),
 }
 

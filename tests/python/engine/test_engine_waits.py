@@ -3,6 +3,7 @@
 The kinds are read off the engine itself, so a kind that nobody tests here is a failure of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,49 @@ def two_steps() -> Loop:
     return loop
 
 
+def drafting(
+    end: list[Call],
+    model: Model = THREE,
+    before: Sequence[Call] = (),
+    rate: float = 0.05,
+    pooled: set[int] | None = None,
+) -> Loop:
+    """The second backward, which `before` precedes, is drafted; then comes `end`, and the step."""
+    loop = Loop(model)
+    layers = list(range(len(model.layers)))
+    for last in (False, True):
+        loop.forward(layers)
+        loop.call("expect_updates", rate)
+        loop.calls += before if last else []
+        loop.backward(layers, loop.all_gradients(layers))
+        if not last:
+            loop.step(set(range(len(model.units))))
+            loop.call("zero_grad")
+    loop.calls += end
+    loop.step(set(range(len(model.units))) if pooled is None else pooled)
+    if model is THREE:
+        loop.forward(layers)
+    return loop
+
+
+# By then all gradients have landed and one draft has begun; which one, the pool knows.
+LATE_CLIP: list[Call] = [("await_stream", ()), ("clip", (0, 0)), ("clip", (1, 0)), ("clip", (2, 0))]
+
+
+def a_drafted_unit_that_is_not_fetched() -> Loop:
+    """Every other pass leaves a unit out, but brings one of its gradients: no fetch has waited for its draft, which still
+    reads the gradient of before."""
+    loop = Loop(Model([(2, 2), (4, 4)], [[0], [1]]))
+    for _ in range(3):
+        for layers, gradients in (([0, 1], loop.all_gradients([0, 1])), ([0], {0: [(0, 0), (0, 1), (1, 0)]})):
+            loop.forward(layers)
+            loop.call("expect_updates", 0.05)
+            loop.backward(layers, gradients)
+            loop.step({0, 1})
+            loop.call("zero_grad")
+    return loop
+
+
 @dataclass
 class Case:
     """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
@@ -112,6 +156,7 @@ class Case:
     poison: bool = False
     later: str | None = None  # this verb comes later still, or the harm would be done when nobody looks any more
     only_in_the_arena: bool = False
+    drafts: bool = False
 
 
 CASES = {
@@ -133,6 +178,15 @@ CASES = {
     "update -> load on optimizer_state (WAW)": Case(reads_at_home()),
     "fetch -> load on working_copy (WAR)": Case(writes_at_home()),
     "fetch -> update on working_copy (WAR)": Case(two_steps(), only_in_the_arena=True),
+    "drain -> draft on held_gradient (RAW)": Case(drafting([]), drafts=True),
+    "draft -> fetch on working_copy (RAW)": Case(drafting([]), drafts=True),
+    "draft -> user on held_gradient (WAR)": Case(drafting(LATE_CLIP), drafts=True),
+    "drain -> user on held_gradient (RAW)": Case(drafting([("look", (0, 0))]), drafts=True),
+    "draft -> drain on held_gradient (WAR)": Case(a_drafted_unit_that_is_not_fetched(), cells=14, drafts=True),
+    # A draft that was recalled passes on what it had waited for.
+    "draft -> load on optimizer_state (WAR)": Case(drafting([("write_home", (0, 0.25))]), drafts=True),
+    "draft -> update on optimizer_state (WAR)": Case(drafting([], pooled={1, 2}), drafts=True),
+    "draft -> update on optimizer_state (WAW)": Case(drafting([], rate=0.04), drafts=True),
     # With a backend that overwrites vacated memory, it is the overwriting that waits for readers.
     "forward -> poison on weights (WAR)": Case(training(), poison=True),
     "backward -> poison on weights (WAR)": Case(a_frozen_unit(), poison=True),
@@ -147,13 +201,16 @@ GIVEN_AT_ONCE = {
     "load -> fetch on working_copy (RAW)",
     "load -> update on optimizer_state (WAW)",
     "load -> load on optimizer_state (WAW)",
+    "load -> draft on optimizer_state (RAW)",
 }
 
 
 def outcome_of(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[dict[str, np.ndarray], list[str]]:
     """Every bit of a run (what was read at home and the arena included), and the kinds of wait it had."""
     model, program = case.program.model, case.program.calls
-    engine = bare.BareEngine(model.units, arena=case.cells * bare.SLOT_BYTES, hold_us=hold_us, poison=case.poison)
+    engine = bare.BareEngine(
+        model.units, arena=case.cells * bare.SLOT_BYTES, hold_us=hold_us, poison=case.poison, drafts=case.drafts
+    )
     engine.omit_wait(omitted)
     read = play([*program, ("idle", ())], engine)
     assert engine.num_fetches > 0
@@ -195,7 +252,9 @@ def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
 def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
     model, program = data.draw(programs())
     arena, window = data.draw(budgets(model, program))
-    engine = bare.BareEngine(model.units, arena=arena, window=window, poison=data.draw(st.booleans()))
+    engine = bare.BareEngine(
+        model.units, arena=arena, window=window, poison=data.draw(st.booleans()), drafts=data.draw(st.booleans())
+    )
     play([*program, ("idle", ())], engine)
     assert set(engine.wait_kinds()) <= CASES.keys() | GIVEN_AT_ONCE
     engine.close()
@@ -203,14 +262,15 @@ def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
 
 @pytest.mark.parametrize("kind", sorted(GIVEN_AT_ONCE))
 def test_what_the_calling_thread_did_at_home_is_seen_without_any_ticket(kind):
-    loop = Loop(THREE)
+    loop = drafting([], before=[("read_home", (0,))])
     for _ in range(2):
         loop.plain(ALL)
         for unit in (0, 2):
             loop.call("write_home", unit, 0.25)
         loop.call("read_home", 0)
-    _, kinds = outcome_of(Case(loop), "", {})
+    case = Case(loop, drafts=True)
+    _, kinds = outcome_of(case, "", {})
     assert kind in kinds
-    outcome, _ = outcome_of(Case(loop), kind, {"load": 2_000})
+    outcome, _ = outcome_of(case, kind, {"load": 2_000})
     twin, read = twin_of(loop.model, loop.calls)
     assert differences(outcome, {**twin.outcome(), "read at home": read, "arena": outcome["arena"]}) == []
