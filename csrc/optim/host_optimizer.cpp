@@ -132,10 +132,10 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
-  // A draft is held between its work and its note: a gradient that is written then would be noted and not used.
-  const bool holds_note = update.job.note && !update.job.only_if_changed;
-  const std::int64_t before_note_us = holds_note ? delays.hold_us(update.label.verb) : 0;
-  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb) - before_note_us;
+  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
+  // A draft is held a second time, between work and note: a gradient that is written then would be noted and not used.
+  const bool is_noted = update.job.note && !update.job.only_if_changed;
+  const std::int64_t before_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
     return;

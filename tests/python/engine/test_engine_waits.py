@@ -128,20 +128,20 @@ def drafting(
     return loop
 
 
-# By then all gradients have landed and one draft has begun; which one, the pool knows.
-LATE_CLIP: list[Call] = [("await_stream", ()), ("clip", (0, 0)), ("clip", (1, 0)), ("clip", (2, 0))]
+# Of the gradient that landed first: its draft has begun by now. The clip comes two kernels later.
+LATE_CLIP: list[Call] = [("await_stream", ()), ("look", (2, 0)), ("clip", (2, 0))]
 
 
 def a_drafted_unit_that_is_not_fetched() -> Loop:
-    """Every other pass leaves a unit out, but brings one of its gradients: no fetch has waited for its draft, which still
-    reads the gradient of before."""
-    loop = Loop(Model([(2, 2), (4, 4)], [[0], [1]]))
+    """Every other pass leaves a unit out, but brings one of its gradients: no fetch has waited for its draft, which comes
+    after those of the unit that landed first and the unit that is needed first."""
+    loop = Loop(Model([(2, 2), (4, 4), (1, 1)], [[0], [1], [2]]))
     for _ in range(3):
-        for layers, gradients in (([0, 1], loop.all_gradients([0, 1])), ([0], {0: [(0, 0), (0, 1), (1, 0)]})):
+        for layers, gradients in (([0, 1, 2], loop.all_gradients([0, 1, 2])), ([0], {0: [(0, 0), (0, 1), (1, 0)]})):
             loop.forward(layers)
             loop.call("expect_updates", 0.05)
             loop.backward(layers, gradients)
-            loop.step({0, 1})
+            loop.step(ALL)
             loop.call("zero_grad")
     return loop
 
@@ -157,6 +157,8 @@ class Case:
     later: str | None = None  # this verb comes later still, or the harm would be done when nobody looks any more
     only_in_the_arena: bool = False
     drafts: bool = False
+    kernel_us: int = 0
+    holds_us: tuple[int, ...] = (2_000, 8_000, 32_000, 128_000)  # later and later, should the machine be busy
 
 
 CASES = {
@@ -180,7 +182,9 @@ CASES = {
     "fetch -> update on working_copy (WAR)": Case(two_steps(), only_in_the_arena=True),
     "drain -> draft on held_gradient (RAW)": Case(drafting([]), drafts=True),
     "draft -> fetch on working_copy (RAW)": Case(drafting([]), drafts=True),
-    "draft -> user on held_gradient (WAR)": Case(drafting(LATE_CLIP), drafts=True),
+    "draft -> user on held_gradient (WAR)": Case(
+        drafting(LATE_CLIP), drafts=True, kernel_us=6_000, holds_us=(8_000, 10_000, 11_000)
+    ),
     "drain -> user on held_gradient (RAW)": Case(drafting([("look", (0, 0))]), drafts=True),
     "draft -> drain on held_gradient (WAR)": Case(a_drafted_unit_that_is_not_fetched(), cells=14, drafts=True),
     # A draft that was recalled passes on what it had waited for.
@@ -209,7 +213,12 @@ def outcome_of(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[dict[
     """Every bit of a run (what was read at home and the arena included), and the kinds of wait it had."""
     model, program = case.program.model, case.program.calls
     engine = bare.BareEngine(
-        model.units, arena=case.cells * bare.SLOT_BYTES, hold_us=hold_us, poison=case.poison, drafts=case.drafts
+        model.units,
+        arena=case.cells * bare.SLOT_BYTES,
+        hold_us=hold_us,
+        poison=case.poison,
+        drafts=case.drafts,
+        kernel_us=case.kernel_us,
     )
     engine.omit_wait(omitted)
     read = play([*program, ("idle", ())], engine)
@@ -235,7 +244,7 @@ def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     arena = prompt["arena"]
     assert differences(prompt, {**twin.outcome(), "read at home": read, "arena": arena}) == []
     giver = kind.split()[0]
-    for hold_us in (2_000, 8_000, 32_000, 128_000):  # later and later, should the machine be busy
+    for hold_us in case.holds_us:
         holds = {giver: hold_us} | ({case.later: 3 * hold_us} if case.later else {})
         held, _ = outcome_of(case, "", holds)
         assert differences(held, prompt) == []
