@@ -183,7 +183,7 @@ CASES = {
     "drain -> draft on held_gradient (RAW)": Case(drafting([]), drafts=True),
     "draft -> fetch on working_copy (RAW)": Case(drafting([]), drafts=True),
     "draft -> user on held_gradient (WAR)": Case(
-        drafting(LATE_CLIP), drafts=True, kernel_us=6_000, holds_us=(8_000, 10_000, 11_000)
+        drafting(LATE_CLIP), drafts=True, kernel_us=6_000, holds_us=(20_000, 25_000, 30_000)
     ),
     "drain -> user on held_gradient (RAW)": Case(drafting([("look", (0, 0))]), drafts=True),
     "draft -> drain on held_gradient (WAR)": Case(a_drafted_unit_that_is_not_fetched(), cells=14, drafts=True),
