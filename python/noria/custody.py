@@ -343,12 +343,11 @@ class Wrapped:
 
     def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """`master`: fp32 on the CPU, with the parameter's shape."""
-        if "masters" in self.home.arenas:
-            own = self.home.master(slot)
-            own.copy_(master)
+        if not slot.is_split:
+            self.home.master(slot).copy_(master)
             self.round_master(slot)
         else:
-            dense = torch.empty_like(self.home.moment("first moments", slot))  # storage order of the parameter
+            dense = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)  # storage order of the parameter
             dense.copy_(master)
             _C.split_master(
                 dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
@@ -362,9 +361,9 @@ class Wrapped:
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
         """The fp32 master as a plain tensor: the home's own where it has one, rebuilt from the split one else."""
-        if "masters" in self.home.arenas:
+        if not slot.is_split:
             return self.home.master(slot)
-        master = torch.empty_like(self.home.moment("first moments", slot))
+        master = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)
         _C.join_master(
             self.home.working(slot).data_ptr(),
             self.home.low_bits(slot).data_ptr(),
@@ -406,7 +405,7 @@ class Wrapped:
             changed = working.view(torch.int16) != before.view(torch.int16)
             if not changed.any():
                 return
-            if "masters" in self.home.arenas:
+            if not slot.is_split:
                 self.home.master(slot)[changed] = working[changed].float()
             else:
                 self.home.low_bits(slot)[changed] = 0

@@ -124,7 +124,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     else:
         backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
     pool = None
-    if "fused" in planned.kernels:
+    if planned.fused:
         pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
     home = Home(units, planned.regions, backend)
 
