@@ -320,10 +320,12 @@ class PlannedStep:
         return [self.planned.units[index] for index in order]
 
     def _update_bytes(self, unit: Any) -> int:
-        """What AdamW reads and writes: 26 bytes an element of a split master, 28 of a plain one; for others a guess."""
-        return sum(
-            slot.parameter.numel() * (26 if slot.has_master else 28) for slot in unit.parameters if slot.trainable
-        )
+        """What the fused kernel reads and writes; what torch does there is guessed to be as much as AdamW."""
+        count = sum(slot.parameter.numel() for slot in unit.parameters if slot.trainable)
+        is_split = any(slot.has_master for slot in unit.parameters)
+        rules = self.planned.fused.get(unit.index)
+        each = max(rule.bytes_per_element(is_split) for rule in rules) if rules else 26 if is_split else 28
+        return count * each
 
     def _add(
         self, phase: str, lane: str, verb: str, unit: int, num_bytes: int, accesses: list[tuple[int, str]]

@@ -364,7 +364,7 @@ class Wrapped:
         while self._written_views:
             slot = self.slots[self._written_views.pop()]
             _C.watch(self._state_views[slot.index])
-            if slot.has_master and "masters" in self.home.arenas:
+            if slot.has_master and not slot.is_split:
                 with torch.no_grad():
                     rounded = torch.empty_like(self.home.working(slot))
                     _C.split_master(self.home.master(slot).data_ptr(), rounded.data_ptr(), 0, rounded.numel())
@@ -411,19 +411,18 @@ class Wrapped:
 
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
         """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
-        if "low bits" in self.home.arenas:
+        if slot.is_split:
             return self.home.low_bits(slot)
         with plainly():
             return self.home.master(slot).view(torch.int32).to(torch.int16)
 
     def set_master(self, slot: HomeParameter, master: torch.Tensor) -> None:
         """`master`: fp32 on the CPU, with the parameter's shape."""
-        if "masters" in self.home.arenas:
-            own = self.home.master(slot)
-            own.copy_(master)
+        if not slot.is_split:
+            self.home.master(slot).copy_(master)
             self.round_master(slot)
         else:
-            dense = torch.empty_like(self.home.moment("first moments", slot))  # storage order of the parameter
+            dense = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)  # storage order of the parameter
             dense.copy_(master)
             _C.split_master(
                 dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
@@ -437,9 +436,9 @@ class Wrapped:
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
         """The fp32 master as a plain tensor: the home's own where it has one, rebuilt from the split one else."""
-        if "masters" in self.home.arenas:
+        if not slot.is_split:
             return self.home.master(slot)
-        master = torch.empty_like(self.home.moment("first moments", slot))
+        master = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)
         _C.join_master(
             self.home.working(slot).data_ptr(),
             self.home.low_bits(slot).data_ptr(),
@@ -485,7 +484,7 @@ class Wrapped:
             changed = working.view(torch.int16) != before.view(torch.int16)
             if not changed.any():
                 return
-            if "masters" in self.home.arenas:
+            if not slot.is_split:
                 self.home.master(slot)[changed] = working[changed].float()
             else:
                 self.home.low_bits(slot)[changed] = 0

@@ -28,7 +28,8 @@ __all__ = ["Home", "HomeParameter", "HomeUnit", "Region", "describe_units"]
 
 @dataclasses.dataclass
 class HomeParameter:
-    """One parameter's place in its unit. Offsets in bytes; `gradient_offset` -1 means frozen."""
+    """One parameter's place in its unit. Offsets in bytes; `gradient_offset` -1 means frozen. `is_split`: its master is
+    the working copy with the low bits; a master that is not is plain."""
 
     parameter: nn.Parameter
     name: str
@@ -39,6 +40,7 @@ class HomeParameter:
     offset: int
     gradient_offset: int
     has_master: bool
+    is_split: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -214,13 +216,17 @@ class Home:
         return self.tensor("held gradients", slot.unit, slot.gradient_offset, slot.parameter, slot.dtype)
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
-        """The plain fp32 master (kernel="torch" under a bfloat16 policy)."""
+        """The plain fp32 master (where torch updates, under a bfloat16 policy)."""
         scale = 4 // slot.dtype.itemsize
         return self.tensor("masters", slot.unit, slot.offset * scale, slot.parameter, torch.float32)
 
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
         """The low 16 bits of a split master, as int16."""
         return self.tensor("low bits", slot.unit, slot.offset, slot.parameter, torch.int16)
+
+    def has(self, purpose: str, unit: int) -> bool:
+        """Whether the unit has a part of this arena."""
+        return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
 
     def moment(self, purpose: str, slot: HomeParameter) -> torch.Tensor:
         """An fp32 moment of the fused kernels, with the parameter's element offset."""

@@ -1,61 +1,36 @@
 """The user's optimizer, unchanged to the eye: `step()` becomes updates of units, and its state lies in the home.
 
 `facade(optimizer)` changes the class of the object to a subclass of its own class, so schedulers, scalers and trainers
-that hold it stay right. The real torch optimizer does the work (kernel="torch"): a *worker*, an object of the original
-class whose parameters are the home's tensors and whose state is the user's, run for one unit at a time. AdamW can be
-updated by noria's own kernels instead (kernel="fused").
+that hold it stay right. What noria's own kernels cover becomes jobs of the host pool (kernels.py). For the rest the
+real torch optimizer does the work: a *worker*, an object of the original class whose parameters are the home's tensors
+and whose state is the user's, run for one unit at a time.
 
 Note [Separable]. Optimizers whose update of one parameter looks at nothing but that parameter give the same bits unit
-by unit as all at once. torch's own are listed in SEPARABLE; anything else runs whole, inside `step()`, on the object
+by unit as all at once. They are listed in `kernels.SEPARABLE`; anything else runs whole, inside `step()`, on the object
 itself: it may count, keep and look at what it likes, so a worker would be a copy that drifts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from noria import _C
+from noria import _C, optim
 from noria._errors import usage_error
 from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
+from noria.kernels import MOMENT_OF, MOMENTS, SEPARABLE, FusedRule, keeps_state, rule_of, why_not_fused
 from noria.modes import autocast_now, plainly
 from noria.stand_ins import exchange, out_of_reach
 
-__all__ = ["SEPARABLE", "OptimizerState", "Updates", "facade", "fused_covers", "predict_state", "unfacade"]
-
-SEPARABLE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD"),
-        *("NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
-    )
-    if hasattr(torch.optim, name)
-)
-"""Classes of torch.optim that run unit by unit; compared by identity, for a subclass may look further."""
-
-
-def fused_covers(optimizer: Optimizer) -> bool:
-    """True for what kernel="fused" updates itself: torch.optim.AdamW without amsgrad, on fp32 or fp32 masters."""
-    return type(optimizer) is torch.optim.AdamW and fused_covers_groups(optimizer.param_groups)
-
-
-def fused_covers_groups(groups: list[dict[str, Any]]) -> bool:
-    return not any(group["amsgrad"] or group["capturable"] or group["differentiable"] for group in groups)
-
-
-def held_once(optimizers: Iterable[Optimizer], more: Iterable[nn.Parameter] = ()) -> bool:
-    """True where no parameter is in two of these optimizers, or twice in one."""
-    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    held += more
-    return len(set(held)) == len(held)
-
+__all__ = ["OptimizerState", "Updates", "facade", "predict_state", "unfacade"]
 
 # ---- state --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +242,8 @@ class Updates:
         self._home_parameters: dict[int, nn.Parameter] = {}
         # Under kernel="whole", while the optimizer has the home: slot, its version, gradient, the gradient's version.
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
-        self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, moment): what the kernel writes
+        self._class = _original_class(type(optimizer))
+        self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
         self._check_members(optimizer.param_groups)
         self._take_state_over()
 
@@ -311,6 +287,9 @@ class Updates:
         scratch = self.wrapped.home.tensor("update scratch", 0, slot.offset * 2, slot.parameter, torch.float32)
         return scratch.copy_(held)
 
+    def _fuses(self, unit: int) -> bool:
+        return self.kernel == "fused" and unit in self.wrapped.plan.fused
+
     def _adopt(self, slot: HomeParameter) -> None:
         """Moves the state tensors that the optimizer has made into the home, where the plan has room for them."""
         if not dict.__contains__(self.state, slot.parameter):
@@ -319,22 +298,26 @@ class Updates:
         for key, value in list(state.items()):
             if not _is_array(value):
                 continue
-            if self.kernel == "fused" and key in ("exp_avg", "exp_avg_sq"):
-                place = self._moment(slot, key)
-            else:
-                offset = self._places.get((slot.index, key))
-                if offset is None:
-                    continue
-                dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
-                strides = torch.empty_like(value, device="meta").stride()
-                with plainly():
-                    place = _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
-            if place.data_ptr() != value.data_ptr():
+            place = self._place(slot, key, value)
+            if place is not None and place.data_ptr() != value.data_ptr():
                 place.copy_(value)
                 state[key] = place
 
-    def _moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
-        return self.wrapped.home.moment("first moments" if key == "exp_avg" else "second moments", slot)
+    def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        if self._fuses(slot.unit):
+            return self._moment(slot, key) if key in MOMENT_OF else None
+        offset = self._places.get((slot.index, key))
+        if offset is None:
+            return None
+        dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
+        strides = torch.empty_like(value, device="meta").stride()
+        with plainly():
+            return _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+
+    def _moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
+        """Where the fused kernel keeps it; None: the plan did not foresee it (momentum that was turned on later)."""
+        purpose = MOMENTS[MOMENT_OF[key]]
+        return self.wrapped.home.moment(purpose, slot) if self.wrapped.home.has(purpose, slot.unit) else None
 
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
@@ -376,7 +359,7 @@ class Updates:
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
         for unit in order:
-            if self.kernel == "fused":
+            if self._fuses(unit):
                 self._submit(unit, jobs[unit])
             else:
                 self._jobs[unit] = jobs[unit]
@@ -389,16 +372,21 @@ class Updates:
     def _check_groups(self) -> None:
         self._check_members(self.optimizer.param_groups)
         self._check_held_once(())
-        if self.kernel == "fused" and not fused_covers_groups(self.optimizer.param_groups):
+        reason = why_not_fused(self._class, self.optimizer.param_groups) if self.kernel == "fused" else None
+        if reason is not None:
             raise usage_error(
-                'AdamW without amsgrad, capturable and differentiable under kernel="fused"',
-                "a group that asks for one of them",
-                'wrap with kernel="torch"',
+                f"{self._class.__name__} with the options it was wrapped with: noria's own kernel updates it",
+                f"a group with {reason}, for which there is none",
+                'set it before noria.wrap, or wrap with kernel="torch"',
             )
 
     def _check_held_once(self, more: Iterable[nn.Parameter]) -> None:
         """The fused kernels' moments lie beside the parameter, so only one optimizer can keep some."""
-        if self.kernel == "fused" and not held_once([u.optimizer for u in self.wrapped.optimizers], more):
+        if self.kernel != "fused":
+            return
+        groups = [group for updates in self.wrapped.optimizers for group in updates.optimizer.param_groups]
+        held = Counter(chain(more, *(group["params"] for group in groups)))
+        if any(number > 1 and self._fuses(self.wrapped.slot_of[each].unit) for each, number in held.items()):
             raise usage_error(
                 'each parameter in one place of one optimizer under kernel="fused"',
                 "one that is in two",
@@ -415,7 +403,7 @@ class Updates:
                 slot = self.wrapped.slot_of[parameter]
                 if parameter.grad is None:
                     continue
-                if self.kernel != "whole":
+                if self.kernel != "whole" and (slot.has_master or keeps_state(self._class, group)):
                     self.state.unsettled(parameter)  # made now, so that it keeps torch's order
                 self.wrapped.confirm_low_bits(slot)
                 if self.wrapped.custody.gradient_is(slot.index) == "foreign":
@@ -463,10 +451,14 @@ class Updates:
                 parameters.append(parameter)
             members.append({**hyper, "params": parameters})
         worker = _worker_of(self.optimizer, members)
-        for _, slots in groups:
-            for slot in slots:
+        slots = [slot for _, slots in groups for slot in slots]
+        for slot in slots:
+            if dict.__contains__(self.state, slot.parameter):
                 worker.state[self.home_parameter(slot)] = self.state.unsettled(slot.parameter)
         _step_of(type(worker))(worker)
+        for slot in slots:
+            if self.home_parameter(slot) in worker.state:
+                dict.__setitem__(self.state, slot.parameter, worker.state[self.home_parameter(slot)])
 
     def _finish(self, slots: Iterable[HomeParameter], updated: Container[int]) -> None:
         """After an update: gradients are let go, new state moves in, working copies follow masters."""
@@ -478,41 +470,67 @@ class Updates:
                     self.wrapped.round_master(slot)
 
     def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
-        """One unit's update for the host pool. State is made as torch makes it: lazily, zeros, `step` a float."""
-        home = self.wrapped.home
-        pieces = []
-        split = False
+        """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
+        of the home."""
+        jobs: dict[tuple[FusedRule, int], list[tuple[int, int, _C.UpdateScalars]]] = {}
         for hyper, slots in groups:
-            beta1, beta2 = hyper["betas"]
+            rule = rule_of(self._class, hyper)
             for slot in slots:
-                state = self.state.unsettled(slot.parameter)
-                if not state:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = self._moment(slot, key).zero_()
-                elif any(state[key] is not self._adopted.get((slot.index, key)) for key in ("exp_avg", "exp_avg_sq")):
-                    self._settle(slot.parameter)
-                    self._adopt(slot)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    self._adopted[(slot.index, key)] = state[key]
-                state["step"] += 1
-                split = slot.has_master
-                scalars = _C.update_scalars(
-                    "adamw",
-                    int(state["step"].item()),
-                    lr=float(hyper["lr"]),
-                    beta1=float(beta1),
-                    beta2=float(beta2),
-                    eps=float(hyper["eps"]),
-                    weight_decay=float(hyper["weight_decay"]),
-                    maximize=bool(hyper["maximize"]),
-                )
-                pieces.append((slot.offset // slot.dtype.itemsize, slot.parameter.numel(), scalars))
+                step = self._count_step(slot, rule)
+                in_home = all(self._moment(slot, key) is not None for key in rule.keys)
+                offset = slot.offset // slot.dtype.itemsize
+                piece = (offset, slot.parameter.numel(), rule.scalars(hyper, step))
+                jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
+        for (rule, index), pieces in jobs.items():
+            arrays = self._arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
+            held = self.wrapped.home.address("held gradients", unit)
+            self.wrapped.custody.update_on_pool(unit, _C.UpdateJob(rule.name, pieces, arrays, gradient=held))
+
+    def _count_step(self, slot: HomeParameter, rule: FusedRule) -> int:
+        """The step that comes now. State is made as torch makes it: lazily, from zeros, `step` a float."""
+        if not rule.keys:
+            return 1
+        state = self.state.unsettled(slot.parameter)
+        is_first = any(state.get(key) is None for key in rule.keys)
+        if is_first:
+            if rule.counts_steps:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            for key in rule.keys:
+                state[key] = self._new_moment(slot, key)
+        elif any(state[key] is not self._adopted.get((slot.index, key)) for key in rule.keys):
+            self._settle(slot.parameter)
+            self._adopt(slot)
+        for key in rule.keys:
+            self._adopted[(slot.index, key)] = state[key]
+        if not rule.counts_steps:
+            return 1 if is_first else 2
+        state["step"] += 1
+        return int(state["step"])
+
+    def _new_moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
+        place = self._moment(slot, key)
+        if place is not None:
+            return place.zero_()
+        made = torch.zeros_like(self.wrapped.home.working(slot), dtype=torch.float32)
+        note = f"{self._class.__name__} makes a {key} that was not planned for, outside of the home"
+        if note not in self.wrapped.plan.unpredicted:
+            self.wrapped.plan.unpredicted.append(note)
+        return made
+
+    def _arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None) -> _C.UnitArrays:
+        """Of the whole unit. `outside`: a parameter whose moments are tensors of their own; they are given as if the
+        unit's began so much earlier, and the job touches nothing but that parameter."""
+        home = self.wrapped.home
+        addresses = {}
+        for name, key, purpose in zip("mv", rule.keys, MOMENTS, strict=False):
+            addresses[name] = home.address(purpose, unit)
+            if outside is not None:
+                value = self.state.unsettled(outside.parameter)[key]
+                addresses[name] = value.data_ptr() - outside.offset // outside.dtype.itemsize * value.element_size()
         working = home.address("working copies", unit)
-        master = {"working": working, "low": home.address("low bits", unit)} if split else {"master": working}
-        arrays = _C.UnitArrays(m=home.address("first moments", unit), v=home.address("second moments", unit), **master)
-        job = _C.UpdateJob("adamw", pieces, arrays, gradient=home.address("held gradients", unit))
-        self.wrapped.custody.update_on_pool(unit, job)
+        if self.wrapped.policy.dtype is None:
+            return _C.UnitArrays(master=working, **addresses)
+        return _C.UnitArrays(working=working, low=home.address("low bits", unit), **addresses)
 
     # ---- whole: optimizers that look at more than one parameter ----
 
@@ -681,6 +699,13 @@ class Updates:
         parameters = [m[1] if isinstance(m, tuple) else m for m in members]
         self._check_members([{"params": parameters}])
         self._check_held_once(parameters)
+        for slot in (self.wrapped.slot_of[parameter] for parameter in parameters):
+            if slot.is_split and not self._fuses(slot.unit):
+                raise usage_error(
+                    f"a group whose masters {self._class.__name__} can update: it is not noria's kernel's",
+                    f'"{slot.name}", whose master is split for that kernel',
+                    'wrap with kernel="torch", or give the group to the optimizer before noria.wrap',
+                )
         _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
 
 
@@ -757,7 +782,8 @@ def _facade_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 def __getattr__(name: str) -> Any:
     """Unpickling in a fresh process asks for NoriaAdamW and the like by name."""
-    original = getattr(torch.optim, name.removeprefix("Noria"), None) if name.startswith("Noria") else None
+    own = name.removeprefix("Noria")
+    original = getattr(torch.optim, own, None) or getattr(optim, own, None) if name.startswith("Noria") else None
     if original is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _facade_class(original)

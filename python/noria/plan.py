@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, describe_units
+from noria.kernels import MOMENTS, FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits
-from noria.optimizer import SEPARABLE, fused_covers, held_once, predict_state
+from noria.optimizer import predict_state
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget
 
@@ -39,6 +40,11 @@ class WrapPlan:
     nan_bytes: int
     window: int
     kernels: list[str]
+    """By optimizer: "fused", "torch" or "whole"; see kernels.py, Note [Who updates a unit]."""
+    kernel_names: list[str]
+    """The same, for people."""
+    fused: dict[int, tuple[FusedRule, ...]]
+    """By index of a unit that noria's kernels update: the rules that may."""
     states: list[dict[tuple[int, str], int]]
     visits: dict[str, list[Any]]
     passes: dict[str, Any]
@@ -83,8 +89,8 @@ class WrapPlan:
                 f"{format_bytes(planned.fetched)}; at most {planned.peak_units} units and {format_bytes(planned.peak)} "
                 "leased at once"
             )
-        for note in self.unpredicted:
-            lines.append(f"note: {note}")
+        lines += [f"updates: {name}" for name in self.kernel_names]
+        lines += [f"note: {note}" for note in self.unpredicted]
         return "\n".join(lines)
 
 
@@ -95,9 +101,10 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     units = describe_units(parts.units, policy.dtype)
     if not units:
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
-    kernels = [_kernel(optimizer, policy) for optimizer in optimizers]
+    kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
+    fused = fused_units(units, optimizers, kernels)
     unpredicted: list[str] = []
-    regions, states = _regions(units, optimizers, kernels, policy, unpredicted)
+    regions, states = _regions(units, optimizers, kernels, fused, policy, unpredicted)
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
@@ -112,6 +119,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         nan_bytes,
         window,
         kernels,
+        [_kernel_name(o, k, policy, units, fused) for o, k in zip(optimizers, kernels, strict=True)],
+        fused,
         states,
         {"forward": forward, "backward": backward},
         {},
@@ -127,16 +136,36 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     return result
 
 
-def _kernel(optimizer: Optimizer, policy: Policy) -> str:
-    if type(optimizer) not in SEPARABLE:
-        return "whole"
-    return "fused" if policy.kernel == "fused" and fused_covers(optimizer) else "torch"
+_KERNELS = {
+    "fused": "noria's fused kernel, on the host pool",
+    "torch": "torch, unit by unit",
+    "whole": "torch, all at once inside step() (not known to be separable)",
+}
+
+
+def _kernel_name(
+    optimizer: Optimizer, kernel: str, policy: Policy, units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]]
+) -> str:
+    """Which code updates, and why it is not noria's own."""
+    name = f"{type(optimizer).__name__.removeprefix('Noria')} by {_KERNELS[kernel]}"
+    if kernel == "torch" and policy.kernel != "torch":
+        return f"{name} (no kernel of noria's covers it: {why_not_fused(type(optimizer), optimizer.param_groups)})"
+    if kernel == "fused":
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
+        left = [unit.name for unit in own if unit.index not in fused]
+        if left:
+            return f"{name}; {len(left)} of {len(own)} units by torch, for another optimizer or their dtype: " + (
+                ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+            )
+    return name
 
 
 def _regions(
     units: list[HomeUnit],
     optimizers: list[Optimizer],
     kernels: list[str],
+    fused: dict[int, tuple[FusedRule, ...]],
     policy: Policy,
     unpredicted: list[str],
 ) -> tuple[list[Region], list[dict[tuple[int, str], int]]]:
@@ -145,32 +174,26 @@ def _regions(
         Region.of("working copies", (unit.weights for unit in units)),
         Region.of("held gradients", (unit.gradients for unit in units)),
     ]
-    slots = [slot for unit in units for slot in unit.parameters]
-    fused = bool(kernels) and all(kernel == "fused" for kernel in kernels)
-    fused = fused and _dtypes_allow_fused(units, policy) and held_once(optimizers)
-    if not fused:
-        kernels[:] = ["torch" if kernel == "fused" else kernel for kernel in kernels]
-        if policy.kernel == "fused" and optimizers:
-            unpredicted.append(
-                'kernel="fused" does not cover these optimizers, dtypes or parameters in two of them; they run with '
-                'kernel="torch"'
-            )
+    scale = 2 if policy.dtype is not None else 1  # of an fp32 array, in bytes of the working copy
     if policy.dtype is not None:
-        if fused:
-            regions.append(Region.of("low bits", (unit.gradients for unit in units)))
-        else:
-            regions.append(Region.of("masters", (unit.gradients * 2 for unit in units)))
-            regions.append(Region.of("update scratch", [max(unit.gradients * 2 for unit in units)]))
-    if fused:
-        for purpose in ("first moments", "second moments"):
-            scale = 2 if policy.dtype is not None else 1
-            regions.append(Region.of(purpose, (unit.gradients * scale for unit in units)))
-        return regions, [{} for _ in optimizers]
+        for unit in units:
+            for slot in unit.parameters:
+                slot.is_split = slot.has_master and unit.index in fused
+        plain = [0 if unit.index in fused else unit.gradients * 2 for unit in units]
+        regions.append(Region.of("low bits", (unit.gradients if unit.index in fused else 0 for unit in units)))
+        regions.append(Region.of("masters", plain))
+        regions.append(Region.of("update scratch", [max(plain)]))
+    for number, purpose in enumerate(MOMENTS):
+        needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
+        sizes = (unit.gradients * scale if need else 0 for unit, need in zip(units, needed, strict=True))
+        regions.append(Region.of(purpose, sizes))
     states: list[dict[tuple[int, str], int]] = []
     end = 0
-    for optimizer in optimizers:
-        predicted = predict_state(optimizer, slots)
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
         places: dict[tuple[int, str], int] = {}
+        states.append(places)
+        slots = [slot for unit in units for slot in unit.parameters if kernel != "fused" or unit.index not in fused]
+        predicted = predict_state(optimizer, slots) if slots else {}
         if predicted is None:
             unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
         for index, tensors in (predicted or {}).items():
@@ -178,16 +201,8 @@ def _regions(
                 places[(index, key)] = end
                 size = itemsize * int(torch.Size(shape).numel())
                 end += -(-size // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
-        states.append(places)
     regions.append(Region.of("optimizer state", [end]))
     return regions, states
-
-
-def _dtypes_allow_fused(units: list[HomeUnit], policy: Policy) -> bool:
-    trainable = [slot for unit in units for slot in unit.parameters if slot.trainable]
-    if policy.dtype is not None:
-        return all(slot.has_master for slot in trainable)
-    return all(slot.dtype is torch.float32 for slot in trainable)
 
 
 def _facts(units: list[HomeUnit]) -> tuple[list[Any], Any]:

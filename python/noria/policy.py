@@ -79,8 +79,9 @@ class Policy:
     """None keeps the model's dtypes. torch.bfloat16: as `model.bfloat16()`, with an fp32 master."""
 
     kernel: str = "auto"
-    """Which code updates: "torch", the real torch optimizer on the home's tensors, or "fused", noria's own
-    kernels where one exists. "auto" is "torch"."""
+    """Which code updates: "torch", the real torch optimizer on the home's tensors, bit for bit; "fused" and
+    "auto", noria's own kernels where they cover the optimizer (AdamW, Adam, SGD and noria.optim.Lion, on fp32
+    or fp32 masters), torch elsewhere. `noria.plan` and `noria.report` say which."""
 
     activations: str = "keep"
     """What happens to what backward needs: "keep" leaves it to autograd, on the device."""

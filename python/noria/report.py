@@ -95,8 +95,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"noria on {self.device}: {self.num_units} units, {self.num_steps} steps, {self.num_fetches} fetches"]
-        if self.kernels:
-            lines.append("updates: " + ", ".join(self.kernels))
+        lines += [f"updates: {kernel}" for kernel in self.kernels]
         lines.append("lanes:")
         for lane in self.lanes:
             stalls = ", ".join(f"{kind} {us / 1e3:.1f} ms" for kind, us in sorted(lane.stalled_us.items()))
@@ -152,9 +151,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
     return Report(
         device=str(wrapped.device),
         num_units=len(wrapped.units),
-        kernels=[
-            f"{type(u.optimizer).__name__.removeprefix('Noria')} by {_KERNELS[u.kernel]}" for u in wrapped.optimizers
-        ],
+        kernels=list(wrapped.plan.kernel_names),
         num_steps=max((updates.num_steps for updates in wrapped.optimizers), default=0),
         lanes=_lanes(wrapped, sums),
         passes=[
@@ -180,13 +177,6 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         bound=_bound(wrapped, sums),
         notes=[*wrapped.plan.unpredicted, *wrapped.home.notes],
     )
-
-
-_KERNELS = {
-    "fused": "noria's fused kernel, on the host pool",
-    "torch": "torch, unit by unit",
-    "whole": "torch, all at once inside step() (not known to be separable)",
-}
 
 
 def _lanes(wrapped: Wrapped, sums: dict[str, int]) -> list[LaneReport]:

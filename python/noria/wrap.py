@@ -20,8 +20,9 @@ from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.home import Home
+from noria.kernels import SEPARABLE
 from noria.modes import plainly
-from noria.optimizer import SEPARABLE, Updates, check_optimizer, facade, refuse_out_of_reach, unfacade
+from noria.optimizer import Updates, check_optimizer, facade, refuse_out_of_reach, unfacade
 from noria.plan import WrapPlan, make_plan
 from noria.policy import Policy, make_policy
 from noria.testing._machine import machine
@@ -129,7 +130,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     else:
         backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
     pool = None
-    if "fused" in planned.kernels:
+    if planned.fused:
         pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
     home = Home(units, planned.regions, backend)
     planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0

@@ -132,8 +132,9 @@ def both(
     moved: bool = True,
     **policy: Any,
 ) -> None:
-    """Leads the twins through `journey`. kernel="fused" and dtype= have no plain twin: there the other side is wrapped
-    too, blocking, with everything resident, on a quiet machine."""
+    """Leads the twins through `journey`, with kernel="torch" where nothing else is said. kernel="fused" and dtype= have
+    no plain twin: there the other side is wrapped too, blocking, with everything resident, on a quiet machine."""
+    policy.setdefault("kernel", "torch")
     torch.manual_seed(0)
     plain = model()
     ours = copy.deepcopy(plain)

@@ -50,6 +50,7 @@ def new(seed=0, optimizer=adamw, model=Net):
 
 
 def wrapped(seed=0, optimizer=adamw, model=Net, **policy):
+    policy.setdefault("kernel", "torch")
     side = new(seed, optimizer, model)
     with on_machine(hostility=LATE_UPDATES if policy.get("kernel") == "fused" else HOSTILE):
         noria.wrap(side.model, side.optimizer, device="cpu", window=2, **policy)
@@ -548,7 +549,7 @@ def test_a_model_may_be_wrapped_and_unwrapped_again_and_again():
             if side.is_wrapped:
                 noria.unwrap(side.model, side.optimizer)
                 with on_machine(hostility=HOSTILE):
-                    noria.wrap(side.model, side.optimizer, device="cpu", window=2 + turn)
+                    noria.wrap(side.model, side.optimizer, device="cpu", window=2 + turn, kernel="torch")
         side.train(6, 8)
 
     both(journey, window=None)

@@ -223,7 +223,7 @@ def stumbling_step(failing):
 def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, update=update)
+    noria.wrap(model, optimizer, device="cpu", window=2, update=update, kernel="torch")
     failing = []
     step = stumbling_step(failing)
     step.hooked = False

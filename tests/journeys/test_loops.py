@@ -467,6 +467,7 @@ def test_parameters_that_are_handed_to_blocks(how):
 
 def together(journey, make, *, window=2, **policy):
     """`make()` gives models and optimizers; the journey takes both lists."""
+    policy.setdefault("kernel", "torch")
     results = []
     for is_wrapped in (False, True):
         torch.manual_seed(0)

@@ -374,7 +374,7 @@ def test_sparse_gradients():
 
     model = make()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch")
     misuse(Side(model, optimizer, True))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.optimizer import SEPARABLE
+from noria.kernels import SEPARABLE
 from noria.testing import assert_same_bits
 from torch import nn
 
@@ -182,7 +182,7 @@ def test_two_optimizers_may_share_a_model():
     sides = (ours, twin)
     pairs = [make(trainable(side.model)) for side in sides]
     with noria.testing.on_machine(hostility={"seed": case.seed, "max_delay_us": 300, "poison": True}):
-        noria.wrap(ours.model, list(pairs[0]), device="cpu", window=2)
+        noria.wrap(ours.model, list(pairs[0]), device="cpu", window=2, kernel="torch")
     for step in range(20):
         for side in sides:
             ZOO[case.model].loss(side.model, batch_for(case.model, step)).backward()

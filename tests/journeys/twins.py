@@ -82,12 +82,11 @@ class Case:
 
 
 def is_possible(choice: Mapping[str, Any]) -> bool:
-    """False for what means something else: fused kernels update AdamW on fp32, a MasterTwin clears by itself."""
-    is_adamw_on_fp32 = choice.get("optimizer", "adamw") == "adamw" and choice.get("dtype") != "bf16"
+    """False for what means something else: fused kernels update some optimizers, on fp32; a MasterTwin clears by
+    itself."""
+    is_covered = choice.get("optimizer", "adamw") != "adagrad" and choice.get("dtype") != "bf16"
     clears_itself = choice.get("dtype") == "master"
-    return (choice.get("kernel") != "fused" or is_adamw_on_fp32) and not (
-        clears_itself and choice.get("clear") == "zeros"
-    )
+    return (choice.get("kernel") != "fused" or is_covered) and not (clears_itself and choice.get("clear") == "zeros")
 
 
 # ---- covers -----------------------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ LATE_CLIP: list[Call] = [("await_stream", ()), ("look", (2, 0)), ("clip", (2, 0)
 
 
 def a_drafted_unit_that_is_not_fetched() -> Loop:
-    """Every other pass leaves a unit out, but brings one of its gradients: no fetch has waited for its draft, which comes
-    after those of the unit that landed first and the unit that is needed first."""
+    """Every other pass leaves a unit out, but brings one of its gradients. No fetch has waited for its draft, which is
+    behind those of the unit that landed first and of the unit that is needed first."""
     loop = Loop(Model([(2, 2), (4, 4), (1, 1)], [[0], [1], [2]]))
     for _ in range(3):
         for layers, gradients in (([0, 1, 2], loop.all_gradients([0, 1, 2])), ([0], {0: [(0, 0), (0, 1), (1, 0)]})):

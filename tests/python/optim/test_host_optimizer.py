@@ -181,7 +181,7 @@ def test_limit_is_a_lower_bound_of_busy_time():
 
 def test_stall_is_booked_on_whoever_was_late():
     pool = _C.HostOptimizer(1)
-    holder = _C.HostOptimizer(1, hold_us=2000)  # its update is late by so much at least
+    holder = _C.HostOptimizer(1, hold_us=50_000)  # its update is late by so much at least
     sealed = holder.submit(Unit(10).job())
     pool.submit(Unit(10).job(), [sealed]).wait_passed()
     assert set(pool.stats()["stalled_us"]) == {("update", "update")}

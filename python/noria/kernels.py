@@ -1,0 +1,138 @@
+"""Which code updates what: the optimizers that noria's own kernels cover, what each keeps, and its numbers for a step.
+
+Note [Who updates a unit]. Each optimizer of a wrap call is updated by noria's fused kernels where they cover it, by the
+real torch optimizer unit by unit where its class is separable, and as a whole where it is not. A unit is fused when all
+optimizers that hold a part of it are, none of its parameters is held twice, and its dtypes allow it; otherwise torch
+updates it for all of them, since under dtype=bfloat16 a unit's masters are either split (fused) or plain (torch). A
+unit that no optimizer holds yet goes with the optimizers that could take it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from noria import _C
+from noria.home import HomeParameter, HomeUnit
+from noria.optim import Lion
+
+__all__ = [
+    "MOMENTS",
+    "MOMENT_OF",
+    "SEPARABLE",
+    "FusedRule",
+    "choose",
+    "fused_units",
+    "keeps_state",
+    "rule_of",
+    "why_not_fused",
+]
+
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
+    )
+    if hasattr(torch.optim, name)
+) | {Lion}
+"""Classes that run unit by unit; compared by identity, for a subclass may look further."""
+
+MOMENTS = ("first moments", "second moments")
+"""The home's arenas for what the fused kernels keep."""
+
+MOMENT_OF = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}
+"""By key of the optimizer's state: which of MOMENTS."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedRule:
+    """A rule of csrc/optim, and the state that torch's optimizer keeps for it."""
+
+    name: str
+    keys: tuple[str, ...]  # tensors, in the order of MOMENTS
+    counts_steps: bool = False  # in state["step"]
+
+    def bytes_per_element(self, is_split: bool) -> int:
+        """Read and written by an update."""
+        return 8 + (2 if is_split else 4) + 8 * len(self.keys)
+
+    def scalars(self, hyper: dict[str, Any], step: int) -> _C.UpdateScalars:
+        """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1."""
+        numbers: dict[str, Any] = {key: float(hyper[key]) for key in _NUMBERS if key in hyper}
+        if "betas" in hyper:
+            numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
+        flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
+        return _C.update_scalars(self.name, step, **numbers, **flags)
+
+
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening")
+_ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
+_ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
+_SGD = FusedRule("sgd", ())
+_SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",))
+_LION = FusedRule("lion", ("exp_avg",))
+
+
+def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
+    """The rule of one parameter group of a class that the kernels cover."""
+    if cls is torch.optim.SGD:
+        return _SGD_MOMENTUM if float(group["momentum"]) != 0 else _SGD
+    if cls is Lion:
+        return _LION
+    decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
+    return _ADAMW if decoupled else _ADAM
+
+
+def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str | None:
+    """What of this optimizer noria's kernels do not cover, in a word; None: they cover it."""
+    if cls not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion):
+        return f"{cls.__name__} has none"
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(option) for group in groups):
+            return option
+    return None
+
+
+def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:
+    """False where torch makes no entry in `optimizer.state` at all."""
+    return cls is not torch.optim.SGD or float(group["momentum"]) != 0
+
+
+def choose(optimizer: Optimizer, wanted: str) -> str:
+    """ "fused", "torch" or "whole"; `wanted` is `Policy.kernel`."""
+    if type(optimizer) not in SEPARABLE:
+        return "whole"
+    covered = wanted != "torch" and why_not_fused(type(optimizer), optimizer.param_groups) is None
+    return "fused" if covered else "torch"
+
+
+def fused_units(
+    units: Sequence[HomeUnit], optimizers: Sequence[Optimizer], kernels: Sequence[str]
+) -> dict[int, tuple[FusedRule, ...]]:
+    """By index of a fused unit: the rules that may update it; see Note [Who updates a unit]."""
+    held: dict[Any, list[FusedRule | None]] = {}  # None: not by a kernel of noria's
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
+        for group in optimizer.param_groups:
+            rule = rule_of(type(optimizer), group) if kernel == "fused" else None
+            for parameter in group["params"]:
+                held.setdefault(parameter, []).append(rule)
+    everybody = [rule for rules in held.values() for rule in rules]
+    found = {}
+    for unit in units:
+        trainable = [slot for slot in unit.parameters if slot.trainable]
+        if any(len(held.get(slot.parameter, ())) > 1 for slot in trainable):
+            continue  # moments lie beside the parameter: only one optimizer can keep some
+        holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or everybody
+        rules = tuple(dict.fromkeys(rule for rule in holders if rule is not None))
+        if rules and None not in holders and all(map(_dtype_allows, trainable)):
+            found[unit.index] = rules
+    return found
+
+
+def _dtype_allows(slot: HomeParameter) -> bool:
+    return slot.has_master or slot.dtype is torch.float32
