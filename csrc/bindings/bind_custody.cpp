@@ -39,10 +39,10 @@ std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
   return units;
 }
 
-/// Home buffers are ranges of three regions, one for each purpose; a region is a place of its own.
+/// Home buffers are ranges of regions, one for each purpose, spare ones apart; a region is a place of its own.
 std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buffers) {
   std::vector<CustodyUnit> units;
-  Bytes working_end, held_end;
+  Bytes working_end, held_end, spare_end;
   for (const py::handle& item : described) {
     CustodyUnit unit;
     const UnitId id(static_cast<std::int32_t>(units.size()));
@@ -61,6 +61,14 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
     facts.working = range(0, working_end, facts.weights, Format::travel, Purpose::working_copy);
     facts.held = range(1, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
     facts.state = range(2, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
+    if (const auto spare_address = item.attr("spare_address").cast<std::int64_t>(); spare_address != 0) {
+      Spare spare;
+      spare.working = pointer(spare_address);
+      Bytes spare_state_start{id.value};
+      spare.working_buffer = range(3, spare_end, facts.weights, Format::travel, Purpose::working_copy);
+      spare.state_buffer = range(4, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
+      unit.engine.spare = spare;
+    }
     for (const py::handle& each : item.attr("parameters")) {
       CustodyParameter parameter;
       parameter.variable = each.attr("parameter").cast<at::Tensor>();
@@ -155,6 +163,10 @@ void bind_custody(py::module_& m) {
       },
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
   m.def("watch", &watch, py::arg("tensor"));
+  m.def(
+      "move_tensor",
+      [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
+      py::arg("tensor"), py::arg("address"));
 
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
@@ -209,6 +221,17 @@ void bind_custody(py::module_& m) {
            })
       .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
       .def("begin_step", &Custody::begin_step, NoGil())
+      .def("draft_counts",
+           [](Custody& self) {
+             const DraftCounts counts = without_gil([&] { return self.engine().draft_counts(); });
+             py::dict result;
+             result["kept"] = counts.kept;
+             result["looked_at"] = counts.looked_at;
+             result["changed"] = counts.changed;
+             result["redone"] = counts.redone;
+             result["dropped"] = counts.dropped;
+             return result;
+           })
       .def(
           "expect_update",
           [](Custody& self, std::int32_t unit, UpdateJob job) {

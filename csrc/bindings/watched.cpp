@@ -43,4 +43,20 @@ void unwatch([[maybe_unused]] const at::Tensor& tensor) {
 #endif
 }
 
+void move_tensor(const at::Tensor& tensor, std::byte* memory) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  const bool is_watched = storage->has_materializer();
+  if (is_watched) storage->clear_materializer();
+#endif
+  c10::DataPtr& pointer = storage->_mutable_data_ptr_no_checks();
+  const c10::DeleterFnPtr deleter = pointer.get_deleter();
+  const c10::Device device = pointer.device();
+  void* const owned = pointer.release_context();
+  storage->set_data_ptr_noswap(c10::DataPtr(memory, owned, deleter, device));
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  if (is_watched) storage->set_materializer(&on_first_write);
+#endif
+}
+
 }  // namespace noria

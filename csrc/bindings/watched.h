@@ -26,4 +26,7 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
 void watch(const at::Tensor& tensor);
 void unwatch(const at::Tensor& tensor);
 
+/// The tensor's bytes lie there from now on; it keeps its callback and what else its storage owns.
+void move_tensor(const at::Tensor& tensor, std::byte* memory);
+
 }  // namespace noria

@@ -80,6 +80,7 @@ struct StepSums {
 /// for, dropped.
 struct DraftCounts {
   std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
+  std::int64_t changed = 0;  // of those looked at: the gradient was another, and the update was carried out anew
 };
 
 class Engine {
@@ -253,6 +254,7 @@ class Engine {
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
   bool may_draft_ = false;                    // this backward is expected to be followed by an update
   DraftCounts draft_counts_;
+  GradientNote num_changed_ = std::make_shared<std::atomic<std::uint64_t>>(0);
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;
   StepSums sums_;

@@ -146,6 +146,7 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     job.to = draft->job.to;
     job.note = as_expected ? draft->job.note : nullptr;
     job.only_if_changed = as_expected;
+    job.num_changed = num_changed_;
     change_places(unit);  // the op below then writes what is the unit's from now on
   } else if (is_drafted) {
     optimizer_->recall(draft->ticket);
@@ -177,7 +178,9 @@ void Engine::change_places(UnitId unit) {
 
 DraftCounts Engine::draft_counts() const {
   const std::lock_guard lock(mutex_);
-  return draft_counts_;
+  DraftCounts counts = draft_counts_;
+  counts.changed = static_cast<std::int64_t>(num_changed_->load());
+  return counts;
 }
 
 }  // namespace noria

@@ -185,7 +185,9 @@ void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befor
   };
   if (job.only_if_changed) {
     for_each_chunk(look);
-    if (sum != *job.note) for_each_chunk(update);
+    if (sum == *job.note) return;
+    if (job.num_changed) ++*job.num_changed;
+    for_each_chunk(update);
     return;
   }
   if (hold_before_note_us > 0) {

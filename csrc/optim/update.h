@@ -69,6 +69,7 @@ struct UpdateJob {
   std::vector<UpdatePiece> pieces;
   GradientNote note;             // null: nobody will ask
   bool only_if_changed = false;  // nothing is done where the gradient is still the one that was noted
+  GradientNote num_changed;      // raised where it is not
 
   bool in_place() const;
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }

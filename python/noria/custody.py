@@ -176,6 +176,9 @@ class Wrapped:
             self._known_roots.add((number, module.training, torch.is_grad_enabled()))
             self._needs_watch |= self.watch.num_seen > 0
             self.custody.end_forward(tensors_of(output))
+            if torch.is_grad_enabled():
+                for updates in self.optimizers:
+                    updates.expect()
 
         return enter, leave
 
@@ -344,6 +347,11 @@ class Wrapped:
             view = self._state_views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
         _C.watch(view)
         return view
+
+    def move_state_view(self, slot: HomeParameter) -> None:
+        view = self._state_views.get(slot.index)
+        if view is not None:
+            _C.move_tensor(view, self.home.address("working copies", slot.unit) + slot.offset)
 
     def _before_write(self, index: int) -> Callable[[], None]:
         reference = weakref.ref(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -59,28 +59,40 @@ class HomeUnit:
     parameters: list[HomeParameter]
     working_address: int = 0
     held_address: int = 0
+    spare_address: int = 0  # of the working copy, where drafts are written; 0: none are
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One arena: a purpose as the ledger calls it, and for each unit its offset and size in bytes."""
+    """One arena: a purpose as the ledger calls it, and for each unit its offset and size in bytes. `spares`: by drafted
+    unit, the offset of as much again."""
 
     purpose: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    spares: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        return sum(self.sizes)
+        return sum(self.sizes) + self.spare_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(self.sizes[unit] for unit in self.spares)
 
     @staticmethod
-    def of(purpose: str, sizes: Iterable[int]) -> Region:
+    def of(purpose: str, sizes: Iterable[int], drafted: Iterable[int] = ()) -> Region:
         sizes = tuple(sizes)
         offsets, end = [], 0
         for size in sizes:
             offsets.append(end)
             end += size
-        return Region(purpose, tuple(offsets), sizes)
+        spares = {}
+        for unit in drafted:
+            if sizes[unit]:
+                spares[unit] = end
+                end += sizes[unit]
+        return Region(purpose, tuple(offsets), sizes, spares)
 
 
 def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[HomeUnit]:
@@ -146,6 +158,7 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
+        self._moved = [False] * len(units)  # by unit: its state lies where the spare was
         try:
             self._take(backend)
         except BaseException:
@@ -154,6 +167,8 @@ class Home:
             raise
         for unit in units:
             unit.working_address = self.address("working copies", unit.index)
+            if unit.index in self.regions["working copies"].spares:
+                unit.spare_address = self.address("working copies", unit.index, spare=True)
             if unit.gradients:
                 unit.held_address = self.address("held gradients", unit.index)
 
@@ -192,20 +207,30 @@ class Home:
                 f"at the pace of one host thread's copies: {refused}"
             )
 
-    def address(self, purpose: str, unit: int) -> int:
+    def address(self, purpose: str, unit: int, spare: bool = False) -> int:
+        """Of the unit's part of an arena, as it lies now; `spare`: of where a draft of it is written."""
         if purpose not in self.arenas:
             return 0
-        return self.arenas[purpose].data + self.regions[purpose].offsets[unit]
+        return self.arenas[purpose].data + self._offset(purpose, unit, spare)
+
+    def _offset(self, purpose: str, unit: int, spare: bool = False) -> int:
+        region = self.regions[purpose]
+        other = unit in region.spares and self._moved[unit] != spare
+        return region.spares[unit] if other else region.offsets[unit]
+
+    def change_places(self, unit: int) -> None:
+        """A draft was committed: unit and spare are each where the other was."""
+        self._moved[unit] = not self._moved[unit]
 
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
-        base = self.regions[purpose].offsets[unit]
+        base = self._offset(purpose, unit)
         with plainly():  # whoever asks first, it may be kept
             return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
 
     def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
         """As `working`, for the user's hands: after `_C.watch` of it, its first write calls `before_write`."""
-        offset = self.regions["working copies"].offsets[slot.unit] + slot.offset
+        offset = self._offset("working copies", slot.unit) + slot.offset
         with plainly():
             return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.parameter, slot.dtype, before_write)
 

@@ -215,6 +215,8 @@ def refuse_inside_backward(call: str) -> None:
         )
 
 
+_PATIENCE = 8  # steps
+
 # ---- updates ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +244,9 @@ class Updates:
         self._home_parameters: dict[int, nn.Parameter] = {}
         # Under kernel="whole", while the optimizer has the home: slot, its version, gradient, the gradient's version.
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
+        self._drafts_pay = True
+        self._draft_counts = (0, 0)  # kept and lost, at the last step
+        self._steps_in_vain = 0
         self._class = _original_class(type(optimizer))
         self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
         self._check_members(optimizer.param_groups)
@@ -358,15 +363,17 @@ class Updates:
         updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
-        for unit in order:
+        for urgency, unit in enumerate(order):
             if self._fuses(unit):
-                self._submit(unit, jobs[unit])
+                self._submit(unit, jobs[unit], urgency)
             else:
                 self._jobs[unit] = jobs[unit]
                 wrapped.custody.defer_update(unit)
         wrapped.custody.bump_versions(updated)
         wrapped.custody.end_step(self.blocking)
         wrapped.custody.guard_gradients()
+        if wrapped.plan.drafted:
+            self._judge_drafts()
         self.num_steps += 1
 
     def _check_groups(self) -> None:
@@ -469,7 +476,7 @@ class Updates:
                 if slot.has_master:
                     self.wrapped.round_master(slot)
 
-    def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]]) -> None:
+    def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]], urgency: int) -> None:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
         jobs: dict[tuple[FusedRule, int], list[tuple[int, int, _C.UpdateScalars]]] = {}
@@ -484,7 +491,81 @@ class Updates:
         for (rule, index), pieces in jobs.items():
             arrays = self._arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
             held = self.wrapped.home.address("held gradients", unit)
-            self.wrapped.custody.update_on_pool(unit, _C.UpdateJob(rule.name, pieces, arrays, gradient=held))
+            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held)
+            if self.wrapped.custody.update_on_pool(unit, job, urgency):
+                self._change_places(unit)
+
+    # ---- drafts ----
+
+    def expect(self) -> None:
+        """Tells the engine what `step()` would do as things are now, so that it may be done during backward."""
+        drafted = self.wrapped.plan.drafted
+        if self.kernel != "fused" or not self._drafts_pay or not drafted:
+            return
+        known: dict[tuple[int, int], _C.UpdateScalars] = {}
+        pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            rule = rule_of(self._class, group)
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of.get(parameter)
+                step = self._next_step(slot, rule) if slot is not None and slot.unit in drafted else None
+                if slot is None or step is None:
+                    continue  # the unit stays incomplete, and is not drafted
+                if (number, step) not in known:
+                    known[number, step] = rule.scalars(group, step)
+                piece = (slot.offset // slot.dtype.itemsize, slot.parameter.numel(), known[number, step])
+                pieces.setdefault(slot.unit, []).append(piece)
+        for unit, members in pieces.items():
+            if len(members) != len(self.wrapped.units[unit].parameters):
+                continue
+            rule = self.wrapped.plan.fused[unit][0]
+            here, there = (self._arrays(unit, rule, None, spare) for spare in (False, True))
+            held = self.wrapped.home.address("held gradients", unit)
+            self.wrapped.custody.expect_update(unit, _C.UpdateJob(rule.name, members, here, gradient=held, to=there))
+
+    def _next_step(self, slot: HomeParameter, rule: FusedRule) -> int | None:
+        """As `_count_step` will, without counting. None: state will be made or moved first."""
+        if rule not in self.wrapped.plan.fused[slot.unit]:
+            return None
+        if not rule.keys:
+            return 1
+        if not dict.__contains__(self.state, slot.parameter):
+            return None
+        state = self.state.unsettled(slot.parameter)
+        for key in rule.keys:
+            if state.get(key) is None or state[key] is not self._adopted.get((slot.index, key)):
+                return None
+        return int(state["step"]) + 1 if rule.counts_steps else 2
+
+    def _change_places(self, unit: int) -> None:
+        """A draft was committed: what views the unit's state views it where it lies now."""
+        home = self.wrapped.home
+        home.change_places(unit)
+        for slot in self.wrapped.units[unit].parameters:
+            self.wrapped.move_state_view(slot)
+            for key, number in MOMENT_OF.items():
+                moment = self._adopted.get((slot.index, key))
+                if moment is not None:
+                    offset = slot.offset * (4 // slot.dtype.itemsize)
+                    _C.move_tensor(moment, home.address(MOMENTS[number], unit) + offset)
+
+    def _judge_drafts(self) -> None:
+        """Work that is thrown away at every step is not worth its memory traffic."""
+        counts = self.wrapped.custody.draft_counts()
+        kept = counts["kept"] + counts["looked_at"] - counts["changed"]
+        lost = counts["changed"] + counts["redone"] + counts["dropped"]
+        was_kept, was_lost = self._draft_counts
+        self._draft_counts = (kept, lost)
+        if kept > was_kept:
+            self._steps_in_vain = 0
+        elif lost > was_lost:
+            self._steps_in_vain += 1
+        if self._steps_in_vain >= _PATIENCE and self._drafts_pay:
+            self._drafts_pay = False
+            self.wrapped.plan.unpredicted.append(
+                f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after "
+                "backward, or hyperparameters changed between forward and step)"
+            )
 
     def _count_step(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now. State is made as torch makes it: lazily, from zeros, `step` a float."""
@@ -517,20 +598,20 @@ class Updates:
             self.wrapped.plan.unpredicted.append(note)
         return made
 
-    def _arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None) -> _C.UnitArrays:
+    def _arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None, spare: bool = False) -> _C.UnitArrays:
         """Of the whole unit. `outside`: a parameter whose moments are tensors of their own; they are given as if the
         unit's began so much earlier, and the job touches nothing but that parameter."""
         home = self.wrapped.home
         addresses = {}
         for name, key, purpose in zip("mv", rule.keys, MOMENTS, strict=False):
-            addresses[name] = home.address(purpose, unit)
+            addresses[name] = home.address(purpose, unit, spare)
             if outside is not None:
                 value = self.state.unsettled(outside.parameter)[key]
                 addresses[name] = value.data_ptr() - outside.offset // outside.dtype.itemsize * value.element_size()
-        working = home.address("working copies", unit)
+        working = home.address("working copies", unit, spare)
         if self.wrapped.policy.dtype is None:
             return _C.UnitArrays(master=working, **addresses)
-        return _C.UnitArrays(working=working, low=home.address("low bits", unit), **addresses)
+        return _C.UnitArrays(working=working, low=home.address("low bits", unit, spare), **addresses)
 
     # ---- whole: optimizers that look at more than one parameter ----
 

@@ -17,10 +17,10 @@ from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, describe_units
 from noria.kernels import MOMENTS, FusedRule, choose, fused_units, why_not_fused
-from noria.limits import check_fits, host_limits
+from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.optimizer import predict_state
 from noria.partition import Partition, partition
-from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget
+from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
 
 __all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
 
@@ -45,6 +45,8 @@ class WrapPlan:
     """The same, for people."""
     fused: dict[int, tuple[FusedRule, ...]]
     """By index of a unit that noria's kernels update: the rules that may."""
+    drafted: frozenset[int]
+    """Indices of the units that have spare buffers for drafts."""
     states: list[dict[tuple[int, str], int]]
     visits: dict[str, list[Any]]
     passes: dict[str, Any]
@@ -90,6 +92,9 @@ class WrapPlan:
                 "leased at once"
             )
         lines += [f"updates: {name}" for name in self.kernel_names]
+        if self.drafted:
+            spare = sum(region.spare_bytes for region in self.regions)
+            lines.append(f"drafts: of {len(self.drafted)} units, {format_bytes(spare)} of the above")
         lines += [f"note: {note}" for note in self.unpredicted]
         return "\n".join(lines)
 
@@ -104,7 +109,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
     fused = fused_units(units, optimizers, kernels)
     unpredicted: list[str] = []
-    regions, states = _regions(units, optimizers, kernels, fused, policy, unpredicted)
+    drafted = _choose_drafts(units, optimizers, kernels, fused, policy, device, unpredicted)
+    regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
@@ -121,6 +127,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         kernels,
         [_kernel_name(o, k, policy, units, fused) for o, k in zip(optimizers, kernels, strict=True)],
         fused,
+        drafted,
         states,
         {"forward": forward, "backward": backward},
         {},
@@ -166,12 +173,13 @@ def _regions(
     optimizers: list[Optimizer],
     kernels: list[str],
     fused: dict[int, tuple[FusedRule, ...]],
+    drafted: frozenset[int],
     policy: Policy,
     unpredicted: list[str],
 ) -> tuple[list[Region], list[dict[tuple[int, str], int]]]:
     """The home's arenas, and where in "optimizer state" each tensor of each optimizer goes."""
     regions = [
-        Region.of("working copies", (unit.weights for unit in units)),
+        Region.of("working copies", (unit.weights for unit in units), sorted(drafted)),
         Region.of("held gradients", (unit.gradients for unit in units)),
     ]
     scale = 2 if policy.dtype is not None else 1  # of an fp32 array, in bytes of the working copy
@@ -180,13 +188,14 @@ def _regions(
             for slot in unit.parameters:
                 slot.is_split = slot.has_master and unit.index in fused
         plain = [0 if unit.index in fused else unit.gradients * 2 for unit in units]
-        regions.append(Region.of("low bits", (unit.gradients if unit.index in fused else 0 for unit in units)))
+        low = [unit.gradients if unit.index in fused else 0 for unit in units]
+        regions.append(Region.of("low bits", low, sorted(drafted)))
         regions.append(Region.of("masters", plain))
         regions.append(Region.of("update scratch", [max(plain)]))
     for number, purpose in enumerate(MOMENTS):
         needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
         sizes = (unit.gradients * scale if need else 0 for unit, need in zip(units, needed, strict=True))
-        regions.append(Region.of(purpose, sizes))
+        regions.append(Region.of(purpose, sizes, sorted(drafted)))
     states: list[dict[tuple[int, str], int]] = []
     end = 0
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
@@ -203,6 +212,74 @@ def _regions(
                 end += -(-size // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
     regions.append(Region.of("optimizer state", [end]))
     return regions, states
+
+
+def _choose_drafts(
+    units: list[HomeUnit],
+    optimizers: list[Optimizer],
+    kernels: list[str],
+    fused: dict[int, tuple[FusedRule, ...]],
+    policy: Policy,
+    device: torch.device,
+    notes: list[str],
+) -> frozenset[int]:
+    """Units that get spare buffers: as many as `draft_memory` has room for, spread evenly over the model, so that what
+    is left for the next forward comes evenly too."""
+    budget = draft_budget(policy)
+    if budget == 0 or not fused or (budget is None and device.type == "cpu"):
+        return frozenset()
+    why_none = None
+    if policy.update == "blocking":
+        why_none = 'update="blocking" runs updates inside step()'
+    elif not _C.STORAGE_CAN_REFUSE:
+        why_none = "they need torch 2.13, whose storages say when a gradient is written"
+    if why_none is not None:
+        if budget is not None:
+            notes.append(f"there are no drafts: {why_none}")
+        return frozenset()
+    scale = 2 if policy.dtype is not None else 1
+    needs = {}  # by unit: spare bytes
+    for unit in units:
+        if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
+            low = unit.gradients if policy.dtype is not None else 0
+            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * unit.gradients * scale
+    if budget is None:
+        budget = _left_for_drafts(units, optimizers, kernels, fused, policy)
+    share = min(budget / max(sum(needs.values()), 1), 1.0)
+    chosen, taken, seen = [], 0, 0
+    for index, need in needs.items():
+        seen += need
+        if taken + need <= min(budget, share * seen + need / 2):
+            chosen.append(index)
+            taken += need
+    if needs and not chosen and draft_budget(policy) is not None:
+        notes.append(f"there are no drafts: the smallest unit's take {format_bytes(min(needs.values()))}")
+    return frozenset(chosen)
+
+
+def _is_drafted_whole(unit: HomeUnit, optimizers: list[Optimizer], rules: tuple[FusedRule, ...]) -> bool:
+    """One update covers all of it: nothing frozen, one rule, one optimizer."""
+    if len(rules) > 1 or not all(slot.trainable for slot in unit.parameters):
+        return False
+    own = {slot.parameter for slot in unit.parameters}
+    held = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
+    return any(own <= parameters for parameters in held)
+
+
+def _left_for_drafts(
+    units: list[HomeUnit],
+    optimizers: list[Optimizer],
+    kernels: list[str],
+    fused: dict[int, tuple[FusedRule, ...]],
+    policy: Policy,
+) -> int:
+    regions, _ = _regions(units, optimizers, kernels, fused, frozenset(), policy, [])
+    home = sum(region.bytes for region in regions)
+    left = [budget - home] if (budget := host_budget(policy)) is not None else []
+    least = tightest(host_limits())
+    if least is not None:
+        left.append(least.free - margin_of(least.free) - home)
+    return max(min(left, default=0), 0)
 
 
 def _facts(units: list[HomeUnit]) -> tuple[list[Any], Any]:

@@ -23,6 +23,7 @@ __all__ = [
     "Policy",
     "compute_device",
     "device_budget",
+    "draft_budget",
     "format_bytes",
     "host_budget",
     "make_policy",
@@ -89,6 +90,11 @@ class Policy:
     update: str = "auto"
     """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later, same bits."""
 
+    draft_memory: str | int = "auto"
+    """Host memory for drafts, updates computed during backward into spare buffers: "8GiB", bytes, or 0 for none.
+    "auto" takes what is left of `host_memory` for a device of its own, and nothing on "cpu", where layers and updates
+    share cores and memory."""
+
     check: str = "auto"
     """How closely use of evicted units is watched. "operators" sees every operator outside the blocks, in
     every pass; "auto" does so until the model's passes are known; "off" never."""
@@ -104,6 +110,8 @@ class Policy:
         _check_device(self.device)
         _check_memory("device_memory", self.device_memory, fraction_allowed=True)
         _check_memory("host_memory", self.host_memory, fraction_allowed=False)
+        if self.draft_memory != 0 or isinstance(self.draft_memory, bool):
+            _check_memory("draft_memory", self.draft_memory, fraction_allowed=False)
         _check_window(self.window)
         _check_units(self.units)
         _check_dtype(self.dtype)
@@ -157,6 +165,11 @@ def device_budget(policy: Policy, whole: int) -> int | None:
     if isinstance(policy.device_memory, float):
         return int(policy.device_memory * whole)
     return _budget(policy.device_memory)
+
+
+def draft_budget(policy: Policy) -> int | None:
+    """`draft_memory` in bytes; None for "auto"."""
+    return _budget(policy.draft_memory)
 
 
 def host_budget(policy: Policy) -> int | None:

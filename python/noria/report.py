@@ -83,6 +83,7 @@ class Report:
     forgotten_passes: int  # of kinds that are no longer told apart: only so many are
     ledger: list[LedgerRow]
     num_fetches: int
+    drafts: dict[str, int]  # "kept", "looked_at", of these "changed", "redone", "dropped"; docs/drafts.md
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
@@ -96,6 +97,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"noria on {self.device}: {self.num_units} units, {self.num_steps} steps, {self.num_fetches} fetches"]
         lines += [f"updates: {kernel}" for kernel in self.kernels]
+        if any(self.drafts.values()):
+            d = self.drafts
+            lines.append(
+                f"drafts: {d['kept']} kept, {d['looked_at']} kept or redone after a look at the gradient "
+                f"({d['changed']} had changed), {d['redone']} redone with other hyperparameters, {d['dropped']} dropped"
+            )
         lines.append("lanes:")
         for lane in self.lanes:
             stalls = ", ".join(f"{kind} {us / 1e3:.1f} ms" for kind, us in sorted(lane.stalled_us.items()))
@@ -170,6 +177,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         forgotten_passes=custody.num_forgotten_passes,
         ledger=_ledger(wrapped),
         num_fetches=custody.num_fetches,
+        drafts=custody.draft_counts(),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,

@@ -1,0 +1,270 @@
+"""Updates that are drafted during backward have the bits of those that are not, whatever the loop does between backward
+and step; and they are kept where it does nothing.
+"""
+
+from __future__ import annotations
+
+import noria
+import pytest
+import torch
+from noria import _C, optim
+from noria.custody import wrapped_by
+from noria.testing import on_machine
+
+from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13: storages that say when they are written"
+    ),
+]
+
+LATE_DRAFTS = {**HOSTILE, "hold_us": {"draft": 3_000}}
+
+
+def counts_of(side: Side) -> dict[str, int]:
+    return noria.report(side.model).drafts
+
+
+def loop(between=lambda side, number: None, *, steps=6, micro_batches=1, settled=False):
+    """`between` comes between backward and step; `settled`: when all that can be drafted has been."""
+
+    def journey(side: Side) -> None:
+        for number in range(steps):
+            for micro in range(micro_batches):
+                loss = loss_of(side.model, 10 * number + micro)
+                loss.backward()
+            if settled:
+                wrapped_by(side.model).custody.idle()
+            between(side, number)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            side.keep(f"loss {number}", loss)
+
+    return journey
+
+
+def both_drafting(
+    between=lambda side, number: None, *, optimizer=adamw, hostility=HOSTILE, **options
+) -> dict[str, int]:
+    """The bits of a twin without drafts; returns what became of the drafts."""
+    counts = {}
+    policy = {"dtype": options.pop("dtype", None), "draft_memory": options.pop("draft_memory", "64MiB")}
+    journey = loop(between, **options)
+
+    def counted(side):
+        journey(side)
+        counts.update(counts_of(side))  # the twin goes first
+
+    both(counted, optimizer=optimizer, kernel="fused", window=3, hostility=hostility, **policy)
+    return counts
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": sgd,
+    "lion": lambda parameters: optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plain_loop_keeps_its_drafts(optimizer, dtype):
+    counts = both_drafting(optimizer=OPTIMIZERS[optimizer], dtype=dtype)
+    assert counts["kept"] > 0
+    assert counts["looked_at"] == counts["redone"] == counts["dropped"] == 0
+
+
+def test_some_units_are_drafted_where_memory_is_short():
+    model = Net()
+    needs = noria.plan(model, adamw(model.parameters()), device="cpu", kernel="fused", draft_memory="1GiB")
+    spare = sum(region.spare_bytes for region in needs.regions)
+    half = noria.plan(model, adamw(model.parameters()), device="cpu", kernel="fused", draft_memory=spare // 2)
+    assert 0 < len(half.drafted) < len(needs.drafted) == len(needs.units)
+    assert sum(region.spare_bytes for region in half.regions) <= spare // 2
+    assert half.home_bytes == needs.home_bytes - spare + sum(region.spare_bytes for region in half.regions)
+    assert both_drafting(draft_memory=spare // 2)["kept"] > 0
+
+
+def test_accumulation_drafts_in_the_last_backward_only():
+    counts = both_drafting(micro_batches=2)
+    assert counts["kept"] > 0 and counts["dropped"] == 0
+
+
+def other_rate(side, number):
+    for group in side.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def another_backward(side, number):
+    if number % 3 == 2:
+        loss_of(side.model, 100 + number).backward()
+
+
+def through_data(side, number):
+    side.model.blocks[number % 5].expand.weight.grad.data.mul_(0.5)
+
+
+def through_numpy(side, number):
+    side.model.blocks[number % 5].expand.weight.grad.numpy()[:] *= 0.5
+
+
+def through_an_alias(side, number):
+    side.model.blocks[number % 5].expand.weight.grad.detach().view(-1)[::2].zero_()
+
+
+def replaced(side, number):
+    parameter = side.model.blocks[number % 5].expand.weight
+    parameter.grad = parameter.grad * 0.5
+
+
+def taken_away(side, number):
+    side.model.blocks[number % 5].norm.weight.grad = None
+
+
+def infinite(side, number):
+    if number == 4:
+        side.model.head.bias.grad[0] = float("inf")
+
+
+def evaluated(side, number):
+    with torch.no_grad():
+        side.keep(f"eval {number}", loss_of(side.model, 50))
+
+
+def state_edited(side, number):
+    parameter = side.model.blocks[2].expand.weight
+    if parameter in side.optimizer.state:
+        side.optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+def state_loaded(side, number):
+    side.optimizer.load_state_dict(side.optimizer.state_dict())
+
+
+def weights_written(side, number):
+    with torch.no_grad():
+        side.model.state_dict()["blocks.3.norm.bias"].add_(0.25)
+
+
+def weights_looked_at(side, number):
+    for name, value in side.model.state_dict().items():
+        side.keep(f"{name} {number}", value)
+
+
+EDITS = [
+    other_rate,
+    another_backward,
+    through_data,
+    through_numpy,
+    through_an_alias,
+    replaced,
+    taken_away,
+    infinite,
+    evaluated,
+    state_edited,
+    state_loaded,
+    weights_written,
+    weights_looked_at,
+]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_whatever_comes_between_backward_and_step_counts(edit, settled):
+    counts = both_drafting(edit, settled=settled)
+    assert sum(counts.values()) > 0, "nothing was drafted"
+
+
+@pytest.mark.parametrize("hostility", [HOSTILE, LATE_DRAFTS])
+@pytest.mark.parametrize("bites", [True, False])
+def test_clipping(bites, hostility):
+    def clip(side, number):
+        side.keep(
+            f"norm {number}",
+            torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1e-3 if bites else 1e3),
+        )
+
+    counts = both_drafting(clip, settled=True, hostility=hostility)
+    assert counts["looked_at"] > 0
+    assert (counts["changed"] == counts["looked_at"]) if bites else (counts["changed"] == 0)
+
+
+def test_drafts_stop_where_every_step_throws_them_away():
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", draft_memory="64MiB")
+    for number in range(14):
+        loss_of(model, number).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = noria.report(model)
+    assert any("drafts have stopped" in note for note in report.notes)
+    before = report.drafts
+    loss_of(model, 20).backward()
+    optimizer.step()
+    assert noria.report(model).drafts == before
+
+
+def test_the_ledger_has_the_spare_buffers_and_units_really_move():
+    model = Net()
+    optimizer = adamw(model.parameters())
+    with on_machine(hostility=HOSTILE):
+        noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", draft_memory="64MiB")
+    for number in range(5):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_moved(model, 3)
+    report = noria.report(model)
+    twin = Net()
+    without = noria.plan(twin, adamw(twin.parameters()), device="cpu", kernel="fused", draft_memory=0)
+    taken = {row.purpose: row.taken for row in report.ledger}
+    for region in without.regions:
+        drafted = region.purpose in ("working copies", "first moments", "second moments")
+        assert taken.get(region.purpose, 0) == region.bytes * (2 if drafted else 1)
+    assert report.drafts["kept"] > 0
+
+
+def test_kept_state_tensors_follow_their_unit():
+    """`optimizer.state[p]` gives the same tensors all the time; where drafts alternate, they show the newest."""
+
+    def journey(side):
+        loop(steps=5)(side)
+        parameter = side.model.blocks[1].expand.weight
+        kept = side.optimizer.state[parameter]["exp_avg"]
+        side.keep("first", kept)
+        loss_of(side.model, 70).backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        assert side.optimizer.state[parameter]["exp_avg"] is kept
+        side.keep("later", kept)
+
+    both(journey, kernel="fused", window=3, draft_memory="64MiB")
+
+
+def test_unwrapped_state_is_where_the_last_draft_left_it():
+    def journey(side):
+        loop(steps=4)(side)
+        if side.is_wrapped:
+            noria.unwrap(side.model, side.optimizer)
+        for number in range(4, 6):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            side.keep(f"after {number}", side.model.head.weight)
+
+    torch.manual_seed(0)
+    ours, plain = Net(), Net()
+    plain.load_state_dict(ours.state_dict())
+    results = []
+    for model, memory in ((ours, "64MiB"), (plain, 0)):
+        side = Side(model, adamw(model.parameters()), True)
+        noria.wrap(side.model, side.optimizer, device="cpu", window=3, kernel="fused", draft_memory=memory)
+        journey(side)
+        results.append(side.kept)
+    noria.testing.assert_same_bits(*results)
