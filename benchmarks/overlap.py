@@ -112,9 +112,14 @@ class Run:
     """One wrapped model; `block` runs some steps of it and gives their times and the engine's sums over them."""
 
     def __init__(
-        self, model: nn.Module, batch: torch.Tensor, limits: dict[str, tuple[float, float]], **policy: Any
+        self,
+        model: nn.Module,
+        batch: torch.Tensor,
+        limits: dict[str, tuple[float, float]],
+        clip: float | None = None,
+        **policy: Any,
     ) -> None:
-        self.model, self.batch = copy.deepcopy(model), batch
+        self.model, self.batch, self.clip = copy.deepcopy(model), batch, clip
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         with on_machine(limits=limits, update_threads=1):
             noria.wrap(self.model, self.optimizer, device="cpu", kernel="fused", **policy)
@@ -131,6 +136,8 @@ class Run:
     def step(self) -> None:
         loss = self.model(self.batch)
         loss.backward()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
@@ -179,6 +186,20 @@ def as_dict(times: Any) -> dict[str, float]:
     return {name: getattr(times, name) for name in names}
 
 
+def limits_of(setting: Setting, model: nn.Module, forward_us: float, backward_us: float) -> Limits:
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    units = len(list(model.blocks))
+
+    def bandwidth(num_bytes: float, wanted_us: float) -> float:
+        return num_bytes / GIB / (max(wanted_us - units * LATENCY_US, wanted_us / 10) / 1e6)
+
+    return {
+        "fetch": (bandwidth(weights, setting.fetch * forward_us), LATENCY_US),
+        "drain": (bandwidth(weights, setting.drain * backward_us), LATENCY_US),
+        "update": (bandwidth(7 * weights, setting.update * forward_us), LATENCY_US),
+    }
+
+
 def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     resident = Run(model, batch, {}, device_memory=1.0)
     for _ in range(args.warmup):
@@ -186,17 +207,7 @@ def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) 
     resident.forget()
     resident.block(4)
     forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    units = len(list(model.blocks))
-
-    def bandwidth(num_bytes: float, wanted_us: float) -> float:
-        return num_bytes / GIB / (max(wanted_us - units * LATENCY_US, wanted_us / 10) / 1e6)
-
-    limits = {
-        "fetch": (bandwidth(weights, setting.fetch * forward_us), LATENCY_US),
-        "drain": (bandwidth(weights, setting.drain * backward_us), LATENCY_US),
-        "update": (bandwidth(7 * weights, setting.update * forward_us), LATENCY_US),
-    }
+    limits = limits_of(setting, model, forward_us, backward_us)
     traces = {
         mode: args.traces / f"{setting.name}_{mode}.json" if args.traces else None for mode in ("auto", "blocking")
     }
@@ -241,6 +252,55 @@ def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) 
             "measured": {name: run.per_step(name) for name in run.sums if name.endswith("_us")},
             "fetches": {each.phase: [each.fetches, each.planned_fetches] for each in report.passes},
             "peak_units": report.peak_units,
+        }
+    for run in (resident, *runs.values()):
+        noria.unwrap(run.model, run.optimizer)
+    return result
+
+
+DRAFTS = Setting("updates between F and F + B", fetch=0.5, drain=0.5, update=1.9)
+SHARES = {"no drafts": 0.0, "half drafts": 0.5, "all drafts": 1.0}
+
+
+def measure_drafts(args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    """update="auto" where updates take longer than forward: without drafts, with half of them, with all of them; each
+    without clipping, and with torch's own, which does not bite."""
+    resident = Run(model, batch, {}, device_memory=1.0)
+    for _ in range(args.warmup):
+        resident.block(2)
+    resident.forget()
+    resident.block(4)
+    forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
+    limits = limits_of(DRAFTS, model, forward_us, backward_us)
+    spare = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    runs = {}
+    for clip in (None, 1e6):
+        for name, share in SHARES.items():
+            key = name if clip is None else f"{name}, clip"
+            memory = int(share * spare * 1.01)
+            runs[key] = Run(model, batch, limits, window=args.window, draft_memory=memory, clip=clip)
+    for run in runs.values():
+        run.block(4)
+        run.forget()
+    resident.forget()
+    for _ in range(args.rounds):
+        for run in (resident, *runs.values()):
+            run.block(args.steps)
+    forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
+    result: dict[str, Any] = {"setting": dataclasses.asdict(DRAFTS), "limits": limits, "runs": {}}
+    result["samples"] = {"resident": resident.times, **{name: run.times for name, run in runs.items()}}
+    result["same_losses_in_all"] = len({tuple(run.losses) for run in runs.values()}) == 1
+    for name, run in runs.items():
+        times = limited_times(run, limits, forward_us, backward_us)
+        step_us = 1e6 * median(run.times)
+        bounds = {"deferred": _C.deferred_bound_us(times), "drafts": _C.drafting_bound_us(times)}
+        result["runs"][name] = {
+            "step_us": step_us,
+            "times": as_dict(times),
+            "bounds_us": bounds,
+            "over_deferred_bound": step_us / bounds["deferred"],
+            "over_drafting_bound": step_us / bounds["drafts"],
+            "drafts": noria.report(run.model).drafts,
         }
     for run in (resident, *runs.values()):
         noria.unwrap(run.model, run.optimizer)
@@ -301,6 +361,24 @@ def main() -> int:
             )
     columns = ["setting (ms)", "F", "B", "f_F", "f_B", "d", "U", "sum/bound", "step", "bound", "step/bound", "own F, B"]
     _common.show(f"{args.blocks} units, window {args.window}, kernel fused, compute {args.compute}", columns, rows)
+    if args.only in (None, "drafts"):
+        drafted = measure_drafts(args, model, batch)
+        rows = []
+        for name, found in drafted["runs"].items():
+            times = found["times"]
+            rows.append(
+                [
+                    name,
+                    *(f"{times[key] / 1e3:.0f}" for key in ("forward_us", "backward_us", "update_us")),
+                    f"{found['step_us'] / 1e3:.1f}",
+                    f"{found['over_deferred_bound']:.3f}",
+                    f"{found['over_drafting_bound']:.3f}",
+                    ", ".join(f"{value} {key}" for key, value in found["drafts"].items() if value),
+                ]
+            )
+        columns = ["update=auto (ms)", "F", "B", "U", "step", "over max(F,U..)+max(B..)", "over max(F+B,U..)", "drafts"]
+        _common.show(f"drafts, compute {args.compute}", columns, rows)
+        results.append(drafted)
     summary = {r["setting"]["name"]: {k: v for k, v in r.items() if k != "samples"} for r in results}
     samples = {r["setting"]["name"]: r["samples"] for r in results}
     settings = {

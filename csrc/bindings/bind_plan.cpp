@@ -310,6 +310,7 @@ void bind_costs(py::module_& m) {
   m.def("duration_us", &duration_us, py::arg("op"), py::arg("costs"));
   m.def("blocking_bound_us", &blocking_bound_us, py::arg("times"));
   m.def("deferred_bound_us", &deferred_bound_us, py::arg("times"));
+  m.def("drafting_bound_us", &drafting_bound_us, py::arg("times"));
   m.def(
       "simulate",
       [](const std::vector<Op>& ops, std::vector<std::vector<std::int64_t>> waits, const Costs& costs) {

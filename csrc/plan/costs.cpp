@@ -36,4 +36,8 @@ double deferred_bound_us(const StepTimes& t) {
          std::max({t.backward_us, t.drain_us, t.backward_fetch_us});
 }
 
+double drafting_bound_us(const StepTimes& t) {
+  return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us, t.drain_us});
+}
+
 }  // namespace noria

@@ -27,5 +27,7 @@ struct StepTimes {
 };
 double blocking_bound_us(const StepTimes& times);
 double deferred_bound_us(const StepTimes& times);
+/// With a draft of every unit: updates and transfers have the whole step.
+double drafting_bound_us(const StepTimes& times);
 
 }  // namespace noria
