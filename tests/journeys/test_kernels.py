@@ -321,6 +321,30 @@ def test_checkpoints_of_a_mixed_wrap_are_those_of_one_by_torch_alone(dtype):
         assert_same_bits(state_tensors(mine), state_tensors(theirs))
 
 
+def test_masters_of_a_mixed_wrap_are_the_values_that_they_were_made_from():
+    """After a step that moves nothing, working copy and low bits together are the fp32 value, split or plain."""
+    torch.manual_seed(0)
+    model = Net()
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    chosen = list(model.blocks[1].parameters())
+    others = [p for p in model.parameters() if all(p is not each for each in chosen)]
+    optimizers = [adamw(others, lr=0.0), torch.optim.Adagrad(chosen, lr=0.0)]
+    noria.wrap(model, optimizers, device="cpu", window=2, dtype=torch.bfloat16)
+    loss_of(model, 0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    low = {
+        parameter: each["low_bits"]
+        for optimizer, parameters in zip(optimizers, (others, chosen), strict=True)
+        for parameter, each in zip(parameters, optimizer.state_dict()["state"].values(), strict=True)
+    }
+    working = model.state_dict()
+    for name, parameter in model.named_parameters():
+        high = working[name].view(torch.int16).to(torch.int32) << 16
+        master = (high + low[parameter].to(torch.int32)).view(torch.float32)
+        assert_same_bits({name: master}, {name: first[name]})
+
+
 @dtypes
 def test_groups_that_are_added_later_find_their_place(dtype):
     def journey(side):

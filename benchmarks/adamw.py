@@ -1,0 +1,256 @@
+"""What does an update on the host cost, against torch's own, and against what memory allows?
+
+Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more;
+torch.optim.AdamW, fused and foreach; and two loops without arithmetic, compiled for this machine: a read-modify-write
+of AdamW's bytes, which is the limit, and STREAM's triad. All take turns in one process, on memory of the same kind.
+
+--deepspeed installs DeepSpeed into an environment of its own (build/deepspeed), and measures its CPU Adam as
+ZeRO-Offload calls it against AdamW with a split master, which does the same job: scaled gradients in, a bf16 working
+copy out. The two are processes that take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import _common
+import torch
+from noria import _C
+
+HERE = Path(__file__).resolve().parent
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
+DEEPSPEED = "0.19.8"
+
+Way = tuple[int, Callable[[], Any]]  # bytes read and written, and what to measure
+
+
+class Memory:
+    """The arrays of one large unit, in the arenas that the home is made of; aligned, on huge pages, written once."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.arenas: list[Any] = []
+        self.own, self.spare = self._arrays(), self._arrays()
+        self.gradient, self.half_gradient = self._floats(), self._halves()
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        halves = {"working": self._halves(), "low": self._halves()}
+        return halves | {name: self._floats() for name in ("master", "m", "v")}
+
+    def _tensor(self, dtype: torch.dtype, value: Any) -> torch.Tensor:
+        arena = _C.Arena(self.count * dtype.itemsize)
+        self.arenas.append(arena)
+        return _C.tensor_in(arena, 0, dtype, [self.count], [1]).fill_(value)
+
+    def _floats(self) -> torch.Tensor:
+        return self._tensor(torch.float32, 1e-3)
+
+    def _halves(self) -> torch.Tensor:
+        return self._tensor(torch.int16, 0x3A83)  # 1e-3 in bf16
+
+    def job(self, rule: str, is_split: bool, is_draft: bool, factor: float = 1.0) -> Any:
+        masters = ("working", "low") if is_split else ("master",)
+        names = (*masters, *("m", "v")[: MOMENTS[rule]])
+
+        def addresses(arrays: dict[str, torch.Tensor]) -> Any:
+            return _C.UnitArrays(**{name: arrays[name].data_ptr() for name in names})
+
+        scalars = _C.update_scalars(rule, 3, lr=1e-3, weight_decay=1e-2, momentum=0.9, factor=factor)
+        gradient = self.half_gradient if is_split else self.gradient
+        to = addresses(self.spare) if is_draft else None
+        pieces = [(0, self.count, scalars)]
+        return _C.UpdateJob(rule, pieces, addresses(self.own), gradient=gradient.data_ptr(), to=to)
+
+
+def noria_ways(memory: Memory, pool: Any) -> dict[str, Way]:
+    ways: dict[str, Way] = {}
+
+    def add(name: str, job: Any) -> None:
+        ways[name] = (job.bytes, lambda: pool.submit(job).wait_passed())
+
+    for rule in MOMENTS:
+        for is_split in (False, True):
+            for is_draft in (False, True):
+                where = "draft" if is_draft else "in place"
+                add(f"{rule} {'split' if is_split else 'fp32'} {where}", memory.job(rule, is_split, is_draft))
+    add("adamw split in place, clipped", memory.job("adamw", True, False, 0.5))
+    add("adamw split draft, clipped", memory.job("adamw", True, True, 0.5))
+    return ways
+
+
+def torch_ways(memory: Memory) -> dict[str, Way]:
+    parameter = torch.nn.Parameter(memory.spare["master"])
+    parameter.grad = memory.gradient
+    ways: dict[str, Way] = {}
+    for name in ("fused", "foreach"):
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, **{name: True})
+        optimizer.step()
+        ways[f"torch AdamW {name} fp32"] = (28 * memory.count, optimizer.step)
+    return ways
+
+
+def limits(memory: Memory, num_threads: int) -> dict[str, Way]:
+    """See _memory_limits.cpp."""
+    library = Path(tempfile.mkdtemp()) / "limits.so"
+    compiler = os.environ.get("CXX", "c++")
+    flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([compiler, *flags, str(HERE / "_memory_limits.cpp"), "-o", str(library)], check=True)
+    loops = ctypes.CDLL(str(library))
+    count, threads = ctypes.c_size_t(memory.count), ctypes.c_int(num_threads)
+
+    def call(name: str, *arrays: torch.Tensor) -> Callable[[], Any]:
+        addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
+        return lambda: getattr(loops, name)(*addresses, count, threads)
+
+    own, spare = memory.own, memory.spare
+    return {
+        "limit fp32": (28 * memory.count, call("rmw_fp32", own["master"], own["m"], own["v"], memory.gradient)),
+        "limit split": (
+            26 * memory.count,
+            call("rmw_split", own["working"], own["low"], own["m"], own["v"], memory.half_gradient),
+        ),
+        "triad": (16 * memory.count, call("triad", spare["master"], spare["m"], spare["v"])),
+    }
+
+
+def measure(count: int, threads: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Raw seconds, and the summary: billions of parameters a second, GB/s, and the share of the limit."""
+    memory, pool = Memory(count), _C.HostOptimizer(threads)
+    torch.set_num_threads(threads)
+    ways = limits(memory, threads) | noria_ways(memory, pool) | torch_ways(memory)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, (_, work) in ways.items():
+            taken = _common.seconds(work)
+            if number:
+                times[name].append(taken)
+    pool.close()
+    summary = {}
+    for name, (num_bytes, _) in ways.items():
+        limit = "limit split" if "split" in name else "limit fp32"
+        best, usual = min(times[name]), median(times[name])
+        shares = [a / ways[limit][0] * num_bytes / b for a, b in zip(times[limit], times[name], strict=True)]
+        summary[name] = {
+            "gparam_s": {"best": count / best / 1e9, "median": count / usual / 1e9},
+            "gb_s": {"best": num_bytes / best / 1e9, "median": num_bytes / usual / 1e9},
+            "share_of_limit": {"best": min(times[limit]) / ways[limit][0] * num_bytes / best, "pairs": median(shares)},
+        }
+    return times, summary
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+def deepspeed_python() -> Path:
+    """The interpreter of an environment with DeepSpeed and the torch of this one; made at the first call."""
+    root = HERE.parent / "build" / "deepspeed"
+    python = root / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(root)], check=True)
+        site = subprocess.run(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        Path(site, "torch_of_this_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        needed = ["setuptools", "wheel", "ninja", f"deepspeed=={DEEPSPEED}"]
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *needed], check=True)
+    return python
+
+
+def noria_child(count: int, rounds: int, threads: int) -> list[float]:
+    """The same job in a process of its own."""
+    memory, pool = Memory(count), _C.HostOptimizer(threads)
+    job = memory.job("adamw", True, False, 0.999)
+    times = [_common.seconds(lambda: pool.submit(job).wait_passed()) for _ in range(rounds + 2)]
+    pool.close()
+    return times[2:]
+
+
+def against_deepspeed(count: int, threads: int, turns: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    python, rounds = deepspeed_python(), 5
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+    samples: dict[str, list[float]] = {"noria": [], "deepspeed step": [], "deepspeed as ZeRO-Offload": []}
+    numbers = [str(count), str(rounds), str(threads)]
+
+    def run(command: list[str]) -> Any:
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    for turn in range(turns + 1):
+        theirs = run([str(python), str(HERE / "_deepspeed_adam.py"), *numbers])
+        ours = run([sys.executable, str(Path(__file__).resolve()), "--child", *numbers])
+        if turn:
+            samples["noria"] += ours
+            samples["deepspeed step"] += theirs["step"]
+            samples["deepspeed as ZeRO-Offload"] += theirs["offloaded"]
+    summary = {
+        name: {"gparam_s": {"best": count / min(times) / 1e9, "median": count / median(times) / 1e9}}
+        for name, times in samples.items()
+    }
+    return samples, summary
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(noria_child(*(int(word) for word in sys.argv[2:5]))))
+        return 0
+    parser = _common.parser_of(__doc__)
+    parser.add_argument("--params", type=int, help="millions (2**20) of parameters; default 64, with --quick 8")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="how many, each measured by itself")
+    parser.add_argument("--rounds", type=int, help="turns of all ways")
+    parser.add_argument("--deepspeed", action="store_true", help="beside DeepSpeed's CPU Adam; installs it")
+    args = parser.parse_args()
+    count = (args.params or (8 if args.quick else 64)) << 20
+    rounds = args.rounds or (5 if args.quick else 21)
+    began = _common.hardware()
+    samples: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    for threads in args.threads:
+        key = f"{threads} threads"
+        samples[key], summary[key] = measure(count, threads, rounds)
+        rows = [
+            [
+                name,
+                f"{found['gparam_s']['best']:.2f}",
+                f"{found['gparam_s']['median']:.2f}",
+                f"{found['gb_s']['best']:.1f}",
+                f"{found['gb_s']['median']:.1f}",
+                f"{found['share_of_limit']['best']:.2f}",
+                f"{found['share_of_limit']['pairs']:.2f}",
+            ]
+            for name, found in summary[key].items()
+        ]
+        columns = ["", "Gparam/s best", "median", "GB/s best", "median", "of limit, best", "pairs"]
+        _common.show(f"{count >> 20} Mi parameters, {key}", columns, rows)
+        if args.deepspeed:
+            key += ", beside DeepSpeed"
+            samples[key], summary[key] = against_deepspeed(count, threads, 1 if args.quick else 5)
+            rows = [
+                [name, f"{found['gparam_s']['best']:.2f}", f"{found['gparam_s']['median']:.2f}"]
+                for name, found in summary[key].items()
+            ]
+            _common.show(f"{count >> 20} Mi parameters, {key}", ["", "Gparam/s best", "median"], rows)
+    ended = {"load_1min_at_end": _common.hardware()["load_1min"]}
+    settings = {"params": count, "rounds": rounds, "instruction_sets": _C.instruction_sets(), "deepspeed": DEEPSPEED}
+    _common.Result("adamw", samples, summary, settings | ended).write(args, began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
