@@ -164,8 +164,7 @@ void bind_custody(py::module_& m) {
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
   m.def("watch", &watch, py::arg("tensor"));
   m.def(
-      "move_tensor",
-      [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
+      "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
       py::arg("tensor"), py::arg("address"));
 
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")

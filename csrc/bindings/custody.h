@@ -169,8 +169,8 @@ class Custody final : public Custodian {
   std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
   std::vector<std::unique_ptr<HeldGradient>> held_;      // by parameter; null: frozen
   const std::shared_ptr<Backend> backend_;
-  std::vector<std::byte*> homes_;                        // by unit, as the device addresses them
-  std::vector<bool> is_staged_;                          // by unit: the device cannot address it
+  std::vector<std::byte*> homes_;  // by unit, as the device addresses them
+  std::vector<bool> is_staged_;    // by unit: the device cannot address it
   std::vector<std::string> names_;
   std::vector<Hook> hooks_;
   HookId first_alone_;           // began the pass that is open, if no root did

@@ -182,10 +182,10 @@ class Engine {
   };
 
   struct Draft {
-    UpdateJob job;                                           // expected
-    Ticket ticket;                                           // null: not begun
-    bool is_written = false;                                 // the gradient has been, or may have been
-    Bytes awaited;                                           // of gradients
+    UpdateJob job;            // expected
+    Ticket ticket;            // null: not begun
+    bool is_written = false;  // the gradient has been, or may have been
+    Bytes awaited;            // of gradients
   };
 
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
@@ -245,7 +245,7 @@ class Engine {
   std::int64_t prepared_fetches_ = 0;
   std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
-  std::vector<bool> pending_;  // by unit: deferred to the launching thread
+  std::vector<bool> pending_;                 // by unit: deferred to the launching thread
   std::vector<std::optional<Draft>> drafts_;  // by unit
   std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
   std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last

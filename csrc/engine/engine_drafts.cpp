@@ -98,8 +98,8 @@ void Engine::draft(UnitId unit) {
                  {spare.state_buffer, issuer_.version(spare.state_buffer), Access::Mode::write},
                  {spare.working_buffer, issuer_.version(spare.working_buffer), Access::Mode::write}};
   auto begun = issuer_.begin(op);
-  made.ticket = optimizer_->submit(begun.label, made.job, std::move(begun.waits),
-                                   urgency_[static_cast<std::size_t>(unit.value)]);
+  made.ticket =
+      optimizer_->submit(begun.label, made.job, std::move(begun.waits), urgency_[static_cast<std::size_t>(unit.value)]);
   issuer_.keep(op.id, made.ticket);
 }
 
@@ -134,8 +134,8 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const bool is_drafted = draft && draft->ticket;
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);
   if (is_committed) {
-    const bool as_expected = std::equal(draft->job.pieces.begin(), draft->job.pieces.end(), job.pieces.begin(),
-                                        has_same_scalars);
+    const bool as_expected =
+        std::equal(draft->job.pieces.begin(), draft->job.pieces.end(), job.pieces.begin(), has_same_scalars);
     if (as_expected && !draft->is_written) {
       ++draft_counts_.kept;
       change_places(unit);

@@ -180,9 +180,7 @@ void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befor
     sum += digest(static_cast<const std::byte*>(job.gradient) + start, static_cast<std::size_t>(num_bytes),
                   static_cast<std::uint64_t>(start));
   };
-  const auto update = [&](const Chunk& chunk) {
-    update_elements(job, chunk.offset, chunk.count, *chunk.scalars);
-  };
+  const auto update = [&](const Chunk& chunk) { update_elements(job, chunk.offset, chunk.count, *chunk.scalars); };
   if (job.only_if_changed) {
     for_each_chunk(look);
     if (sum == *job.note) return;

@@ -58,7 +58,8 @@ struct UpdatePiece {
   UpdateScalars scalars{};
 };
 
-/// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still that.
+/// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still
+/// that.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
 /// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.

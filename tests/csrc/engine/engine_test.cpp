@@ -20,13 +20,13 @@ Hostility hostility(std::uint64_t seed) {
   return seed == 0 ? Hostility{} : late;
 }
 
-std::unique_ptr<BareEngine> make(std::uint64_t seed, Bytes arena) {
+std::unique_ptr<BareEngine> make(std::uint64_t seed, Bytes arena, bool drafts = false) {
   HostOptimizerOptions options;
   options.num_threads = 2;
   options.hostility = hostility(seed);
   return std::make_unique<BareEngine>(kUnits, make_host_machine(hostility(seed), /*asynchronous=*/true),
                                       Budget{arena, 0}, /*prefetch_at_step=*/true,
-                                      std::make_shared<HostOptimizer>(options));
+                                      std::make_shared<HostOptimizer>(options), drafts);
 }
 
 void forward(BareEngine& model) {
@@ -53,12 +53,13 @@ void backward(BareEngine& model) {
 }
 
 // Two micro-batches, a clip, updates on the pool and on this thread, an edit after the step, a look at the home.
-void step(BareEngine& model, bool blocking) {
+void step(BareEngine& model, bool blocking, bool clips = true) {
   for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
     forward(model);
+    model.expect_updates(0.05);
     backward(model);
   }
-  model.clip(0, 1);
+  if (clips) model.clip(0, 1);
   model.begin_step();
   for (std::size_t unit = 0; unit < kUnits.size(); ++unit) model.update(unit, /*on_pool=*/unit != 1);
   model.end_step(blocking);
@@ -78,6 +79,7 @@ void train(BareEngine& model) {
   step(model, true);
   model.write_home(3, 0.25F);
   step(model, false);
+  for (int plain = 0; plain < 3; ++plain) step(model, false, /*clips=*/false);
   model.idle();
 }
 
@@ -85,7 +87,7 @@ class UnderDelays : public ::testing::TestWithParam<std::uint64_t> {};
 
 TEST_P(UnderDelays, a_hostile_run_in_a_small_window_gives_the_bits_of_a_quiet_one_in_a_large) {
   auto quiet = make(0, Bytes{1 << 16});
-  auto hostile = make(GetParam(), kSlotBytes * 8);
+  auto hostile = make(GetParam(), kSlotBytes * 8, /*drafts=*/true);
   train(*quiet);
   train(*hostile);
   for (std::size_t unit = 0; unit < kUnits.size(); ++unit) {
@@ -94,6 +96,7 @@ TEST_P(UnderDelays, a_hostile_run_in_a_small_window_gives_the_bits_of_a_quiet_on
       EXPECT_EQ(quiet->array(which, unit), hostile->array(which, unit)) << which << " of unit " << unit;
     }
   }
+  EXPECT_GT(hostile->engine().draft_counts().kept, 0);
   EXPECT_GT(hostile->engine().num_fetches(), quiet->engine().num_fetches());
   quiet->close();
   hostile->close();
