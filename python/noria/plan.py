@@ -161,6 +161,9 @@ def _kernel_name(
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
         left = [unit.name for unit in own if unit.index not in fused]
+        if left and len(left) == len(own):
+            cls = type(optimizer).__name__.removeprefix("Noria")
+            return f"{cls} by {_KERNELS['torch']} (every unit is shared with another optimizer, or of another dtype)"
         if left:
             return f"{name}; {len(left)} of {len(own)} units by torch, for another optimizer or their dtype: " + (
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")

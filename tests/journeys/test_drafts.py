@@ -55,6 +55,7 @@ def both_drafting(
 
     def counted(side):
         journey(side)
+        wrapped_by(side.model).custody.idle()
         counts.update(counts_of(side))  # the twin goes first
 
     both(counted, optimizer=optimizer, kernel="fused", window=3, hostility=hostility, **policy)

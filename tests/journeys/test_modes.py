@@ -82,7 +82,7 @@ def edit_weights(side):
 def wrap_again(side):
     if side.is_wrapped:
         noria.unwrap(side.model, side.optimizer)
-        noria.wrap(side.model, side.optimizer, device="cpu", window=2)
+        noria.wrap(side.model, side.optimizer, device="cpu", window=2, kernel="torch")
 
 
 @pytest.mark.parametrize("do", [look_at_state, edit_weights, wrap_again])

@@ -1,7 +1,6 @@
 """The home is taken whole or not at all, and what the machine does not grant is said."""
 
 import io
-import mmap
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from noria import _C, home
 from noria._progress import Bar
+from noria.custody import wrapped_by
 from noria.home import Home, Region
 from noria.limits import Limit
 from noria.plan import STAGING_RING
@@ -21,13 +21,10 @@ from noria.report import _ledger
 from rich.console import Console
 from torch import nn
 
+from tests.python.store.test_arena import mapped_range, resident_bytes
+
 MIB = 1 << 20
 REGIONS = [Region.of("working copies", [3 * MIB]), Region.of("held gradients", [2 * MIB]), Region.of("moments", [MIB])]
-
-
-def resident():
-    with open("/proc/self/statm") as counts:
-        return int(counts.read().split()[1]) * mmap.PAGESIZE
 
 
 class FakeArena:
@@ -134,7 +131,7 @@ def test_what_the_machine_does_not_have_is_refused_before_anything_is_changed(mo
     for call in (noria.plan, noria.wrap):
         with pytest.raises(noria.UsageError) as caught:
             call(model, optimizer, device="cpu")
-        for part in ("working copies 64.0 MiB", "optimizer state 128.0 MiB", "/sys/fs/cgroup/memory.max", "256.0 MiB"):
+        for part in ("working copies 64.0 MiB", "second moments 64.0 MiB", "/sys/fs/cgroup/memory.max", "256.0 MiB"):
             assert part in str(caught.value)
     assert model.weight.data_ptr() == before and type(optimizer) is torch.optim.AdamW
     noria.plan(model, optimizer, device="cpu", host_memory="1GiB")  # fits, without a margin
@@ -223,6 +220,9 @@ def test_a_bar_is_shown_on_a_terminal_after_a_second(terminal, seconds, shown):
 
 def test_a_wrapped_model_has_taken_its_home():
     model = nn.Linear(1024, 1024, bias=False)
-    before = resident()
     noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
-    assert resident() - before >= 3 * 4 * MIB  # 4 x 4 MiB come, at most 4 MiB of torch's go
+    arenas = wrapped_by(model).home.arenas
+    assert len(arenas) == 4
+    for arena in arenas.values():  # nothing but its weights has been written
+        assert arena.bytes == 4 * MIB
+        assert resident_bytes(mapped_range(arena.data)) >= arena.bytes

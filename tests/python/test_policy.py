@@ -85,6 +85,7 @@ WRONG = {
     "kernel": ["triton", "", None, True],
     "activations": ["recompute", "offload", "auto", "drop", None],
     "update": ["backward", "async", None],
+    "draft_memory": [-1, True, "lots", 0.5, None],
     "check": ["on", True, None],
     "trace": ["", 3, True],
 }
@@ -98,6 +99,7 @@ RIGHT = {
     "kernel": ["auto", "fused", "torch"],
     "activations": ["keep"],
     "update": ["auto", "blocking"],
+    "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "check": ["auto", "operators", "off"],
     "trace": [None, "trace.json"],
 }
