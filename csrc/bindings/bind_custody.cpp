@@ -162,7 +162,7 @@ void bind_custody(py::module_& m) {
                            like.strides(), callback);
       },
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
-  m.def("watch", &watch, py::arg("tensor"));
+  m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
       "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
       py::arg("tensor"), py::arg("address"));
@@ -220,12 +220,14 @@ void bind_custody(py::module_& m) {
            })
       .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
       .def("begin_step", &Custody::begin_step, NoGil())
+      .def("is_moved", [](Custody& self, std::int32_t unit) { return self.engine().is_moved(UnitId(unit)); })
       .def("draft_counts",
            [](Custody& self) {
              const DraftCounts counts = without_gil([&] { return self.engine().draft_counts(); });
              py::dict result;
              result["kept"] = counts.kept;
              result["looked_at"] = counts.looked_at;
+             result["unchanged"] = counts.unchanged;
              result["changed"] = counts.changed;
              result["redone"] = counts.redone;
              result["dropped"] = counts.dropped;

@@ -28,7 +28,10 @@ at::Tensor HeldGradient::make(const BeforeWrite& before_write) const {
 }
 
 const at::Tensor& HeldGradient::tensor() {
-  if (!seen_.defined()) seen_ = make(before_write_);
+  if (!seen_.defined()) {
+    seen_ = make(before_write_);
+    storage_ = seen_.storage();
+  }
   return seen_;
 }
 
@@ -39,30 +42,30 @@ bool HeldGradient::is(const at::Tensor& gradient) const {
 
 bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
   return seen_.defined() && gradient.defined() && gradient.has_storage() &&
-         gradient.storage().unsafeGetStorageImpl() == seen_.storage().unsafeGetStorageImpl();
+         gradient.storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
 }
 
 void HeldGradient::reuse(const at::Tensor& current_gradient) {
   if (!seen_.defined() || is(current_gradient)) return;
-  c10::StorageImpl* storage = seen_.storage().unsafeGetStorageImpl();
-  const bool alone = seen_.use_count() == 1 && seen_.storage().use_count() == 1;
+  c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
+  const bool alone = seen_.use_count() == 1 && shares_memory(seen_) && storage_.use_count() == 2;  // ours, and seen_'s
   if (!alone) {
     auto* copy = new at::Tensor(inner_.clone());
     void* data = copy->mutable_data_ptr();
     storage->set_data_ptr_noswap(c10::DataPtr(data, copy, &delete_tensor, device_));
   }
-  unwatch(seen_);
+  unwatch(storage_);
   if (kStorageCanRefuse && alone) return;  // nobody has it: it can be shown again
   seen_ = at::Tensor();
 }
 
 void HeldGradient::guard() {
-  if (seen_.defined()) watch(seen_);
+  if (seen_.defined()) watch(storage_);
 }
 
 void HeldGradient::kill() {
   if (!seen_.defined()) return;
-  seen_.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+  storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
       std::string("expected a gradient that was cleared after optimizer.step(); found the old one in use; remedy: call "
                   "optimizer.zero_grad() before reading or accumulating gradients again, or use torch >= 2.13"));
 }

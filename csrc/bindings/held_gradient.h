@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 
 #include <functional>
 #include <vector>
@@ -44,7 +45,8 @@ class HeldGradient {
   const std::vector<std::int64_t> strides_;
   const BeforeWrite before_write_;
   at::Tensor inner_;
-  at::Tensor seen_;  // undefined until first asked for
+  at::Tensor seen_;       // undefined until first asked for
+  c10::Storage storage_;  // what `seen_` was made with: `p.grad.data = x` gives it another
 };
 
 }  // namespace noria

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Storage.h>
 
 namespace noria {
 namespace {
@@ -29,17 +28,17 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
       .set_(c10::Storage(std::move(storage)), 0, sizes, strides);
 }
 
-void watch([[maybe_unused]] const at::Tensor& tensor) {
+void watch([[maybe_unused]] const c10::Storage& storage) {
 #if NORIA_TORCH_AT_LEAST(2, 13)
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (!storage->has_materializer()) storage->set_materializer(&on_first_write);
+  c10::StorageImpl* watched = storage.unsafeGetStorageImpl();
+  if (!watched->has_materializer()) watched->set_materializer(&on_first_write);
 #endif
 }
 
-void unwatch([[maybe_unused]] const at::Tensor& tensor) {
+void unwatch([[maybe_unused]] const c10::Storage& storage) {
 #if NORIA_TORCH_AT_LEAST(2, 13)
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (storage->has_materializer()) storage->clear_materializer();
+  c10::StorageImpl* watched = storage.unsafeGetStorageImpl();
+  if (watched->has_materializer()) watched->clear_materializer();
 #endif
 }
 

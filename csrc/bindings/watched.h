@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 
 #include <functional>
@@ -22,9 +23,10 @@ using BeforeWrite = std::shared_ptr<std::function<void()>>;
 at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device device, at::ScalarType dtype,
                        at::IntArrayRef sizes, at::IntArrayRef strides, const BeforeWrite& before_write);
 
-/// From now on the first write access to `tensor`, made by `tensor_over` with a callback, calls back, once.
-void watch(const at::Tensor& tensor);
-void unwatch(const at::Tensor& tensor);
+/// From now on the first write access to `storage`, of a tensor made by `tensor_over` with a callback, calls back,
+/// once.
+void watch(const c10::Storage& storage);
+void unwatch(const c10::Storage& storage);
 
 /// The tensor's bytes lie there from now on; it keeps its callback and what else its storage owns.
 void move_tensor(const at::Tensor& tensor, std::byte* memory);

@@ -38,7 +38,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       fetcher_(issuer_, leases_, units_, options_.device),
       drainer_(issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false),
-      drafts_(units_.size()) {}
+      drafts_(units_.size()),
+      moved_(units_.size(), false) {}
 
 Engine::~Engine() {
   try {  // before the leases go: a lane may be writing there

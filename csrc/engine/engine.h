@@ -80,7 +80,8 @@ struct StepSums {
 /// for, dropped.
 struct DraftCounts {
   std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
-  std::int64_t changed = 0;  // of those looked at: the gradient was another, and the update was carried out anew
+  // Of those looked at, by now: the gradient was the same; it was another, and the update was carried out anew.
+  std::int64_t unchanged = 0, changed = 0;
 };
 
 class Engine {
@@ -118,6 +119,8 @@ class Engine {
   void expect_update(UnitId unit, UpdateJob job);
   /// Its gradients are being read, or have been: whoever writes them must say so first (`access_held`).
   bool is_drafted(UnitId unit) const;
+  /// Its working copy and state lie where its spare was at first.
+  bool is_moved(UnitId unit) const { return moved_[static_cast<std::size_t>(unit.value)]; }
   /// `job` is in place, and more urgent with a smaller `priority`. True: a draft was committed, so that working copy
   /// and state lie where the spare ones were.
   bool update_on_pool(UnitId unit, UpdateJob job, int priority);
@@ -247,6 +250,7 @@ class Engine {
   ItineraryId last_forward_;
   std::vector<bool> pending_;                 // by unit: deferred to the launching thread
   std::vector<std::optional<Draft>> drafts_;  // by unit
+  std::vector<bool> moved_;                   // by unit
   std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
   std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last
   std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it
@@ -254,7 +258,7 @@ class Engine {
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
   bool may_draft_ = false;                    // this backward is expected to be followed by an update
   DraftCounts draft_counts_;
-  GradientNote num_changed_ = std::make_shared<std::atomic<std::uint64_t>>(0);
+  const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;
   StepSums sums_;

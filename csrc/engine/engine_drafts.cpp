@@ -146,7 +146,7 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     job.to = draft->job.to;
     job.note = as_expected ? draft->job.note : nullptr;
     job.only_if_changed = as_expected;
-    job.num_changed = num_changed_;
+    job.looks = looks_;
     change_places(unit);  // the op below then writes what is the unit's from now on
   } else if (is_drafted) {
     optimizer_->recall(draft->ticket);
@@ -173,13 +173,15 @@ void Engine::change_places(UnitId unit) {
   std::swap(changed.facts.working, spare.working_buffer);
   std::swap(changed.facts.state, spare.state_buffer);
   facts_[static_cast<std::size_t>(unit.value)] = changed.facts;
+  moved_[static_cast<std::size_t>(unit.value)] = !moved_[static_cast<std::size_t>(unit.value)];
   custodian_.home_moved(unit, changed.working);
 }
 
 DraftCounts Engine::draft_counts() const {
   const std::lock_guard lock(mutex_);
   DraftCounts counts = draft_counts_;
-  counts.changed = static_cast<std::int64_t>(num_changed_->load());
+  counts.unchanged = looks_->unchanged;
+  counts.changed = looks_->changed;
   return counts;
 }
 

@@ -171,6 +171,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   const std::lock_guard lock(mutex_);
   settle(unit);
   drop_draft(unit);
+  if (write_weights) drafts_[static_cast<std::size_t>(unit.value)].reset();  // more writes may follow, unannounced
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   Op op;
   op.lane = Lane::update;  // the calling thread itself, not its stream: only waits order it
@@ -234,7 +235,14 @@ StepSums Engine::step_sums() const {
 
 LaneStats Engine::update_stats() const {
   const std::lock_guard lock(mutex_);
-  return optimizer_ ? optimizer_->stats() : launching_updates_;
+  LaneStats stats = launching_updates_;
+  if (!optimizer_) return stats;
+  const LaneStats pool = optimizer_->stats();
+  stats.busy_us += pool.busy_us;
+  stats.num_ops += pool.num_ops;
+  stats.bytes += pool.bytes;
+  for (const auto& [kind, us] : pool.stalled_us) stats.stalled_us[kind] += us;
+  return stats;
 }
 
 }  // namespace noria

@@ -183,9 +183,9 @@ void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befor
   const auto update = [&](const Chunk& chunk) { update_elements(job, chunk.offset, chunk.count, *chunk.scalars); };
   if (job.only_if_changed) {
     for_each_chunk(look);
-    if (sum == *job.note) return;
-    if (job.num_changed) ++*job.num_changed;
-    for_each_chunk(update);
+    const bool is_changed = sum != *job.note;
+    if (job.looks) ++(is_changed ? job.looks->changed : job.looks->unchanged);
+    if (is_changed) for_each_chunk(update);
     return;
   }
   if (hold_before_note_us > 0) {

@@ -62,15 +62,20 @@ struct UpdatePiece {
 /// that.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
+/// What came of looking.
+struct LookCounts {
+  std::atomic<std::int64_t> unchanged = 0, changed = 0;
+};
+
 /// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
 struct UpdateJob {
   UpdateRule rule = UpdateRule::adamw;
   UnitArrays from, to;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
-  GradientNote note;             // null: nobody will ask
-  bool only_if_changed = false;  // nothing is done where the gradient is still the one that was noted
-  GradientNote num_changed;      // raised where it is not
+  GradientNote note;                  // null: nobody will ask
+  bool only_if_changed = false;       // nothing is done where the gradient is still the one that was noted
+  std::shared_ptr<LookCounts> looks;  // of the jobs that look; may be null
 
   bool in_place() const;
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }

@@ -39,6 +39,9 @@ def wrapped_by(module: nn.Module) -> Wrapped | None:
     return found() if found is not None else None
 
 
+_PATIENCE = 8  # steps in which no draft was kept
+
+
 def in_backward() -> bool:
     """True on a thread that is running a backward: in a hook, or in what a checkpoint computes again."""
     return torch._C._current_graph_task_id() >= 0
@@ -105,6 +108,7 @@ class Wrapped:
         self.device = plan.device
         self.home = home
         self.custody = custody
+        home.is_moved = custody.is_moved
         self.backend = backend
         self.pool = pool
         self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
@@ -119,6 +123,10 @@ class Wrapped:
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
         self._state_views: dict[int, torch.Tensor] = {}
+        self._low_views: dict[int, torch.Tensor] = {}
+        self.drafts_pay = True
+        self._draft_counts = (0, 0)  # kept and lost, at the last step
+        self._steps_in_vain = 0
         self._written_views: set[int] = set()  # by slot: the user has had write access to its view
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # of the blocks that are open, by slot
         self._loads: list[list[int]] = []  # units whose home a load_state_dict has opened
@@ -348,10 +356,43 @@ class Wrapped:
         _C.watch(view)
         return view
 
-    def move_state_view(self, slot: HomeParameter) -> None:
-        view = self._state_views.get(slot.index)
-        if view is not None:
-            _C.move_tensor(view, self.home.address("working copies", slot.unit) + slot.offset)
+    def move_views(self, slot: HomeParameter) -> None:
+        """The unit lies elsewhere now; so do the bytes that the user's tensors show."""
+        for purpose, views in (("working copies", self._state_views), ("low bits", self._low_views)):
+            view = views.get(slot.index)
+            if view is not None:
+                _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.offset)
+
+    def drops_draft(self, unit: int) -> Callable[[], None]:
+        """For tensors that view the unit's state: their first write is an edit that no draft has seen."""
+        reference = weakref.ref(self)
+
+        def before_write() -> None:
+            wrapped = reference()
+            if wrapped is not None and not wrapped.closed and os.getpid() == wrapped.pid:
+                wrapped.custody.access_home(unit, False)
+
+        return before_write
+
+    def judge_drafts(self) -> None:
+        """After a step. Work that is thrown away at every step is not worth its memory traffic."""
+        if not self.plan.drafted:
+            return
+        counts = self.custody.draft_counts()
+        kept = counts["kept"] + counts["unchanged"]
+        lost = counts["changed"] + counts["redone"] + counts["dropped"]
+        was_kept, was_lost = self._draft_counts
+        self._draft_counts = (kept, lost)
+        if kept > was_kept:
+            self._steps_in_vain = 0
+        elif lost > was_lost:
+            self._steps_in_vain += 1
+        if self._steps_in_vain >= _PATIENCE and self.drafts_pay:
+            self.drafts_pay = False
+            self.plan.unpredicted.append(
+                f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after "
+                "backward, or hyperparameters changed between forward and step)"
+            )
 
     def _before_write(self, index: int) -> Callable[[], None]:
         reference = weakref.ref(self)
@@ -420,7 +461,10 @@ class Wrapped:
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
         """What the master has beyond the working copy, whichever way it is kept: the same bits from both kernels."""
         if slot.is_split:
-            return self.home.low_bits(slot)
+            view = self._low_views.get(slot.index)
+            if view is None:
+                view = self._low_views[slot.index] = self.home.low_bits(slot)
+            return view
         with plainly():
             return self.home.master(slot).view(torch.int32).to(torch.int16)
 

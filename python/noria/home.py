@@ -158,7 +158,7 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
-        self._moved = [False] * len(units)  # by unit: its state lies where the spare was
+        self.is_moved: Callable[[int], bool] = lambda unit: False  # its state lies where the spare was; the engine knows
         try:
             self._take(backend)
         except BaseException:
@@ -215,12 +215,8 @@ class Home:
 
     def _offset(self, purpose: str, unit: int, spare: bool = False) -> int:
         region = self.regions[purpose]
-        other = unit in region.spares and self._moved[unit] != spare
+        other = unit in region.spares and self.is_moved(unit) != spare
         return region.spares[unit] if other else region.offsets[unit]
-
-    def change_places(self, unit: int) -> None:
-        """A draft was committed: unit and spare are each where the other was."""
-        self._moved[unit] = not self._moved[unit]
 
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part of an arena."""
@@ -253,7 +249,13 @@ class Home:
         """Whether the unit has a part of this arena."""
         return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
 
-    def moment(self, purpose: str, slot: HomeParameter) -> torch.Tensor:
-        """An fp32 moment of the fused kernels, with the parameter's element offset."""
-        scale = 4 // slot.dtype.itemsize
-        return self.tensor(purpose, slot.unit, slot.offset * scale, slot.parameter, torch.float32)
+    def moment(
+        self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """An fp32 moment of the fused kernels, with the parameter's element offset. `before_write`: as in `watched`."""
+        offset = slot.offset * (4 // slot.dtype.itemsize)
+        if before_write is None:
+            return self.tensor(purpose, slot.unit, offset, slot.parameter, torch.float32)
+        offset += self._offset(purpose, slot.unit)
+        with plainly():
+            return _C.watched_tensor_in(self.arenas[purpose], offset, slot.parameter, torch.float32, before_write)

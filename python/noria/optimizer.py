@@ -215,8 +215,6 @@ def refuse_inside_backward(call: str) -> None:
         )
 
 
-_PATIENCE = 8  # steps
-
 # ---- updates ------------------------------------------------------------------------------------------------------
 
 
@@ -244,9 +242,6 @@ class Updates:
         self._home_parameters: dict[int, nn.Parameter] = {}
         # Under kernel="whole", while the optimizer has the home: slot, its version, gradient, the gradient's version.
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
-        self._drafts_pay = True
-        self._draft_counts = (0, 0)  # kept and lost, at the last step
-        self._steps_in_vain = 0
         self._class = _original_class(type(optimizer))
         self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
         self._check_members(optimizer.param_groups)
@@ -321,8 +316,13 @@ class Updates:
 
     def _moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
         """Where the fused kernel keeps it; None: the plan did not foresee it (momentum that was turned on later)."""
-        purpose = MOMENTS[MOMENT_OF[key]]
-        return self.wrapped.home.moment(purpose, slot) if self.wrapped.home.has(purpose, slot.unit) else None
+        if not self._is_planned(slot, key):
+            return None
+        told = self.wrapped.drops_draft(slot.unit) if slot.unit in self.wrapped.plan.drafted else None
+        return self.wrapped.home.moment(MOMENTS[MOMENT_OF[key]], slot, told)
+
+    def _is_planned(self, slot: HomeParameter, key: str) -> bool:
+        return self.wrapped.home.has(MOMENTS[MOMENT_OF[key]], slot.unit)
 
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
@@ -331,6 +331,8 @@ class Updates:
             wrapped.custody.settle_all()
             if wrapped.pool is not None:
                 wrapped.pool.idle()
+            for unit in wrapped.plan.drafted:
+                wrapped.custody.access_home(unit, False)  # it may be edited now: no draft of it may be kept
         elif isinstance(parameter, nn.Parameter) and parameter in wrapped.slot_of:
             wrapped.custody.access_home(wrapped.slot_of[parameter].unit, False)
 
@@ -372,8 +374,7 @@ class Updates:
         wrapped.custody.bump_versions(updated)
         wrapped.custody.end_step(self.blocking)
         wrapped.custody.guard_gradients()
-        if wrapped.plan.drafted:
-            self._judge_drafts()
+        wrapped.judge_drafts()
         self.num_steps += 1
 
     def _check_groups(self) -> None:
@@ -484,7 +485,7 @@ class Updates:
             rule = rule_of(self._class, hyper)
             for slot in slots:
                 step = self._count_step(slot, rule)
-                in_home = all(self._moment(slot, key) is not None for key in rule.keys)
+                in_home = all(self._is_planned(slot, key) for key in rule.keys)
                 offset = slot.offset // slot.dtype.itemsize
                 piece = (offset, slot.parameter.numel(), rule.scalars(hyper, step))
                 jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
@@ -500,7 +501,7 @@ class Updates:
     def expect(self) -> None:
         """Tells the engine what `step()` would do as things are now, so that it may be done during backward."""
         drafted = self.wrapped.plan.drafted
-        if self.kernel != "fused" or not self._drafts_pay or not drafted:
+        if self.kernel != "fused" or not self.wrapped.drafts_pay or not drafted:
             return
         known: dict[tuple[int, int], _C.UpdateScalars] = {}
         pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
@@ -525,7 +526,7 @@ class Updates:
 
     def _next_step(self, slot: HomeParameter, rule: FusedRule) -> int | None:
         """As `_count_step` will, without counting. None: state will be made or moved first."""
-        if rule not in self.wrapped.plan.fused[slot.unit]:
+        if rule not in self.wrapped.plan.fused[slot.unit] or slot.index in self.wrapped.loaded_low_bits:
             return None
         if not rule.keys:
             return 1
@@ -535,37 +536,17 @@ class Updates:
         for key in rule.keys:
             if state.get(key) is None or state[key] is not self._adopted.get((slot.index, key)):
                 return None
+            _C.watch(state[key])  # who edits it before the step says so
         return int(state["step"]) + 1 if rule.counts_steps else 2
 
     def _change_places(self, unit: int) -> None:
         """A draft was committed: what views the unit's state views it where it lies now."""
         home = self.wrapped.home
-        home.change_places(unit)
         for slot in self.wrapped.units[unit].parameters:
-            self.wrapped.move_state_view(slot)
-            for key, number in MOMENT_OF.items():
-                moment = self._adopted.get((slot.index, key))
-                if moment is not None:
-                    offset = slot.offset * (4 // slot.dtype.itemsize)
-                    _C.move_tensor(moment, home.address(MOMENTS[number], unit) + offset)
-
-    def _judge_drafts(self) -> None:
-        """Work that is thrown away at every step is not worth its memory traffic."""
-        counts = self.wrapped.custody.draft_counts()
-        kept = counts["kept"] + counts["looked_at"] - counts["changed"]
-        lost = counts["changed"] + counts["redone"] + counts["dropped"]
-        was_kept, was_lost = self._draft_counts
-        self._draft_counts = (kept, lost)
-        if kept > was_kept:
-            self._steps_in_vain = 0
-        elif lost > was_lost:
-            self._steps_in_vain += 1
-        if self._steps_in_vain >= _PATIENCE and self._drafts_pay:
-            self._drafts_pay = False
-            self.wrapped.plan.unpredicted.append(
-                f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after "
-                "backward, or hyperparameters changed between forward and step)"
-            )
+            self.wrapped.move_views(slot)
+            for key, purpose in zip(self.wrapped.plan.fused[unit][0].keys, MOMENTS, strict=False):
+                offset = slot.offset * (4 // slot.dtype.itemsize)
+                _C.move_tensor(self._adopted[(slot.index, key)], home.address(purpose, unit) + offset)
 
     def _count_step(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now. State is made as torch makes it: lazily, from zeros, `step` a float."""

@@ -87,7 +87,7 @@ class Report:
     forgotten_passes: int  # of kinds that are no longer told apart: only so many are
     ledger: list[LedgerRow]
     num_fetches: int
-    drafts: dict[str, int]  # "kept", "looked_at", of these "changed", "redone", "dropped"; docs/drafts.md
+    drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
