@@ -7,6 +7,10 @@
 #include "base/errors.h"
 #include "optim/flush_denormals.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace noria {
 namespace {
 
@@ -64,6 +68,13 @@ UnitArrays at(const UnitArrays& arrays, std::size_t offset) {
           at(arrays.v, offset)};
 }
 
+// Streaming stores are ordered by nothing else, not even by the release of a mutex.
+void end_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 bool UpdateJob::in_place() const { return same(from, to); }
@@ -112,8 +123,9 @@ void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t cou
                      const std::string& instruction_set) {
   const UpdateKernels& kernels = kernels_for(instruction_set);
   const MasterFormat format = format_of(job.from);
+  const bool in_place = job.in_place();
   const UpdateKernels::Update update =
-      kernels.update[static_cast<int>(job.rule)][static_cast<int>(format)][job.in_place() ? 0 : 1];
+      kernels.update[static_cast<int>(job.rule)][static_cast<int>(format)][in_place ? 0 : 1];
   const auto start = static_cast<std::size_t>(offset), total = static_cast<std::size_t>(count);
   const std::size_t gradient_size = format == MasterFormat::split ? sizeof(std::uint16_t) : sizeof(float);
   const auto* gradient = static_cast<const std::byte*>(job.gradient) + start * gradient_size;
@@ -122,15 +134,16 @@ void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t cou
   if (scalars.factor == 1.0f) {
     const FlushDenormals flush(flushed);
     update(from, to, gradient, total, scalars);
-    return;
+  } else {
+    alignas(64) std::array<float, kBlock> scaled;  // not initialised: every element is written before it is read
+    for (std::size_t done = 0; done < total; done += kBlock) {
+      const std::size_t size = std::min(kBlock, total - done);
+      kernels.scale[static_cast<int>(format)](gradient + done * gradient_size, scaled.data(), size, scalars.factor);
+      const FlushDenormals flush(flushed);
+      update(at(from, done), at(to, done), scaled.data(), size, scalars);
+    }
   }
-  alignas(64) std::array<float, kBlock> scaled;  // not initialised: every element is written before it is read
-  for (std::size_t done = 0; done < total; done += kBlock) {
-    const std::size_t size = std::min(kBlock, total - done);
-    kernels.scale[static_cast<int>(format)](gradient + done * gradient_size, scaled.data(), size, scalars.factor);
-    const FlushDenormals flush(flushed);
-    update(at(from, done), at(to, done), scaled.data(), size, scalars);
-  }
+  if (!in_place) end_stream();
 }
 
 }  // namespace noria

@@ -47,7 +47,8 @@ struct UnitArrays {
 
 /// One instruction set's loops; null where this build has none.
 struct UpdateKernels {
-  /// In place `to` is not looked at; a draft writes it, and it shares no element with `from`.
+  /// In place `to` is not looked at; a draft writes it, and it shares no element with `from`. The stores of a draft are
+  /// seen by others after a fence, which is the caller's.
   using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
                           const UpdateScalars& scalars);
   /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.

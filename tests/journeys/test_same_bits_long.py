@@ -93,7 +93,8 @@ def test_every_separable_optimizer_has_its_own_bits_unit_by_unit(
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         wanted = [p for p in parameters if p.dim() == 2] if name == "Muon" else parameters
         fresh = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-        return getattr(torch.optim, name)(wanted, **fresh)
+        cls = getattr(torch.optim, name, None) or getattr(noria.optim, name)
+        return cls(wanted, **fresh)
 
     clip = name != "Muon"  # gradients that nobody clears grow
     case = Case(model="gpt_tied", window=window, update=update, dtype=dtype, micro_batches=2, clip=clip, seed=number)
