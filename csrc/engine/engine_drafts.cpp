@@ -1,7 +1,8 @@
 // The part of the engine that carries out updates before they are asked for; see engine.h, Note [Drafts].
 #include <algorithm>
-#include <cstring>
-#include <numeric>
+#include <array>
+#include <bit>
+#include <cstdint>
 
 #include "base/errors.h"
 #include "engine/engine.h"
@@ -12,7 +13,8 @@ namespace {
 bool is_same_range(const UpdatePiece& a, const UpdatePiece& b) { return a.offset == b.offset && a.count == b.count; }
 
 bool has_same_scalars(const UpdatePiece& a, const UpdatePiece& b) {
-  return std::memcmp(&a.scalars, &b.scalars, sizeof a.scalars) == 0;  // floats alone: no padding
+  using Bits = std::array<std::uint32_t, sizeof(UpdateScalars) / sizeof(std::uint32_t)>;
+  return std::bit_cast<Bits>(a.scalars) == std::bit_cast<Bits>(b.scalars);
 }
 
 bool updates_the_same(const UpdateJob& a, const UpdateJob& b) {

@@ -158,7 +158,9 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
-        self.is_moved: Callable[[int], bool] = lambda unit: False  # its state lies where the spare was; the engine knows
+        self.is_moved: Callable[[int], bool] = lambda unit: (
+            False
+        )  # its state lies where the spare was; the engine knows
         try:
             self._take(backend)
         except BaseException:
@@ -249,9 +251,7 @@ class Home:
         """Whether the unit has a part of this arena."""
         return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
 
-    def moment(
-        self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None
-    ) -> torch.Tensor:
+    def moment(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
         """An fp32 moment of the fused kernels, with the parameter's element offset. `before_write`: as in `watched`."""
         offset = slot.offset * (4 // slot.dtype.itemsize)
         if before_write is None:

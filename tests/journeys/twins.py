@@ -51,7 +51,7 @@ class Case:
     """`window`: "least", just the device memory that noria says is least; "two", a window of as few units as it allows;
     "half" of the model; "all". `dtype`: of the model, or "master" for Policy.dtype=bfloat16. `interlude`: eval passes
     and `generate` between steps. `clear`: what zero_grad leaves. `seed`: of delays, where hostile; `held`: a verb that
-    is held back by a millisecond there, each time."""
+    is held back there by `hold_us`, each time."""
 
     model: str = "gpt"
     optimizer: str = "adamw"
@@ -69,6 +69,7 @@ class Case:
     clear: str = "none"
     seed: int = 0
     held: str = ""
+    hold_us: int = 1000
     update_threads: int = 3
     steps: int = 20
 
@@ -286,7 +287,7 @@ def wrapped_side(case: Case, make_optimizer: MakeOptimizer | None = None) -> Sid
     hostility: dict[str, Any] = {}
     if case.hostile:
         hostility = {"seed": case.seed, "max_delay_us": 300, "poison": True}
-        hostility |= {"hold_us": {case.held: 1000}} if case.held else {}
+        hostility |= {"hold_us": {case.held: case.hold_us}} if case.held else {}
     random_state = torch.get_rng_state()
     with on_machine(hostility=hostility, update_threads=case.update_threads):
         noria.wrap(model, side.optimizer, **fields)
