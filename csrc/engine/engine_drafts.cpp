@@ -33,7 +33,7 @@ void Engine::expect_update(UnitId unit, UpdateJob job) {
   if (!unit_of(unit).spare || (expected && expected->ticket)) return;
   NORIA_INVARIANT(!job.in_place(), "a draft is written elsewhere");
   Draft draft;
-  for (const UpdatePiece& piece : job.pieces) draft.awaited += Bytes{piece.count * job.gradient_item_bytes()};
+  draft.awaited = job.gradient_bytes();
   draft.job = std::move(job);
   expected = std::move(draft);
 }

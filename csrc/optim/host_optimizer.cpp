@@ -72,7 +72,8 @@ struct HostOptimizer::State {
 
   void serve();
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
-  void compute(const UpdateJob& job, std::int64_t hold_before_note_us);
+  /// Returns what was read and written.
+  Bytes compute(const UpdateJob& job, std::int64_t hold_before_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
@@ -143,12 +144,11 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   try {
     // Under a limit, jobs that are back to back start when the one before was due to end: sleeping a little too long
     // must not add up.
-    const Bytes bytes = update.job.bytes();
-    const std::int64_t least_ns = least_duration_ns(limit, bytes);
-    const bool back_to_back = least_ns > 0 && was_ready && hold_us == 0 && previous_end_ns != 0;
+    const bool is_limited = least_duration_ns(limit, update.job.bytes()) > 0;
+    const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
-    compute(update.job, before_note_us);
-    free_ns = std::max(now_ns(), start_ns + least_ns);
+    const Bytes bytes = compute(update.job, before_note_us);
+    free_ns = std::max(now_ns(), start_ns + least_duration_ns(limit, bytes));
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
   } catch (...) {
@@ -171,7 +171,7 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
   (void)num_ranges.load(std::memory_order_acquire);
 }
 
-void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_before_note_us) {
+Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_before_note_us) {
   cut(job.pieces, chunks);
   std::atomic<std::uint64_t> sum = 0;
   const auto look = [&](const Chunk& chunk) {
@@ -186,7 +186,7 @@ void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befor
     const bool is_changed = sum != *job.note;
     if (job.looks) ++(is_changed ? job.looks->changed : job.looks->unchanged);
     if (is_changed) for_each_chunk(update);
-    return;
+    return job.gradient_bytes() + (is_changed ? job.bytes() : Bytes{0});
   }
   if (hold_before_note_us > 0) {
     for_each_chunk(update);
@@ -199,6 +199,7 @@ void HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befor
     });
   }
   if (job.note) *job.note = sum.load();
+  return job.bytes();
 }
 
 HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::make_unique<State>(options)) {}

@@ -79,6 +79,12 @@ void end_stream() {
 
 bool UpdateJob::in_place() const { return same(from, to); }
 
+Bytes UpdateJob::gradient_bytes() const {
+  Bytes sum;
+  for (const UpdatePiece& piece : pieces) sum += Bytes{piece.count * gradient_item_bytes()};
+  return sum;
+}
+
 Bytes UpdateJob::bytes() const {
   std::int64_t elements = 0;
   for (const UpdatePiece& piece : pieces) elements += piece.count;

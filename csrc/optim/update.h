@@ -79,6 +79,7 @@ struct UpdateJob {
 
   bool in_place() const;
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
+  Bytes gradient_bytes() const;
   Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones
 };
 
