@@ -186,6 +186,27 @@ def as_dict(times: Any) -> dict[str, float]:
     return {name: getattr(times, name) for name in names}
 
 
+def pace(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) -> tuple[Run, Limits]:
+    """The resident run, warm, and what its compute times make of a setting."""
+    resident = Run(model, batch, {}, device_memory=1.0)
+    for _ in range(args.warmup):
+        resident.block(2)
+    resident.forget()
+    resident.block(4)
+    limits = limits_of(setting, model, resident.per_step("forward_us"), resident.per_step("backward_us"))
+    return resident, limits
+
+
+def take_turns(args: Any, resident: Run, runs: dict[str, Run], warmup_steps: int) -> None:
+    for run in runs.values():
+        run.block(warmup_steps)
+        run.forget()
+    resident.forget()
+    for _ in range(args.rounds):
+        for run in (resident, *runs.values()):
+            run.block(args.steps)
+
+
 def limits_of(setting: Setting, model: nn.Module, forward_us: float, backward_us: float) -> Limits:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     units = len(list(model.blocks))
@@ -201,13 +222,7 @@ def limits_of(setting: Setting, model: nn.Module, forward_us: float, backward_us
 
 
 def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-    resident = Run(model, batch, {}, device_memory=1.0)
-    for _ in range(args.warmup):
-        resident.block(2)
-    resident.forget()
-    resident.block(4)
-    forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
-    limits = limits_of(setting, model, forward_us, backward_us)
+    resident, limits = pace(setting, args, model, batch)
     traces = {
         mode: args.traces / f"{setting.name}_{mode}.json" if args.traces else None for mode in ("auto", "blocking")
     }
@@ -215,13 +230,7 @@ def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) 
         mode: Run(model, batch, limits, window=args.window, update=mode, trace=traces[mode])
         for mode in ("auto", "blocking")
     }
-    for run in runs.values():
-        run.block(3)
-        run.forget()
-    resident.forget()
-    for _ in range(args.rounds):
-        for run in (resident, *runs.values()):
-            run.block(args.steps)
+    take_turns(args, resident, runs, 3)
 
     forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
     result: dict[str, Any] = {
@@ -265,13 +274,7 @@ SHARES = {"no drafts": 0.0, "half drafts": 0.5, "all drafts": 1.0}
 def measure_drafts(args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     """update="auto" where updates take longer than forward: without drafts, with half of them, with all of them; each
     without clipping, and with torch's own, which does not bite."""
-    resident = Run(model, batch, {}, device_memory=1.0)
-    for _ in range(args.warmup):
-        resident.block(2)
-    resident.forget()
-    resident.block(4)
-    forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
-    limits = limits_of(DRAFTS, model, forward_us, backward_us)
+    resident, limits = pace(DRAFTS, args, model, batch)
     spare = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     runs = {}
     for clip in (None, 1e6):
@@ -279,13 +282,7 @@ def measure_drafts(args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str
             key = name if clip is None else f"{name}, clip"
             memory = int(share * spare * 1.01)
             runs[key] = Run(model, batch, limits, window=args.window, draft_memory=memory, clip=clip)
-    for run in runs.values():
-        run.block(4)
-        run.forget()
-    resident.forget()
-    for _ in range(args.rounds):
-        for run in (resident, *runs.values()):
-            run.block(args.steps)
+    take_turns(args, resident, runs, 4)
     forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
     result: dict[str, Any] = {"setting": dataclasses.asdict(DRAFTS), "limits": limits, "runs": {}}
     result["samples"] = {"resident": resident.times, **{name: run.times for name, run in runs.items()}}
