@@ -99,6 +99,14 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
                                    std::move(optimizer), on, pointer(nan_range), held_home);
 }
 
+/// Shared, so that copying it needs no GIL; freed with it.
+std::shared_ptr<py::function> keep(py::function callback) {
+  return {new py::function(std::move(callback)), [](py::function* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
 py::dict pass_dict(const PassStats& stats) {
   py::dict result;
   result["itinerary"] = stats.itinerary.value;
@@ -151,12 +159,9 @@ void bind_custody(py::module_& m) {
       [](const std::shared_ptr<Arena>& arena, std::int64_t offset, const at::Tensor& like, at::ScalarType dtype,
          py::function before_write) {
         // The arena stays mapped for as long as the callback, which the tensor keeps.
-        const std::shared_ptr<py::function> kept(new py::function(std::move(before_write)), [](py::function* held) {
-          const py::gil_scoped_acquire gil;
-          delete held;
+        auto callback = std::make_shared<std::function<void()>>([kept = keep(std::move(before_write)), arena] {
+          as_python_errors([&] { keep_python_errors([&] { (*kept)(); }); });
         });
-        auto callback = std::make_shared<std::function<void()>>(
-            [kept, arena] { as_python_errors([&] { keep_python_errors([&] { (*kept)(); }); }); });
         const auto num_bytes = like.numel() * static_cast<std::int64_t>(c10::elementSize(dtype));
         return tensor_over(arena->data() + offset, num_bytes, c10::Device(c10::kCPU), dtype, like.sizes(),
                            like.strides(), callback);
@@ -172,12 +177,9 @@ void bind_custody(py::module_& m) {
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"))
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
-             // Shared, so that copying the callback needs no GIL; freed with it.
-             const std::shared_ptr<py::function> kept(new py::function(std::move(run_update)), [](py::function* held) {
-               const py::gil_scoped_acquire gil;
-               delete held;
+             self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
+               keep_python_errors([&] { (*kept)(unit.value); });
              });
-             self.set_update_callback([kept](UnitId unit) { keep_python_errors([&] { (*kept)(unit.value); }); });
            })
       .def("clear_update_callback", [](Custody& self) { self.set_update_callback({}); })
       .def("add_hook",

@@ -365,14 +365,18 @@ class Wrapped:
 
     def drops_draft(self, unit: int) -> Callable[[], None]:
         """For tensors that view the unit's state: their first write is an edit that no draft has seen."""
+        return self._while_alive(lambda wrapped: wrapped.custody.access_home(unit, False))
+
+    def _while_alive(self, act: Callable[[Wrapped], None]) -> Callable[[], None]:
+        """For callbacks of tensors that outlive this object, its engine or its process."""
         reference = weakref.ref(self)
 
-        def before_write() -> None:
+        def call() -> None:
             wrapped = reference()
             if wrapped is not None and not wrapped.closed and os.getpid() == wrapped.pid:
-                wrapped.custody.access_home(unit, False)
+                act(wrapped)
 
-        return before_write
+        return call
 
     def judge_drafts(self) -> None:
         """After a step. Work that is thrown away at every step is not worth its memory traffic."""
@@ -395,16 +399,11 @@ class Wrapped:
             )
 
     def _before_write(self, index: int) -> Callable[[], None]:
-        reference = weakref.ref(self)
-
-        def before_write() -> None:
-            wrapped = reference()
-            if wrapped is None or wrapped.closed or os.getpid() != wrapped.pid:
-                return
+        def note(wrapped: Wrapped) -> None:
             wrapped.custody.access_home(wrapped.slots[index].unit, True)
             wrapped._written_views.add(index)
 
-        return before_write
+        return self._while_alive(note)
 
     def _settle_writes(self) -> None:
         """Before the home is used: what was written through `state_dict()` reaches plain masters (a split one consists
