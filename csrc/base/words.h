@@ -21,8 +21,9 @@ enum class Verb : std::uint8_t {
   poison,    // fetch lane, hostile backend only: vacated memory is overwritten
   load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
   draft,     // update lane: an update computed beside the state, before `step()`
+  sum,       // update lane: the sum of squares of a held gradient
 };
-inline constexpr int kNumVerbs = 10;
+inline constexpr int kNumVerbs = 11;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

@@ -61,6 +61,8 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
     facts.working = range(0, working_end, facts.weights, Format::travel, Purpose::working_copy);
     facts.held = range(1, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
     facts.state = range(2, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
+    Bytes sum_start{id.value};
+    unit.engine.sum = range(5, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     if (const auto spare_address = item.attr("spare_address").cast<std::int64_t>(); spare_address != 0) {
       Spare spare;
       spare.working = pointer(spare_address);
@@ -239,6 +241,14 @@ void bind_custody(py::module_& m) {
           "expect_update",
           [](Custody& self, std::int32_t unit, UpdateJob job) {
             self.engine().expect_update(UnitId(unit), std::move(job));
+          },
+          NoGil())
+      .def(
+          "sum_gradients",
+          [](Custody& self, const std::vector<std::pair<std::int32_t, UpdateJob>>& jobs) {
+            std::vector<std::pair<UnitId, UpdateJob>> asked;
+            for (const auto& [unit, job] : jobs) asked.emplace_back(UnitId(unit), job);
+            return self.sum_gradients(std::move(asked));
           },
           NoGil())
       .def(

@@ -4,7 +4,9 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
+#include "base/errors.h"
 #include "base/words.h"
 #include "bindings/lane_stats.h"
 #include "optim/host_optimizer.h"
@@ -25,9 +27,17 @@ Element* at(Address address) {
   return reinterpret_cast<Element*>(address);
 }
 
+UpdateTask parse_task(const std::string& text) {
+  if (text == "update") return UpdateTask::update;
+  if (text == "sum") return UpdateTask::sum;
+  throw UsageError("a task of the host pool", "\"" + text + "\"", "use one of update, sum");
+}
+
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
-                   const std::optional<UnitArrays>& to) {
+                   const std::optional<UnitArrays>& to, const std::string& task, bool sums) {
   UpdateJob job;
+  job.task = parse_task(task);
+  if (sums) job.sums = std::make_shared<std::vector<double>>();
   job.rule = parse_update_rule(rule);
   job.from = arrays;
   job.to = to.value_or(arrays);
@@ -84,10 +94,24 @@ void bind_kernels(py::module_& m) {
 
   py::class_<UpdateJob>(m, "UpdateJob")
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
-           py::arg("gradient"), py::arg("to") = std::optional<UnitArrays>())
+           py::arg("gradient"), py::arg("to") = std::optional<UnitArrays>(), py::arg("task") = "update",
+           py::arg("sums") = false)
       .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
       .def_property_readonly("in_place", &UpdateJob::in_place)
       .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
+      .def_property_readonly("taken_sums",
+                             [](const UpdateJob& job) { return job.sums ? *job.sums : std::vector<double>(); })
+      .def(
+          "sums",
+          [](const UpdateJob& job, const std::string& instruction_set) {
+            check(job);
+            std::vector<double> sums;
+            for (const UpdatePiece& piece : job.pieces) {
+              sums.push_back(sum_of_squares(job, piece.offset, piece.count, instruction_set));
+            }
+            return sums;
+          },
+          py::arg("instruction_set") = "", Release())
       .def(
           "run",
           [](const UpdateJob& job, const std::string& instruction_set) {

@@ -355,7 +355,7 @@ void Custody::finish_backward() {
     if (!std::exchange(each.arrived, false)) continue;
     at::Tensor& gradient = each.facts.variable.mutable_grad();
     if (!gradient.defined()) gradient = held_[i]->tensor();
-    if (engine_.is_drafted(each.unit) && gradient_is(static_cast<int>(i)) == GradientIs::held) held_[i]->guard();
+    if (engine_.is_read_early(each.unit) && gradient_is(static_cast<int>(i)) == GradientIs::held) held_[i]->guard();
   }
   if (const auto forward = std::exchange(interrupted_, std::nullopt)) {
     // torch.autograd.grad inside of a module: what is left of the forward is a pass of its own.
@@ -443,6 +443,12 @@ void Custody::begin_step() {
   refuse_open_home();
   forget_failed_backward();
   engine_.begin_step(current_stream());
+}
+
+std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
+  refuse_open_home();
+  forget_failed_backward();
+  return engine_.sum_gradients(std::move(jobs), current_stream());
 }
 
 void Custody::guard_gradients() {

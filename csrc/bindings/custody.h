@@ -89,6 +89,7 @@ class Custody final : public Custodian {
   /// Copies a gradient that the user put into `p.grad` into the held one.
   void take_foreign_gradient(int index);
   void begin_step();
+  std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   /// After the updates were issued: the first write to a held gradient waits for them.
   void guard_gradients();
 

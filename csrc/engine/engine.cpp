@@ -38,7 +38,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       fetcher_(issuer_, leases_, units_, options_.device),
       drainer_(issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false),
-      drafts_(units_.size()),
+      early_(units_.size()),
       moved_(units_.size(), false) {}
 
 Engine::~Engine() {
@@ -75,7 +75,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
   const auto expected = book_.begin(signature);
-  if (signature.phase == Phase::backward) begin_drafting(expected);
+  if (signature.phase == Phase::backward) begin_early_work(expected);
   const bool adopt =
       prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
   if (adopt) {
@@ -349,8 +349,8 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
   op.verb = Verb::user;
   for (UnitId unit : units) {
     const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
-    // Of what is being drafted the user's loop may read; it says so before it writes.
-    if (is_drafted(unit)) op.accesses.push_back({held, issuer_.version(held), Access::Mode::read});
+    // Of what is being read early the user's loop may read; it says so before it writes.
+    if (is_read_early(unit)) op.accesses.push_back({held, issuer_.version(held), Access::Mode::read});
     else op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream);
@@ -390,7 +390,7 @@ void Engine::reset_unlocked(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drainer_.abandon();
-  drop_drafts();
+  drop_all_early();
   const std::vector<UnitId> landed = drainer_.take_landed();
   book_.abandon();
   following_ = {};

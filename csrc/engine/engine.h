@@ -114,11 +114,14 @@ class Engine {
   // ---- updates ----
   /// The user's clip and edits of `held` are on the stream.
   void begin_step(Stream stream);
-  /// What `step` will ask for if it comes as things are now: drafted when the gradients have landed, if the unit has a
-  /// spare and this backward is the last before a step, as far as is known.
+  /// What `step` will ask for if it comes as things are now, an update out of place or the sums alone: done when the
+  /// gradients have landed, if this backward is the last before a step, as far as is known. A draft wants a spare.
   void expect_update(UnitId unit, UpdateJob job);
   /// Its gradients are being read, or have been: whoever writes them must say so first (`access_held`).
-  bool is_drafted(UnitId unit) const;
+  bool is_read_early(UnitId unit) const;
+  /// Sums of squares by piece of each job, all of task `sum`; taken on the pool where no draft has brought them. Blocks
+  /// until the last one is there. What the user's loop did to `held` is on the stream.
+  std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs, Stream stream);
   /// Its working copy and state lie where its spare was at first.
   bool is_moved(UnitId unit) const { return moved_[static_cast<std::size_t>(unit.value)]; }
   /// `job` is in place, and more urgent with a smaller `priority`. True: a draft was committed, so that working copy
@@ -184,11 +187,13 @@ class Engine {
     Bytes drained_before;
   };
 
-  struct Draft {
+  /// What becomes of a unit's gradients as soon as they have landed: a draft, or sums.
+  struct Early {
     UpdateJob job;            // expected
     Ticket ticket;            // null: not begun
     bool is_written = false;  // the gradient has been, or may have been
     Bytes awaited;            // of gradients
+    bool is_draft() const { return job.task == UpdateTask::update; }
   };
 
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
@@ -211,11 +216,15 @@ class Engine {
   void prepare_next_forward();
   void drop_prepared();
   Op update_op(UnitId unit);
-  void begin_drafting(std::optional<ItineraryId> expected);
+  void end_passes(Stream stream);
+  void note_edits(Stream stream);
+  void begin_early_work(std::optional<ItineraryId> expected);
   void gradient_is_written(UnitId unit);
-  void draft(UnitId unit);
-  void drop_draft(UnitId unit);
-  void drop_drafts();
+  void draft(UnitId unit, Early& early);
+  Ticket sum(UnitId unit, UpdateJob job);
+  void drop_early(UnitId unit);
+  void drop_all_early();
+  std::optional<Early>& early_of(UnitId unit) { return early_[static_cast<std::size_t>(unit.value)]; }
   void change_places(UnitId unit);
   void drain_open();
   EngineUnit& unit_of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
@@ -249,14 +258,14 @@ class Engine {
   std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
   std::vector<bool> pending_;                 // by unit: deferred to the launching thread
-  std::vector<std::optional<Draft>> drafts_;  // by unit
+  std::vector<std::optional<Early>> early_;   // by unit
   std::vector<bool> moved_;                   // by unit
   std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
   std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last
   std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it
   std::map<ItineraryId, bool> is_last_;       // by backward: an update followed before another backward did
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
-  bool may_draft_ = false;                    // this backward is expected to be followed by an update
+  bool is_early_ = false;                     // this backward is expected to be followed by an update
   DraftCounts draft_counts_;
   const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();
   std::map<ItineraryId, PassStats> passes_;

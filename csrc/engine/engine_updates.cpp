@@ -26,17 +26,25 @@ void wait_for_all(const std::vector<Ticket>& waits) {
 
 void Engine::begin_step(Stream stream) {
   const std::lock_guard lock(mutex_);
+  end_passes(stream);
+  issuer_.sweep();
+  note_edits(stream);
+}
+
+void Engine::end_passes(Stream stream) {
   continue_on(stream);
   if (phase_ == Phase::backward) reset_unlocked(stream);
   if (phase_) end_pass_unlocked(stream);
-  issuer_.sweep();
-  // Whatever the user's loop did to the held gradients is on the stream by now.
+}
+
+// Whatever the user's loop did to the held gradients is on the stream by now.
+void Engine::note_edits(Stream stream) {
   Op op;
   op.verb = Verb::user;
   for (const EngineUnit& unit : units_) {
     if (unit.held == nullptr) continue;
-    const auto& draft = drafts_[static_cast<std::size_t>(&unit - units_.data())];
-    if (draft && draft->ticket && !draft->is_written) continue;  // nobody has edited it, or we would know
+    const auto& early = early_[static_cast<std::size_t>(&unit - units_.data())];
+    if (early && early->ticket && !early->is_written) continue;  // nobody has edited it, or we would know
     op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream);
@@ -57,7 +65,7 @@ Op Engine::update_op(UnitId unit) {
 void Engine::defer_update(UnitId unit) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(!pending_[static_cast<std::size_t>(unit.value)], "an update is deferred twice");
-  drop_draft(unit);
+  drop_early(unit);
   issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
   pending_[static_cast<std::size_t>(unit.value)] = true;
 }
@@ -170,8 +178,10 @@ std::vector<UnitId> Engine::next_forward_order() const {
 void Engine::access_home(UnitId unit, bool write_weights) {
   const std::lock_guard lock(mutex_);
   settle(unit);
-  drop_draft(unit);
-  if (write_weights) drafts_[static_cast<std::size_t>(unit.value)].reset();  // more writes may follow, unannounced
+  if (auto& early = early_of(unit); early && early->is_draft()) {
+    drop_early(unit);
+    if (write_weights) early.reset();  // more writes may follow, unannounced
+  }
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   Op op;
   op.lane = Lane::update;  // the calling thread itself, not its stream: only waits order it

@@ -20,6 +20,7 @@ struct EngineUnit {
   std::byte* working = nullptr;  // facts.weights bytes, registered host memory
   std::byte* held = nullptr;     // facts.gradients bytes; null when frozen
   std::optional<Spare> spare;    // none: the unit is never drafted
+  BufferId sum;                  // of the squares of what is held, as sum ops write it
 };
 
 }  // namespace noria

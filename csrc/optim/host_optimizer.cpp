@@ -41,6 +41,7 @@ std::exception_ptr closed_error() {
 }
 
 struct Chunk {
+  std::size_t piece;
   const UpdateScalars* scalars;
   std::int64_t offset;
   std::int64_t count;
@@ -48,9 +49,10 @@ struct Chunk {
 
 void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
   chunks.clear();
-  for (const UpdatePiece& piece : pieces) {
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const UpdatePiece& piece = pieces[i];
     for (std::int64_t done = 0; done < piece.count; done += kChunk) {
-      chunks.push_back({&piece.scalars, piece.offset + done, std::min(kChunk, piece.count - done)});
+      chunks.push_back({i, &piece.scalars, piece.offset + done, std::min(kChunk, piece.count - done)});
     }
   }
 }
@@ -88,6 +90,7 @@ struct HostOptimizer::State {
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
   std::vector<Chunk> chunks;  // kept between jobs: no growth in a steady state
+  std::vector<double> sums;   // by chunk
   std::atomic<bool> begun = false;
   std::atomic<std::int64_t> num_ranges = 0;
   std::int64_t free_ns = 0;  // when the job before this one was due to end; 0: it did not run
@@ -135,7 +138,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
 
   const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
   // A draft is held a second time, between work and note: a gradient that is written then would be noted and not used.
-  const bool is_noted = update.job.note && !update.job.only_if_changed;
+  const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
   const std::int64_t before_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
@@ -180,25 +183,39 @@ Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befo
     sum += digest(static_cast<const std::byte*>(job.gradient) + start, static_cast<std::size_t>(num_bytes),
                   static_cast<std::uint64_t>(start));
   };
+  const auto add = [&](const Chunk& chunk) {
+    sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
+  };
   const auto update = [&](const Chunk& chunk) { update_elements(job, chunk.offset, chunk.count, *chunk.scalars); };
-  if (job.only_if_changed) {
+  if (job.sums) sums.assign(chunks.size(), 0.0);
+  if (job.task == UpdateTask::update_if_changed) {
     for_each_chunk(look);
     const bool is_changed = sum != *job.note;
     if (job.looks) ++(is_changed ? job.looks->changed : job.looks->unchanged);
     if (is_changed) for_each_chunk(update);
     return job.gradient_bytes() + (is_changed ? job.bytes() : Bytes{0});
   }
-  if (hold_before_note_us > 0) {
+  const auto read = [&](const Chunk& chunk) {
+    if (job.note) look(chunk);
+    if (job.sums) add(chunk);
+  };
+  if (job.task == UpdateTask::sum) {
+    for_each_chunk(read);
+  } else if (hold_before_note_us > 0) {
     for_each_chunk(update);
     queue->sleep_until(now_ns() + hold_before_note_us * 1000);
-    for_each_chunk(look);
+    for_each_chunk(read);
   } else {
     for_each_chunk([&](const Chunk& chunk) {
       update(chunk);
-      if (job.note) look(chunk);  // while it is in the cache
+      read(chunk);  // while it is in the cache
     });
   }
   if (job.note) *job.note = sum.load();
+  if (job.sums) {
+    job.sums->assign(job.pieces.size(), 0.0);
+    for (std::size_t i = 0; i < chunks.size(); ++i) (*job.sums)[chunks[i].piece] += sums[i];
+  }
   return job.bytes();
 }
 
@@ -218,8 +235,9 @@ Ticket HostOptimizer::submit(const OpLabel& label, UpdateJob job, std::vector<Ti
     throw UsageError("updates in the process that made the optimizer", "a forked child of it",
                      "wrap the model in the process that trains it");
   }
-  NORIA_INVARIANT(label.lane == Lane::update && (label.verb == Verb::update || label.verb == Verb::draft),
-                  "an update or a draft belongs on the update lane");
+  const Verb verb = label.verb;
+  NORIA_INVARIANT(label.lane == Lane::update && (verb == Verb::update || verb == Verb::draft || verb == Verb::sum),
+                  "an update, a draft or a sum belongs on the update lane");
   check(job);
   auto item = std::make_shared<QueuedUpdate>();
   item->label = label;
@@ -237,6 +255,10 @@ Ticket HostOptimizer::submit(const OpLabel& label, UpdateJob job, std::vector<Ti
 bool HostOptimizer::recall(const Ticket& ticket) {
   if (getpid() != state_->pid) return false;
   return state_->queue->recall(ticket);
+}
+
+bool HostOptimizer::is_queued(const Ticket& ticket) const {
+  return getpid() == state_->pid && state_->queue->holds(ticket);
 }
 
 void HostOptimizer::idle() {

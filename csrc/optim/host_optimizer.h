@@ -37,13 +37,15 @@ class HostOptimizer {
   HostOptimizer(const HostOptimizer&) = delete;  // owns threads
   HostOptimizer& operator=(const HostOptimizer&) = delete;
 
-  /// Does not block. `label.verb` is `update` or `draft`; a smaller `priority` is more urgent. Throws InvariantError
-  /// for a job that no plan makes (see `check`).
+  /// Does not block. `label.verb` is `update`, `draft` or `sum`; a smaller `priority` is more urgent. Throws
+  /// InvariantError for a job that no plan makes (see `check`).
   Ticket submit(const OpLabel& label, UpdateJob job, std::vector<Ticket> waits, int priority = 0);
   /// True: the job of this ticket had not begun and never will; its arrays are as they were, and the ticket passes as
   /// soon as what the job waited for has passed (who waits for it counts on that). False: it has begun, is done, has
   /// failed, was recalled before, or is no job of this pool.
   bool recall(const Ticket& ticket);
+  /// True: the job of this ticket had not begun a moment ago.
+  bool is_queued(const Ticket& ticket) const;
   /// Blocks until nothing is queued or running.
   void idle();
   /// Finishes the running job, fails the tickets of the others, joins. Idempotent.

@@ -86,6 +86,7 @@ Bytes UpdateJob::gradient_bytes() const {
 }
 
 Bytes UpdateJob::bytes() const {
+  if (task == UpdateTask::sum) return gradient_bytes();
   std::int64_t elements = 0;
   for (const UpdatePiece& piece : pieces) elements += piece.count;
   const std::int64_t gradient_size = format_of(from) == MasterFormat::split ? 2 : 4;
@@ -123,6 +124,13 @@ std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const auto& [name, entries] : all_kernels()) names.push_back(name);
   return names;
+}
+
+double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
+                      const std::string& instruction_set) {
+  const auto* gradient = static_cast<const std::byte*>(job.gradient) + offset * job.gradient_item_bytes();
+  const auto sum = kernels_for(instruction_set).sum[static_cast<int>(format_of(job.from))];
+  return sum(gradient, static_cast<std::size_t>(count));
 }
 
 void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t count, const UpdateScalars& scalars,

@@ -62,19 +62,29 @@ struct UpdatePiece {
 /// that.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
+/// By piece of a job: the sum of the squares of its gradient, before any factor; read once the job's ticket has passed.
+using GradientSums = std::shared_ptr<std::vector<double>>;
+
 /// What came of looking.
 struct LookCounts {
   std::atomic<std::int64_t> unchanged = 0, changed = 0;
 };
 
+enum class UpdateTask : std::uint8_t {
+  update,
+  update_if_changed,  // nothing is done where the gradient is still the one that was noted
+  sum,                // arrays say no more than the gradient's dtype
+};
+
 /// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
 struct UpdateJob {
+  UpdateTask task = UpdateTask::update;
   UpdateRule rule = UpdateRule::adamw;
   UnitArrays from, to;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
   GradientNote note;                  // null: nobody will ask
-  bool only_if_changed = false;       // nothing is done where the gradient is still the one that was noted
+  GradientSums sums;                  // null: nobody will ask
   std::shared_ptr<LookCounts> looks;  // of the jobs that look; may be null
 
   bool in_place() const;
@@ -89,6 +99,10 @@ void check(const UpdateJob& job);
 
 /// Instruction sets that this build has and this machine can run, widest last: "baseline", "avx2", "avx512".
 std::vector<std::string> instruction_sets();
+
+/// See UpdateKernels::Sum. `offset` and `count` as for `update_elements`; a sum over more is one of sums, in order.
+double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
+                      const std::string& instruction_set = "");
 
 /// Updates `count` elements from `offset` on. `instruction_set` empty: the widest. UsageError for one that is not
 /// listed above.

@@ -54,8 +54,13 @@ struct UpdateKernels {
   /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
 
+  /// The sum of the squares, in double: element i goes to the i-th of 32 sums, modulo, which are added in their order.
+  /// Squares are exact, so every instruction set gives the same bits; one that is not finite makes the sum so.
+  using Sum = double (*)(const void* gradient, std::size_t count);
+
   Update update[kNumRules][kNumMasterFormats][2] = {};  // [2]: in place, draft
   Scale scale[kNumMasterFormats] = {};
+  Sum sum[kNumMasterFormats] = {};
 };
 
 extern const UpdateKernels kBaselineKernels;

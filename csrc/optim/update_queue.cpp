@@ -59,6 +59,11 @@ bool UpdateQueue::recall(const Ticket& ticket) {
   return true;
 }
 
+bool UpdateQueue::holds(const Ticket& ticket) {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(items_.begin(), items_.end(), [&](const Item& item) { return item->ticket == ticket; });
+}
+
 UpdateQueue::Taken UpdateQueue::take() {
   std::unique_lock lock(mutex_);
   running_ = false;

@@ -1,8 +1,8 @@
 // Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
-// Order: see optim/host_optimizer.h. Threads: `push`, `recall`, `close` and `await_idle` from any thread, the rest
-// from the one thread that serves.
+// Order: see optim/host_optimizer.h. Threads: `push`, `recall`, `holds`, `close` and `await_idle` from any thread, the
+// rest from the one thread that serves.
 #pragma once
 
 #include <condition_variable>
@@ -38,6 +38,9 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
 
   /// True: the item of this ticket was queued, and keeps its place only until its waits have passed.
   bool recall(const Ticket& ticket);
+
+  /// True while the item of this ticket has not been taken.
+  bool holds(const Ticket& ticket);
 
   struct Taken {
     Item item;               // null: the queue was closed

@@ -9,10 +9,11 @@
 namespace noria {
 namespace {
 
-// Ops of one chain end in the order in which they were issued: a FIFO lane, or the updates of one unit.
+// Ops of one chain end in the order in which they were issued: a FIFO lane, the updates of one unit, or its sums.
 std::size_t chain_of(const Op& op) {
   if (op.lane != Lane::update) return static_cast<std::size_t>(op.lane);
-  return static_cast<std::size_t>(Lane::update) + 1 + static_cast<std::size_t>(op.unit.value);
+  const std::size_t of_unit = 2 * static_cast<std::size_t>(op.unit.value) + (op.verb == Verb::sum ? 1 : 0);
+  return static_cast<std::size_t>(Lane::update) + 1 + of_unit;
 }
 
 std::string text_of(const Op& op) { return std::string(to_string(op.verb)) + " op " + std::to_string(op.id.value); }

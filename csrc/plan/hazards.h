@@ -9,7 +9,7 @@
 //
 // Note [Update lane]. The update lane is a pool: its ops are ordered by waits alone. Updates of one unit always
 // conflict (each writes the unit's state), so they form a chain and count as a lane per unit when implied waits are
-// dropped.
+// dropped. So do its sums, which a draft need not wait for.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,14 @@ std::string to_string(const Place& place);
 /// Three roles of a unit's bytes, even where two of them have the same dtype today.
 enum class Format : std::uint8_t { master, travel, compute };
 
-enum class Purpose : std::uint8_t { weights, gradient_buffer, working_copy, held_gradient, optimizer_state };
+enum class Purpose : std::uint8_t {
+  weights,
+  gradient_buffer,
+  working_copy,
+  held_gradient,
+  optimizer_state,
+  gradient_sum
+};
 std::string_view to_string(Purpose purpose);
 
 /// A range of a place. Two buffers conflict when their ranges overlap, whatever they are called.

@@ -472,8 +472,11 @@ class UpdateJob:
         *,
         gradient: int,
         to: UnitArrays | None = None,
+        task: str = "update",
+        sums: bool = False,
     ) -> None:
-        """Pieces are (offset, count, scalars) in elements. `to`: where a draft is written; None: in place."""
+        """Pieces are (offset, count, scalars) in elements. `to`: where a draft is written; None: in place. `task`:
+        "update", or "sum" for the sums of squares alone; `sums`: take them on the way."""
     @property
     def rule(self) -> str: ...
     @property
@@ -482,6 +485,11 @@ class UpdateJob:
     def bytes(self) -> int: ...
     def run(self, instruction_set: str = "") -> None:
         """All pieces, on the calling thread."""
+    @property
+    def taken_sums(self) -> list[float]:
+        """What the pool has found; empty before, and where nobody asked for sums."""
+    def sums(self, instruction_set: str = "") -> list[float]:
+        """Of squares of the gradient, by piece; on the calling thread."""
 
 def split_master(master: int, high: int, low: int, count: int) -> None: ...
 def join_master(high: int, low: int, master: int, count: int) -> None: ...
@@ -559,6 +567,8 @@ class Custody:
     def draft_counts(self) -> dict[str, int]: ...
     def is_moved(self, unit: int) -> bool: ...
     def expect_update(self, unit: int, job: UpdateJob) -> None: ...
+    def sum_gradients(self, jobs: Sequence[tuple[int, UpdateJob]]) -> list[list[float]]:
+        """Sums of squares by unit and piece. Blocks until they are there."""
     def update_on_pool(self, unit: int, job: UpdateJob, priority: int) -> bool: ...
     def defer_update(self, unit: int) -> None: ...
     def end_step(self, blocking: bool) -> None: ...

@@ -39,7 +39,11 @@ def wrapped_by(module: nn.Module) -> Wrapped | None:
     return found() if found is not None else None
 
 
-_PATIENCE = 8  # steps in which no draft was kept
+_PATIENCE = 8  # steps in which no draft was kept, or all would have been
+_DRAFTS_STOPPED = (
+    f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, or "
+    "hyperparameters changed between forward and step)"
+)
 
 
 def in_backward() -> bool:
@@ -127,6 +131,7 @@ class Wrapped:
         self.drafts_pay = True
         self._draft_counts = (0, 0)  # kept and lost, at the last step
         self._steps_in_vain = 0
+        self._steps_that_would_hold = 0
         self._written_views: set[int] = set()  # by slot: the user has had write access to its view
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # of the blocks that are open, by slot
         self._loads: list[list[int]] = []  # units whose home a load_state_dict has opened
@@ -378,9 +383,16 @@ class Wrapped:
 
         return call
 
-    def judge_drafts(self) -> None:
-        """After a step. Work that is thrown away at every step is not worth its memory traffic."""
+    def judge_drafts(self, would_hold: bool) -> None:
+        """After a step. Work that is thrown away at every step is not worth its memory traffic; `would_hold`: this step
+        would not have thrown away any."""
         if not self.plan.drafted:
+            return
+        if not self.drafts_pay:
+            self._steps_that_would_hold = self._steps_that_would_hold + 1 if would_hold else 0
+            if self._steps_that_would_hold >= _PATIENCE:
+                self.drafts_pay, self._steps_in_vain, self._steps_that_would_hold = True, 0, 0
+                self.plan.unpredicted.remove(_DRAFTS_STOPPED)
             return
         counts = self.custody.draft_counts()
         kept = counts["kept"] + counts["unchanged"]
@@ -393,10 +405,7 @@ class Wrapped:
             self._steps_in_vain += 1
         if self._steps_in_vain >= _PATIENCE and self.drafts_pay:
             self.drafts_pay = False
-            self.plan.unpredicted.append(
-                f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after "
-                "backward, or hyperparameters changed between forward and step)"
-            )
+            self.plan.unpredicted.append(_DRAFTS_STOPPED)
 
     def _before_write(self, index: int) -> Callable[[], None]:
         def note(wrapped: Wrapped) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "MOMENTS",
     "MOMENT_OF",
     "SEPARABLE",
+    "STATELESS",
     "FusedRule",
     "choose",
     "fused_units",
@@ -61,19 +62,20 @@ class FusedRule:
         """Read and written by an update."""
         return 8 + (2 if is_split else 4) + 8 * len(self.keys)
 
-    def scalars(self, hyper: dict[str, Any], step: int) -> _C.UpdateScalars:
-        """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1."""
+    def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0) -> _C.UpdateScalars:
+        """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1; `factor` is on the
+        gradient."""
         numbers: dict[str, Any] = {key: float(hyper[key]) for key in _NUMBERS if key in hyper}
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
-        return _C.update_scalars(self.name, step, **numbers, **flags)
+        return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor)
 
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening")
 _ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
-_SGD = FusedRule("sgd", ())
+_SGD = STATELESS = FusedRule("sgd", ())
 _SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",))
 _LION = FusedRule("lion", ("exp_avg",))
 

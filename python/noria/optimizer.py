@@ -13,6 +13,7 @@ itself: it may count, keep and look at what it likes, so a worker would be a cop
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
@@ -26,7 +27,7 @@ from noria import _C, optim
 from noria._errors import usage_error
 from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
-from noria.kernels import MOMENT_OF, MOMENTS, SEPARABLE, FusedRule, keeps_state, rule_of, why_not_fused
+from noria.kernels import MOMENT_OF, MOMENTS, SEPARABLE, STATELESS, FusedRule, keeps_state, rule_of, why_not_fused
 from noria.modes import autocast_now, plainly
 from noria.stand_ins import exchange, out_of_reach
 
@@ -215,6 +216,8 @@ def refuse_inside_backward(call: str) -> None:
         )
 
 
+_NO_SCALARS = STATELESS.scalars({"lr": 0.0}, 1)
+
 # ---- updates ------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +238,11 @@ class Updates:
         self.kernel = kernel
         self.blocking = blocking
         self.num_steps = 0
+        self.max_grad_norm = wrapped.policy.max_grad_norm
+        self.grad_norm: torch.Tensor | None = None  # as the last step() found it
+        self._wants_sums = self.max_grad_norm is not None  # of squares, as gradients land
+        self._expected_factor = 1.0  # on the gradients, at the next step()
+        self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._autocast = autocast_now()  # of the last step(): its updates run under it, whenever they do
         self._places = state_places  # (slot index, key) -> offset in the arena
         self._arena = state_arena
@@ -351,6 +359,9 @@ class Updates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self.optimizer, "found_inf", None)  # from a GradScaler, which leaves the rest to step()
+        if found_inf is not None and found_inf.item() != 0:
+            return loss
         self._autocast = autocast_now()
         with plainly():
             self._begin_updates()
@@ -359,7 +370,10 @@ class Updates:
     def _begin_updates(self) -> None:
         wrapped = self.wrapped
         self._check_groups()
+        if self.max_grad_norm is not None and not self.takes_factor():
+            self.grad_norm = self._clip_by_torch(self.max_grad_norm)
         jobs = self._take_gradients()
+        factor, expected = self._factor(jobs), self._expected_factor
         wrapped.custody.begin_step()
         order = [unit for unit in wrapped.custody.next_forward_order() if unit in jobs]
         updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
@@ -367,15 +381,79 @@ class Updates:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
         for urgency, unit in enumerate(order):
             if self._fuses(unit):
-                self._submit(unit, jobs[unit], urgency)
+                self._submit(unit, jobs[unit], urgency, factor)
             else:
                 self._jobs[unit] = jobs[unit]
                 wrapped.custody.defer_update(unit)
         wrapped.custody.bump_versions(updated)
         wrapped.custody.end_step(self.blocking)
         wrapped.custody.guard_gradients()
-        wrapped.judge_drafts()
+        wrapped.judge_drafts(would_hold=self.max_grad_norm is not None and factor == expected)
         self.num_steps += 1
+
+    # ---- norms ----
+
+    def takes_factor(self) -> bool:
+        """Unscaling and clipping reach the update as a factor; else they are done to `p.grad`."""
+        return self.kernel == "fused" and all(self._fuses(slot.unit) for slot in self.slots())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        refuse_inside_backward("optimizer.clip_grad_norm_()")
+        self.wrapped.recover()
+        slots = [slot for slot in self.slots() if slot.parameter.grad is not None]
+        held = all(self.wrapped.custody.gradient_is(slot.index) == "held" for slot in slots)
+        if float(norm_type) != 2.0 or not held or not self.takes_factor():
+            return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
+        self._wants_sums = _C.STORAGE_CAN_REFUSE
+        with plainly():
+            norm = self._norm(slots)
+            if error_if_nonfinite and not torch.isfinite(norm):
+                raise RuntimeError(
+                    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be "
+                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "`error_if_nonfinite=False`"
+                )
+            factor = _clip_factor(norm, max_norm)
+            if factor != 1.0:
+                for slot in slots:
+                    slot.parameter.grad.mul_(factor)  # type: ignore[union-attr]
+            return norm.to(slots[0].parameter.device) if slots else norm
+
+    def _clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        parameters = [slot.parameter for slot in self.slots()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def _norm(self, slots: Iterable[HomeParameter]) -> torch.Tensor:
+        """Of the gradients in the home: fp32, without dimensions. Summed in the order of the optimizer's parameters, so
+        that units do not show."""
+        by_unit: dict[int, list[HomeParameter]] = {}
+        order = list(slots)
+        for slot in order:
+            by_unit.setdefault(slot.unit, []).append(slot)
+        sums: dict[int, float] = {}
+        jobs = [(unit, self._sum_job(unit, members)) for unit, members in by_unit.items()]
+        for (_, members), found in zip(by_unit.items(), self.wrapped.custody.sum_gradients(jobs), strict=True):
+            sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
+        return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
+
+    def _sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
+        pieces = [(slot.offset // slot.dtype.itemsize, slot.parameter.numel(), _NO_SCALARS) for slot in slots]
+        held = self.wrapped.home.address("held gradients", unit)
+        return _C.UpdateJob(
+            STATELESS.name, pieces, self._arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
+        )
+
+    def _factor(self, jobs: dict[int, list[tuple[dict[str, Any], list[HomeParameter]]]]) -> float:
+        """What this step multiplies the gradients by: a scaler's scale, undone, and the clip of `max_grad_norm`."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        unscale = 1.0 if scale is None else scale.double().reciprocal().float().item()
+        factor = unscale
+        if self.max_grad_norm is not None and self.takes_factor():
+            held = {slot.index for groups in jobs.values() for _, slots in groups for slot in slots}
+            self.grad_norm = self._norm(slot for slot in self.slots() if slot.index in held) * unscale
+            factor *= _clip_factor(self.grad_norm, self.max_grad_norm)
+        self._expected_factor = unscale  # drafts hope that the norm will be below
+        return factor
 
     def _check_groups(self) -> None:
         self._check_members(self.optimizer.param_groups)
@@ -477,7 +555,9 @@ class Updates:
                 if slot.has_master:
                     self.wrapped.round_master(slot)
 
-    def _submit(self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]], urgency: int) -> None:
+    def _submit(
+        self, unit: int, groups: list[tuple[dict[str, Any], list[HomeParameter]]], urgency: int, factor: float
+    ) -> None:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
         jobs: dict[tuple[FusedRule, int], list[tuple[int, int, _C.UpdateScalars]]] = {}
@@ -487,7 +567,7 @@ class Updates:
                 step = self._count_step(slot, rule)
                 in_home = all(self._is_planned(slot, key) for key in rule.keys)
                 offset = slot.offset // slot.dtype.itemsize
-                piece = (offset, slot.parameter.numel(), rule.scalars(hyper, step))
+                piece = (offset, slot.parameter.numel(), rule.scalars(hyper, step, factor))
                 jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
         for (rule, index), pieces in jobs.items():
             arrays = self._arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
@@ -500,9 +580,21 @@ class Updates:
 
     def expect(self) -> None:
         """Tells the engine what `step()` would do as things are now, so that it may be done during backward."""
-        drafted = self.wrapped.plan.drafted
-        if self.kernel != "fused" or not self.wrapped.drafts_pay or not drafted:
-            return
+        drafted = self.wrapped.plan.drafted if self.kernel == "fused" and self.wrapped.drafts_pay else frozenset()
+        told = self._expect_drafts(drafted) if drafted else set()
+        if self._wants_sums and _C.STORAGE_CAN_REFUSE and self.takes_factor():
+            self._expect_sums(told)
+
+    def _expect_sums(self, told: set[int]) -> None:
+        by_unit: dict[int, list[HomeParameter]] = {}
+        for slot in self.slots():
+            if slot.trainable and slot.unit not in told:
+                by_unit.setdefault(slot.unit, []).append(slot)
+        for unit, slots in by_unit.items():
+            self.wrapped.custody.expect_update(unit, self._sum_job(unit, slots))
+
+    def _expect_drafts(self, drafted: frozenset[int]) -> set[int]:
+        """Returns the units that will be."""
         known: dict[tuple[int, int], _C.UpdateScalars] = {}
         pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -513,16 +605,17 @@ class Updates:
                 if slot is None or step is None:
                     continue  # the unit stays incomplete, and is not drafted
                 if (number, step) not in known:
-                    known[number, step] = rule.scalars(group, step)
+                    known[number, step] = rule.scalars(group, step, self._expected_factor)
                 piece = (slot.offset // slot.dtype.itemsize, slot.parameter.numel(), known[number, step])
                 pieces.setdefault(slot.unit, []).append(piece)
-        for unit, members in pieces.items():
-            if len(members) != len(self.wrapped.units[unit].parameters):
-                continue
+        whole = [unit for unit, members in pieces.items() if len(members) == len(self.wrapped.units[unit].parameters)]
+        for unit in whole:
             rule = self.wrapped.plan.fused[unit][0]
             here, there = (self._arrays(unit, rule, None, spare) for spare in (False, True))
             held = self.wrapped.home.address("held gradients", unit)
-            self.wrapped.custody.expect_update(unit, _C.UpdateJob(rule.name, members, here, gradient=held, to=there))
+            job = _C.UpdateJob(rule.name, pieces[unit], here, gradient=held, to=there, sums=self._wants_sums)
+            self.wrapped.custody.expect_update(unit, job)
+        return set(whole)
 
     def _next_step(self, slot: HomeParameter, rule: FusedRule) -> int | None:
         """As `_count_step` will, without counting. None: state will be made or moved first."""
@@ -600,6 +693,14 @@ class Updates:
         optimizer = self.optimizer
         self._check_members(optimizer.param_groups)
         refuse_out_of_reach(optimizer, self.wrapped.slot_of)
+        if self.max_grad_norm is not None:
+            if closure is not None:
+                raise usage_error(
+                    f"{self._class.__name__}.step() without a closure, for max_grad_norm clips before it",
+                    "one, which brings new gradients in the middle of the step",
+                    "clip inside of the closure and leave max_grad_norm out",
+                )
+            self.grad_norm = self._clip_by_torch(self.max_grad_norm)
         step = _step_of(_original_class(type(optimizer)))
 
         def with_the_model() -> Any:
@@ -769,6 +870,12 @@ class Updates:
                     'wrap with kernel="torch", or give the group to the optimizer before noria.wrap',
                 )
         _original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
+        self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
+
+
+def _clip_factor(norm: torch.Tensor, max_norm: float) -> float:
+    """torch's own arithmetic, in fp32; what is not finite goes through as it does there."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:
@@ -814,6 +921,24 @@ class WrappedOptimizer(Optimizer):
             refuse_inside_backward("optimizer.zero_grad()")
             self._noria.wrapped.recover()
         super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` on this optimizer's parameters, up to the order of summation, and faster:
+        the norm is taken on the host while gradients land, and gradients are written only where it exceeds `max_norm`.
+
+        Returns the norm before clipping: fp32, no dimensions. Raises RuntimeError where torch does.
+        """
+        if self._noria is None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return self._noria.clip_grad_norm_(float(max_norm), norm_type, error_if_nonfinite)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients, before clipping, at the last `step()` under `max_grad_norm`; None without."""
+        return None if self._noria is None else self._noria.grad_norm
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._noria is None else self._noria.state_dict()
@@ -885,12 +1010,13 @@ def facade(optimizer: Optimizer, updates: Updates) -> None:
         type(optimizer) if not isinstance(optimizer, WrappedOptimizer) else _original_class(type(optimizer))
     )
     optimizer._noria = updates  # type: ignore[attr-defined]
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # a scaler then unscales p.grad itself
+    # Where it is False, a scaler unscales p.grad itself.
+    optimizer._step_supports_amp_scaling = updates.takes_factor()  # type: ignore[attr-defined]
 
 
 def unfacade(optimizer: Optimizer) -> None:
     """A plain optimizer again, on the same state."""
+    optimizer._step_supports_amp_scaling = optimizer._noria.scaled_by_class  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = _original_class(type(optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)

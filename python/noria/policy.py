@@ -95,6 +95,11 @@ class Policy:
     "auto" takes what is left of `host_memory` for a device of its own, and nothing on "cpu", where layers and updates
     share cores and memory."""
 
+    max_grad_norm: float | None = None
+    """`step()` clips the gradients of its optimizer to this norm, as `torch.nn.utils.clip_grad_norm_` before it would,
+    up to the order of summation; `optimizer.grad_norm` is what it found. Where noria's kernels update, `p.grad` itself
+    stays as it was. Several optimizers: each clips by the norm of its own parameters."""
+
     check: str = "auto"
     """How closely use of evicted units is watched. "operators" sees every operator outside the blocks, in
     every pass; "auto" does so until the model's passes are known; "off" never."""
@@ -118,6 +123,7 @@ class Policy:
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
         _check_choice("activations", self.activations, ["keep"], planned=["auto", "recompute", "offload"])
         _check_choice("update", self.update, ["auto", "blocking"], planned=["backward"])
+        _check_norm(self.max_grad_norm)
         _check_choice("check", self.check, ["auto", "operators", "off"])
         _check_trace(self.trace)
 
@@ -240,6 +246,13 @@ def _check_dtype(value: Any) -> None:
         return
     remedy = "other dtypes are not supported: convert the model yourself and leave dtype out"
     raise usage_error("dtype=None or torch.bfloat16", f"dtype={value!r}", remedy)
+
+
+def _check_norm(value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or (is_number and value > 0):
+        return
+    raise usage_error("max_grad_norm=None or a number above 0", f"max_grad_norm={value!r}", "give the largest norm")
 
 
 def _check_trace(value: Any) -> None:

@@ -86,6 +86,7 @@ WRONG = {
     "activations": ["recompute", "offload", "auto", "drop", None],
     "update": ["backward", "async", None],
     "draft_memory": [-1, True, "lots", 0.5, None],
+    "max_grad_norm": [0, -1.0, True, "1", float("nan")],
     "check": ["on", True, None],
     "trace": ["", 3, True],
 }
@@ -100,6 +101,7 @@ RIGHT = {
     "activations": ["keep"],
     "update": ["auto", "blocking"],
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
+    "max_grad_norm": [None, 1, 0.5, float("inf")],
     "check": ["auto", "operators", "off"],
     "trace": [None, "trace.json"],
 }

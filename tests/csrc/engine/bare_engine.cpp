@@ -80,6 +80,7 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     made.facts.working = range(0, start, weights, Purpose::working_copy);
     made.facts.held = range(1, start, made.facts.gradients, Purpose::held_gradient);
     made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
+    made.sum = range(5, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
     if (described.num_trainable > 0) made.held = home_[1].data() + start.count;
     if (drafts && described.num_trainable == described.num_slots) {
@@ -167,10 +168,10 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
 void BareEngine::end_pass() {
   engine_.end_pass(machine_.stream);
   for (Unit& unit : units_) {
-    const bool is_drafted = engine_.is_drafted(UnitId(static_cast<std::int32_t>(&unit - units_.data())));
+    const bool is_read = engine_.is_read_early(UnitId(static_cast<std::int32_t>(&unit - units_.data())));
     for (Slot& slot : unit.slots) {
       slot.held |= std::exchange(slot.arrived, false);
-      slot.guarded |= is_drafted;
+      slot.guarded |= is_read;
     }
   }
 }
@@ -239,7 +240,7 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
     const Slot& slot = updated.slots[i];
     if (more == 0 && !slot.held) continue;
     job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
-                          update_scalars(job.rule, hyper, slot.num_updates + more)});
+                          update_scalars(job.rule, hyper, std::max<std::int64_t>(1, slot.num_updates + more))});
   }
   job.from = {updated.home[0], nullptr, nullptr, updated.home[2], updated.home[3]};
   job.to = job.from;
@@ -250,11 +251,27 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
 void BareEngine::expect_updates(double lr) {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& spare = units_[unit].spare;
-    if (spare[0] == nullptr) continue;
     UpdateJob job = job_of(unit, lr, 1);
-    job.to = {spare[0], nullptr, nullptr, spare[2], spare[3]};
+    if (job.pieces.empty()) continue;
+    job.sums = std::make_shared<std::vector<double>>();
+    if (spare[0] != nullptr) job.to = {spare[0], nullptr, nullptr, spare[2], spare[3]};
+    else job.task = UpdateTask::sum;
     engine_.expect_update(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
   }
+}
+
+std::vector<double> BareEngine::sums() {
+  std::vector<std::pair<UnitId, UpdateJob>> jobs;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    UpdateJob job = job_of(unit, kRate, 0);
+    job.task = UpdateTask::sum;
+    if (!job.pieces.empty()) jobs.emplace_back(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
+  }
+  std::vector<double> flat;
+  for (const auto& each : engine_.sum_gradients(std::move(jobs), machine_.stream)) {
+    flat.insert(flat.end(), each.begin(), each.end());
+  }
+  return flat;
 }
 
 void BareEngine::home_moved(UnitId unit, std::byte* working) {

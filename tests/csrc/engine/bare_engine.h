@@ -74,8 +74,11 @@ class BareEngine final : public Custodian {
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
   void update(std::size_t unit, bool on_pool);
-  /// Every unit that has a spare may be drafted in the backward that follows, as if the next update had this rate.
+  /// Every unit that has a spare may be drafted in the backward that follows, as if the next update had this rate; of
+  /// the others the sums of squares may be taken.
   void expect_updates(double lr);
+  /// Of the squares of what is held, by unit and slot.
+  std::vector<double> sums();
   void end_step(bool blocking) { engine_.end_step(blocking); }
   /// The weights as the home has them now.
   std::vector<float> read_home(std::size_t unit);

@@ -125,6 +125,7 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("look", &BareEngine::look, Release())
       .def("change_stream", &BareEngine::change_stream)
       .def("expect_updates", &BareEngine::expect_updates, Release())
+      .def("sums", &BareEngine::sums, Release())
       .def("draft_counts",
            [](BareEngine& bare) {
              const noria::DraftCounts counts = bare.engine().draft_counts();

@@ -131,6 +131,19 @@ class Twin:
                 m[:] = np.float32(0.5) * m + g
                 w -= np.float32(0.25) * m
 
+    def sums(self) -> list[float]:
+        found = []
+        for unit, states in enumerate(self.slots):
+            for slot, state in enumerate(states):
+                if not state.held:
+                    continue
+                squares = self.held[unit][self.part(slot)].astype(np.float64).reshape(-1, 32) ** 2
+                lanes = np.zeros(32)
+                for row in squares:
+                    lanes += row
+                found.append(sum(lanes.tolist()))
+        return found
+
     def read_home(self, unit: int) -> list[float]:
         return self.weights[unit].tolist()
 

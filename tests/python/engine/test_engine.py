@@ -142,8 +142,12 @@ def programs(draw):
                 loop.forward(layers)
             edit = st.tuples(st.sampled_from(layers), st.sampled_from(slots)) if slots else st.none()
             loop.backward(layers, gradients, edited=draw(edit) if draw(rarely) else None)
+        if draw(st.booleans()):
+            loop.call("sums")
         for unit, slot in draw(some_slots):
             loop.call("clip", unit, slot)
+        if draw(st.booleans()):
+            loop.call("sums")
         if draw(rarely):
             for unit, slot in draw(some_slots):
                 loop.call("look", unit, slot)

@@ -216,7 +216,7 @@ def test_jobs_that_no_plan_makes_are_refused(optimizer):
     ):
         with pytest.raises(_C.InvariantError):
             optimizer.submit(wrong)
-    with pytest.raises(_C.InvariantError, match="update or a draft"):
+    with pytest.raises(_C.InvariantError, match="a draft or a sum"):
         optimizer.submit(unit.job(), verb="fetch")
     with pytest.raises(_C.UsageError, match="num_threads"):
         _C.HostOptimizer(-1)

@@ -97,6 +97,7 @@ class Unit:
         cut: Sequence[int] = (),
         to: dict[str, np.ndarray] | None = None,
         scalars: Any = None,
+        sums: bool = False,
         **changed: Any,
     ) -> Any:
         edges = [0, *sorted(cut), self.count]
@@ -104,7 +105,7 @@ class Unit:
         pieces = [(begin, end - begin, scalars) for begin, end in pairwise(edges)]
         target = self.addresses(to) if to is not None else None
         return _C.UpdateJob(
-            self.rule, pieces, self.addresses(self.arrays), gradient=self.gradient.ctypes.data, to=target
+            self.rule, pieces, self.addresses(self.arrays), gradient=self.gradient.ctypes.data, to=target, sums=sums
         )
 
     def spare(self) -> dict[str, np.ndarray]:

@@ -1,8 +1,10 @@
-// The part of the engine that carries out updates before they are asked for; see engine.h, Note [Drafts].
+// The part of the engine that works on gradients before it is asked to: drafts, and sums of squares; see engine.h, Note
+// [Drafts].
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <utility>
 
 #include "base/errors.h"
 #include "engine/engine.h"
@@ -17,41 +19,44 @@ bool has_same_scalars(const UpdatePiece& a, const UpdatePiece& b) {
   return std::bit_cast<Bits>(a.scalars) == std::bit_cast<Bits>(b.scalars);
 }
 
+bool has_same_ranges(const UpdateJob& a, const UpdateJob& b) {
+  return std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), b.pieces.end(), is_same_range);
+}
+
 bool updates_the_same(const UpdateJob& a, const UpdateJob& b) {
   const auto same_arrays = [](const UnitArrays& x, const UnitArrays& y) {
     return x.master == y.master && x.working == y.working && x.low == y.low && x.m == y.m && x.v == y.v;
   };
-  return a.rule == b.rule && same_arrays(a.from, b.from) && a.gradient == b.gradient &&
-         std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), b.pieces.end(), is_same_range);
+  return a.rule == b.rule && same_arrays(a.from, b.from) && a.gradient == b.gradient && has_same_ranges(a, b);
 }
 
 }  // namespace
 
 void Engine::expect_update(UnitId unit, UpdateJob job) {
   const std::lock_guard lock(mutex_);
-  auto& expected = drafts_[static_cast<std::size_t>(unit.value)];
-  if (!unit_of(unit).spare || (expected && expected->ticket)) return;
-  NORIA_INVARIANT(!job.in_place(), "a draft is written elsewhere");
-  Draft draft;
-  draft.awaited = job.gradient_bytes();
-  draft.job = std::move(job);
-  expected = std::move(draft);
+  auto& expected = early_of(unit);
+  if (expected && expected->ticket) return;
+  Early early;
+  early.awaited = job.gradient_bytes();
+  early.job = std::move(job);
+  NORIA_INVARIANT(!early.is_draft() || (unit_of(unit).spare && !early.job.in_place()), "a draft is written elsewhere");
+  expected = std::move(early);
 }
 
-bool Engine::is_drafted(UnitId unit) const {
+bool Engine::is_read_early(UnitId unit) const {
   const std::lock_guard lock(mutex_);
-  const auto& draft = drafts_[static_cast<std::size_t>(unit.value)];
-  return draft && draft->ticket;
+  const auto& early = early_[static_cast<std::size_t>(unit.value)];
+  return early && early->ticket;
 }
 
-void Engine::begin_drafting(std::optional<ItineraryId> expected) {
-  drop_drafts();
+void Engine::begin_early_work(std::optional<ItineraryId> expected) {
+  drop_all_early();
   landing_.assign(units_.size(), Bytes{});
   last_gradient_.assign(units_.size(), -1);
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = false;
   const auto known = expected ? is_last_.find(*expected) : is_last_.end();
-  may_draft_ = known != is_last_.end() && known->second;
-  if (!may_draft_) return;
+  is_early_ = known != is_last_.end() && known->second;
+  if (!is_early_) return;
   const std::vector<Visit>& visits = book_.visits(*expected);
   for (std::size_t i = 0; i < visits.size(); ++i) {
     for (UnitId unit : visits[i].gradients) {
@@ -73,16 +78,61 @@ void Engine::drain_open() {
   const std::int64_t visit = book_.position();
   for (const auto& [unit, bytes] : drainer_.drain_open()) {
     const auto index = static_cast<std::size_t>(unit.value);
-    auto& expected = drafts_[index];
-    if (expected && expected->ticket) drop_draft(unit);  // more came than was foreseen
-    if (!may_draft_) continue;
+    auto& expected = early_[index];
+    if (expected && expected->ticket) drop_early(unit);  // more came than was foreseen
+    if (!is_early_) continue;
     landing_[index] += bytes;
-    if (expected && visit >= last_gradient_[index] && landing_[index] == expected->awaited) draft(unit);
+    if (!expected || visit < last_gradient_[index] || landing_[index] != expected->awaited) continue;
+    if (expected->is_draft()) draft(unit, *expected);
+    else expected->ticket = sum(unit, expected->job);
   }
 }
 
-void Engine::draft(UnitId unit) {
-  Draft& made = *drafts_[static_cast<std::size_t>(unit.value)];
+// More urgent than any draft or update: somebody will wait for it, and it takes a fraction of their time.
+Ticket Engine::sum(UnitId unit, UpdateJob job) {
+  const EngineUnit& summed = unit_of(unit);
+  Op op;
+  op.lane = Lane::update;
+  op.verb = Verb::sum;
+  op.unit = unit;
+  op.bytes = job.bytes();
+  op.accesses = {{summed.facts.held, issuer_.version(summed.facts.held), Access::Mode::read},
+                 {summed.sum, issuer_.next_version(summed.sum), Access::Mode::write}};
+  auto begun = issuer_.begin(op);
+  const Ticket ticket = optimizer_->submit(begun.label, std::move(job), std::move(begun.waits), -1);
+  issuer_.keep(op.id, ticket);
+  return ticket;
+}
+
+std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
+  end_passes(stream);
+  note_edits(stream);
+  std::vector<std::pair<Ticket, GradientSums>> awaited;
+  for (auto& [unit, job] : jobs) {
+    const auto& early = early_of(unit);
+    // A draft that is still waiting for its turn would keep everybody waiting.
+    const bool is_known = early && early->ticket && !early->is_written && early->job.sums &&
+                          early->job.gradient == job.gradient && has_same_ranges(early->job, job) &&
+                          !optimizer_->is_queued(early->ticket);
+    if (is_known) {
+      awaited.emplace_back(early->ticket, early->job.sums);
+    } else {
+      job.sums = std::make_shared<std::vector<double>>();
+      GradientSums sums = job.sums;
+      awaited.emplace_back(sum(unit, std::move(job)), std::move(sums));
+    }
+  }
+  std::vector<std::vector<double>> result;
+  for (const auto& [ticket, sums] : awaited) {
+    ticket->wait_passed();
+    result.push_back(*sums);
+  }
+  return result;
+}
+
+void Engine::draft(UnitId unit, Early& made) {
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   const Spare& spare = *unit_of(unit).spare;
   made.job.note = std::make_shared<std::atomic<std::uint64_t>>(0);
@@ -105,35 +155,31 @@ void Engine::draft(UnitId unit) {
   issuer_.keep(op.id, made.ticket);
 }
 
-void Engine::drop_draft(UnitId unit) {
-  auto& dropped = drafts_[static_cast<std::size_t>(unit.value)];
+void Engine::drop_early(UnitId unit) {
+  auto& dropped = early_of(unit);
   if (!dropped || !dropped->ticket) return;
   optimizer_->recall(dropped->ticket);  // if it has begun: it writes where nobody looks
+  if (dropped->is_draft()) ++draft_counts_.dropped;
   dropped.reset();
-  ++draft_counts_.dropped;
 }
 
-void Engine::drop_drafts() {
-  for (std::size_t unit = 0; unit < drafts_.size(); ++unit) drop_draft(UnitId(static_cast<std::int32_t>(unit)));
+void Engine::drop_all_early() {
+  for (std::size_t unit = 0; unit < early_.size(); ++unit) drop_early(UnitId(static_cast<std::int32_t>(unit)));
 }
 
 void Engine::gradient_is_written(UnitId unit) {
-  auto& read = drafts_[static_cast<std::size_t>(unit.value)];
+  auto& read = early_of(unit);
   if (!read || !read->ticket) return;
   // One that has not begun need not be waited for.
-  if (optimizer_->recall(read->ticket)) {
-    read.reset();
-    ++draft_counts_.dropped;
-  } else {
-    read->is_written = true;
-  }
+  if (optimizer_->recall(read->ticket)) drop_early(unit);
+  else read->is_written = true;
 }
 
 bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
-  auto draft = std::exchange(drafts_[static_cast<std::size_t>(unit.value)], std::nullopt);
-  const bool is_drafted = draft && draft->ticket;
+  auto draft = std::exchange(early_of(unit), std::nullopt);
+  const bool is_drafted = draft && draft->ticket && draft->is_draft();
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);
   if (is_committed) {
     const bool as_expected =
@@ -147,7 +193,7 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     if (!as_expected) optimizer_->recall(draft->ticket);
     job.to = draft->job.to;
     job.note = as_expected ? draft->job.note : nullptr;
-    job.only_if_changed = as_expected;
+    if (as_expected) job.task = UpdateTask::update_if_changed;
     job.looks = looks_;
     change_places(unit);  // the op below then writes what is the unit's from now on
   } else if (is_drafted) {
