@@ -52,23 +52,26 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
     facts.gradients = Bytes{item.attr("gradients").cast<std::int64_t>()};
     unit.engine.working = pointer(item.attr("working_address").cast<std::int64_t>());
     if (facts.gradients > Bytes{0}) unit.engine.held = pointer(item.attr("held_address").cast<std::int64_t>());
-    const auto range = [&](int region, Bytes& end, Bytes bytes, Format format, Purpose purpose) {
+    const auto range = [&](HomeRegion region, Bytes& end, Bytes bytes, Format format, Purpose purpose) {
       const Buffer buffer{{Place::Kind::host, region}, end, bytes, format, purpose, id};
       end += bytes;
       return buffers.intern(buffer);
     };
     Bytes state_start{id.value};
-    facts.working = range(0, working_end, facts.weights, Format::travel, Purpose::working_copy);
-    facts.held = range(1, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
-    facts.state = range(2, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
+    facts.working = range(kWorkingRegion, working_end, facts.weights, Format::travel, Purpose::working_copy);
+    facts.held = range(kHeldRegion, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
+    facts.state =
+        range(kStateRegion, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
     Bytes sum_start{id.value};
-    unit.engine.sum = range(5, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
+    unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     if (const auto spare_address = item.attr("spare_address").cast<std::int64_t>(); spare_address != 0) {
       Spare spare;
       spare.working = pointer(spare_address);
       Bytes spare_state_start{id.value};
-      spare.working_buffer = range(3, spare_end, facts.weights, Format::travel, Purpose::working_copy);
-      spare.state_buffer = range(4, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
+      spare.working_buffer =
+          range(kSpareWorkingRegion, spare_end, facts.weights, Format::travel, Purpose::working_copy);
+      spare.state_buffer =
+          range(kSpareStateRegion, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
       unit.engine.spare = spare;
     }
     for (const py::handle& each : item.attr("parameters")) {
@@ -88,7 +91,8 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
 std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
                                       std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                       std::int64_t arena, std::int32_t window, bool prefetch_at_step,
-                                      std::int64_t nan_range, std::shared_ptr<Arena> held_home) {
+                                      std::int64_t nan_range, std::shared_ptr<Arena> held_home,
+                                      const std::shared_ptr<Arena>& ring) {
   BufferTable buffers;
   std::vector<CustodyUnit> units = read_units(described, buffers);
   const c10::Device on(device);
@@ -96,6 +100,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
+  if (ring) options.ring = GradientRing(ring->data(), ring->bytes());
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
                                    std::move(optimizer), on, pointer(nan_range), held_home);
@@ -176,14 +181,54 @@ void bind_custody(py::module_& m) {
 
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
-           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"))
+           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
+           py::arg("ring"))
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
                keep_python_errors([&] { (*kept)(unit.value); });
              });
            })
-      .def("clear_update_callback", [](Custody& self) { self.set_update_callback({}); })
+      .def("set_backward_callback",
+           [](Custody& self, py::function begin) {
+             self.set_backward_callback([kept = keep(std::move(begin))] { keep_python_errors([&] { (*kept)(); }); });
+           })
+      .def(
+          "expect_in_backward",
+          [](Custody& self, std::int32_t unit, UpdateJob job) {
+            self.engine().expect_in_backward(UnitId(unit), std::move(job));
+          },
+          NoGil())
+      .def("set_accumulating", &Custody::set_accumulating, NoGil())
+      .def(
+          "hold_all",
+          [](Custody& self, const std::vector<std::int64_t>& addresses) {
+            std::vector<std::byte*> held;
+            for (std::int64_t address : addresses) held.push_back(pointer(address));
+            self.engine().hold_all(held);
+          },
+          NoGil())
+      .def("holds_all", [](Custody& self) { return self.engine().holds_all(); })
+      .def("refuse_unclaimed", &Custody::refuse_unclaimed, NoGil())
+      .def("take_updated",
+           [](Custody& self, const std::vector<std::int32_t>& units) {
+             const std::vector<UnitId> ids = unit_ids(units);
+             const auto taken = without_gil([&] { return self.engine().take_updated({ids.begin(), ids.end()}); });
+             std::vector<std::pair<std::int32_t, std::vector<std::pair<std::int64_t, UpdateScalars>>>> result;
+             for (const auto& each : taken) {
+               auto& pieces = result.emplace_back(each.unit.value, 0).second;
+               for (const UpdatePiece& piece : each.pieces) pieces.emplace_back(piece.offset, piece.scalars);
+             }
+             return result;
+           })
+      .def("torn", [](Custody& self) { return without_gil([&] { return self.engine().torn(); }); })
+      .def(
+          "mend", [](Custody& self) { self.engine().mend(); }, NoGil())
+      .def("clear_callbacks",
+           [](Custody& self) {
+             self.set_update_callback({});
+             self.set_backward_callback({});
+           })
       .def("add_hook",
            [](Custody& self, std::string name, const std::vector<std::int32_t>& needs) {
              return self.add_hook(std::move(name), unit_ids(needs)).value;

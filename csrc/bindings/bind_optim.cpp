@@ -70,7 +70,8 @@ void bind_kernels(py::module_& m) {
       .def_readwrite("momentum", &UpdateScalars::momentum)
       .def_readwrite("gradient_share", &UpdateScalars::gradient_share)
       .def_readwrite("nesterov", &UpdateScalars::nesterov)
-      .def_readwrite("is_first", &UpdateScalars::is_first);
+      .def_readwrite("is_first", &UpdateScalars::is_first)
+      .def("__eq__", &have_same_bits, "Bit by bit.");
 
   m.def(
       "update_scalars",
@@ -153,6 +154,7 @@ void bind_optim(py::module_& m) {
           },
           py::arg("job"), py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("priority") = 0,
           py::arg("op") = -1, py::arg("unit") = -1, py::arg("verb") = "update", Release())
+      .def("break_next_update", &HostOptimizer::break_next_update)
       .def("recall", &HostOptimizer::recall, py::arg("ticket"), Release())
       .def("idle", &HostOptimizer::idle, Release())
       .def("close", &HostOptimizer::close, Release())

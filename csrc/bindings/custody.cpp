@@ -46,6 +46,11 @@ void fill_with_nan(std::byte* range, const std::vector<CustodyUnit>& units, c10:
 // A unit's bytes are compared with the home's this often when torch says that they may have been written.
 constexpr int kMostComparisons = 8;
 
+constexpr const char* kWhyDead =
+    "expected no look at p.grad under update=\"backward\", where backward() has used it up; found one (a clip, a "
+    "scaler, a "
+    "logger, zero_grad(set_to_none=False)); remedy: wrap with update=\"auto\", where p.grad is as in torch";
+
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 }  // namespace
@@ -57,6 +62,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
       backend_(backend),
+      updates_in_backward_(options.ring.has_value()),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   for (std::size_t u = 0; u < units.size(); ++u) {
@@ -66,10 +72,11 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
     is_staged_.push_back(engine.working != nullptr && homes_.back() == nullptr);
     weights_.push_back(
         std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
-    gradients_.push_back(engine.held == nullptr ? nullptr
-                                                : std::make_unique<UnitStorage>(
-                                                      engine.facts.gradients.count, device,
-                                                      "gradient buffer of " + names_.back() + " is closed", nan_range));
+    gradients_.push_back(engine.facts.gradients == Bytes{0}
+                             ? nullptr
+                             : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
+                                                             "gradient buffer of " + names_.back() + " is closed",
+                                                             nan_range));
     parameters_of_.emplace_back();
     comparisons_left_.push_back(kMostComparisons);
     for (CustodyParameter& facts : units[u].parameters) {
@@ -85,13 +92,16 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       if (facts.gradient_offset >= 0) {
         parameter.buffer =
             gradients_.back()->view(facts.dtype, facts.gradient_offset, variable.sizes(), variable.strides());
-        held = std::make_unique<HeldGradient>(backend->device_address(engine.held + facts.gradient_offset),
-                                              variable.numel() * variable.element_size(), device, variable,
-                                              // With the home: a gradient that the user kept outlives this object.
-                                              [self = self_, unit = parameter.unit, held_home] {
-                                                if (*self == nullptr) return;
-                                                as_python_errors([&] { (*self)->gradient_is_written(unit); });
-                                              });
+        std::byte* const memory =
+            engine.held != nullptr ? backend->device_address(engine.held + facts.gradient_offset) : nullptr;
+        held = std::make_unique<HeldGradient>(
+            memory, variable.numel() * variable.element_size(), device, variable,
+            // With the home: a gradient that the user kept outlives this object.
+            [self = self_, unit = parameter.unit, held_home] {
+              if (*self == nullptr) return;
+              as_python_errors([&] { (*self)->gradient_is_written(unit); });
+            },
+            updates_in_backward_ ? kWhyDead : "");
       }
       parameter.facts = std::move(facts);
       parameters_.push_back(std::move(parameter));
@@ -120,6 +130,7 @@ HookId Custody::add_hook(std::string name, std::vector<UnitId> needs) {
 void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
   refuse_open_home();
   forget_failed_backward();
+  refuse_unclaimed("a forward");
   // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
   if (grad_enabled) make_accumulators();
   first_alone_ = HookId();
@@ -313,12 +324,51 @@ void Custody::arm() {
   Signature signature;
   signature.phase = Phase::backward;
   signature.forward = engine_.last_forward();
+  if (updates_in_backward_) check_gradients_to_update();
   for (std::size_t i = 0; i < parameters_.size() && !signature.accumulating; ++i) {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
   engine_.begin_pass(signature, current_stream());
   // Should this backward raise, drains may still be on their way when the user edits what is held.
-  if (signature.accumulating && kStorageCanRefuse) guard_gradients();
+  if (signature.accumulating && kStorageCanRefuse && !updates_in_backward_) guard_gradients();
+}
+
+// Before anything of this backward has changed anything.
+void Custody::check_gradients_to_update() {
+  refuse_unclaimed("another backward");
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& each = parameters_[i];
+    if (each.facts.gradient_offset < 0) continue;
+    const Bytes offset{each.facts.gradient_offset};
+    switch (gradient_is(static_cast<int>(i))) {
+    case GradientIs::none:
+      engine_.drop_gradient(each.unit, offset);
+      break;
+    case GradientIs::foreign:
+      throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
+                       "clear it, or wrap with update=\"auto\"");
+    case GradientIs::held:
+      if (engine_.is_held_back(each.unit, offset)) break;
+      throw UsageError("optimizer.zero_grad() between step() and the next backward()",
+                       "the gradient of \"" + each.facts.name + "\", which an update has used up, not cleared",
+                       "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
+    }
+  }
+  if (!accumulates_ && begin_backward_) begin_backward_();
+}
+
+void Custody::refuse_unclaimed(const std::string& found) const {
+  // What is torn is refused with a reason of its own.
+  if (!updates_in_backward_ || engine_.num_unclaimed_updates() == 0 || !engine_.torn().empty()) return;
+  throw UsageError("optimizer.step() after each backward() under update=\"backward\", which has updated already",
+                   found + " before it",
+                   "call step(), or put a backward that shall only accumulate inside `with "
+                   "optimizer.accumulate():`");
+}
+
+void Custody::set_accumulating(bool accumulating) {
+  accumulates_ = accumulating;
+  engine_.set_accumulating(accumulating);
 }
 
 void Custody::forget_failed_backward() {
@@ -455,7 +505,9 @@ void Custody::guard_gradients() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!held_[i] || gradient_is(static_cast<int>(i)) != GradientIs::held) continue;
     if (kStorageCanRefuse) held_[i]->guard();
-    else held_[i]->kill();
+    else
+      held_[i]->kill("expected a gradient that was cleared after optimizer.step(); found the old one in use; remedy: "
+                     "call optimizer.zero_grad() before reading or accumulating gradients again, or use torch >= 2.13");
   }
 }
 
@@ -586,6 +638,13 @@ void Custody::open_gradients(UnitId unit, std::byte* buffer) {
 
 void Custody::home_moved(UnitId unit, std::byte* working) {
   homes_[static_cast<std::size_t>(unit.value)] = backend_->device_address(working);
+}
+
+void Custody::held_moved(UnitId unit, std::byte* held) {
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    const std::int64_t offset = parameter(index).facts.gradient_offset;
+    if (offset >= 0) held_[static_cast<std::size_t>(index)]->move_to(backend_->device_address(held + offset));
+  }
 }
 
 void Custody::close_gradients(UnitId unit) { gradients_[static_cast<std::size_t>(unit.value)]->evict(); }

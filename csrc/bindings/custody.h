@@ -55,6 +55,8 @@ class Custody final : public Custodian {
   ~Custody() override;
 
   Engine& engine() { return engine_; }
+  /// Called when an outermost backward begins that will update (update="backward").
+  void set_backward_callback(std::function<void()> begin) { begin_backward_ = std::move(begin); }
   void set_update_callback(std::function<void(UnitId)> run_update) { run_update_ = std::move(run_update); }
 
   // ---- hooks ----
@@ -89,6 +91,9 @@ class Custody final : public Custodian {
   /// Copies a gradient that the user put into `p.grad` into the held one.
   void take_foreign_gradient(int index);
   void begin_step();
+  /// From now on passes accumulate, or no longer do (update="backward").
+  void set_accumulating(bool accumulating);
+  void refuse_unclaimed(const std::string& found) const;
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   /// After the updates were issued: the first write to a held gradient waits for them.
   void guard_gradients();
@@ -115,6 +120,7 @@ class Custody final : public Custodian {
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit) override;
   void home_moved(UnitId unit, std::byte* working) override;
+  void held_moved(UnitId unit, std::byte* held) override;
   void update(UnitId unit) override { run_update_(unit); }
 
  private:
@@ -153,6 +159,7 @@ class Custody final : public Custodian {
   void finish_backward();
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
+  void check_gradients_to_update();
   void refuse_open_home() const;
   void refuse_other_process() const;
   void make_accumulators();
@@ -183,6 +190,9 @@ class Custody final : public Custodian {
   std::vector<int> comparisons_left_;     // by unit, see `evict`
   std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
+  std::function<void()> begin_backward_;
+  const bool updates_in_backward_;
+  bool accumulates_ = false;
   Engine engine_;  // last: it calls back into everything above
 };
 

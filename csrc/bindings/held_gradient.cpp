@@ -13,7 +13,7 @@ void delete_tensor(void* context) { delete static_cast<at::Tensor*>(context); }
 }  // namespace
 
 HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Device device, const at::Tensor& like,
-                           std::function<void()> before_write)
+                           std::function<void()> before_write, std::string why_dead)
     : memory_(memory),
       num_bytes_(num_bytes),
       device_(device),
@@ -21,6 +21,7 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
       sizes_(like.sizes().vec()),
       strides_(like.strides().vec()),
       before_write_(std::make_shared<std::function<void()>>(std::move(before_write))),
+      why_dead_(std::move(why_dead)),
       inner_(make(nullptr)) {}
 
 at::Tensor HeldGradient::make(const BeforeWrite& before_write) const {
@@ -31,8 +32,14 @@ const at::Tensor& HeldGradient::tensor() {
   if (!seen_.defined()) {
     seen_ = make(before_write_);
     storage_ = seen_.storage();
+    if (!why_dead_.empty()) kill(why_dead_);
   }
   return seen_;
+}
+
+void HeldGradient::move_to(std::byte* memory) {
+  memory_ = memory;
+  move_tensor(inner_, memory);
 }
 
 bool HeldGradient::is(const at::Tensor& gradient) const {
@@ -46,7 +53,7 @@ bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
 }
 
 void HeldGradient::reuse(const at::Tensor& current_gradient) {
-  if (!seen_.defined() || is(current_gradient)) return;
+  if (!why_dead_.empty() || !seen_.defined() || is(current_gradient)) return;
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
   const bool alone = seen_.use_count() == 1 && shares_memory(seen_) && storage_.use_count() == 2;  // ours, and seen_'s
   if (!alone) {
@@ -63,11 +70,8 @@ void HeldGradient::guard() {
   if (seen_.defined()) watch(storage_);
 }
 
-void HeldGradient::kill() {
-  if (!seen_.defined()) return;
-  storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      std::string("expected a gradient that was cleared after optimizer.step(); found the old one in use; remedy: call "
-                  "optimizer.zero_grad() before reading or accumulating gradients again, or use torch >= 2.13"));
+void HeldGradient::kill(const std::string& why) {
+  if (seen_.defined()) storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
 }
 
 }  // namespace noria

@@ -10,6 +10,7 @@
 #include <c10/core/Storage.h>
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "bindings/watched.h"
@@ -19,8 +20,12 @@ namespace noria {
 class HeldGradient {
  public:
   /// `memory` is the address under which `device` reads the held gradient. `before_write` is called without the GIL.
+  /// `why_dead` not empty: what the user gets has no values, and says so whenever they are asked for.
   HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Device device, const at::Tensor& like,
-               std::function<void()> before_write);
+               std::function<void()> before_write, std::string why_dead = {});
+
+  /// Our own reads and writes go there from now on.
+  void move_to(std::byte* memory);
 
   /// The tensor to put into `p.grad`; the same one as long as nothing forced a new storage.
   const at::Tensor& tensor();
@@ -31,19 +36,21 @@ class HeldGradient {
 
   void reuse(const at::Tensor& current_gradient);
   void guard();
-  void kill();
+  /// Its values can no longer be asked for.
+  void kill(const std::string& why);
 
  private:
   at::Tensor make(const BeforeWrite& before_write) const;
   bool shares_memory(const at::Tensor& gradient) const;
 
-  std::byte* const memory_;
+  std::byte* memory_;
   const std::int64_t num_bytes_;
   const c10::Device device_;
   const at::ScalarType dtype_;
   const std::vector<std::int64_t> sizes_;
   const std::vector<std::int64_t> strides_;
   const BeforeWrite before_write_;
+  const std::string why_dead_;
   at::Tensor inner_;
   at::Tensor seen_;       // undefined until first asked for
   c10::Storage storage_;  // what `seen_` was made with: `p.grad.data = x` gives it another

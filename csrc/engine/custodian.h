@@ -21,6 +21,8 @@ class Custodian {
   virtual void close_gradients(UnitId unit) = 0;
   /// A draft was committed: the unit's working copy lies here now, where the spare one was.
   virtual void home_moved(UnitId unit, std::byte* working) = 0;
+  /// The unit's gradients are held here from now on, until it is said again (update="backward").
+  virtual void held_moved(UnitId unit, std::byte* held) = 0;
   /// Runs the unit's deferred update here and now, on the calling thread (kernel="torch").
   virtual void update(UnitId unit) = 0;
 };

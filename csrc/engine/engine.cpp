@@ -39,7 +39,18 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       drainer_(issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false),
       early_(units_.size()),
-      moved_(units_.size(), false) {}
+      moved_(units_.size(), false) {
+  if (!options_.ring) return;
+  in_backward_.emplace();
+  in_backward_->ring = options_.ring;
+  in_backward_->jobs.resize(units_.size());
+  in_backward_->come.resize(units_.size());
+  in_backward_->in_ring.resize(units_.size());
+  in_backward_->last_visit.resize(units_.size());
+  in_backward_->visits_made.resize(units_.size());
+  in_backward_->visits_left.resize(units_.size());
+  in_backward_->is_updated.resize(units_.size());
+}
 
 Engine::~Engine() {
   try {  // before the leases go: a lane may be writing there
@@ -68,6 +79,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
     else end_pass_unlocked(stream);
   }
   issuer_.sweep();
+  refuse_torn();
   expect(signature);
   play_until(-1);
 }
@@ -76,6 +88,7 @@ void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
   const auto expected = book_.begin(signature);
   if (signature.phase == Phase::backward) begin_early_work(expected);
+  if (signature.phase == Phase::backward && in_backward_) begin_updating(expected);
   const bool adopt =
       prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
   if (adopt) {
@@ -101,8 +114,12 @@ void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
   continue_on(stream);
-  if (visit_ && contains_all(visit_->visit.needs, needs)) return;
+  if (visit_ && contains_all(visit_->visit.needs, needs)) {
+    if (in_backward_ && hook != visit_->visit.hook) count_use(needs);
+    return;
+  }
   close_visit(stream);
+  for (UnitId unit : needs) refuse_updated(unit, "it is needed once more");
   follow(Visit{hook, phase, needs, {}});
   play_until(book_.position() - following_.base);
   enter_visit(stream);
@@ -214,6 +231,7 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     const Buffer buffer = buffers_[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
     settle(buffer.unit);  // an update that still has to read what is held now, if no fetch of the unit asked for it
+    hold(buffer.unit);
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   auto begun = issuer_.begin(open.op);
@@ -238,7 +256,7 @@ void Engine::enter_visit(Stream stream) {
   }
 }
 
-void Engine::close_visit(Stream stream) {
+void Engine::close_visit(Stream stream, Visiting visiting) {
   if (!visit_) return;
   OpenVisit open = std::move(*visit_);
   visit_.reset();
@@ -259,19 +277,21 @@ void Engine::close_visit(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drain_open();
+  if (in_backward_ && visiting == Visiting::ends) update_complete(open.visit);
 }
 
 void Engine::expect_gradient(UnitId unit, Stream stream) {
   const std::lock_guard lock(mutex_);
   continue_on(stream);
   book_.note_gradient(unit);
+  refuse_updated(unit, "a gradient of it came");
   if (drainer_.is_open(unit)) return;
   NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
   // Not foreseen: the visit goes on as a new op, with a buffer for this unit too. What is left of the pass is planned
   // again from here.
   Visit visit = visit_->visit;
   visit.gradients = {unit};
-  close_visit(stream);
+  close_visit(stream, Visiting::goes_on);
   const std::int64_t position = book_.position();
   std::vector<Visit> rest = {visit};
   std::vector<Visit> next;
@@ -292,6 +312,7 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
 void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   drainer_.arrived(unit, offset, bytes);
+  if (in_backward_) in_backward_->come[static_cast<std::size_t>(unit.value)].insert(offset);
 }
 
 std::vector<UnitId> Engine::end_pass(Stream stream) {
@@ -329,6 +350,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
     sums_.forward_us += count_.visit_us;
     sums_.forward_stall_us += count_.stall_us;
     sums_.forward_fetched += fetched;
+    if (in_backward_ && stats.signature.grad_enabled) note_visits(itinerary);
     return {};
   }
   sums_.backward_us += count_.visit_us;
@@ -340,7 +362,8 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
 
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = drainer_.take_landed();
-  land(landed, stream);
+  if (in_backward_) end_updating();  // the user's loop sees no gradients
+  else land(landed, stream);
   return landed;
 }
 
@@ -396,7 +419,8 @@ void Engine::reset_unlocked(Stream stream) {
   following_ = {};
   drop_prepared();
   phase_.reset();
-  land(landed, stream);  // what had come before the error is the user's to read and edit
+  if (in_backward_) abandon_updating();
+  else land(landed, stream);  // what had come before the error is the user's to read and edit
 }
 
 std::optional<Phase> Engine::phase() const {

@@ -22,6 +22,13 @@
 // where the gradient has been written since (torch says so) and its bytes are others. Nothing is rolled back: until it
 // is committed, nobody reads a draft. Another backward, or a look at the home, drops it.
 //
+// Note [Inside backward]. With a gradient ring there are no held gradients beyond it: a unit is updated in place as
+// soon as its gradients are complete, and `step` only hears of it (`take_updated`). They are complete when the backward
+// has made the unit's last visit, or in an unknown one as many as the forwards before it; what is left is updated at
+// the end of the pass. That a gradient or a visit comes after the update cannot be undone: it raises, and the weights
+// are torn, as they are when a backward raises that has updated something. Passes that only accumulate want memory for
+// all gradients (`hold_all`), and the ring is then not used any more.
+//
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
@@ -32,6 +39,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -45,6 +53,7 @@
 #include "engine/unit.h"
 #include "optim/host_optimizer.h"
 #include "plan/itinerary.h"
+#include "store/gradient_ring.h"
 #include "store/leases.h"
 
 namespace noria {
@@ -52,7 +61,8 @@ namespace noria {
 struct EngineOptions {
   Place device;
   Budget budget;
-  bool prefetch_at_step = true;  // the next forward's first units, as soon as `step` has queued their updates
+  bool prefetch_at_step = true;      // the next forward's first units, as soon as `step` has queued their updates
+  std::optional<GradientRing> ring;  // engaged: updates run inside backward; see Note [Inside backward]
 };
 
 /// What one kind of pass did, for the report.
@@ -127,6 +137,26 @@ class Engine {
   /// `job` is in place, and more urgent with a smaller `priority`. True: a draft was committed, so that working copy
   /// and state lie where the spare ones were.
   bool update_on_pool(UnitId unit, UpdateJob job, int priority);
+  // ---- update="backward" ----
+  /// The update of this unit in the backward that begins; pieces whose gradients do not come are left out.
+  void expect_in_backward(UnitId unit, UpdateJob job);
+  /// From now on passes accumulate, or no longer do.
+  void set_accumulating(bool accumulating);
+  bool holds_all() const;
+  /// By unit: memory for all gradients. Between passes.
+  void hold_all(const std::vector<std::byte*>& held);
+  /// A gradient has come that no update has used.
+  bool is_held_back(UnitId unit, Bytes offset) const;
+  /// The user has cleared it: no update will use it.
+  void drop_gradient(UnitId unit, Bytes offset);
+  /// Updates that backward has issued and `step` has not heard of.
+  std::int64_t num_unclaimed_updates() const;
+  struct Updated {
+    UnitId unit;
+    std::vector<UpdatePiece> pieces;
+  };
+  std::vector<Updated> take_updated(const std::set<UnitId>& units);
+
   void defer_update(UnitId unit);
   void end_step(bool blocking);
   /// Runs the unit's deferred update, if it has one, on this thread.
@@ -141,6 +171,10 @@ class Engine {
   void access_home(UnitId unit, bool write_weights);
   /// The caller writes the held gradient on the stream, after whoever still reads it.
   void access_held(UnitId unit, Stream stream);
+  /// Why weights and state do not belong together any more; empty: they do.
+  std::string torn() const;
+  /// All of them have been loaded.
+  void mend();
 
   void idle();
   void close();
@@ -196,6 +230,20 @@ class Engine {
     bool is_draft() const { return job.task == UpdateTask::update; }
   };
 
+  /// See Note [Inside backward]. Vectors are by unit.
+  struct InBackward {
+    std::optional<GradientRing> ring;  // none: every unit has held memory of its own
+    bool accumulating = false;
+    std::vector<std::optional<UpdateJob>> jobs;  // expected
+    std::vector<std::set<Bytes>> come;           // offsets of gradients that no update has used
+    std::vector<std::optional<Bytes>> in_ring;   // offset there
+    std::vector<std::int64_t> last_visit;        // in this backward, where that is known; else -1
+    std::vector<int> visits_made;                // in forwards, since the last backward
+    std::vector<int> visits_left;                // in this backward, as far as its forwards tell
+    std::vector<bool> is_updated;                // in this backward
+    std::vector<Updated> unclaimed;
+  };
+
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
   using PlanKey = std::tuple<ItineraryId, std::int64_t, ItineraryId, bool, std::vector<Resident>>;
 
@@ -205,7 +253,8 @@ class Engine {
   void play_until(std::int64_t visit_index);
   void issue_visit(const Visit& visit, const Op& planned);
   void enter_visit(Stream stream);
-  void close_visit(Stream stream);
+  enum class Visiting : std::uint8_t { ends, goes_on };
+  void close_visit(Stream stream, Visiting visiting = Visiting::ends);
   void finish_user_op(Op op, Stream stream);
   void continue_on(Stream stream);
   void land(const std::vector<UnitId>& units, Stream stream);
@@ -224,9 +273,21 @@ class Engine {
   Ticket sum(UnitId unit, UpdateJob job);
   void drop_early(UnitId unit);
   void drop_all_early();
+  int urgency_of(UnitId unit) const;
   std::optional<Early>& early_of(UnitId unit) { return early_[static_cast<std::size_t>(unit.value)]; }
   void change_places(UnitId unit);
   void drain_open();
+  void hold(UnitId unit);
+  void release_held(UnitId unit);
+  void refuse_updated(UnitId unit, const std::string& what);
+  void note_visits(ItineraryId forward);
+  void count_use(const std::vector<UnitId>& units);
+  void begin_updating(std::optional<ItineraryId> expected);
+  void update_complete(const Visit& visit);
+  void update_in_backward(UnitId unit);
+  void end_updating();
+  void abandon_updating();
+  void refuse_torn() const;
   EngineUnit& unit_of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
 
   const EngineOptions options_;
@@ -265,7 +326,9 @@ class Engine {
   std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it
   std::map<ItineraryId, bool> is_last_;       // by backward: an update followed before another backward did
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
-  bool is_early_ = false;                     // this backward is expected to be followed by an update
+  std::optional<InBackward> in_backward_;     // none: updates run after `step`, or as drafts
+  std::string torn_;
+  bool is_early_ = false;  // this backward is expected to be followed by an update
   DraftCounts draft_counts_;
   const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();
   std::map<ItineraryId, PassStats> passes_;

@@ -1,9 +1,6 @@
 // The part of the engine that works on gradients before it is asked to: drafts, and sums of squares; see engine.h, Note
 // [Drafts].
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstdint>
 #include <utility>
 
 #include "base/errors.h"
@@ -14,10 +11,7 @@ namespace {
 
 bool is_same_range(const UpdatePiece& a, const UpdatePiece& b) { return a.offset == b.offset && a.count == b.count; }
 
-bool has_same_scalars(const UpdatePiece& a, const UpdatePiece& b) {
-  using Bits = std::array<std::uint32_t, sizeof(UpdateScalars) / sizeof(std::uint32_t)>;
-  return std::bit_cast<Bits>(a.scalars) == std::bit_cast<Bits>(b.scalars);
-}
+bool has_same_scalars(const UpdatePiece& a, const UpdatePiece& b) { return have_same_bits(a.scalars, b.scalars); }
 
 bool has_same_ranges(const UpdateJob& a, const UpdateJob& b) {
   return std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), b.pieces.end(), is_same_range);
@@ -56,8 +50,8 @@ void Engine::begin_early_work(std::optional<ItineraryId> expected) {
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = false;
   const auto known = expected ? is_last_.find(*expected) : is_last_.end();
   is_early_ = known != is_last_.end() && known->second;
-  if (!is_early_) return;
-  const std::vector<Visit>& visits = book_.visits(*expected);
+  if (!is_early_ && !in_backward_) return;
+  const std::vector<Visit> visits = is_early_ ? book_.visits(*expected) : std::vector<Visit>();
   for (std::size_t i = 0; i < visits.size(); ++i) {
     for (UnitId unit : visits[i].gradients) {
       last_gradient_[static_cast<std::size_t>(unit.value)] = static_cast<std::int64_t>(i);
@@ -72,6 +66,11 @@ void Engine::begin_early_work(std::optional<ItineraryId> expected) {
       if (urgency == static_cast<int>(units_.size())) urgency = next++;
     }
   }
+}
+
+int Engine::urgency_of(UnitId unit) const {
+  const auto index = static_cast<std::size_t>(unit.value);
+  return index < urgency_.size() ? urgency_[index] : static_cast<int>(units_.size());
 }
 
 void Engine::drain_open() {
@@ -150,8 +149,7 @@ void Engine::draft(UnitId unit, Early& made) {
                  {spare.state_buffer, issuer_.version(spare.state_buffer), Access::Mode::write},
                  {spare.working_buffer, issuer_.version(spare.working_buffer), Access::Mode::write}};
   auto begun = issuer_.begin(op);
-  made.ticket =
-      optimizer_->submit(begun.label, made.job, std::move(begun.waits), urgency_[static_cast<std::size_t>(unit.value)]);
+  made.ticket = optimizer_->submit(begun.label, made.job, std::move(begun.waits), urgency_of(unit));
   issuer_.keep(op.id, made.ticket);
 }
 

@@ -28,7 +28,8 @@ void Engine::begin_step(Stream stream) {
   const std::lock_guard lock(mutex_);
   end_passes(stream);
   issuer_.sweep();
-  note_edits(stream);
+  refuse_torn();
+  if (!in_backward_) note_edits(stream);
 }
 
 void Engine::end_passes(Stream stream) {
@@ -191,7 +192,11 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
   // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
-  wait_for_all(issuer_.begin(op).waits);
+  try {
+    wait_for_all(issuer_.begin(op).waits);
+  } catch (...) {
+    if (torn().empty()) throw;  // else it is known what failed, and this may be the load that mends it
+  }
   if (write_weights) following_ = {};  // inside of a pass: what is left of it is planned again without the stale copies
 }
 

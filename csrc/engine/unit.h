@@ -2,11 +2,23 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "plan/planner.h"
 
 namespace noria {
+
+/// The parts of the home, as places of buffers name them.
+enum HomeRegion : std::int32_t {
+  kWorkingRegion,
+  kHeldRegion,
+  kStateRegion,  // one token a unit
+  kSpareWorkingRegion,
+  kSpareStateRegion,
+  kSumRegion,
+  kRingRegion
+};
 
 /// Working copy and state of a unit once more; see engine/engine.h, Note [Drafts].
 struct Spare {
@@ -18,7 +30,7 @@ struct Spare {
 struct EngineUnit {
   UnitFacts facts;
   std::byte* working = nullptr;  // facts.weights bytes, registered host memory
-  std::byte* held = nullptr;     // facts.gradients bytes; null when frozen
+  std::byte* held = nullptr;     // facts.gradients bytes; null when frozen, and while the gradient ring has none of it
   std::optional<Spare> spare;    // none: the unit is never drafted
   BufferId sum;                  // of the squares of what is held, as sum ops write it
 };

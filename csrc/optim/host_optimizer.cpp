@@ -40,6 +40,16 @@ std::exception_ptr closed_error() {
   return std::make_exception_ptr(MachineError("the host optimizer was closed before this update could run"));
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an error without a text";
+  }
+}
+
 struct Chunk {
   std::size_t piece;
   const UpdateScalars* scalars;
@@ -84,6 +94,9 @@ struct HostOptimizer::State {
   LaneLedger ledger;
   const std::shared_ptr<UpdateQueue> queue = std::make_shared<UpdateQueue>();
   std::once_flag closed;
+  std::atomic<bool> breaks_next = false;
+  mutable std::mutex torn_mutex;
+  std::map<UnitId, std::string> torn;  // protected by torn_mutex
 
   // The serving thread's own.
   Delays delays;
@@ -155,6 +168,10 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
   } catch (...) {
+    if (update.label.verb == Verb::update) {
+      const std::lock_guard lock(torn_mutex);
+      torn.emplace(update.label.unit, text_of(std::current_exception()));
+    }
     update.ticket->fail(std::current_exception());
     return;
   }
@@ -186,7 +203,12 @@ Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befo
   const auto add = [&](const Chunk& chunk) {
     sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
   };
-  const auto update = [&](const Chunk& chunk) { update_elements(job, chunk.offset, chunk.count, *chunk.scalars); };
+  const bool breaks = job.task != UpdateTask::sum && breaks_next.exchange(false);
+  const auto update = [&](const Chunk& chunk) {
+    const std::int64_t count = breaks ? chunk.count / 2 : chunk.count;
+    update_elements(job, chunk.offset, count, *chunk.scalars);
+    if (breaks) throw MachineError("this update was told to break off");
+  };
   if (job.sums) sums.assign(chunks.size(), 0.0);
   if (job.task == UpdateTask::update_if_changed) {
     for_each_chunk(look);
@@ -256,6 +278,18 @@ bool HostOptimizer::recall(const Ticket& ticket) {
   if (getpid() != state_->pid) return false;
   return state_->queue->recall(ticket);
 }
+
+std::map<UnitId, std::string> HostOptimizer::torn() const {
+  const std::lock_guard lock(state_->torn_mutex);
+  return state_->torn;
+}
+
+void HostOptimizer::mend() {
+  const std::lock_guard lock(state_->torn_mutex);
+  state_->torn.clear();
+}
+
+void HostOptimizer::break_next_update() { state_->breaks_next = true; }
 
 bool HostOptimizer::is_queued(const Ticket& ticket) const {
   return getpid() == state_->pid && state_->queue->holds(ticket);

@@ -15,7 +15,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/trace.h"
@@ -46,6 +48,11 @@ class HostOptimizer {
   bool recall(const Ticket& ticket);
   /// True: the job of this ticket had not begun a moment ago.
   bool is_queued(const Ticket& ticket) const;
+  /// Units whose update broke off in the middle, and why, until `mend`: weights and state are of two steps.
+  std::map<UnitId, std::string> torn() const;
+  void mend();
+  /// Tests only: the next update breaks off half-way, as if the machine had failed.
+  void break_next_update();
   /// Blocks until nothing is queued or running.
   void idle();
   /// Finishes the running job, fails the tickets of the others, joins. Idempotent.

@@ -51,6 +51,8 @@ struct UpdateHyper {
 /// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below.
 UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step);
 
+bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
+
 /// A contiguous run of elements that share hyperparameters (one parameter). Pieces of a job do not overlap.
 struct UpdatePiece {
   std::int64_t offset = 0;

@@ -1,6 +1,8 @@
 // What the rules are called, what they keep, and their hyperparameters as the formulas want them.
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <string>
 
 #include "base/errors.h"
@@ -31,6 +33,11 @@ UpdateRule parse_update_rule(std::string_view text) {
 }
 
 int num_moments(UpdateRule rule) { return kRules.at(static_cast<std::size_t>(rule)).num_moments; }
+
+bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b) {
+  using Bits = std::array<std::uint32_t, sizeof(UpdateScalars) / sizeof(std::uint32_t)>;
+  return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
+}
 
 UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step) {
   if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");

@@ -18,9 +18,11 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import Home, HomeParameter
+from noria.home import GRADIENT_RING, Home, HomeParameter, held_region
+from noria.limits import check_fits, host_limits
 from noria.modes import plainly
 from noria.partition import HookSpec
+from noria.policy import format_bytes, host_budget
 from noria.record import OperatorWatch, tensors_of
 
 if TYPE_CHECKING:
@@ -118,6 +120,9 @@ class Wrapped:
         self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
         self.slot_of: dict[nn.Parameter, HomeParameter] = {slot.parameter: slot for slot in self.slots}
         self.optimizers: list[Updates] = []
+        self.updates_in_backward = plan.policy.update == "backward"
+        self._to_load: set[Any] = set()  # of a torn home: slots and optimizers that have not been loaded since
+        self._torn = ""
         self.trace: _C.Trace | None = None
         self.pid = os.getpid()
         self.closed = False
@@ -333,6 +338,7 @@ class Wrapped:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape:
                     self.write(slot, value)
+                    self.is_loaded(slot.index)
                     state_dict[prefix + name] = self.home.working(slot)  # torch copies it onto itself
 
         return take
@@ -354,6 +360,9 @@ class Wrapped:
     def current(self, slot: HomeParameter) -> torch.Tensor:
         """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
         self._check_alive()
+        self.refuse_torn("the values of a parameter")
+        if self.updates_in_backward:
+            self.custody.refuse_unclaimed("a look at weights")
         self.custody.access_home(slot.unit, False)
         view = self._state_views.get(slot.index)
         if view is None:
@@ -511,6 +520,8 @@ class Wrapped:
     def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
         """Parameters of these units show the home itself, until the block ends."""
         self.recover()
+        if self.updates_in_backward:
+            self.custody.refuse_unclaimed("noria.materialize")
         slots = [slot for unit in units for slot in self.units[unit].parameters]
         with plainly():
             self.custody.open_home(list(units), not read_only)
@@ -572,6 +583,49 @@ class Wrapped:
                 "call it after backward(), outside of the block",
             )
 
+    def hold_all_gradients(self) -> None:
+        """update="backward" that accumulates: memory for all gradients, taken the first time, in place of the ring."""
+        if self.custody.holds_all():
+            return
+        region = held_region(self.units)
+        if refusal := check_fits([(region.purpose, region.bytes)], None, host_limits()):
+            raise refusal
+        budget = host_budget(self.policy)
+        home = self.plan.home_bytes + region.bytes
+        if budget is not None and home > budget:
+            raise usage_error(
+                f"host_memory of at least {format_bytes(home)} for accumulate(), which holds every gradient",
+                format_bytes(budget),
+                'raise host_memory, or wrap with update="auto"',
+            )
+        self.custody.idle()  # updates still read the ring
+        self.custody.hold_all(self.home.take_held(region, self.backend))
+        self.home.give_back(GRADIENT_RING)
+        self.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in self.plan.regions]
+
+    def refuse_torn(self, what: str) -> None:
+        if self.updates_in_backward and not in_backward():
+            self.custody.recover()  # from a backward that raised
+        if torn := self.custody.torn():
+            raise usage_error(
+                f"{what} of one step",
+                f"weights and optimizer state of different steps: {torn}",
+                "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
+            )
+
+    def is_loaded(self, part: Any) -> None:
+        """A parameter or an optimizer has been loaded; once all have been, a torn home is whole again."""
+        torn = self.custody.torn()
+        if torn != self._torn:
+            self._torn = torn
+            self._to_load = (
+                {*(slot.index for slot in self.slots if slot.trainable), *self.optimizers} if torn else set()
+            )
+        self._to_load.discard(part)
+        if torn and not self._to_load:
+            self.custody.mend()
+            self._torn = ""
+
     def unit_indices(self, module: nn.Module) -> list[int]:
         return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})
 
@@ -592,7 +646,7 @@ class Wrapped:
             self.custody.idle()
         self.write_trace()
         self.custody.close()
-        self.custody.clear_update_callback()
+        self.custody.clear_callbacks()
 
     def remove_hooks(self) -> None:
         for handle in self._handles:

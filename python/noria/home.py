@@ -23,7 +23,10 @@ from noria.modes import plainly
 from noria.partition import UnitSpec
 from noria.policy import format_bytes
 
-__all__ = ["Home", "HomeParameter", "HomeUnit", "Region", "describe_units"]
+__all__ = ["GRADIENT_RING", "Home", "HomeParameter", "HomeUnit", "Region", "describe_units", "held_region"]
+
+GRADIENT_RING = "gradient ring"
+"""Purpose of the arena that update="backward" has in place of held gradients."""
 
 
 @dataclasses.dataclass
@@ -95,6 +98,10 @@ class Region:
         return Region(purpose, tuple(offsets), sizes, spares)
 
 
+def held_region(units: Iterable[HomeUnit]) -> Region:
+    return Region.of("held gradients", (unit.gradients for unit in units))
+
+
 def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[HomeUnit]:
     """Lays out the units; `dtype` is `Policy.dtype`: what floating parameters travel in."""
     described: list[HomeUnit] = []
@@ -141,7 +148,7 @@ def _align(num_bytes: int) -> int:
 
 
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
-_USES = {"working copies": "copies", "held gradients": "device"}
+_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device"}
 
 
 class Home:
@@ -171,7 +178,7 @@ class Home:
             unit.working_address = self.address("working copies", unit.index)
             if unit.index in self.regions["working copies"].spares:
                 unit.spare_address = self.address("working copies", unit.index, spare=True)
-            if unit.gradients:
+            if unit.gradients and "held gradients" in self.arenas:
                 unit.held_address = self.address("held gradients", unit.index)
 
     def _take(self, backend: _C.Backend) -> None:
@@ -208,6 +215,24 @@ class Home:
                 f"{purpose} are not pinned and go through a staging ring of {format_bytes(backend.staging_bytes)}, "
                 f"at the pace of one host thread's copies: {refused}"
             )
+
+    def take_held(self, region: Region, backend: _C.Backend) -> list[int]:
+        """Memory for all gradients, in place of the ring; by unit, where they go. Nobody uses the ring any more."""
+        self.regions[region.purpose] = region
+        try:
+            arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
+            arena.populate(lambda done: None)
+            self._register(region.purpose, _USES[region.purpose], backend)
+        except BaseException:
+            del self.regions[region.purpose]
+            if (taken := self.arenas.pop(region.purpose, None)) is not None:
+                taken.close()
+            raise
+        return [self.address(region.purpose, unit.index) if unit.gradients else 0 for unit in self.units]
+
+    def give_back(self, purpose: str) -> None:
+        self.regions.pop(purpose)
+        self.arenas.pop(purpose).close()
 
     def address(self, purpose: str, unit: int, spare: bool = False) -> int:
         """Of the unit's part of an arena, as it lies now; `spare`: of where a draft of it is written."""

@@ -12,6 +12,7 @@ itself: it may count, keep and look at what it likes, so a worker would be a cop
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter, OrderedDict, defaultdict
@@ -231,12 +232,14 @@ class Updates:
         kernel: str,
         state_places: dict[tuple[int, str], int],
         state_arena: Any,
-        blocking: bool,
+        update: str,
     ) -> None:
         self.wrapped = wrapped
         self.optimizer = optimizer
         self.kernel = kernel
-        self.blocking = blocking
+        self.blocking = update == "blocking"
+        self.in_backward = update == "backward"
+        self._zeroed: set[int] = set()  # slots whose moments are zeros of which the optimizer's state does not know yet
         self.num_steps = 0
         self.max_grad_norm = wrapped.policy.max_grad_norm
         self.grad_norm: torch.Tensor | None = None  # as the last step() found it
@@ -335,6 +338,8 @@ class Updates:
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
         wrapped._check_alive()
+        if self.in_backward:
+            wrapped.custody.refuse_unclaimed("a look at optimizer.state")
         if parameter is None:
             wrapped.custody.settle_all()
             if wrapped.pool is not None:
@@ -364,7 +369,10 @@ class Updates:
             return loss
         self._autocast = autocast_now()
         with plainly():
-            self._begin_updates()
+            if self.in_backward:
+                self._claim_updates()
+            else:
+                self._begin_updates()
         return loss
 
     def _begin_updates(self) -> None:
@@ -395,7 +403,7 @@ class Updates:
 
     def takes_factor(self) -> bool:
         """Unscaling and clipping reach the update as a factor; else they are done to `p.grad`."""
-        return self.kernel == "fused" and all(self._fuses(slot.unit) for slot in self.slots())
+        return self.kernel == "fused" and not self.in_backward and all(self._fuses(slot.unit) for slot in self.slots())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         refuse_inside_backward("optimizer.clip_grad_norm_()")
@@ -576,6 +584,103 @@ class Updates:
             if self.wrapped.custody.update_on_pool(unit, job, urgency):
                 self._change_places(unit)
 
+    # ---- inside backward ----
+
+    def expect_in_backward(self) -> None:
+        """Tells the engine how to update each unit in the backward that begins now."""
+        with plainly():
+            self._check_groups()
+            known: dict[tuple[int, int], _C.UpdateScalars] = {}
+            pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
+            for number, group in enumerate(self.optimizer.param_groups):
+                rule = rule_of(self._class, group)
+                for parameter in group["params"]:
+                    slot = self.wrapped.slot_of[parameter]
+                    if not slot.trainable:
+                        continue
+                    if rule not in self.wrapped.plan.fused[slot.unit]:
+                        raise usage_error(
+                            f"{self._class.__name__} with the options it was wrapped with",
+                            f"group {number} turned into {rule.name}",
+                            "set it before noria.wrap",
+                        )
+                    self.wrapped.confirm_low_bits(slot)
+                    step = self._ready_step(slot, rule)
+                    if (number, step) not in known:
+                        known[number, step] = rule.scalars(group, step)
+                    piece = (slot.offset // slot.dtype.itemsize, parameter.numel(), known[number, step])
+                    pieces.setdefault(slot.unit, []).append(piece)
+            for unit, members in pieces.items():
+                rule = self.wrapped.plan.fused[unit][0]
+                # Its gradient's address is known when it comes; until then any that is not null will do.
+                arrays = self._arrays(unit, rule, None)
+                job = _C.UpdateJob(
+                    rule.name, members, arrays, gradient=self.wrapped.home.address("working copies", unit)
+                )
+                self.wrapped.custody.expect_in_backward(unit, job)
+
+    def _ready_step(self, slot: HomeParameter, rule: FusedRule) -> int:
+        """The step that comes now, with its moments in the home. What the optimizer's state will say of a first one is
+        said at `step()`, for the parameters that were updated."""
+        if not rule.keys:
+            return 1
+        state = dict.get(self.state, slot.parameter) or {}
+        if any(state.get(key) is None for key in rule.keys):
+            if slot.index not in self._zeroed:
+                self._zeroed.add(slot.index)
+                for key in rule.keys:
+                    self._new_moment(slot, key)
+            return 1
+        if any(state[key] is not self._adopted.get((slot.index, key)) for key in rule.keys):
+            self._settle(slot.parameter)
+            self._adopt(slot)
+            self._adopted.update(((slot.index, key), state[key]) for key in rule.keys)
+        return int(state["step"]) + 1 if rule.counts_steps else 2
+
+    def _claim_updates(self) -> None:
+        """`step()` after updates inside backward: what they did is entered into the optimizer's state."""
+        custody = self.wrapped.custody
+        custody.begin_step()
+        own = sorted({slot.unit for slot in self.slots()})
+        used = {(unit, offset): scalars for unit, pieces in custody.take_updated(own) for offset, scalars in pieces}
+        updated, changed = [], None
+        for number, group in enumerate(self.optimizer.param_groups):
+            rule = rule_of(self._class, group)
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of[parameter]
+                scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize))
+                if scalars is None:
+                    continue
+                if slot.has_master or keeps_state(self._class, group):
+                    self.state.unsettled(parameter)
+                step = self._count_step(slot, rule)
+                updated.append(slot.index)
+                if rule.scalars(group, step) != scalars:
+                    changed = number
+        custody.bump_versions(updated)
+        custody.end_step(False)
+        self.num_steps += 1
+        if changed is not None:
+            raise usage_error(
+                'hyperparameters under update="backward" as they were when backward began',
+                f"group {changed} changed between backward() and step(); the updates were made with the former values",
+                'change them after step() or before backward(), or wrap with update="auto"',
+            )
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        if not self.in_backward:
+            yield
+            return
+        refuse_inside_backward("optimizer.accumulate()")
+        self.wrapped.recover()
+        self.wrapped.hold_all_gradients()
+        self.wrapped.custody.set_accumulating(True)
+        try:
+            yield
+        finally:
+            self.wrapped.custody.set_accumulating(False)
+
     # ---- drafts ----
 
     def expect(self) -> None:
@@ -651,7 +756,8 @@ class Updates:
             if rule.counts_steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for key in rule.keys:
-                state[key] = self._new_moment(slot, key)
+                state[key] = self._moment(slot, key) if slot.index in self._zeroed else self._new_moment(slot, key)
+            self._zeroed.discard(slot.index)
         elif any(state[key] is not self._adopted.get((slot.index, key)) for key in rule.keys):
             self._settle(slot.parameter)
             self._adopt(slot)
@@ -785,6 +891,7 @@ class Updates:
 
     def state_dict(self) -> dict[str, Any]:
         self._settle(None)
+        self.wrapped.refuse_torn("optimizer.state_dict()")
         optimizer = self.optimizer
         result = _original_class(type(optimizer)).state_dict(optimizer)
         number = 0
@@ -819,6 +926,8 @@ class Updates:
                 if low is not None and slot.has_master:
                     wrapped.set_low_bits(slot, low)
                 self._adopt(slot)
+        self._zeroed.clear()
+        wrapped.is_loaded(self)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 
@@ -920,7 +1029,18 @@ class WrappedOptimizer(Optimizer):
         if self._noria is not None:
             refuse_inside_backward("optimizer.zero_grad()")
             self._noria.wrapped.recover()
+            if self._noria.in_backward and not set_to_none:
+                raise usage_error(
+                    'zero_grad(set_to_none=True) under update="backward"',
+                    "set_to_none=False, which wants gradients of zero",
+                    "leave set_to_none out",
+                )
         super().zero_grad(set_to_none)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """`with optimizer.accumulate():` around each backward that no `step()` follows. Only update="backward" needs to
+        be told; the first time it takes memory for all gradients. Elsewhere it changes nothing."""
+        return contextlib.nullcontext() if self._noria is None else self._noria.accumulate()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

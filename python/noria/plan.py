@@ -7,6 +7,7 @@ the model, and backward in reverse. The engine plans again with what it sees.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import HomeUnit, Region, describe_units
+from noria.home import GRADIENT_RING, HomeUnit, Region, describe_units, held_region
 from noria.kernels import MOMENTS, FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.optimizer import predict_state
@@ -25,6 +26,7 @@ from noria.policy import Policy, compute_device, device_budget, draft_budget, fo
 __all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
 
 STAGING_RING = "staging ring"
+_RING_UNITS = 4  # of the largest: one drains, one is updated, and both may be late
 
 
 @dataclasses.dataclass
@@ -108,9 +110,13 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
     fused = fused_units(units, optimizers, kernels)
+    if policy.update == "backward":
+        _check_updates_in_backward(units, optimizers, kernels, fused)
     unpredicted: list[str] = []
     drafted = _choose_drafts(units, optimizers, kernels, fused, policy, device, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
+    if policy.update == "backward":
+        regions = [r if r.purpose != "held gradients" else _ring(parts, units) for r in regions]
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
@@ -171,6 +177,47 @@ def _kernel_name(
     return name
 
 
+def _ring(parts: Partition, units: list[HomeUnit]) -> Region:
+    """What update="backward" has instead: room for a few units at a time, beside those that several modules use, whose
+    gradients come in parts."""
+    users = Counter(
+        unit for hook in parts.hooks for unit in {slot.unit for n in hook.needs for slot in units[n].parameters}
+    )
+    shared = sum(unit.gradients for unit in units if users[unit.index] > 1)
+    largest = max((unit.gradients for unit in units if users[unit.index] <= 1), default=0)
+    return Region.of(GRADIENT_RING, [min(shared + _RING_UNITS * largest, sum(unit.gradients for unit in units))])
+
+
+def _check_updates_in_backward(
+    units: list[HomeUnit],
+    optimizers: list[Optimizer],
+    kernels: list[str],
+    fused: dict[int, tuple[FusedRule, ...]],
+) -> None:
+    expected = 'update="backward" with each unit updated as a whole by one kernel of noria\'s'
+    remedy = 'wrap with update="auto"'
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
+        if kernel != "fused":
+            reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
+            raise usage_error(expected, f"{type(optimizer).__name__}, which torch updates ({reason})", remedy)
+    held = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+    for unit in units:
+        own = {slot.parameter for slot in unit.parameters if slot.trainable}
+        if not own:
+            continue
+        if unit.index not in fused or len(fused[unit.index]) > 1:
+            raise usage_error(expected, f'"{unit.name}", which several rules or torch update', remedy)
+        if not any(own <= parameters for parameters in held):
+            name = next(
+                slot.name for slot in unit.parameters if slot.trainable and slot.parameter not in set().union(*held)
+            )
+            raise usage_error(
+                expected,
+                f'"{name}", which no optimizer holds, or another one than the rest of "{unit.name}"',
+                f"freeze it or give it to the optimizer, or {remedy}",
+            )
+
+
 def _regions(
     units: list[HomeUnit],
     optimizers: list[Optimizer],
@@ -183,7 +230,7 @@ def _regions(
     """The home's arenas, and where in "optimizer state" each tensor of each optimizer goes."""
     regions = [
         Region.of("working copies", (unit.weights for unit in units), sorted(drafted)),
-        Region.of("held gradients", (unit.gradients for unit in units)),
+        held_region(units),
     ]
     scale = 2 if policy.dtype is not None else 1  # of an fp32 array, in bytes of the working copy
     if policy.dtype is not None:
@@ -232,8 +279,8 @@ def _choose_drafts(
     if budget == 0 or not fused or (budget is None and device.type == "cpu"):
         return frozenset()
     why_none = None
-    if policy.update == "blocking":
-        why_none = 'update="blocking" runs updates inside step()'
+    if policy.update != "auto":
+        why_none = f'update="{policy.update}" runs them at another time'
     elif not _C.STORAGE_CAN_REFUSE:
         why_none = "they need torch 2.13, whose storages say when a gradient is written"
     if why_none is not None:

@@ -88,7 +88,10 @@ class Policy:
     """What happens to what backward needs: "keep" leaves it to autograd, on the device."""
 
     update: str = "auto"
-    """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later, same bits."""
+    """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later. "backward": each unit in place
+    as soon as its gradients are complete, which are then gone: the smallest home, and no `p.grad`. The caller promises
+    that `step()` follows every backward, with the hyperparameters of its beginning; a backward that shall only
+    accumulate goes inside `with optimizer.accumulate():`. All give the same bits."""
 
     draft_memory: str | int = "auto"
     """Host memory for drafts, updates computed during backward into spare buffers: "8GiB", bytes, or 0 for none.
@@ -122,8 +125,14 @@ class Policy:
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
         _check_choice("activations", self.activations, ["keep"], planned=["auto", "recompute", "offload"])
-        _check_choice("update", self.update, ["auto", "blocking"], planned=["backward"])
+        _check_choice("update", self.update, ["auto", "backward", "blocking"])
         _check_norm(self.max_grad_norm)
+        if self.update == "backward" and self.max_grad_norm is not None:
+            raise usage_error(
+                'max_grad_norm under update="auto" or "blocking"',
+                'update="backward", which updates before the norm is known',
+                "choose one of the two",
+            )
         _check_choice("check", self.check, ["auto", "operators", "off"])
         _check_trace(self.trace)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
-from noria.home import Home
+from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
 from noria.modes import plainly
 from noria.optimizer import Updates, check_optimizer, facade, refuse_out_of_reach, unfacade
@@ -148,6 +148,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         prefetch_at_step=True,
         nan_range=nan_range,
         held_home=home.arenas.get("held gradients"),
+        ring=home.arenas.get(GRADIENT_RING),
     )
     wrapped = Wrapped(planned, home, custody, backend, pool)
     while values:
@@ -158,10 +159,12 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         _move_buffers(root, device, policy.dtype)
     for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
         arena = home.arenas.get("optimizer state")
-        updates = Updates(wrapped, updater, kernel, predicted, arena, policy.update == "blocking")
+        updates = Updates(wrapped, updater, kernel, predicted, arena, policy.update)
         wrapped.optimizers.append(updates)
         facade(updater, updates)
     custody.set_update_callback(_weak_callback(wrapped))
+    if policy.update == "backward":
+        custody.set_backward_callback(_begin_backward(wrapped))
     if policy.trace is not None:
         wrapped.trace = _C.Trace(1 << 18)
         custody.set_trace(wrapped.trace)
@@ -178,6 +181,17 @@ def _weak_callback(wrapped: Wrapped) -> Any:
             alive.run_update(unit)
 
     return run_update
+
+
+def _begin_backward(wrapped: Wrapped) -> Any:
+    reference = weakref.ref(wrapped)
+
+    def begin() -> None:
+        alive = reference()
+        for updates in alive.optimizers if alive is not None else ():
+            updates.expect_in_backward()
+
+    return begin
 
 
 def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -206,6 +220,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
             "all models of the wrap call", f"{len(missing)} of them missing", "unwrap all that wrap was given"
         )
     wrapped.refuse_when_busy("noria.unwrap")
+    policy = wrapped.policy
     wrapped.recover()
     wrapped.custody.settle_all()
     wrapped.custody.idle()
@@ -220,7 +235,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
         for slot, gradient, kind in gradients:
             slot.parameter.grad = None
             wrapped.custody.release(slot.index, wrapped.home.working(slot))
-            if gradient is not None:
+            if gradient is not None and policy.update != "backward":
                 slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)

@@ -117,7 +117,7 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
         ({"units": ["*.no_such_module"]}, ["no_such_module"]),
         ({"dtype": torch.float16}, ["dtype="]),
         ({"kernel": "fastest"}, ["kernel="]),
-        ({"update": "backward"}, ["not supported yet"]),
+        ({"activations": "offload"}, ["not supported yet"]),
         ({"check": True}, ["check="]),
         ({"trace": 3}, ["trace="]),
         ({"device": "tpu"}, ["device="]),

@@ -84,7 +84,7 @@ WRONG = {
     "dtype": [torch.float16, torch.float32, "bfloat16", "auto"],
     "kernel": ["triton", "", None, True],
     "activations": ["recompute", "offload", "auto", "drop", None],
-    "update": ["backward", "async", None],
+    "update": ["inside", "async", None],
     "draft_memory": [-1, True, "lots", 0.5, None],
     "max_grad_norm": [0, -1.0, True, "1", float("nan")],
     "check": ["on", True, None],
@@ -99,7 +99,7 @@ RIGHT = {
     "dtype": [None, torch.bfloat16],
     "kernel": ["auto", "fused", "torch"],
     "activations": ["keep"],
-    "update": ["auto", "blocking"],
+    "update": ["auto", "backward", "blocking"],
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "max_grad_norm": [None, 1, 0.5, float("inf")],
     "check": ["auto", "operators", "off"],
@@ -128,7 +128,7 @@ def test_a_right_value_is_kept_as_it_was_given(name, value):
     assert (list(kept) if isinstance(value, list) else kept) == value
 
 
-@pytest.mark.parametrize(("name", "value"), [("activations", "offload"), ("update", "backward")])
+@pytest.mark.parametrize(("name", "value"), [("activations", "offload"), ("activations", "recompute")])
 def test_a_value_that_is_planned_is_refused_as_not_supported_yet(name, value):
     with pytest.raises(UsageError, match=r"not supported yet"):
         make_policy(None, {name: value})

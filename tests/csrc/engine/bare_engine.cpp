@@ -35,17 +35,26 @@ BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
 }
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-                       std::shared_ptr<HostOptimizer> optimizer, bool drafts)
+                       std::shared_ptr<HostOptimizer> optimizer, bool drafts, Bytes ring)
     : machine_(std::move(machine)),
+      ring_(ring),
       // Braces: the units are laid out before the buffers that this interns are moved.
-      engine_{EngineOptions{{Place::Kind::device, 0}, budget, prefetch_at_step},
+      engine_{options(budget, prefetch_at_step),
               machine_.backend,
-              lay_out(units, drafts),
+              lay_out(units, drafts, ring),
               std::move(buffers_),
               *this,
               std::move(optimizer)} {}
 
-std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts) {
+EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step) {
+  EngineOptions result{{Place::Kind::device, 0}, budget, prefetch_at_step, {}};
+  if (ring_.bytes() == Bytes{0}) return result;
+  ring_.register_with(machine_.backend);
+  result.ring = GradientRing(ring_.data(), ring_.bytes());
+  return result;
+}
+
+std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, Bytes ring) {
   Bytes total;
   for (const BareUnit& unit : units) total += kSlotBytes * unit.num_slots;
   for (Arena& array : home_) {
@@ -82,7 +91,7 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
     made.sum = range(5, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
-    if (described.num_trainable > 0) made.held = home_[1].data() + start.count;
+    if (described.num_trainable > 0 && ring == Bytes{0}) made.held = home_[1].data() + start.count;
     if (drafts && described.num_trainable == described.num_slots) {
       Spare spare;
       spare.working = spare_[0].data() + start.count;
@@ -258,6 +267,26 @@ void BareEngine::expect_updates(double lr) {
     else job.task = UpdateTask::sum;
     engine_.expect_update(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
   }
+}
+
+void BareEngine::expect_in_backward() {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    UpdateJob job = job_of(unit, kRate, 1);
+    if (!job.pieces.empty()) engine_.expect_in_backward(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
+  }
+}
+
+void BareEngine::claim() {
+  engine_.begin_step(machine_.stream);
+  std::set<UnitId> all;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) all.insert(UnitId(static_cast<std::int32_t>(unit)));
+  for (const Engine::Updated& each : engine_.take_updated(all)) {
+    for (const UpdatePiece& piece : each.pieces) {
+      ++of(each.unit).slots.at(static_cast<std::size_t>(piece.offset / kSlotElements)).num_updates;
+    }
+  }
+  zero_grad();
+  engine_.end_step(/*blocking=*/false);
 }
 
 std::vector<double> BareEngine::sums() {

@@ -46,9 +46,10 @@ struct BareUnit {
 
 class BareEngine final : public Custodian {
  public:
-  /// `drafts`: units that are trained as a whole have spare buffers.
+  /// `drafts`: units that are trained as a whole have spare buffers. `ring`: of gradients; not empty: updates run
+  /// inside backward.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false);
+             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, Bytes ring = {});
   ~BareEngine() override;
 
   Engine& engine() { return engine_; }
@@ -79,6 +80,10 @@ class BareEngine final : public Custodian {
   void expect_updates(double lr);
   /// Of the squares of what is held, by unit and slot.
   std::vector<double> sums();
+  /// Before a backward with a ring: how to update every unit in it.
+  void expect_in_backward();
+  /// `step` after it.
+  void claim();
   void end_step(bool blocking) { engine_.end_step(blocking); }
   /// The weights as the home has them now.
   std::vector<float> read_home(std::size_t unit);
@@ -107,6 +112,7 @@ class BareEngine final : public Custodian {
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit) override { of(unit).buffer = nullptr; }
   void home_moved(UnitId unit, std::byte* working) override;
+  void held_moved(UnitId unit, std::byte* held) override { of(unit).home[1] = reinterpret_cast<float*>(held); }
   void update(UnitId unit) override;
 
  private:
@@ -129,13 +135,15 @@ class BareEngine final : public Custodian {
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
-  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts);
+  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, Bytes ring);
+  EngineOptions options(Budget budget, bool prefetch_at_step);
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;
   std::array<Arena, 4> spare_;
+  Arena ring_;
   std::vector<Unit> units_;
   Phase phase_ = Phase::forward;
   std::uint32_t num_gradients_ = 0;

@@ -131,6 +131,11 @@ class Twin:
                 m[:] = np.float32(0.5) * m + g
                 w -= np.float32(0.25) * m
 
+    def claim(self) -> None:
+        for unit in range(len(self.slots)):
+            self.update(unit, on_pool=True)
+        self.zero_grad()
+
     def sums(self) -> list[float]:
         found = []
         for unit, states in enumerate(self.slots):
@@ -154,7 +159,7 @@ class Twin:
         """What only moves memory."""
 
     begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = nothing
-    expect_updates = await_stream = nothing
+    expect_updates = await_stream = expect_in_backward = nothing
 
     def part(self, slot: int) -> slice:
         return slice(slot * SLOT, (slot + 1) * SLOT)

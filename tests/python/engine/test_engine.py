@@ -313,6 +313,75 @@ def test_updates_that_are_drafted_have_the_bits_of_those_that_are_not(machine, e
         assert counts[fate] == sum(counts.values())
 
 
+# ---- updates inside backward ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def loops_with_a_ring(draw):
+    """Models whose units are used several times and in part; forwards and backwards over changing layers."""
+    model = draw(models())
+    every = list(range(len(model.layers)))
+    loop = Loop(model)
+    for _ in range(draw(st.integers(2, 6))):
+        layers = every if draw(st.booleans()) else sorted(draw(st.sets(st.sampled_from(every), min_size=1)))
+        if draw(st.booleans()):
+            loop.forward(layers, grad=False)
+        loop.forward(layers)
+        loop.call("expect_in_backward")
+        gradients = loop.all_gradients(layers)
+        if draw(st.booleans()):
+            gradients = {
+                layer: draw(st.lists(st.sampled_from(slots))) if slots else [] for layer, slots in gradients.items()
+            }
+        loop.backward(layers, gradients)
+        loop.call("claim")
+        if draw(st.booleans()):
+            loop.call("read_home", draw(st.integers(0, len(model.units) - 1)))
+    return model, loop.calls
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
+    model, program = data.draw(loops_with_a_ring())
+    arena, window = data.draw(budgets(model, program))
+    trainable = sum(trainable for _, trainable in model.units)
+    engine = run(
+        model,
+        program,
+        arena=arena,
+        window=window,
+        machine=data.draw(st.sampled_from(MACHINES)),
+        ring=max(trainable, 1) * bare.SLOT_BYTES,
+        seed=data.draw(st.integers(0, 1000)),
+        max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
+        poison=data.draw(st.booleans()),
+    )
+    engine.close()
+
+
+@pytest.mark.parametrize("late", ["update", "drain", "fetch"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_ring_of_two_units_serves_many_whoever_is_late(machine, late):
+    model = Model([(2, 2)] * 6, [[unit] for unit in range(6)])
+    loop = Loop(model)
+    for _ in range(4):
+        loop.forward(list(range(6)))
+        loop.call("expect_in_backward")
+        loop.backward(list(range(6)), loop.all_gradients(list(range(6))))
+        loop.call("claim")
+    run(
+        model,
+        loop.calls,
+        arena=8 * bare.SLOT_BYTES,
+        machine=machine,
+        ring=4 * bare.SLOT_BYTES,
+        hold_us={late: 2_000},
+        poison=True,
+        kernel_us=200,
+    )
+
+
 # ---- a steady state -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,243 @@
+// The part of the engine that updates units inside of backward; see engine.h, Note [Inside backward].
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+#include "engine/engine.h"
+
+namespace noria {
+namespace {
+
+constexpr const char* kRemedy = "wrap with update=\"auto\", which holds every gradient until step()";
+
+}  // namespace
+
+void Engine::expect_in_backward(UnitId unit, UpdateJob job) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(in_backward_ && job.in_place(), "an update inside backward is in place, and has a ring");
+  in_backward_->jobs[static_cast<std::size_t>(unit.value)] = std::move(job);
+}
+
+void Engine::set_accumulating(bool accumulating) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(in_backward_ && (!accumulating || !in_backward_->ring), "the gradient ring cannot accumulate");
+  in_backward_->accumulating = accumulating;
+}
+
+bool Engine::holds_all() const {
+  const std::lock_guard lock(mutex_);
+  return !in_backward_ || !in_backward_->ring;
+}
+
+void Engine::hold_all(const std::vector<std::byte*>& held) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(in_backward_ && in_backward_->ring && !phase_ && held.size() == units_.size(),
+                  "memory for all gradients comes once, between passes");
+  in_backward_->ring.reset();
+  Bytes end;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    EngineUnit& unit = units_[i];
+    if (unit.facts.gradients == Bytes{0}) continue;
+    const UnitId id(static_cast<std::int32_t>(i));
+    unit.held = held[i];
+    unit.facts.held = facts_[i].held = buffers_.intern(
+        {{Place::Kind::host, kHeldRegion}, end, unit.facts.gradients, Format::travel, Purpose::held_gradient, id});
+    end += unit.facts.gradients;
+    custodian_.held_moved(id, unit.held);
+  }
+}
+
+bool Engine::is_held_back(UnitId unit, Bytes offset) const {
+  const std::lock_guard lock(mutex_);
+  return in_backward_ && in_backward_->come[static_cast<std::size_t>(unit.value)].contains(offset);
+}
+
+void Engine::drop_gradient(UnitId unit, Bytes offset) {
+  const std::lock_guard lock(mutex_);
+  if (in_backward_) in_backward_->come[static_cast<std::size_t>(unit.value)].erase(offset);
+}
+
+std::int64_t Engine::num_unclaimed_updates() const {
+  const std::lock_guard lock(mutex_);
+  return in_backward_ ? static_cast<std::int64_t>(in_backward_->unclaimed.size()) : 0;
+}
+
+std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Updated> taken;
+  std::erase_if(in_backward_->unclaimed, [&](Updated& each) {
+    if (!units.contains(each.unit)) return false;
+    taken.push_back(std::move(each));
+    return true;
+  });
+  return taken;
+}
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+
+void Engine::hold(UnitId unit) {
+  EngineUnit& held = unit_of(unit);
+  if (!in_backward_ || !in_backward_->ring || held.held != nullptr) return;
+  const auto offset = in_backward_->ring->take(held.facts.gradients);
+  if (!offset) {
+    std::string waiting;
+    for (std::size_t i = 0; i < units_.size(); ++i) {
+      if (in_backward_->in_ring[i]) waiting += (waiting.empty() ? "" : ", ") + units_[i].facts.name;
+    }
+    throw UsageError(
+        "gradients of few units on their way at once under update=\"backward\", as each is visited as often "
+        "in backward as in forward",
+        "no room for those of \"" + held.facts.name + "\" beside the incomplete ones of " + waiting, kRemedy);
+  }
+  const auto index = static_cast<std::size_t>(unit.value);
+  in_backward_->in_ring[index] = offset;
+  held.held = in_backward_->ring->at(*offset);
+  held.facts.held = facts_[index].held = buffers_.intern(
+      {{Place::Kind::host, kRingRegion}, *offset, held.facts.gradients, Format::travel, Purpose::held_gradient, unit});
+  custodian_.held_moved(unit, held.held);
+}
+
+void Engine::release_held(UnitId unit) {
+  auto& offset = in_backward_->in_ring[static_cast<std::size_t>(unit.value)];
+  if (!offset) return;
+  in_backward_->ring->release(*std::exchange(offset, std::nullopt));
+  unit_of(unit).held = nullptr;
+}
+
+// ---- a backward -------------------------------------------------------------------------------------------------
+
+void Engine::note_visits(ItineraryId forward) {
+  for (const Visit& visit : book_.visits(forward)) {
+    for (UnitId unit : visit.needs) ++in_backward_->visits_made[static_cast<std::size_t>(unit.value)];
+  }
+}
+
+// Another module's, inside of a visit: in the other direction it may be a visit of its own.
+void Engine::count_use(const std::vector<UnitId>& units) {
+  InBackward& mode = *in_backward_;
+  for (UnitId unit : units) {
+    const auto index = static_cast<std::size_t>(unit.value);
+    if (phase_ == Phase::forward) ++mode.visits_made[index];
+    else --mode.visits_left[index];
+  }
+}
+
+void Engine::begin_updating(std::optional<ItineraryId> expected) {
+  InBackward& mode = *in_backward_;
+  std::fill(mode.last_visit.begin(), mode.last_visit.end(), -1);
+  if (expected) {
+    std::int64_t index = 0;
+    for (const Visit& visit : book_.visits(*expected)) {
+      for (UnitId unit : visit.needs) mode.last_visit[static_cast<std::size_t>(unit.value)] = index;
+      ++index;
+    }
+  }
+  std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
+  mode.visits_left.swap(mode.visits_made);
+  std::fill(mode.visits_made.begin(), mode.visits_made.end(), 0);
+}
+
+void Engine::refuse_updated(UnitId unit, const std::string& what) {
+  if (!in_backward_ || !in_backward_->is_updated[static_cast<std::size_t>(unit.value)] || phase_ != Phase::backward) {
+    return;
+  }
+  const std::string name = "\"" + unit_of(unit).facts.name + "\"";
+  torn_ = "backward updated " + name + " before it was done with it";
+  throw UsageError("under update=\"backward\", each unit visited as often in backward as in forward",
+                   name + ", of which " + what + " in the backward that had updated it already", kRemedy);
+}
+
+void Engine::update_complete(const Visit& visit) {
+  InBackward& mode = *in_backward_;
+  if (phase_ != Phase::backward || mode.accumulating) return;
+  const std::int64_t position = book_.position();
+  for (UnitId unit : visit.needs) {
+    const auto index = static_cast<std::size_t>(unit.value);
+    const bool is_last = --mode.visits_left[index] <= 0;
+    if (mode.last_visit[index] >= 0 ? position >= mode.last_visit[index] : is_last) update_in_backward(unit);
+  }
+}
+
+void Engine::update_in_backward(UnitId unit) {
+  InBackward& mode = *in_backward_;
+  const auto index = static_cast<std::size_t>(unit.value);
+  const std::set<Bytes> come = std::exchange(mode.come[index], {});
+  if (come.empty()) {
+    release_held(unit);
+    return;
+  }
+  const EngineUnit& updated = unit_of(unit);
+  NORIA_INVARIANT(mode.jobs[index].has_value(), "nobody has said how to update " + updated.facts.name);
+  UpdateJob job = *mode.jobs[index];
+  job.gradient = updated.held;
+  std::erase_if(job.pieces, [&](const UpdatePiece& piece) {
+    return !come.contains(Bytes{piece.offset * job.gradient_item_bytes()});
+  });
+  NORIA_INVARIANT(job.pieces.size() == come.size(), "a gradient came that no update wants");
+  mode.unclaimed.push_back({unit, job.pieces});
+  mode.is_updated[index] = true;
+  issuer_.next_version(updated.facts.working);
+  Op op = update_op(unit);
+  op.bytes = job.bytes();
+  auto begun = issuer_.begin(op);
+  issuer_.keep(op.id, optimizer_->submit(begun.label, std::move(job), std::move(begun.waits), urgency_of(unit)));
+  release_held(unit);
+}
+
+void Engine::end_updating() {
+  if (in_backward_->accumulating) return;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const UnitId unit(static_cast<std::int32_t>(i));
+    if (!in_backward_->is_updated[i]) update_in_backward(unit);
+  }
+}
+
+void Engine::abandon_updating() {
+  InBackward& mode = *in_backward_;
+  const auto num_updated = std::count(mode.is_updated.begin(), mode.is_updated.end(), true);
+  if (num_updated > 0 && torn_.empty()) {
+    torn_ = "a backward raised after it had updated " + std::to_string(num_updated) + " of " +
+            std::to_string(units_.size()) + " units";
+  }
+  if (!mode.ring) return;  // what had been accumulated is still held
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    mode.come[i].clear();
+    release_held(UnitId(static_cast<std::int32_t>(i)));
+  }
+}
+
+// ---- torn ---------------------------------------------------------------------------------------------------------
+
+std::string Engine::torn() const {
+  const std::lock_guard lock(mutex_);
+  if (!optimizer_) return torn_;
+  std::string found = torn_;
+  for (const auto& [unit, why] : optimizer_->torn()) {
+    found += (found.empty() ? "" : "; ") +
+             ("the update of " + units_[static_cast<std::size_t>(unit.value)].facts.name) + " broke off (" + why + ")";
+  }
+  return found;
+}
+
+void Engine::refuse_torn() const {
+  const std::string why = torn();
+  if (why.empty()) return;
+  throw MachineError("weights and optimizer state are of different steps: " + why +
+                     ". Load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
+}
+
+void Engine::mend() {
+  const std::lock_guard lock(mutex_);
+  torn_.clear();
+  if (in_backward_) in_backward_->unclaimed.clear();
+  if (!optimizer_) return;
+  optimizer_->idle();
+  backend_->idle();
+  optimizer_->mend();
+  try {
+    issuer_.sweep();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): tickets of what has been mended; the caller has heard of it
+  }
+}
+
+}  // namespace noria

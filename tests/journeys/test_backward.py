@@ -1,0 +1,547 @@
+"""update="backward": the bits of update="blocking", without held gradients; who breaks its promise hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import noria
+import pytest
+import torch
+from noria import optim
+from noria.custody import wrapped_by
+from noria.testing import assert_same_bits, on_machine
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.journeys.pairs import (
+    HOSTILE,
+    VOCAB,
+    WIDTH,
+    Net,
+    Side,
+    adamw,
+    both,
+    loss_of,
+    sgd,
+    state_tensors,
+    tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: sgd(parameters, dampening=0.3),
+    "lion": lambda parameters: optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
+}
+STEPS = 5
+
+
+def plain(side: Side) -> None:
+    side.train(0, STEPS)
+
+
+def both_in_backward(journey=plain, **options) -> None:
+    both(journey, update="backward", kernel="fused", window=options.pop("window", 3), **options)
+
+
+def wrapped(optimizer=adamw, model=Net, **policy):
+    torch.manual_seed(0)
+    made = model()
+    return noria.wrap(made, optimizer(made.parameters()), device="cpu", update="backward", **policy)
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_rule_and_format_has_the_bits_of_updates_inside_step(optimizer, dtype):
+    both_in_backward(optimizer=OPTIMIZERS[optimizer], dtype=dtype)
+
+
+@pytest.mark.parametrize("late", ["update", "drain", "fetch"])
+@pytest.mark.parametrize("window", [2, None])
+def test_whoever_is_late_changes_nothing(window, late):
+    both_in_backward(window=window, hostility={**HOSTILE, "hold_us": {late: 3_000}})
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_accumulation_adds_up_and_updates_once(dtype, micro_batches):
+    def journey(side: Side) -> None:
+        for number in range(4):
+            for micro in range(micro_batches):
+                last = micro == micro_batches - 1
+                with contextlib.nullcontext() if last else side.optimizer.accumulate():
+                    loss = loss_of(side.model, 10 * number + micro)
+                    loss.backward()
+                side.keep(f"loss {number} {micro}", loss)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey, dtype=dtype)
+
+
+def test_gradients_that_are_cleared_while_accumulating_are_not_used():
+    def journey(side: Side) -> None:
+        for number in range(4):
+            with side.optimizer.accumulate():
+                loss_of(side.model, number).backward()
+                if number % 2:
+                    side.optimizer.zero_grad()
+                else:
+                    side.model.blocks[1].expand.weight.grad = None
+            loss_of(side.model, 20 + number).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Twice(Net):
+    """The first block is used twice."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Frozen(Net):
+    """As with adapters: what is frozen is needed by gradients that go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.expand.requires_grad_(False)
+        self.embed.requires_grad_(False)
+
+
+class Sometimes(Net):
+    """Experts: which parameters of a block get a gradient changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.number = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.more[self.number % 3](x))
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        return x + self.choices[self.number % 3](x)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Expert() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    forward = Net.forward
+
+
+MODELS = {each.__name__: each for each in (Tied, Checkpointed, Reentrant, Twice, Frozen, Sometimes, Experts)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_shape_have_the_same_bits(name):
+    both_in_backward(
+        model=MODELS[name], window=None if name in ("Sometimes", "Experts") else 3, moved=name != "Experts"
+    )
+
+
+def test_schedules_evaluations_and_closures_are_those_of_the_plain_loop():
+    def journey(side: Side) -> None:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.7)
+        for number in range(STEPS):
+
+            def closure(number=number):
+                side.optimizer.zero_grad()
+                loss = loss_of(side.model, number)
+                loss.backward()
+                return loss
+
+            side.keep(f"loss {number}", side.optimizer.step(closure))
+            scheduler.step()
+            with torch.no_grad():
+                side.keep(f"eval {number}", loss_of(side.model, 50))
+        side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+def test_a_branch_that_is_left_out_keeps_its_state_as_it_is():
+    def journey(side: Side) -> None:
+        for number in range(6):
+            x = side.model.embed(tokens(number))
+            for block in side.model.blocks[: 2 + number % 3]:
+                x = block(x)
+            side.model.head(x).square().mean().backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey, window=None, moved=False)
+
+
+def test_a_run_goes_on_in_another_mode_from_its_checkpoint():
+    def trained(update: str, steps: range, model: nn.Module, optimizer) -> None:
+        noria.wrap(model, optimizer, device="cpu", update=update, dtype=torch.bfloat16)
+        for number in steps:
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def pair():
+        torch.manual_seed(0)
+        model = Net()
+        return model, adamw(model.parameters())
+
+    whole, first, second = pair(), pair(), pair()
+    trained("blocking", range(6), *whole)
+    trained("backward", range(3), *first)
+    noria.wrap(*second, device="cpu", update="backward", dtype=torch.bfloat16)
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(first[1].state_dict())
+    for number in range(3, 6):
+        loss_of(second[0], number).backward()
+        second[1].step()
+        second[1].zero_grad()
+    assert_same_bits(second[0].state_dict(), whole[0].state_dict())
+    assert_same_bits(state_tensors(second[1]), state_tensors(whole[1]))
+    noria.unwrap(*second)
+    assert all(parameter.grad is None for parameter in second[0].parameters())
+    assert_same_bits(second[0].state_dict(), whole[0].state_dict())
+
+
+# ---- memory ----
+
+
+def test_the_home_has_no_held_gradients_until_something_accumulates():
+    model, optimizer = wrapped()
+    rows = {row.purpose: row for row in noria.report(model).ledger}
+    largest = max(unit.gradients for unit in wrapped_by(model).units)
+    assert "held gradients" not in rows and rows["gradient ring"].taken == 4 * largest
+    held = sum(unit.gradients for unit in wrapped_by(model).units)
+    assert rows["gradient ring"].taken < held
+    with optimizer.accumulate():
+        loss_of(model, 0).backward()
+    rows = {row.purpose: row for row in noria.report(model).ledger}
+    assert "gradient ring" not in rows and rows["held gradients"].taken == rows["held gradients"].planned == held
+
+
+def test_accumulation_that_does_not_fit_host_memory_is_refused_before_anything_changes():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model.parameters())
+    home = noria.plan(model, optimizer, device="cpu", update="backward").home_bytes
+    noria.wrap(model, optimizer, device="cpu", update="backward", host_memory=home)
+    with pytest.raises(noria.UsageError, match="host_memory"), optimizer.accumulate():
+        pass
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert noria.report(model).ledger_agrees
+
+
+# ---- promises that are broken ----
+
+
+def test_nobody_sees_a_gradient_that_is_gone():
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    parameter = model.head.weight
+    assert parameter.grad.shape == parameter.shape
+    for look in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: parameter.grad.sum(),
+        lambda: parameter.grad.numpy(),
+        lambda: parameter.grad.mul_(0.5),
+        lambda: optimizer.clip_grad_norm_(1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"update=.backward"):
+            look()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(RuntimeError, match=r"update=.backward"):
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+    with pytest.raises(noria.UsageError, match="set_to_none"):
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model, optimizer: loss_of(model, 1),
+        lambda model, optimizer: model.blocks[0](torch.zeros(2, WIDTH)),
+        lambda model, optimizer: model.state_dict(),
+        lambda model, optimizer: optimizer.state_dict(),
+        lambda model, optimizer: optimizer.state[model.head.weight],
+        lambda model, optimizer: noria.materialize(model).__enter__(),
+    ],
+)
+def test_between_backward_and_step_weights_are_not_shown_or_used(act):
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    with pytest.raises(noria.UsageError, match=r"step\(\) after each backward"):
+        act(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_second_backward_before_the_step_is_refused():
+    model, optimizer = wrapped()
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(noria.UsageError, match=r"accumulate\(\)"):
+        loss.backward(retain_graph=True)
+    with optimizer.accumulate(), pytest.raises(noria.UsageError, match=r"step\(\) after each backward"):
+        loss.backward()
+
+
+def test_a_gradient_that_was_used_up_and_not_cleared_is_not_accumulated_into():
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(noria.UsageError, match="zero_grad"):
+        loss_of(model, 1).backward()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_gradient_of_the_user_s_is_refused():
+    model, _ = wrapped()
+    loss = loss_of(model, 0)
+    model.head.weight.grad = torch.ones_like(model.head.weight, device="cpu")
+    with pytest.raises(noria.UsageError, match="of the user's own"):
+        loss.backward()
+
+
+def test_hyperparameters_that_change_between_backward_and_step_are_told():
+    model, optimizer = wrapped()
+    loss = loss_of(model, 0)
+    optimizer.param_groups[0]["lr"] = 0.5  # in time
+    loss.backward()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(noria.UsageError, match="group 0 changed between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()  # the step has been counted
+    optimizer.step()
+
+
+def test_a_step_without_a_backward_does_nothing():
+    model, optimizer = wrapped()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    assert_same_bits(model.state_dict(), before)
+    assert not optimizer.state
+
+
+class Wild(Net):
+    """A hook uses the head once more when its backward is over."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                x.register_hook(lambda g: self.again(g))
+        return self.head(x)
+
+    def again(self, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            detached = gradient.detach().requires_grad_()
+            self.head(detached).sum().backward()
+        return gradient
+
+
+def test_a_gradient_after_the_update_of_its_unit_raises_and_leaves_the_home_torn_until_it_is_loaded():
+    model, optimizer = wrapped(model=Wild)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(noria.UsageError, match="as often in backward as in forward"):
+        loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="different steps"):
+        loss_of(model, 0)
+    with pytest.raises(noria.UsageError, match="different steps"):
+        model.state_dict()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+    assert_same_bits(model.state_dict(), saved)
+
+
+def test_a_backward_that_raises_after_updates_leaves_the_home_torn_until_all_is_loaded():
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a hook of the user's")
+
+    handle = model.blocks[0].expand.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="a hook of the user's"):
+        loss_of(model, 1).backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="different steps"):
+        loss_of(model, 1)
+    with pytest.raises(RuntimeError, match="different steps"):
+        optimizer.step()
+    model.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="different steps"):
+        loss_of(model, 1)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    optimizer.zero_grad()
+
+    twin = Net()
+    twin.load_state_dict(saved)
+    twin_optimizer = adamw(twin.parameters())
+    twin_optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps what it is given
+    noria.wrap(twin, twin_optimizer, device="cpu", update="blocking")
+    for each, its in ((model, optimizer), (twin, twin_optimizer)):
+        loss_of(each, 2).backward()
+        its.step()
+        its.zero_grad()
+    assert_same_bits(model.state_dict(), twin.state_dict())
+    assert_same_bits(state_tensors(optimizer), state_tensors(twin_optimizer))
+
+
+def test_a_backward_that_raises_before_any_update_harms_nothing():
+    model, optimizer = wrapped()
+    handle = model.head.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0).backward()
+    handle.remove()
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+# ---- what cannot be updated inside backward ----
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "found"),
+    [
+        (lambda ps: torch.optim.Adagrad(ps), {}, "Adagrad"),
+        (lambda ps: torch.optim.Adam(ps, amsgrad=True), {}, "amsgrad"),
+        (adamw, {"kernel": "torch"}, "torch"),
+        (lambda ps: adamw(list(ps)[:-1]), {}, "no optimizer holds"),
+        (lambda ps: torch.optim.SGD([{"params": [p], "momentum": n % 2} for n, p in enumerate(ps)], lr=1), {}, "rules"),
+        (adamw, {"max_grad_norm": 1.0}, "max_grad_norm"),
+    ],
+)
+def test_what_cannot_be_updated_inside_backward_is_refused_by_name(optimizer, policy, found):
+    model = Net()
+    with pytest.raises(noria.UsageError, match=found):
+        noria.wrap(model, optimizer(model.parameters()), device="cpu", update="backward", **policy)
+    assert wrapped_by(model) is None
+
+
+def test_two_optimizers_update_their_own_units():
+    def halves(model: nn.Module):
+        early = [*model.embed.parameters(), *model.blocks[:2].parameters()]
+        late = [p for p in model.parameters() if all(p is not q for q in early)]
+        return [adamw(early), sgd(late)]
+
+    sides = []
+    for update in ("blocking", "backward"):
+        torch.manual_seed(0)
+        model = Net()
+        optimizers = halves(model)
+        with on_machine(hostility=HOSTILE):
+            noria.wrap(model, optimizers, device="cpu", update=update)
+        for number in range(4):
+            loss_of(model, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        sides.append(
+            {
+                **model.state_dict(),
+                **{f"{n}.{k}": v for n, o in enumerate(optimizers) for k, v in state_tensors(o).items()},
+            }
+        )
+    assert_same_bits(*sides)
+
+
+# ---- updates that break off ----
+
+
+@pytest.mark.parametrize("update", ["auto", "blocking", "backward"])
+def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_torn(update):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", update=update)
+
+    def step(number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    state = adamw(Net().parameters()).state_dict()
+    wrapped_by(model).pool.break_next_update()
+    with pytest.raises(RuntimeError, match="told to break off"):
+        for number in range(1, 4):
+            step(number)
+    for _ in range(3):  # whoever else waits for it hears of it too
+        with pytest.raises(RuntimeError, match=r"told to break off"):
+            step(4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"different steps.*told to break off"):
+            step(4)
+    with pytest.raises(noria.UsageError, match="different steps"):
+        model.state_dict()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    step(5)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
