@@ -5,11 +5,13 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include "base/errors.h"
 #include "base/words.h"
 #include "bindings/lane_stats.h"
 #include "optim/host_optimizer.h"
+#include "optim/moment_codes.h"
 #include "optim/split_master.h"
 #include "optim/update.h"
 
@@ -20,7 +22,9 @@ namespace {
 
 using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
-using Pieces = std::vector<std::tuple<std::int64_t, std::int64_t, UpdateScalars>>;
+using ShortPiece = std::tuple<std::int64_t, std::int64_t, UpdateScalars>;
+using Piece = std::tuple<std::int64_t, std::int64_t, UpdateScalars, std::uint64_t, std::int64_t>;
+using Pieces = std::vector<std::variant<ShortPiece, Piece>>;
 
 template <class Element>
 Element* at(Address address) {
@@ -33,6 +37,21 @@ UpdateTask parse_task(const std::string& text) {
   throw UsageError("a task of the host pool", "\"" + text + "\"", "use one of update, sum");
 }
 
+MomentArray make_moment(const std::string& state, Address array, Address scales) {
+  if (state == "fp32") return {at<float>(array), nullptr, nullptr, nullptr};
+  if (state == "bf16") return {nullptr, at<std::uint16_t>(array), nullptr, nullptr};
+  if (state == "8bit") return {nullptr, nullptr, at<std::uint8_t>(array), at<float>(scales)};
+  throw UsageError("a format of the state", "\"" + state + "\"", "use one of fp32, bf16, 8bit");
+}
+
+UpdatePiece make_piece(const ShortPiece& piece) {
+  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), 0, 0};
+}
+
+UpdatePiece make_piece(const Piece& piece) {
+  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece)};
+}
+
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
                    const std::optional<UnitArrays>& to, const std::string& task, bool sums) {
   UpdateJob job;
@@ -42,7 +61,9 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   job.from = arrays;
   job.to = to.value_or(arrays);
   job.gradient = at<void>(gradient);
-  for (const auto& [offset, count, scalars] : pieces) job.pieces.push_back({offset, count, scalars});
+  for (const auto& piece : pieces) {
+    job.pieces.push_back(std::visit([](const auto& each) { return make_piece(each); }, piece));
+  }
   return job;
 }
 
@@ -71,27 +92,30 @@ void bind_kernels(py::module_& m) {
       .def_readwrite("gradient_share", &UpdateScalars::gradient_share)
       .def_readwrite("nesterov", &UpdateScalars::nesterov)
       .def_readwrite("is_first", &UpdateScalars::is_first)
+      .def_readwrite("rounding", &UpdateScalars::rounding)
       .def("__eq__", &have_same_bits, "Bit by bit.");
 
   m.def(
       "update_scalars",
       [](const std::string& rule, std::int64_t step, double lr, double beta1, double beta2, double eps,
-         double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor) {
+         double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor,
+         std::uint64_t seed) {
         const UpdateHyper hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, factor};
-        return update_scalars(parse_update_rule(rule), hyper, step);
+        return update_scalars(parse_update_rule(rule), hyper, step, seed);
       },
       py::arg("rule"), py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
       py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0, py::arg("dampening") = 0.0,
-      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0);
+      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0, py::arg("seed") = 0);
   m.def("instruction_sets", &instruction_sets);
 
   py::class_<UnitArrays>(m, "UnitArrays")
-      .def(py::init([](Address master, Address working, Address low, Address first, Address second) {
-             return UnitArrays{at<float>(master), at<std::uint16_t>(working), at<std::uint16_t>(low), at<float>(first),
-                               at<float>(second)};
+      .def(py::init([](Address master, Address working, Address low, Address first, Address second,
+                       const std::string& state, Address first_scales, Address second_scales) {
+             return UnitArrays{at<float>(master), at<std::uint16_t>(working), at<std::uint16_t>(low),
+                               make_moment(state, first, first_scales), make_moment(state, second, second_scales)};
            }),
            py::kw_only(), py::arg("master") = 0, py::arg("working") = 0, py::arg("low") = 0, py::arg("m") = 0,
-           py::arg("v") = 0);
+           py::arg("v") = 0, py::arg("state") = "fp32", py::arg("m_scales") = 0, py::arg("v_scales") = 0);
 
   py::class_<UpdateJob>(m, "UpdateJob")
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
@@ -118,10 +142,26 @@ void bind_kernels(py::module_& m) {
           [](const UpdateJob& job, const std::string& instruction_set) {
             check(job);
             for (const UpdatePiece& piece : job.pieces) {
-              update_elements(job, piece.offset, piece.count, piece.scalars, instruction_set);
+              update_elements(job, piece, piece.offset, piece.count, instruction_set);
             }
           },
           py::arg("instruction_set") = "", Release());
+
+  m.attr("STATE_BLOCK") = kStateBlock;
+  m.def(
+      "encode_moment",
+      [](Address values, Address codes, Address scales, std::size_t count, bool is_first) {
+        encode_moment(at<const float>(values), at<std::uint8_t>(codes), at<float>(scales), count, is_first);
+      },
+      py::arg("values"), py::arg("codes"), py::arg("scales"), py::arg("count"), py::kw_only(), py::arg("is_first"),
+      Release());
+  m.def(
+      "decode_moment",
+      [](Address codes, Address scales, Address values, std::size_t count, bool is_first) {
+        decode_moment(at<const std::uint8_t>(codes), at<const float>(scales), at<float>(values), count, is_first);
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("count"), py::kw_only(), py::arg("is_first"),
+      Release());
 
   m.def(
       "split_master",

@@ -11,6 +11,10 @@ namespace {
 
 bool is_same_range(const UpdatePiece& a, const UpdatePiece& b) { return a.offset == b.offset && a.count == b.count; }
 
+bool has_same_numbers(const UpdatePiece& a, const UpdatePiece& b) {
+  return a.first == b.first && a.first_block == b.first_block;
+}
+
 bool has_same_scalars(const UpdatePiece& a, const UpdatePiece& b) { return have_same_bits(a.scalars, b.scalars); }
 
 bool has_same_ranges(const UpdateJob& a, const UpdateJob& b) {
@@ -21,7 +25,8 @@ bool updates_the_same(const UpdateJob& a, const UpdateJob& b) {
   const auto same_arrays = [](const UnitArrays& x, const UnitArrays& y) {
     return x.master == y.master && x.working == y.working && x.low == y.low && x.m == y.m && x.v == y.v;
   };
-  return a.rule == b.rule && same_arrays(a.from, b.from) && a.gradient == b.gradient && has_same_ranges(a, b);
+  return a.rule == b.rule && same_arrays(a.from, b.from) && a.gradient == b.gradient && has_same_ranges(a, b) &&
+         std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), has_same_numbers);
 }
 
 }  // namespace

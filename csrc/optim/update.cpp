@@ -54,8 +54,44 @@ MasterFormat format_of(const UnitArrays& arrays) {
   return arrays.working != nullptr ? MasterFormat::split : MasterFormat::whole;
 }
 
+// As in optim/state_formats.inc; 0 stays 0.
+std::uint32_t mixed(std::uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+StateFormat format_of(const MomentArray& moment) {
+  if (moment.codes != nullptr) return StateFormat::eight_bit;
+  return moment.bf16 != nullptr ? StateFormat::bf16 : StateFormat::fp32;
+}
+
+int num_arrays(const MomentArray& moment) {
+  return (moment.fp32 != nullptr) + (moment.bf16 != nullptr) + (moment.codes != nullptr);
+}
+
+// Bytes of `count` elements of a moment, which begin with a block.
+std::int64_t moment_bytes(StateFormat format, std::int64_t count) {
+  constexpr auto kBlock = static_cast<std::int64_t>(kStateBlock);
+  switch (format) {
+  case StateFormat::fp32:
+    return 4 * count;
+  case StateFormat::bf16:
+    return 2 * count;
+  case StateFormat::eight_bit:
+    return count + 4 * ((count + kBlock - 1) / kBlock);
+  }
+  return 0;
+}
+
 bool same(const UnitArrays& a, const UnitArrays& b) {
   return a.master == b.master && a.working == b.working && a.low == b.low && a.m == b.m && a.v == b.v;
+}
+
+bool share_an_array(const MomentArray& a, const MomentArray& b) {
+  const auto is_shared = [](const auto* x, const auto* y) { return x != nullptr && x == y; };
+  return is_shared(a.fp32, b.fp32) || is_shared(a.bf16, b.bf16) || is_shared(a.codes, b.codes) ||
+         is_shared(a.scales, b.scales);
 }
 
 template <class Element>
@@ -63,9 +99,18 @@ Element* at(Element* array, std::size_t offset) {
   return array != nullptr ? array + offset : nullptr;
 }
 
-UnitArrays at(const UnitArrays& arrays, std::size_t offset) {
-  return {at(arrays.master, offset), at(arrays.working, offset), at(arrays.low, offset), at(arrays.m, offset),
-          at(arrays.v, offset)};
+MomentArray at(const MomentArray& moment, std::size_t offset, std::size_t block) {
+  return {at(moment.fp32, offset), at(moment.bf16, offset), at(moment.codes, offset), at(moment.scales, block)};
+}
+
+UnitArrays at(const UnitArrays& arrays, std::size_t offset, std::size_t block) {
+  return {at(arrays.master, offset), at(arrays.working, offset), at(arrays.low, offset), at(arrays.m, offset, block),
+          at(arrays.v, offset, block)};
+}
+
+// The upper half of an element's number goes into the key, the lower half is counted by the kernel.
+Rounding rounding_of(const UpdateScalars& scalars, std::uint64_t number) {
+  return {scalars.rounding ^ mixed(static_cast<std::uint32_t>(number >> 32)), static_cast<std::uint32_t>(number)};
 }
 
 // Streaming stores are ordered by nothing else, not even by the release of a mutex.
@@ -79,6 +124,8 @@ void end_stream() {
 
 bool UpdateJob::in_place() const { return same(from, to); }
 
+StateFormat UpdateJob::state_format() const { return format_of(from.m); }
+
 Bytes UpdateJob::gradient_bytes() const {
   Bytes sum;
   for (const UpdatePiece& piece : pieces) sum += Bytes{piece.count * gradient_item_bytes()};
@@ -87,10 +134,12 @@ Bytes UpdateJob::gradient_bytes() const {
 
 Bytes UpdateJob::bytes() const {
   if (task == UpdateTask::sum) return gradient_bytes();
-  std::int64_t elements = 0;
-  for (const UpdatePiece& piece : pieces) elements += piece.count;
-  const std::int64_t gradient_size = format_of(from) == MasterFormat::split ? 2 : 4;
-  return Bytes{8 + gradient_size + 8 * num_moments(rule)} * elements;
+  Bytes sum;
+  for (const UpdatePiece& piece : pieces) {
+    sum += Bytes{8 + gradient_item_bytes()} * piece.count;
+    sum += Bytes{2 * moment_bytes(state_format(), piece.count)} * num_moments(rule);
+  }
+  return sum;
 }
 
 void check(const UpdateJob& job) {
@@ -99,19 +148,25 @@ void check(const UpdateJob& job) {
     const bool split = arrays->working != nullptr;
     NORIA_INVARIANT(split == (arrays->low != nullptr) && split == (arrays->master == nullptr),
                     "an update is of an fp32 master, or of a working copy with its low bits");
-    NORIA_INVARIANT((arrays->m != nullptr) == (moments > 0) && (arrays->v != nullptr) == (moments > 1),
+    NORIA_INVARIANT(num_arrays(arrays->m) == (moments > 0 ? 1 : 0) && num_arrays(arrays->v) == (moments > 1 ? 1 : 0),
                     "an update has as many moments as its rule keeps");
+    for (const MomentArray* moment : {&arrays->m, &arrays->v}) {
+      NORIA_INVARIANT(num_arrays(*moment) == 0 || format_of(*moment) == job.state_format(),
+                      "the moments of an update have one format");
+      NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
+    }
   }
   NORIA_INVARIANT(job.gradient != nullptr, "an update lacks its gradient");
   NORIA_INVARIANT(format_of(job.from) == format_of(job.to), "an update changes the format of its master");
   const bool apart = job.from.master != job.to.master || job.from.working != job.to.working;
-  NORIA_INVARIANT(job.in_place() ||
-                      (apart && (job.from.low == nullptr || job.from.low != job.to.low) &&
-                       (moments < 1 || job.from.m != job.to.m) && (moments < 2 || job.from.v != job.to.v)),
+  NORIA_INVARIANT(job.in_place() || (apart && (job.from.low == nullptr || job.from.low != job.to.low) &&
+                                     !share_an_array(job.from.m, job.to.m) && !share_an_array(job.from.v, job.to.v)),
                   "an update is in place, or shares no array with what it reads");
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (const UpdatePiece& piece : job.pieces) {
     NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
+    NORIA_INVARIANT(job.state_format() != StateFormat::eight_bit || piece.first % kStateBlock == 0,
+                    "a piece of an update cuts a block of codes");
     if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);
   }
   std::sort(ranges.begin(), ranges.end());
@@ -133,29 +188,37 @@ double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t co
   return sum(gradient, static_cast<std::size_t>(count));
 }
 
-void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t count, const UpdateScalars& scalars,
+void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set) {
   const UpdateKernels& kernels = kernels_for(instruction_set);
   const MasterFormat format = format_of(job.from);
   const bool in_place = job.in_place();
-  const UpdateKernels::Update update =
-      kernels.update[static_cast<int>(job.rule)][static_cast<int>(format)][in_place ? 0 : 1];
+  const UpdateKernels::Update update = kernels.update[static_cast<int>(job.rule)][static_cast<int>(format)]
+                                           .of[static_cast<int>(job.state_format())][in_place ? 0 : 1];
   const auto start = static_cast<std::size_t>(offset), total = static_cast<std::size_t>(count);
+  const auto inside = static_cast<std::size_t>(offset - piece.offset);
+  const auto first_scale = static_cast<std::size_t>(piece.first_block) + inside / kStateBlock;
   const std::size_t gradient_size = format == MasterFormat::split ? sizeof(std::uint16_t) : sizeof(float);
   const auto* gradient = static_cast<const std::byte*>(job.gradient) + start * gradient_size;
-  const UnitArrays from = at(job.from, start), to = at(job.to, start);
+  const UpdateScalars& scalars = piece.scalars;
   const bool flushed = job.rule != UpdateRule::lion;
-  if (scalars.factor == 1.0f) {
-    const FlushDenormals flush(flushed);
-    update(from, to, gradient, total, scalars);
-  } else {
-    alignas(64) std::array<float, kBlock> scaled;  // not initialised: every element is written before it is read
-    for (std::size_t done = 0; done < total; done += kBlock) {
-      const std::size_t size = std::min(kBlock, total - done);
-      kernels.scale[static_cast<int>(format)](gradient + done * gradient_size, scaled.data(), size, scalars.factor);
-      const FlushDenormals flush(flushed);
-      update(at(from, done), at(to, done), scaled.data(), size, scalars);
+  alignas(64) std::array<float, kBlock> scaled;  // not initialised: every element is written before it is read
+  std::size_t done = 0;
+  while (done < total) {
+    // A kernel counts in 32 bits.
+    const std::uint64_t number = piece.first + inside + done;
+    std::size_t size = std::min<std::uint64_t>(total - done, (std::uint64_t{1} << 32) - (number & 0xffffffffu));
+    const void* seen = gradient + done * gradient_size;
+    if (scalars.factor != 1.0f) {
+      size = std::min(kBlock, size);
+      kernels.scale[static_cast<int>(format)](seen, scaled.data(), size, scalars.factor);
+      seen = scaled.data();
     }
+    const FlushDenormals flush(flushed);
+    update(at(job.from, start + done, first_scale + done / kStateBlock),
+           at(job.to, start + done, first_scale + done / kStateBlock), seen, size, scalars,
+           rounding_of(scalars, number));
+    done += size;
   }
   if (!in_place) end_stream();
 }

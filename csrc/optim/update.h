@@ -17,6 +17,14 @@
 // the same loop writes blocks that stay in the first cache, from where streaming stores carry them to `to`. Memory
 // traffic is that of an update in place, and so are the bits.
 //
+// Note [State formats]. Moments are floats, bf16, or codes of 8 bits with an fp32 scale for each block of 256 elements;
+// the rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and unbiased:
+// to nearest, a second moment in bf16 could not decay at beta2 = 0.999, whose step is less than half of its last bit.
+// The random bits are a hash of seed, step and the number of the element (`UpdatePiece::first`), so the result depends
+// on no schedule, thread, cut or instruction set. What is not finite: bf16 keeps it, element by element, as fp32 does.
+// In 8 bits an infinite first moment becomes NaN, and an overflowed second moment stops its whole block; a NaN stays
+// with its element. (optim/state_formats.inc.)
+//
 // Note [Factor]. Unscaling, clipping and the sign of maximize reach the rule as one factor on the gradient. The product
 // is rounded to the gradient's dtype, denormals and all, so that the update is that of `p.grad.mul_(factor)` to the
 // bit.
@@ -48,8 +56,8 @@ struct UpdateHyper {
   double factor = 1.0;
 };
 
-/// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below.
-UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step);
+/// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below. `seed` is of the rounding.
+UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step, std::uint64_t seed = 0);
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
 
@@ -58,6 +66,10 @@ struct UpdatePiece {
   std::int64_t offset = 0;
   std::int64_t count = 0;
   UpdateScalars scalars{};
+  // Where moments have fewer bits. Parameters are numbered through, each from a multiple of kStateBlock on; however
+  // they lie in units, an element has one number.
+  std::uint64_t first = 0;       // the number of this piece's first element
+  std::int64_t first_block = 0;  // of its scales in the unit's
 };
 
 /// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still
@@ -90,9 +102,10 @@ struct UpdateJob {
   std::shared_ptr<LookCounts> looks;  // of the jobs that look; may be null
 
   bool in_place() const;
+  StateFormat state_format() const;  // fp32 where the rule keeps nothing
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
   Bytes gradient_bytes() const;
-  Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones
+  Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments
 };
 
 /// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping
@@ -106,9 +119,9 @@ std::vector<std::string> instruction_sets();
 double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set = "");
 
-/// Updates `count` elements from `offset` on. `instruction_set` empty: the widest. UsageError for one that is not
-/// listed above.
-void update_elements(const UpdateJob& job, std::int64_t offset, std::int64_t count, const UpdateScalars& scalars,
+/// Updates `count` elements of a piece from `offset` on, which counts as the piece's does; where moments are codes it
+/// begins a block. `instruction_set` empty: the widest. UsageError for one that is not listed above.
+void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set = "");
 
 }  // namespace noria

@@ -19,6 +19,12 @@ inline constexpr int kNumRules = 5;
 enum class MasterFormat : std::uint8_t { whole, split };
 inline constexpr int kNumMasterFormats = 2;
 
+/// How moments are kept; see optim/update.h, Note [State formats].
+enum class StateFormat : std::uint8_t { fp32, bf16, eight_bit };
+inline constexpr int kNumStateFormats = 3;
+/// Elements of a parameter that share a scale where moments are codes, counted from the parameter's beginning.
+inline constexpr std::size_t kStateBlock = 256;
+
 /// The hyperparameters as the formulas want them, each rounded once from double; made by `update_scalars`. A rule reads
 /// those that it has a name for.
 struct UpdateScalars {
@@ -33,7 +39,24 @@ struct UpdateScalars {
   float gradient_share;  // 1 - dampening
   // 0 or 1, and floats: a loop over halves of a master is not vectorised with conditions of another size.
   float nesterov;
-  float is_first;  // of sgd_momentum: the buffer becomes the gradient, whatever it holds
+  float is_first;          // of sgd_momentum: the buffer becomes the gradient, whatever it holds
+  std::uint32_t rounding;  // of moments in fewer bits: from seed and step
+};
+
+/// What the random bits of a range of elements are made of: a key, and the number of its first element.
+struct Rounding {
+  std::uint32_t key;
+  std::uint32_t first;
+};
+
+/// One moment, in the one format whose array is not null.
+struct MomentArray {
+  float* fp32 = nullptr;
+  std::uint16_t* bf16 = nullptr;
+  std::uint8_t* codes = nullptr;  // 8 bit; of a first moment with a sign
+  float* scales = nullptr;        // 8 bit: one for each block
+
+  bool operator==(const MomentArray&) const = default;
 };
 
 /// One unit's arrays, or one range of them; what format and rule have no use for is null.
@@ -41,8 +64,8 @@ struct UnitArrays {
   float* master = nullptr;           // whole
   std::uint16_t* working = nullptr;  // split: the high halves
   std::uint16_t* low = nullptr;      // split: the low halves
-  float* m = nullptr;                // first moment, or momentum buffer
-  float* v = nullptr;                // second moment
+  MomentArray m;                     // first moment, or momentum buffer
+  MomentArray v;                     // second moment
 };
 
 /// One instruction set's loops; null where this build has none.
@@ -50,7 +73,7 @@ struct UpdateKernels {
   /// In place `to` is not looked at; a draft writes it, and it shares no element with `from`. The stores of a draft are
   /// seen by others after a fence, which is the caller's.
   using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
-                          const UpdateScalars& scalars);
+                          const UpdateScalars& scalars, const Rounding& rounding);
   /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
 
@@ -58,7 +81,12 @@ struct UpdateKernels {
   /// Squares are exact, so every instruction set gives the same bits; one that is not finite makes the sum so.
   using Sum = double (*)(const void* gradient, std::size_t count);
 
-  Update update[kNumRules][kNumMasterFormats][2] = {};  // [2]: in place, draft
+  /// Codes begin with a block; rules without moments have an fp32 way alone.
+  struct Ways {
+    Update of[kNumStateFormats][2] = {};  // [2]: in place, draft
+  };
+
+  Ways update[kNumRules][kNumMasterFormats] = {};
   Scale scale[kNumMasterFormats] = {};
   Sum sum[kNumMasterFormats] = {};
 };

@@ -16,6 +16,18 @@ struct Described {
   int num_moments;
 };
 
+// S. Vigna's "splitmix64": neighbouring seeds and steps have nothing in common.
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+std::uint32_t rounding_key(std::uint64_t seed, std::int64_t step) {
+  constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15u;
+  return static_cast<std::uint32_t>(mixed(mixed(seed + kOdd) + static_cast<std::uint64_t>(step) * kOdd) >> 32);
+}
+
 constexpr std::array<Described, kNumRules> kRules{
     {{"adamw", 2}, {"adam", 2}, {"sgd", 0}, {"sgd_momentum", 1}, {"lion", 1}}};
 
@@ -39,7 +51,7 @@ bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b) {
   return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
 }
 
-UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step) {
+UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step, std::uint64_t seed) {
   if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");
   const bool is_adam = rule == UpdateRule::adamw || rule == UpdateRule::adam;
   const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion;
@@ -58,6 +70,7 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   scalars.gradient_share = static_cast<float>(1.0 - hyper.dampening);
   scalars.nesterov = hyper.nesterov ? 1.0f : 0.0f;
   scalars.is_first = step == 1 ? 1.0f : 0.0f;
+  scalars.rounding = rounding_key(seed, step);
   return scalars;
 }
 

@@ -251,7 +251,7 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
     job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
                           update_scalars(job.rule, hyper, std::max<std::int64_t>(1, slot.num_updates + more))});
   }
-  job.from = {updated.home[0], nullptr, nullptr, updated.home[2], updated.home[3]};
+  job.from = {updated.home[0], nullptr, nullptr, {.fp32 = updated.home[2]}, {.fp32 = updated.home[3]}};
   job.to = job.from;
   job.gradient = updated.home[1];
   return job;
@@ -263,7 +263,7 @@ void BareEngine::expect_updates(double lr) {
     UpdateJob job = job_of(unit, lr, 1);
     if (job.pieces.empty()) continue;
     job.sums = std::make_shared<std::vector<double>>();
-    if (spare[0] != nullptr) job.to = {spare[0], nullptr, nullptr, spare[2], spare[3]};
+    if (spare[0] != nullptr) job.to = {spare[0], nullptr, nullptr, {.fp32 = spare[2]}, {.fp32 = spare[3]}};
     else job.task = UpdateTask::sum;
     engine_.expect_update(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
   }

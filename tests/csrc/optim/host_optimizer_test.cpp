@@ -31,7 +31,7 @@ std::shared_ptr<HostTicket> open_ticket(std::int64_t op = 1000) {
 struct Unit {
   explicit Unit(std::size_t count) : p(count, 1.0f), m(count), v(count), g(count, 0.5f) {}
 
-  UnitArrays arrays() { return {p.data(), nullptr, nullptr, m.data(), v.data()}; }
+  UnitArrays arrays() { return {p.data(), nullptr, nullptr, {.fp32 = m.data()}, {.fp32 = v.data()}}; }
   UpdateJob job(std::int64_t step = 1) {
     UpdateJob result;
     result.from = result.to = arrays();
@@ -41,7 +41,7 @@ struct Unit {
   }
   void update_by_hand(std::int64_t step = 1) {
     const UpdateJob by_hand = job(step);
-    update_elements(by_hand, 0, static_cast<std::int64_t>(p.size()), by_hand.pieces.front().scalars);
+    update_elements(by_hand, by_hand.pieces.front(), 0, static_cast<std::int64_t>(p.size()));
   }
   bool updated() const { return p.front() != 1.0f && p.back() != 1.0f; }
 
@@ -363,10 +363,10 @@ TEST(HostOptimizer, RefusesJobsThatNoPlanMakes) {
   overlapping.pieces.push_back({9, 1, overlapping.pieces.front().scalars});
   EXPECT_THROW(optimizer.submit(label(1), overlapping, {}), InvariantError);
   UpdateJob lacking = unit.job();
-  lacking.from.v = lacking.to.v = nullptr;
+  lacking.from.v = lacking.to.v = {};
   EXPECT_THROW(optimizer.submit(label(1), lacking, {}), InvariantError);
   UpdateJob half_a_draft = unit.job();
-  half_a_draft.to.m = Unit(10).m.data();
+  half_a_draft.to.m.fp32 = Unit(10).m.data();
   EXPECT_THROW(optimizer.submit(label(1), half_a_draft, {}), InvariantError);
   const OpLabel fetch{OpId(1), Lane::update, Verb::fetch, UnitId(0)};
   EXPECT_THROW(optimizer.submit(fetch, unit.job(), {}), InvariantError);
