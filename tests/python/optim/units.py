@@ -1,4 +1,4 @@
-"""A unit's arrays as numpy has them, for the kernels: every rule, both formats, in place or as a draft."""
+"""A unit's arrays as numpy has them, for the kernels: every rule, every format, in place or as a draft."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from noria import _C
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
 RULES = list(MOMENTS)
 SETS = _C.instruction_sets()
+STATES = ["fp32", "bf16", "8bit"]
 
 HYPER: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
@@ -45,8 +46,23 @@ def split(master: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return high, low
 
 
+def encoded(values: np.ndarray, is_first: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales."""
+    values = np.ascontiguousarray(values, np.float32)
+    codes, scales = aligned(values.size, np.uint8), aligned(-(-values.size // _C.STATE_BLOCK), np.float32)
+    _C.encode_moment(values.ctypes.data, codes.ctypes.data, scales.ctypes.data, values.size, is_first=is_first)
+    return codes, scales
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray, is_first: bool) -> np.ndarray:
+    values = np.empty(codes.size, np.float32)
+    _C.decode_moment(codes.ctypes.data, scales.ctypes.data, values.ctypes.data, codes.size, is_first=is_first)
+    return values
+
+
 class Unit:
-    """`arrays` by the names that `UnitArrays` gives them; the gradient is cut to bf16 where the master is split."""
+    """`arrays` by the names that `UnitArrays` gives them; the gradient is cut to bf16 where the master is split, and so
+    are the moments where `state` says so."""
 
     def __init__(
         self,
@@ -56,8 +72,10 @@ class Unit:
         *,
         moments: Sequence[np.ndarray] = (),
         split_master: bool = False,
+        state: str = "fp32",
     ) -> None:
-        self.rule, self.count, self.split = rule, p.size, split_master
+        self.rule, self.count, self.split, self.state = rule, p.size, split_master, state
+        self.first = 0  # the number of the first element
         self.arrays: dict[str, np.ndarray] = {}
         if split_master:
             self.arrays["working"], self.arrays["low"] = split(np.ascontiguousarray(p, np.float32))
@@ -66,11 +84,23 @@ class Unit:
             self.arrays["master"] = self._own(p)
             self.gradient = g
         for number in range(MOMENTS[rule]):
-            self.arrays["mv"[number]] = self._own(moments[number] if moments else np.zeros_like(p))
+            self._set_moment("mv"[number], moments[number] if moments else np.zeros_like(p))
+
+    def _set_moment(self, name: str, values: np.ndarray) -> None:
+        if self.state == "8bit":
+            self.arrays[name], self.arrays[f"{name}_scales"] = encoded(values, name == "m")
+        else:
+            self.arrays[name] = self._own(bf16(values) if self.state == "bf16" else values)
+
+    def moment(self, name: str) -> np.ndarray:
+        """In fp32."""
+        if self.state == "8bit":
+            return decoded(self.arrays[name], self.arrays[f"{name}_scales"], name == "m")
+        return widened(self.arrays[name]) if self.state == "bf16" else self.arrays[name]
 
     @staticmethod
     def _own(values: np.ndarray) -> np.ndarray:
-        copy = aligned(values.size, np.float32)
+        copy = aligned(values.size, values.dtype)
         copy[:] = values
         return copy
 
@@ -83,9 +113,9 @@ class Unit:
         _C.join_master(high.ctypes.data, low.ctypes.data, master.ctypes.data, self.count)
         return master
 
-    @staticmethod
-    def addresses(arrays: dict[str, np.ndarray]) -> Any:
-        return _C.UnitArrays(**{name: array.ctypes.data for name, array in arrays.items()})
+    def addresses(self, arrays: dict[str, np.ndarray]) -> Any:
+        state = self.state if MOMENTS[self.rule] else "fp32"
+        return _C.UnitArrays(**{name: array.ctypes.data for name, array in arrays.items()}, state=state)
 
     def scalars(self, step: int, hyper: dict[str, Any] | None = None, **changed: Any) -> Any:
         return _C.update_scalars(self.rule, step, **{**(hyper or HYPER[self.rule]), **changed})
@@ -102,7 +132,9 @@ class Unit:
     ) -> Any:
         edges = [0, *sorted(cut), self.count]
         scalars = scalars or self.scalars(step, **changed)
-        pieces = [(begin, end - begin, scalars) for begin, end in pairwise(edges)]
+        pieces = [
+            (begin, end - begin, scalars, self.first + begin, begin // _C.STATE_BLOCK) for begin, end in pairwise(edges)
+        ]
         target = self.addresses(to) if to is not None else None
         return _C.UpdateJob(
             self.rule, pieces, self.addresses(self.arrays), gradient=self.gradient.ctypes.data, to=target, sums=sums
@@ -110,7 +142,7 @@ class Unit:
 
     def spare(self) -> dict[str, np.ndarray]:
         """Arrays for a draft, full of what must be overwritten."""
-        made = {name: aligned(self.count, array.dtype) for name, array in self.arrays.items()}
+        made = {name: aligned(array.size, array.dtype) for name, array in self.arrays.items()}
         for array in made.values():
             array.view(np.uint8)[:] = 0xFF
         return made
@@ -134,7 +166,9 @@ def any_floats(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.where(np.isnan(values), np.float32(1), values)
 
 
-def make(rule: str, count: int, seed: int = 0, *, wild: bool = False, split_master: bool = False) -> Unit:
+def make(
+    rule: str, count: int, seed: int = 0, *, wild: bool = False, split_master: bool = False, state: str = "fp32"
+) -> Unit:
     """The seed alone says what the arrays hold."""
     rng = np.random.default_rng(seed)
     if wild:
@@ -143,4 +177,4 @@ def make(rule: str, count: int, seed: int = 0, *, wild: bool = False, split_mast
     else:
         p, m, v, g = (rng.standard_normal(count, dtype=np.float32) for _ in range(4))
         p, m, v, g = p * np.float32(0.02), m * np.float32(1e-3), v**2 * np.float32(1e-6), g * np.float32(1e-3)
-    return Unit(rule, p, g, moments=(m, v), split_master=split_master)
+    return Unit(rule, p, g, moments=(m, v), split_master=split_master, state=state)
