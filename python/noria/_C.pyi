@@ -438,6 +438,7 @@ class UpdateScalars:
     gradient_share: float
     nesterov: float
     is_first: float
+    rounding: int
 
 def update_scalars(
     rule: str,
@@ -453,21 +454,34 @@ def update_scalars(
     nesterov: bool = False,
     maximize: bool = False,
     factor: float = 1.0,
+    seed: int = 0,
 ) -> UpdateScalars:
-    """`rule`: "adamw", "adam", "sgd" (no momentum), "sgd_momentum" or "lion"."""
+    """`rule`: "adamw", "adam", "sgd" (no momentum), "sgd_momentum" or "lion". `seed`: of the rounding of moments."""
 
 def instruction_sets() -> list[str]: ...
 
 class UnitArrays:
-    """Addresses: `master`, or `working` and `low`; as many of `m`, `v` as the rule keeps."""
+    """Addresses: `master`, or `working` and `low`; as many of `m`, `v` as the rule keeps, `state` being "fp32", "bf16"
+    or "8bit"; for "8bit" their scales."""
 
-    def __init__(self, *, master: int = 0, working: int = 0, low: int = 0, m: int = 0, v: int = 0) -> None: ...
+    def __init__(
+        self,
+        *,
+        master: int = 0,
+        working: int = 0,
+        low: int = 0,
+        m: int = 0,
+        v: int = 0,
+        state: str = "fp32",
+        m_scales: int = 0,
+        v_scales: int = 0,
+    ) -> None: ...
 
 class UpdateJob:
     def __init__(
         self,
         rule: str,
-        pieces: Sequence[tuple[int, int, UpdateScalars]],
+        pieces: Sequence[tuple[int, int, UpdateScalars] | tuple[int, int, UpdateScalars, int, int]],
         arrays: UnitArrays,
         *,
         gradient: int,
@@ -475,8 +489,9 @@ class UpdateJob:
         task: str = "update",
         sums: bool = False,
     ) -> None:
-        """Pieces are (offset, count, scalars) in elements. `to`: where a draft is written; None: in place. `task`:
-        "update", or "sum" for the sums of squares alone; `sums`: take them on the way."""
+        """Pieces are (offset, count, scalars) in elements, and, where moments are not fp32, the number of the first
+        element and of its block of scales. `to`: where a draft is written; None: in place. `task`: "update", or "sum"
+        for the sums of squares alone; `sums`: take them on the way."""
     @property
     def rule(self) -> str: ...
     @property
@@ -491,6 +506,10 @@ class UpdateJob:
     def sums(self, instruction_set: str = "") -> list[float]:
         """Of squares of the gradient, by piece; on the calling thread."""
 
+STATE_BLOCK: int
+
+def encode_moment(values: int, codes: int, scales: int, count: int, *, is_first: bool) -> None: ...
+def decode_moment(codes: int, scales: int, values: int, count: int, *, is_first: bool) -> None: ...
 def split_master(master: int, high: int, low: int, count: int) -> None: ...
 def join_master(high: int, low: int, master: int, count: int) -> None: ...
 

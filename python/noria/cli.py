@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help='of torch.optim, with arguments if need be: AdamW (default), "SGD(momentum=0.9)"; none: inference',
     )
     policy = plan.add_argument_group("policy, as in noria.wrap")
-    for name in ("device", "device-memory", "host-memory", "kernel", "update"):
+    for name in ("device", "device-memory", "host-memory", "kernel", "state-dtype", "update"):
         policy.add_argument(f"--{name}")
     policy.add_argument("--window", type=int)
     policy.add_argument("--dtype", choices=["bf16", "bfloat16"], help="default: the model's own")
@@ -133,7 +133,7 @@ def run_plan(args: argparse.Namespace) -> int:
     model, optimizers = _model_and_optimizers(args)
     fields: dict[str, Any] = {
         name: getattr(args, name)
-        for name in ("device", "device_memory", "host_memory", "kernel", "update", "window", "units")
+        for name in ("device", "device_memory", "host_memory", "kernel", "state_dtype", "update", "window", "units")
         if getattr(args, name) is not None
     }
     if "device_memory" in fields:
@@ -324,8 +324,10 @@ class PlannedStep:
         count = sum(slot.parameter.numel() for slot in unit.parameters if slot.trainable)
         is_split = any(slot.has_master for slot in unit.parameters)
         rules = self.planned.fused.get(unit.index)
-        each = max(rule.bytes_per_element(is_split) for rule in rules) if rules else 26 if is_split else 28
-        return count * each
+        fallback = 26 if is_split else 28
+        state_dtype = self.planned.policy.state_dtype
+        each = max(rule.bytes_per_element(is_split, state_dtype) for rule in rules) if rules else fallback
+        return int(count * each)
 
     def _add(
         self, phase: str, lane: str, verb: str, unit: int, num_bytes: int, accesses: list[tuple[int, str]]

@@ -32,7 +32,8 @@ GRADIENT_RING = "gradient ring"
 @dataclasses.dataclass
 class HomeParameter:
     """One parameter's place in its unit. Offsets in bytes; `gradient_offset` -1 means frozen. `is_split`: its master is
-    the working copy with the low bits; a master that is not is plain."""
+    the working copy with the low bits; a master that is not is plain. Blocks are those that share a scale where moments
+    are codes, counted in the unit."""
 
     parameter: nn.Parameter
     name: str
@@ -44,6 +45,8 @@ class HomeParameter:
     gradient_offset: int
     has_master: bool
     is_split: bool = False
+    first_block: int = 0
+    num_blocks: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -115,10 +118,12 @@ def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[Hom
                 for i, d in zip(order, travel, strict=True)
             ]
         )
-        parameters, gradients = [], 0
+        parameters: list[HomeParameter] = []
+        gradients = first_block = 0
         for i, travels_in, (offset, size) in zip(order, travel, layout.slots, strict=True):
             parameter = spec.parameters[i]
             trainable = parameter.requires_grad
+            num_blocks = -(-parameter.numel() // _C.STATE_BLOCK) if trainable else 0
             parameters.append(
                 HomeParameter(
                     parameter=parameter,
@@ -130,9 +135,12 @@ def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[Hom
                     offset=offset,
                     gradient_offset=offset if trainable else -1,
                     has_master=trainable and dtype is not None and parameter.is_floating_point(),
+                    first_block=first_block,
+                    num_blocks=num_blocks,
                 )
             )
             index += 1
+            first_block += num_blocks
             if trainable:
                 gradients = _align(offset + size)
         described.append(HomeUnit(spec.name, len(described), spec.is_block, layout.total, gradients, parameters))
@@ -276,11 +284,40 @@ class Home:
         """Whether the unit has a part of this arena."""
         return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
 
-    def moment(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
-        """An fp32 moment of the fused kernels, with the parameter's element offset. `before_write`: as in `watched`."""
-        offset = slot.offset * (4 // slot.dtype.itemsize)
+    def moment(
+        self,
+        purpose: str,
+        slot: HomeParameter,
+        dtype: torch.dtype,
+        before_write: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """A moment of the fused kernels, with the parameter's element offset. `before_write`: as in `watched`."""
+        return self._state(purpose, slot, self.moment_offset(slot, dtype), slot.parameter, dtype, before_write)
+
+    def scales(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
+        """Of a moment that is kept as codes: one for each block."""
+        like = torch.empty(slot.num_blocks, device="meta")
+        return self._state(purpose, slot, self.scales_offset(slot), like, torch.float32, before_write)
+
+    @staticmethod
+    def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:
+        return slot.offset // slot.dtype.itemsize * dtype.itemsize
+
+    @staticmethod
+    def scales_offset(slot: HomeParameter) -> int:
+        return slot.first_block * torch.float32.itemsize
+
+    def _state(
+        self,
+        purpose: str,
+        slot: HomeParameter,
+        offset: int,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        before_write: Callable[[], None] | None,
+    ) -> torch.Tensor:
         if before_write is None:
-            return self.tensor(purpose, slot.unit, offset, slot.parameter, torch.float32)
+            return self.tensor(purpose, slot.unit, offset, like, dtype)
         offset += self._offset(purpose, slot.unit)
         with plainly():
-            return _C.watched_tensor_in(self.arenas[purpose], offset, slot.parameter, torch.float32, before_write)
+            return _C.watched_tensor_in(self.arenas[purpose], offset, like, dtype, before_write)

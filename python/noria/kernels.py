@@ -21,8 +21,6 @@ from noria.home import HomeParameter, HomeUnit
 from noria.optim import Lion
 
 __all__ = [
-    "MOMENTS",
-    "MOMENT_OF",
     "SEPARABLE",
     "STATELESS",
     "FusedRule",
@@ -43,33 +41,28 @@ SEPARABLE = frozenset(
 ) | {Lion}
 """Classes that run unit by unit; compared by identity, for a subclass may look further."""
 
-MOMENTS = ("first moments", "second moments")
-"""The home's arenas for what the fused kernels keep."""
-
-MOMENT_OF = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}
-"""By key of the optimizer's state: which of MOMENTS."""
-
 
 @dataclasses.dataclass(frozen=True)
 class FusedRule:
     """A rule of csrc/optim, and the state that torch's optimizer keeps for it."""
 
     name: str
-    keys: tuple[str, ...]  # tensors, in the order of MOMENTS
+    keys: tuple[str, ...]  # tensors, in the order of moments.MOMENTS
     counts_steps: bool = False  # in state["step"]
 
-    def bytes_per_element(self, is_split: bool) -> int:
+    def bytes_per_element(self, is_split: bool, state_dtype: str = "fp32") -> float:
         """Read and written by an update."""
-        return 8 + (2 if is_split else 4) + 8 * len(self.keys)
+        moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
+        return 8 + (2 if is_split else 4) + moment * len(self.keys)
 
-    def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0) -> _C.UpdateScalars:
+    def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0, seed: int = 0) -> _C.UpdateScalars:
         """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1; `factor` is on the
-        gradient."""
+        gradient; `seed` is of the rounding."""
         numbers: dict[str, Any] = {key: float(hyper[key]) for key in _NUMBERS if key in hyper}
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
-        return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor)
+        return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor, seed=seed)
 
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening")

@@ -28,11 +28,25 @@ from noria import _C, optim
 from noria._errors import usage_error
 from noria.custody import Wrapped, in_backward
 from noria.home import HomeParameter
-from noria.kernels import MOMENT_OF, MOMENTS, SEPARABLE, STATELESS, FusedRule, keeps_state, rule_of, why_not_fused
+from noria.kernels import SEPARABLE, STATELESS, FusedRule, keeps_state, rule_of, why_not_fused
 from noria.modes import autocast_now, plainly
+from noria.moments import (
+    MOMENT_OF,
+    PURPOSE_OF,
+    ROUNDING_STEP,
+    SCALES_KEY,
+    encode,
+    keys_of,
+    moment_dtype,
+    plain_values,
+)
 from noria.stand_ins import exchange, out_of_reach
 
 __all__ = ["OptimizerState", "Updates", "facade", "predict_state", "unfacade"]
+
+_Piece = tuple[int, int, _C.UpdateScalars] | tuple[int, int, _C.UpdateScalars, int, int]
+"""Offset and count in the unit, scalars; where moments are rounded at random, the number of the first element and of
+its block."""
 
 # ---- state --------------------------------------------------------------------------------------------------------
 
@@ -43,9 +57,11 @@ class OptimizerState(defaultdict[Any, Any]):
     unwatched = dict
     """Whose methods see the values as they are, without settling."""
 
-    def __init__(self, settle: Callable[[Any], None], values: dict[Any, Any]) -> None:
+    def __init__(self, settle: Callable[[Any], None], plain: Callable[[Any, Any], Any], values: dict[Any, Any]) -> None:
+        """`plain`: of a key and its value, what a plain optimizer would have there."""
         super().__init__(dict, values)
         self._settle = settle
+        self._plain = plain
 
     def __getitem__(self, key: Any) -> Any:
         self._settle(key)
@@ -102,7 +118,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def __reduce__(self) -> Any:
-        return (defaultdict, (dict, dict(self.items())))
+        return (defaultdict, (dict, {key: self._plain(key, value) for key, value in self.items()}))
 
 
 def predict_state(
@@ -255,12 +271,14 @@ class Updates:
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
         self._class = _original_class(type(optimizer))
         self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
+        self._state_dtype = wrapped.policy.state_dtype  # of fused units
+        self._numbers: dict[int, int] = {}  # of the first element, by slot index; where moments are rounded at random
         self._check_members(optimizer.param_groups)
         self._take_state_over()
 
     def _take_state_over(self) -> None:
         """At first, and again when the user has put another dict in its place."""
-        self.state: OptimizerState = OptimizerState(self._settle, dict(self.optimizer.state))
+        self.state: OptimizerState = OptimizerState(self._settle, self.plain, dict(self.optimizer.state))
         self.optimizer.state = self.state
         for slot in self.slots():
             self._adopt(slot)
@@ -306,17 +324,25 @@ class Updates:
         if not dict.__contains__(self.state, slot.parameter):
             return
         state = self.state.unsettled(slot.parameter)
+        encoded: set[str] = set()  # keys of scales that belong to codes made here
         for key, value in list(state.items()):
-            if not _is_array(value):
+            if not _is_array(value) or key in encoded:
                 continue
             place = self._place(slot, key, value)
-            if place is not None and place.data_ptr() != value.data_ptr():
+            if place is None or place.data_ptr() == value.data_ptr():
+                continue
+            scales = None if place.is_floating_point() else self._moment(slot, SCALES_KEY[key])
+            if scales is not None and value.is_floating_point():
+                encode(value, place, scales)
+                state[SCALES_KEY[key]] = scales
+                encoded.add(SCALES_KEY[key])
+            else:
                 place.copy_(value)
-                state[key] = place
+            state[key] = place
 
     def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
         if self._fuses(slot.unit):
-            return self._moment(slot, key) if key in MOMENT_OF else None
+            return self._moment(slot, key) if key in PURPOSE_OF else None
         offset = self._places.get((slot.index, key))
         if offset is None:
             return None
@@ -326,14 +352,30 @@ class Updates:
             return _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
 
     def _moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
-        """Where the fused kernel keeps it; None: the plan did not foresee it (momentum that was turned on later)."""
+        """Where the fused kernel keeps it, or a moment's scales; None: the plan did not foresee it (momentum that was
+        turned on later)."""
         if not self._is_planned(slot, key):
             return None
         told = self.wrapped.drops_draft(slot.unit) if slot.unit in self.wrapped.plan.drafted else None
-        return self.wrapped.home.moment(MOMENTS[MOMENT_OF[key]], slot, told)
+        home, purpose = self.wrapped.home, PURPOSE_OF[key]
+        if key not in MOMENT_OF:
+            return home.scales(purpose, slot, told)
+        return home.moment(purpose, slot, moment_dtype(self._state_dtype, key), told)
 
     def _is_planned(self, slot: HomeParameter, key: str) -> bool:
-        return self.wrapped.home.has(MOMENTS[MOMENT_OF[key]], slot.unit)
+        return self.wrapped.home.has(PURPOSE_OF[key], slot.unit)
+
+    def _keys(self, slot: HomeParameter, rule: FusedRule) -> tuple[str, ...]:
+        """The state's tensors that the fused kernel writes. What lies outside of the home is fp32."""
+        in_home = all(self._is_planned(slot, key) for key in rule.keys)
+        return keys_of(rule.keys, self._state_dtype if in_home else "fp32")
+
+    def plain(self, parameter: Any, values: Any) -> Any:
+        """A parameter's state as torch's own optimizer keeps it: fp32, whatever the fused kernels keep."""
+        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if slot is None or not isinstance(values, dict) or self._state_dtype == "fp32" or not self._fuses(slot.unit):
+            return values
+        return plain_values(values, widen=True)
 
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
@@ -378,6 +420,7 @@ class Updates:
     def _begin_updates(self) -> None:
         wrapped = self.wrapped
         self._check_groups()
+        self._number_elements()
         if self.max_grad_norm is not None and not self.takes_factor():
             self.grad_norm = self._clip_by_torch(self.max_grad_norm)
         jobs = self._take_gradients()
@@ -568,14 +611,13 @@ class Updates:
     ) -> None:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
-        jobs: dict[tuple[FusedRule, int], list[tuple[int, int, _C.UpdateScalars]]] = {}
+        jobs: dict[tuple[FusedRule, int], list[_Piece]] = {}
         for hyper, slots in groups:
             rule = rule_of(self._class, hyper)
             for slot in slots:
                 step = self._count_step(slot, rule)
                 in_home = all(self._is_planned(slot, key) for key in rule.keys)
-                offset = slot.offset // slot.dtype.itemsize
-                piece = (offset, slot.parameter.numel(), rule.scalars(hyper, step, factor))
+                piece = self._piece(slot, self._scalars(rule, hyper, step, factor))
                 jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
         for (rule, index), pieces in jobs.items():
             arrays = self._arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
@@ -584,14 +626,34 @@ class Updates:
             if self.wrapped.custody.update_on_pool(unit, job, urgency):
                 self._change_places(unit)
 
+    def _scalars(self, rule: FusedRule, hyper: dict[str, Any], step: int, factor: float) -> _C.UpdateScalars:
+        return rule.scalars(hyper, step, factor, self.wrapped.policy.rounding_seed)
+
+    def _piece(self, slot: HomeParameter, scalars: _C.UpdateScalars) -> _Piece:
+        offset = slot.offset // slot.dtype.itemsize
+        if self._state_dtype == "fp32":
+            return (offset, slot.parameter.numel(), scalars)
+        return (offset, slot.parameter.numel(), scalars, self._numbers[slot.index], slot.first_block)
+
+    def _number_elements(self) -> None:
+        """Numbers all elements in the order of the groups, each parameter from a multiple of a block on: what they are
+        rounded by does not depend on units."""
+        if self.kernel != "fused" or self._state_dtype == "fp32":
+            return
+        number = 0
+        for slot in self.slots():
+            self._numbers[slot.index] = number
+            number += -(-slot.parameter.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
+
     # ---- inside backward ----
 
     def expect_in_backward(self) -> None:
         """Tells the engine how to update each unit in the backward that begins now."""
         with plainly():
             self._check_groups()
+            self._number_elements()
             known: dict[tuple[int, int], _C.UpdateScalars] = {}
-            pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
+            pieces: dict[int, list[_Piece]] = {}
             for number, group in enumerate(self.optimizer.param_groups):
                 rule = rule_of(self._class, group)
                 for parameter in group["params"]:
@@ -607,9 +669,8 @@ class Updates:
                     self.wrapped.confirm_low_bits(slot)
                     step = self._ready_step(slot, rule)
                     if (number, step) not in known:
-                        known[number, step] = rule.scalars(group, step)
-                    piece = (slot.offset // slot.dtype.itemsize, parameter.numel(), known[number, step])
-                    pieces.setdefault(slot.unit, []).append(piece)
+                        known[number, step] = self._scalars(rule, group, step, 1.0)
+                    pieces.setdefault(slot.unit, []).append(self._piece(slot, known[number, step]))
             for unit, members in pieces.items():
                 rule = self.wrapped.plan.fused[unit][0]
                 # Its gradient's address is known when it comes; until then any that is not null will do.
@@ -625,17 +686,15 @@ class Updates:
         if not rule.keys:
             return 1
         state = dict.get(self.state, slot.parameter) or {}
+        keys = self._keys(slot, rule)
         if any(state.get(key) is None for key in rule.keys):
             if slot.index not in self._zeroed:
                 self._zeroed.add(slot.index)
-                for key in rule.keys:
+                for key in keys:
                     self._new_moment(slot, key)
             return 1
-        if any(state[key] is not self._adopted.get((slot.index, key)) for key in rule.keys):
-            self._settle(slot.parameter)
-            self._adopt(slot)
-            self._adopted.update(((slot.index, key), state[key]) for key in rule.keys)
-        return int(state["step"]) + 1 if rule.counts_steps else 2
+        self._adopt_replaced(slot, state, keys)
+        return self._step_after(state, rule)
 
     def _claim_updates(self) -> None:
         """`step()` after updates inside backward: what they did is entered into the optimizer's state."""
@@ -655,7 +714,7 @@ class Updates:
                     self.state.unsettled(parameter)
                 step = self._count_step(slot, rule)
                 updated.append(slot.index)
-                if rule.scalars(group, step) != scalars:
+                if self._scalars(rule, group, step, 1.0) != scalars:
                     changed = number
         custody.bump_versions(updated)
         custody.end_step(False)
@@ -700,8 +759,9 @@ class Updates:
 
     def _expect_drafts(self, drafted: frozenset[int]) -> set[int]:
         """Returns the units that will be."""
+        self._number_elements()
         known: dict[tuple[int, int], _C.UpdateScalars] = {}
-        pieces: dict[int, list[tuple[int, int, _C.UpdateScalars]]] = {}
+        pieces: dict[int, list[_Piece]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
             rule = rule_of(self._class, group)
             for parameter in group["params"]:
@@ -710,9 +770,8 @@ class Updates:
                 if slot is None or step is None:
                     continue  # the unit stays incomplete, and is not drafted
                 if (number, step) not in known:
-                    known[number, step] = rule.scalars(group, step, self._expected_factor)
-                piece = (slot.offset // slot.dtype.itemsize, slot.parameter.numel(), known[number, step])
-                pieces.setdefault(slot.unit, []).append(piece)
+                    known[number, step] = self._scalars(rule, group, step, self._expected_factor)
+                pieces.setdefault(slot.unit, []).append(self._piece(slot, known[number, step]))
         whole = [unit for unit, members in pieces.items() if len(members) == len(self.wrapped.units[unit].parameters)]
         for unit in whole:
             rule = self.wrapped.plan.fused[unit][0]
@@ -731,42 +790,62 @@ class Updates:
         if not dict.__contains__(self.state, slot.parameter):
             return None
         state = self.state.unsettled(slot.parameter)
-        for key in rule.keys:
+        for key in self._keys(slot, rule):
             if state.get(key) is None or state[key] is not self._adopted.get((slot.index, key)):
                 return None
             _C.watch(state[key])  # who edits it before the step says so
-        return int(state["step"]) + 1 if rule.counts_steps else 2
+        return self._step_after(state, rule)
 
     def _change_places(self, unit: int) -> None:
         """A draft was committed: what views the unit's state views it where it lies now."""
         home = self.wrapped.home
         for slot in self.wrapped.units[unit].parameters:
             self.wrapped.move_views(slot)
-            for key, purpose in zip(self.wrapped.plan.fused[unit][0].keys, MOMENTS, strict=False):
-                offset = slot.offset * (4 // slot.dtype.itemsize)
-                _C.move_tensor(self._adopted[(slot.index, key)], home.address(purpose, unit) + offset)
+            for key in keys_of(self.wrapped.plan.fused[unit][0].keys, self._state_dtype):
+                adopted = self._adopted[(slot.index, key)]
+                is_moment = key in MOMENT_OF
+                offset = home.moment_offset(slot, adopted.dtype) if is_moment else home.scales_offset(slot)
+                _C.move_tensor(adopted, home.address(PURPOSE_OF[key], unit) + offset)
 
     def _count_step(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now. State is made as torch makes it: lazily, from zeros, `step` a float."""
         if not rule.keys:
             return 1
         state = self.state.unsettled(slot.parameter)
+        keys = self._keys(slot, rule)
         is_first = any(state.get(key) is None for key in rule.keys)
         if is_first:
             if rule.counts_steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for key in rule.keys:
+            for key in keys:
                 state[key] = self._moment(slot, key) if slot.index in self._zeroed else self._new_moment(slot, key)
+                self._adopted[(slot.index, key)] = state[key]
             self._zeroed.discard(slot.index)
-        elif any(state[key] is not self._adopted.get((slot.index, key)) for key in rule.keys):
-            self._settle(slot.parameter)
-            self._adopt(slot)
-        for key in rule.keys:
+        else:
+            self._adopt_replaced(slot, state, keys)
+        step = 1 if is_first else self._step_after(state, rule)
+        if rule.counts_steps:
+            state["step"] += 1
+        elif self._state_dtype != "fp32":
+            state[ROUNDING_STEP] = step
+        return step
+
+    def _step_after(self, state: dict[str, Any], rule: FusedRule) -> int:
+        """The step that comes after those that the state has seen."""
+        if rule.counts_steps:
+            return int(state["step"]) + 1
+        return state.get(ROUNDING_STEP, 1) + 1 if self._state_dtype != "fp32" else 2
+
+    def _adopt_replaced(self, slot: HomeParameter, state: dict[str, Any], keys: tuple[str, ...]) -> None:
+        """Tensors that somebody has put in the place of those in the home."""
+        if all(state.get(key) is self._adopted.get((slot.index, key)) for key in keys):
+            return
+        self._settle(slot.parameter)
+        self._adopt(slot)
+        for key in keys:
+            if state.get(key) is None:  # scales that somebody took away: they are where they were
+                state[key] = self._moment(slot, key)
             self._adopted[(slot.index, key)] = state[key]
-        if not rule.counts_steps:
-            return 1 if is_first else 2
-        state["step"] += 1
-        return int(state["step"])
 
     def _new_moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
         place = self._moment(slot, key)
@@ -783,15 +862,19 @@ class Updates:
         unit's began so much earlier, and the job touches nothing but that parameter."""
         home = self.wrapped.home
         addresses = {}
-        for name, key, purpose in zip("mv", rule.keys, MOMENTS, strict=False):
-            addresses[name] = home.address(purpose, unit, spare)
+        state_dtype = "fp32" if outside is not None else self._state_dtype
+        for name, key in zip("mv", rule.keys, strict=False):
+            addresses[name] = home.address(PURPOSE_OF[key], unit, spare)
             if outside is not None:
                 value = self.state.unsettled(outside.parameter)[key]
                 addresses[name] = value.data_ptr() - outside.offset // outside.dtype.itemsize * value.element_size()
+            elif state_dtype == "8bit":
+                addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit, spare)
         working = home.address("working copies", unit, spare)
         if self.wrapped.policy.dtype is None:
-            return _C.UnitArrays(master=working, **addresses)
-        return _C.UnitArrays(working=working, low=home.address("low bits", unit, spare), **addresses)
+            return _C.UnitArrays(master=working, state=state_dtype, **addresses)
+        low = home.address("low bits", unit, spare)
+        return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
 
     # ---- whole: optimizers that look at more than one parameter ----
 
@@ -893,7 +976,13 @@ class Updates:
         self._settle(None)
         self.wrapped.refuse_torn("optimizer.state_dict()")
         optimizer = self.optimizer
-        result = _original_class(type(optimizer)).state_dict(optimizer)
+        if self._state_dtype == "8bit":  # hooks of the user's see floats too
+            optimizer.state = defaultdict(dict, {key: self._without_codes(value) for key, value in self.state.items()})
+        try:
+            result = _original_class(type(optimizer)).state_dict(optimizer)
+        finally:
+            if self._state_dtype == "8bit":
+                optimizer.state = self.state
         number = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -902,6 +991,10 @@ class Updates:
                     result["state"][number] = {**result["state"][number], "low_bits": self.wrapped.low_bits(slot)}
                 number += 1
         return result
+
+    @staticmethod
+    def _without_codes(values: Any) -> Any:
+        return plain_values(values) if isinstance(values, dict) else values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
@@ -1135,12 +1228,13 @@ def facade(optimizer: Optimizer, updates: Updates) -> None:
 
 
 def unfacade(optimizer: Optimizer) -> None:
-    """A plain optimizer again, on the same state."""
-    optimizer._step_supports_amp_scaling = optimizer._noria.scaled_by_class  # type: ignore[attr-defined]
+    """A plain optimizer again, on the same state, or on floats made of it where the kernels keep less."""
+    updates: Updates = optimizer._noria  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = updates.scaled_by_class  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = _original_class(type(optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in optimizer.state.items():
-        state[key] = dict(values) if isinstance(key, nn.Parameter) else values
+        state[key] = dict(updates.plain(key, values)) if isinstance(key, nn.Parameter) else values
     optimizer.state = state
     optimizer._patch_step_function()

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria.home import GRADIENT_RING, HomeUnit, Region, describe_units, held_region
-from noria.kernels import MOMENTS, FusedRule, choose, fused_units, why_not_fused
+from noria.kernels import FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
+from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.optimizer import predict_state
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
@@ -113,6 +114,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
     unpredicted: list[str] = []
+    if policy.state_dtype != "fp32":
+        unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
     drafted = _choose_drafts(units, optimizers, kernels, fused, policy, device, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     if policy.update == "backward":
@@ -161,6 +164,8 @@ def _kernel_name(
 ) -> str:
     """Which code updates, and why it is not noria's own."""
     name = f"{type(optimizer).__name__.removeprefix('Noria')} by {_KERNELS[kernel]}"
+    if kernel == "fused" and policy.state_dtype != "fp32":
+        name += f", with moments in {policy.state_dtype}"
     if kernel == "torch" and policy.kernel != "torch":
         return f"{name} (no kernel of noria's covers it: {why_not_fused(type(optimizer), optimizer.param_groups)})"
     if kernel == "fused":
@@ -216,6 +221,21 @@ def _check_updates_in_backward(
                 f'"{name}", which no optimizer holds, or another one than the rest of "{unit.name}"',
                 f"freeze it or give it to the optimizer, or {remedy}",
             )
+def _fp32_states(
+    optimizers: list[Optimizer], units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]], state_dtype: str
+) -> list[str]:
+    """Notes: which state is not as the policy asks for, since torch makes it."""
+    notes = []
+    for optimizer in optimizers:
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
+        left = sum(unit.index not in fused for unit in own)
+        if left:
+            name = type(optimizer).__name__.removeprefix("Noria")
+            notes.append(
+                f"{name} keeps its own state, not {state_dtype}, of {left} of {len(own)} units: torch updates them"
+            )
+    return notes
 
 
 def _regions(
@@ -232,7 +252,6 @@ def _regions(
         Region.of("working copies", (unit.weights for unit in units), sorted(drafted)),
         held_region(units),
     ]
-    scale = 2 if policy.dtype is not None else 1  # of an fp32 array, in bytes of the working copy
     if policy.dtype is not None:
         for unit in units:
             for slot in unit.parameters:
@@ -244,8 +263,11 @@ def _regions(
         regions.append(Region.of("update scratch", [max(plain)]))
     for number, purpose in enumerate(MOMENTS):
         needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
-        sizes = (unit.gradients * scale if need else 0 for unit, need in zip(units, needed, strict=True))
+        kept = [unit if need else None for unit, need in zip(units, needed, strict=True)]
+        sizes = (moment_bytes(unit, policy.dtype, policy.state_dtype) if unit else 0 for unit in kept)
         regions.append(Region.of(purpose, sizes, sorted(drafted)))
+        sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
+        regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
     states: list[dict[tuple[int, str], int]] = []
     end = 0
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
@@ -287,12 +309,12 @@ def _choose_drafts(
         if budget is not None:
             notes.append(f"there are no drafts: {why_none}")
         return frozenset()
-    scale = 2 if policy.dtype is not None else 1
     needs = {}  # by unit: spare bytes
     for unit in units:
         if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
             low = unit.gradients if policy.dtype is not None else 0
-            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * unit.gradients * scale
+            moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
+            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * moment
     if budget is None:
         budget = _left_for_drafts(units, optimizers, kernels, fused, policy)
     share = min(budget / max(sum(needs.values()), 1), 1.0)

@@ -84,6 +84,13 @@ class Policy:
     "auto", noria's own kernels where they cover the optimizer (AdamW, Adam, SGD and noria.optim.Lion, on fp32
     or fp32 masters), torch elsewhere. `noria.plan` and `noria.report` say which."""
 
+    state_dtype: str = "fp32"
+    """In which form noria's own kernels keep the moments: "fp32"; "bf16", half as large; "8bit", codes with a scale for
+    each 256 elements, a quarter. The last two are rounded at random, without bias; what torch updates stays fp32."""
+
+    rounding_seed: int = 0
+    """What that rounding draws from, with the step and the element's place in the optimizer: the same bits each run."""
+
     activations: str = "keep"
     """What happens to what backward needs: "keep" leaves it to autograd, on the device."""
 
@@ -124,6 +131,9 @@ class Policy:
         _check_units(self.units)
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
+        _check_choice("state_dtype", self.state_dtype, ["fp32", "bf16", "8bit"])
+        _check_state_kernel(self.state_dtype, self.kernel)
+        _check_seed(self.rounding_seed)
         _check_choice("activations", self.activations, ["keep"], planned=["auto", "recompute", "offload"])
         _check_choice("update", self.update, ["auto", "backward", "blocking"])
         _check_norm(self.max_grad_norm)
@@ -255,6 +265,20 @@ def _check_dtype(value: Any) -> None:
         return
     remedy = "other dtypes are not supported: convert the model yourself and leave dtype out"
     raise usage_error("dtype=None or torch.bfloat16", f"dtype={value!r}", remedy)
+
+
+def _check_state_kernel(state_dtype: str, kernel: str) -> None:
+    if kernel == "torch" and state_dtype != "fp32":
+        raise usage_error(
+            'state_dtype="fp32" with kernel="torch", which is the real torch optimizer',
+            f'state_dtype="{state_dtype}"',
+            'leave kernel out, or say kernel="fused"',
+        )
+
+
+def _check_seed(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+        raise usage_error("rounding_seed=0 or another int below 2**64", f"rounding_seed={value!r}", "give such an int")
 
 
 def _check_norm(value: Any) -> None:
