@@ -1,0 +1,315 @@
+"""Moments in fewer bits, as a user meets them: the same bits in any window, units and drafts; plain tensors in every
+checkpoint; and a run that is resumed goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import noria
+import pytest
+import torch
+from noria import _C, optim
+from noria.custody import wrapped_by
+from noria.testing import assert_same_bits, on_machine
+
+from tests.journeys.pairs import (
+    HOSTILE,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    loss_of,
+    sgd,
+    state_tensors,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": sgd,
+    "lion": lambda parameters: optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
+}
+REDUCED = ["bf16", "8bit"]
+reduced = pytest.mark.parametrize("state_dtype", REDUCED)
+dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16 weights"])
+optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+
+
+def new(seed: int, optimizer: str = "adamw", *, wrapped: bool = True, **policy) -> Side:
+    torch.manual_seed(seed)
+    model = Net()
+    side = Side(model, OPTIMIZERS[optimizer](model.parameters()), wrapped)
+    if wrapped:
+        with on_machine(hostility=HOSTILE):
+            noria.wrap(side.model, side.optimizer, device="cpu", **{"window": 3, **policy})
+    return side
+
+
+def all_bits(side: Side) -> dict[str, torch.Tensor]:
+    """Weights, low bits, and the moments as the home keeps them."""
+    found = dict(side.model.state_dict()) | state_tensors(side.optimizer)
+    for number, values in enumerate(side.optimizer.state.values()):
+        found |= {f"{number}.{key} at home": value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    return {key: value.clone() for key, value in found.items()}
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------
+
+
+@reduced
+@dtypes
+@optimizers
+def test_any_window_units_and_drafts_give_the_same_bits(optimizer, dtype, state_dtype):
+    results = []
+    for policy in (
+        {"window": "auto", "update": "blocking"},
+        {"window": 2},
+        {"units": ["blocks.*.expand", "blocks.*.norm"]},
+        {"draft_memory": "64MiB"},
+        {"draft_memory": "64MiB", "units": ["blocks.*.expand"]},
+    ):
+        side = new(0, optimizer, state_dtype=state_dtype, dtype=dtype, **policy)
+        before = {key: value.clone() for key, value in side.model.state_dict().items()}
+        side.train(0, 5)
+        wrapped_by(side.model).custody.idle()
+        results.append(all_bits(side))
+        assert sum(not torch.equal(before[key], results[-1][key]) for key in before) > len(before) / 2
+        report = noria.report(side.model)
+        assert report.ledger_agrees, str(report)
+        if "draft_memory" in policy and _C.STORAGE_CAN_REFUSE:
+            assert report.drafts["kept"] > 0
+        assert_moved(side.model, None)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@reduced
+def test_another_seed_gives_other_bits_and_fp32_does_not_look_at_it(state_dtype):
+    def trained(seed, state):
+        side = new(0, state_dtype=state, rounding_seed=seed)
+        side.train(0, 3)
+        return all_bits(side)
+
+    first, second = trained(1, state_dtype), trained(2, state_dtype)
+    assert any(not torch.equal(first[key], second[key]) for key in first)
+    assert_same_bits(trained(1, "fp32"), trained(2, "fp32"))
+
+
+@reduced
+def test_what_the_user_does_between_backward_and_step_counts(state_dtype):
+    """Drafts are dropped or redone, state is edited, replaced and deleted; a twin without drafts does the same."""
+
+    def journey(side):
+        weight = side.model.blocks[2].expand.weight
+        for number in range(9):
+            loss_of(side.model, number).backward()
+            wrapped_by(side.model).custody.idle()
+            state = side.optimizer.state
+            if number == 2:
+                torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05)
+            elif number == 3:
+                state[weight]["exp_avg"].zero_()
+            elif number == 4:
+                state[weight]["exp_avg"] = torch.full(weight.shape, 1e-3)
+            elif number == 5:
+                del state[weight]
+            elif number == 6:
+                side.optimizer.load_state_dict(side.optimizer.state_dict())
+            elif number == 7:
+                side.optimizer.param_groups[0]["lr"] *= 0.5
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        for key, value in state[weight].items():
+            side.keep(key, value)
+
+    both(
+        journey,
+        kernel="fused",
+        window=3,
+        hostility=HOSTILE,
+        state_dtype=state_dtype,
+        draft_memory="64MiB" if _C.STORAGE_CAN_REFUSE else 0,
+    )
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@reduced
+@dtypes
+@optimizers
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(optimizer, dtype, state_dtype, tmp_path):
+    policy = {"state_dtype": state_dtype, "dtype": dtype}
+    straight = new(0, optimizer, **policy)
+    straight.train(0, 3)
+    noria.save(tmp_path / "run.pt", straight.model, straight.optimizer)
+    at_home = all_bits(straight)
+    resumed = new(9, optimizer, **policy)
+    resumed.train(5, 6)
+    noria.load(tmp_path / "run.pt", resumed.model, resumed.optimizer)
+    assert_same_bits(all_bits(resumed), at_home)
+    for side in (straight, resumed):
+        side.train(3, 6)
+    assert_same_bits(all_bits(resumed), all_bits(straight))
+
+
+@optimizers
+def test_8bit_state_dicts_hold_floats_under_torchs_own_keys(optimizer):
+    plain, ours = new(0, optimizer, wrapped=False), new(0, optimizer, state_dtype="8bit")
+    for side in (plain, ours):
+        side.train(0, 3)
+    for theirs, mine in zip(
+        plain.optimizer.state_dict()["state"].values(), ours.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert [key for key in mine if key != "rounding_step"] == list(theirs)
+        for key, value in theirs.items():
+            assert (mine[key].dtype, mine[key].shape, mine[key].stride()) == (value.dtype, value.shape, value.stride())
+            if key != "step":  # within the gaps between codes, of what three roundings may add up to
+                torch.testing.assert_close(mine[key], value, rtol=0.2, atol=0.02 * float(value.abs().max()))
+    for values in ours.optimizer.state.values():
+        assert {value.dtype for key, value in values.items() if key.startswith(("exp_avg", "momentum"))} <= {
+            torch.int8,
+            torch.uint8,
+            torch.float32,
+        }
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "8bit", "plain PyTorch", "torch"])
+@pytest.mark.parametrize("source", ["fp32", "bf16", "8bit", "plain PyTorch"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_every_format_reads_the_state_of_every_other(optimizer, source, to):
+    def of(kind, seed):
+        if kind == "plain PyTorch":
+            return new(seed, optimizer, wrapped=False)
+        return new(seed, optimizer, **({"kernel": "torch"} if kind == "torch" else {"state_dtype": kind}))
+
+    one, other = of(source, 0), of(to, 1)
+    one.train(0, 3)
+    other.model.load_state_dict(one.model.state_dict())
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    first, second = state_tensors(one.optimizer), state_tensors(other.optimizer)
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        gap = {"bf16": 2.0**-8, "8bit": 0.02}.get(to, 0.0)
+        atol = 0.01 * float(value.abs().max()) if to == "8bit" else 0.0
+        torch.testing.assert_close(second[key].float(), value.float(), rtol=gap, atol=atol)
+    for side in (one, other):
+        side.train(3, 5)
+    for (key, value), theirs in zip(one.model.state_dict().items(), other.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(theirs, value, rtol=0.1, atol=0.05, msg=key)
+
+
+@reduced
+@optimizers
+def test_unwrap_and_pickle_give_plain_optimizers_that_train_on(optimizer, state_dtype):
+    side = new(0, optimizer, state_dtype=state_dtype)
+    side.train(0, 3)
+    values = {key: value.float() for key, value in state_tensors(side.optimizer).items()}
+    with noria.materialize(side.model, read_only=True):
+        copied = pickle.loads(pickle.dumps(side.optimizer))
+        deep = copy.deepcopy(side.optimizer)
+    noria.unwrap(side.model, side.optimizer)
+    for made in (copied, deep, side.optimizer):
+        assert_same_bits({key: value.clone() for key, value in state_tensors(made).items()}, values)
+        for parameter in (p for group in made.param_groups for p in group["params"]):
+            parameter.grad = torch.ones_like(parameter)
+        before = made.param_groups[0]["params"][0].detach().clone()
+        made.step()
+        assert not torch.equal(made.param_groups[0]["params"][0], before)
+    noria.wrap(side.model, side.optimizer, device="cpu", window=3, state_dtype=state_dtype)
+    side.train(3, 5)
+
+
+# ---- memory, names and misuse --------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("draft_memory", [0, "64MiB"] if _C.STORAGE_CAN_REFUSE else [0])
+def test_moments_take_a_half_and_a_quarter_to_the_byte(dtype, draft_memory):
+    rows = {}
+    for state_dtype in ("fp32", "bf16", "8bit"):
+        side = new(0, state_dtype=state_dtype, dtype=dtype, draft_memory=draft_memory)
+        side.train(0, 3)
+        report = noria.report(side.model)
+        assert report.ledger_agrees, str(report)
+        rows[state_dtype] = {row.purpose: row.taken for row in report.ledger}
+        assert ("with moments in" in report.kernels[0]) == (state_dtype != "fp32")
+        assert report.kernels[0] in str(wrapped_by(side.model).plan)
+    for purpose in ("first moments", "second moments"):
+        assert rows["fp32"][purpose] == 2 * rows["bf16"][purpose] == 4 * rows["8bit"][purpose] > 0
+        scales = purpose.removesuffix("s") + " scales"
+        assert scales not in rows["fp32"] and scales not in rows["bf16"]
+        copies = 2 if draft_memory else 1
+        sizes = [
+            -(-4 * sum(-(-p.numel() // 256) for p in members) // 512) * 512
+            for members in ([s.parameter for s in unit.parameters] for unit in wrapped_by(side.model).units)
+        ]
+        assert rows["8bit"][scales] == copies * sum(sizes)
+
+
+def test_what_torch_updates_keeps_its_own_state_and_the_plan_says_so():
+    model = Net()
+    chosen = list(model.blocks[1].parameters())
+    others = [p for p in model.parameters() if all(p is not each for each in chosen)]
+    pair = [adamw(others), torch.optim.Adagrad(chosen, lr=0.01)]
+    noria.wrap(model, pair, device="cpu", window=3, state_dtype="8bit")
+    for number in range(3):
+        loss_of(model, number).backward()
+        for each in pair:
+            each.step()
+            each.zero_grad()
+    notes = [note for note in noria.report(model).notes if "8bit" in note]
+    assert len(notes) == 1 and notes[0].startswith("Adagrad keeps its own state") and "1 of 1 units" in notes[0]
+    assert all(values["sum"].dtype is torch.float32 for values in pair[1].state.values())
+    assert all(values["exp_avg"].dtype is torch.int8 for values in pair[0].state.values())
+
+
+def test_momentum_that_is_turned_on_later_is_fp32_and_outside_of_the_home():
+    def journey(side):
+        side.train(0, 2)
+        side.optimizer.param_groups[0]["momentum"] = 0.9
+        side.train(2, 5)
+        assert all(values["momentum_buffer"].dtype is torch.float32 for values in side.optimizer.state.values())
+
+    both(journey, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), kernel="fused", state_dtype="8bit")
+
+
+def test_parameters_that_are_not_contiguous_keep_their_own_order():
+    """Channels last: blocks and random bits follow the order in memory."""
+
+    class Images(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+            self.second = torch.nn.Conv2d(8, 4, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, x):
+            return self.second(self.first(x).relu()).square().mean()
+
+    for state_dtype in REDUCED:
+        torch.manual_seed(0)
+        model = Images()
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device="cpu", state_dtype=state_dtype)
+        for _ in range(3):
+            model(torch.ones(2, 3, 8, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = {key: value.clone() for key, value in state_tensors(optimizer).items()}
+        at_home = [{k: v.clone() for k, v in values.items()} for values in optimizer.state.values()]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert_same_bits({key: value.clone() for key, value in state_tensors(optimizer).items()}, before)
+        for values, others in zip(optimizer.state.values(), at_home, strict=True):
+            assert_same_bits(values, others)
+
+
+@reduced
+def test_torchs_own_kernel_with_fewer_bits_is_refused(state_dtype):
+    with pytest.raises(
+        noria.UsageError, match=r'expected state_dtype="fp32" with kernel="torch".*remedy: leave kernel'
+    ):
+        noria.wrap(Net(), None, device="cpu", kernel="torch", state_dtype=state_dtype)
