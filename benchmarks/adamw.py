@@ -1,6 +1,7 @@
 """What does an update on the host cost, against torch's own, and against what memory allows?
 
-Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more;
+Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more, and
+AdamW with moments in bf16 and 8 bits;
 torch.optim.AdamW, fused and foreach; and two loops without arithmetic, compiled for this machine: a read-modify-write
 of AdamW's bytes, which is the limit, and STREAM's triad. All take turns in one process, on memory of the same kind.
 
@@ -45,25 +46,33 @@ class Memory:
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         halves = {"working": self._halves(), "low": self._halves()}
-        return halves | {name: self._floats() for name in ("master", "m", "v")}
+        reduced = {f"{name} bf16": self._halves() for name in "mv"}
+        reduced |= {f"{name} 8bit": self._tensor(torch.uint8, 64) for name in "mv"}
+        reduced |= {f"{name}_scales": self._floats(-(-self.count // _C.STATE_BLOCK)) for name in "mv"}
+        return halves | {name: self._floats() for name in ("master", "m", "v")} | reduced
 
-    def _tensor(self, dtype: torch.dtype, value: Any) -> torch.Tensor:
-        arena = _C.Arena(self.count * dtype.itemsize)
+    def _tensor(self, dtype: torch.dtype, value: Any, count: int = 0) -> torch.Tensor:
+        count = count or self.count
+        arena = _C.Arena(count * dtype.itemsize)
         self.arenas.append(arena)
-        return _C.tensor_in(arena, 0, dtype, [self.count], [1]).fill_(value)
+        return _C.tensor_in(arena, 0, dtype, [count], [1]).fill_(value)
 
-    def _floats(self) -> torch.Tensor:
-        return self._tensor(torch.float32, 1e-3)
+    def _floats(self, count: int = 0) -> torch.Tensor:
+        return self._tensor(torch.float32, 1e-3, count)
 
     def _halves(self) -> torch.Tensor:
         return self._tensor(torch.int16, 0x3A83)  # 1e-3 in bf16
 
-    def job(self, rule: str, is_split: bool, is_draft: bool, factor: float = 1.0) -> Any:
+    def job(self, rule: str, is_split: bool, is_draft: bool, factor: float = 1.0, state: str = "fp32") -> Any:
         masters = ("working", "low") if is_split else ("master",)
-        names = (*masters, *("m", "v")[: MOMENTS[rule]])
+        moments = ("m", "v")[: MOMENTS[rule]]
 
         def addresses(arrays: dict[str, torch.Tensor]) -> Any:
-            return _C.UnitArrays(**{name: arrays[name].data_ptr() for name in names})
+            found = {name: arrays[name].data_ptr() for name in masters}
+            found |= {name: arrays[name if state == "fp32" else f"{name} {state}"].data_ptr() for name in moments}
+            if state == "8bit":
+                found |= {f"{name}_scales": arrays[f"{name}_scales"].data_ptr() for name in moments}
+            return _C.UnitArrays(**found, state=state)
 
         scalars = _C.update_scalars(rule, 3, lr=1e-3, weight_decay=1e-2, momentum=0.9, factor=factor)
         gradient = self.half_gradient if is_split else self.gradient
@@ -83,6 +92,12 @@ def noria_ways(memory: Memory, pool: Any) -> dict[str, Way]:
             for is_draft in (False, True):
                 where = "draft" if is_draft else "in place"
                 add(f"{rule} {'split' if is_split else 'fp32'} {where}", memory.job(rule, is_split, is_draft))
+    for state in ("bf16", "8bit"):
+        for is_split in (False, True):
+            for is_draft in (False, True):
+                where = "draft" if is_draft else "in place"
+                name = f"adamw {'split' if is_split else 'fp32'} {where}, {state} moments"
+                add(name, memory.job("adamw", is_split, is_draft, state=state))
     add("adamw split in place, clipped", memory.job("adamw", True, False, 0.5))
     add("adamw split draft, clipped", memory.job("adamw", True, True, 0.5))
     return ways
