@@ -976,13 +976,13 @@ class Updates:
         self._settle(None)
         self.wrapped.refuse_torn("optimizer.state_dict()")
         optimizer = self.optimizer
+        state = optimizer.state
         if self._state_dtype == "8bit":  # hooks of the user's see floats too
-            optimizer.state = defaultdict(dict, {key: self._without_codes(value) for key, value in self.state.items()})
+            optimizer.state = defaultdict(dict, {key: self._without_codes(value) for key, value in state.items()})
         try:
             result = _original_class(type(optimizer)).state_dict(optimizer)
         finally:
-            if self._state_dtype == "8bit":
-                optimizer.state = self.state
+            optimizer.state = state
         number = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -156,6 +156,8 @@ def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(caps
     assert state_of("--model", "made_here:chain", "--optimizer", "SGD") == []
     assert state_of("--model", "made_here:chain") == [once, once]
     assert state_of("--model", "made_here:chain", "--kernel", "torch") == [twice]
+    half = f"{weights / 2 / 1024:.1f}"
+    assert state_of("--model", "made_here:chain", "--state-dtype", "bf16") == [half, half]
     assert state_of("--model", "made_here:with_optimizer", "--optimizer", "AdamW") == [once, once]
     assert state_of("--model", "made_here:chain", "--optimizer", "none") == []
 
