@@ -1,0 +1,139 @@
+"""Does a model learn as well when its optimizer keeps moments in fewer bits?
+
+A GPT of the demo's kind learns the source of Python's standard library, with the moments of AdamW in fp32, bf16 and
+8 bits: for each seed the same weights to begin with and the same batches. What counts is the loss on text that was
+held out, and its difference to fp32 of the same seed, beside what another seed changes.
+
+The known bad control rounds moments to nearest after each fp32 step, in Python: noria itself never does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import islice
+from statistics import mean, stdev
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import _common
+import noria
+import torch
+from noria import _C
+from noria.testing import on_machine
+
+from examples.gpt import GPT, GPTConfig
+from examples.text import Tokenizer, batches, load_text
+
+CONTEXT, BATCH, HELD_OUT_BATCHES = 64, 8, 40
+FORMATS = ["fp32", "bf16", "8bit"]
+NEAREST = {"bf16 to nearest": "bf16", "8bit to nearest": "8bit"}
+
+
+def round_to_nearest(optimizer: torch.optim.Optimizer, to: str) -> None:
+    for values in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = values[key]
+            if to == "bf16":
+                moment.copy_(moment.bfloat16())
+                continue
+            codes = torch.empty_like(moment, dtype=torch.uint8)
+            scales = torch.empty(-(-moment.numel() // _C.STATE_BLOCK))
+            addresses = codes.data_ptr(), scales.data_ptr()
+            is_first = key == "exp_avg"
+            _C.encode_moment(moment.data_ptr(), *addresses, moment.numel(), is_first=is_first)
+            _C.decode_moment(*addresses, moment.data_ptr(), moment.numel(), is_first=is_first)
+
+
+def train(state: str, seed: int, tokens: torch.Tensor, held_out: torch.Tensor, vocab: int, args: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab, CONTEXT, args.layers, num_heads=args.width // 32, width=args.width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, args.beta2), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 - 0.9 * step / args.steps)
+    )
+    with on_machine(update_threads=1):
+        noria.wrap(model, optimizer, device="cpu", kernel="fused", state_dtype=state if state in FORMATS else "fp32")
+    losses = []
+    for inputs, targets in islice(batches(tokens, BATCH, CONTEXT, seed), args.steps):
+        _, loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if state in NEAREST:
+            round_to_nearest(optimizer, NEAREST[state])
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        of_batches = [model(*batch)[1].item() for batch in islice(batches(held_out, BATCH, CONTEXT), HELD_OUT_BATCHES)]
+    noria.unwrap(model, optimizer)
+    return {"losses": losses, "held_out": mean(of_batches)}
+
+
+def main() -> int:
+    parser = _common.parser_of(__doc__)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--beta2", type=float, default=0.999)
+    parser.add_argument("--without-nearest", action="store_true", help="leave the known bad control out")
+    args = parser.parse_args()
+    args.steps = args.steps or (30 if args.quick else 400)
+    seeds = range(args.seeds or (2 if args.quick else 5))
+    began = _common.hardware()
+    text = load_text(200_000 if args.quick else 1_000_000)
+    tokenizer = Tokenizer(text, vocab_size=512)
+    tokens = tokenizer.encode(text)
+    held_out = tokens[len(tokens) * 9 // 10 :]
+    tokens = tokens[: len(tokens) * 9 // 10]
+    states = FORMATS if args.without_nearest else [*FORMATS, *NEAREST]
+    samples: dict[str, dict[str, Any]] = {state: {} for state in states}
+    for seed in seeds:
+        for state in states:
+            samples[state][str(seed)] = train(state, seed, tokens, held_out, tokenizer.vocab_size, args)
+            print(f"seed {seed}, {state}: {samples[state][str(seed)]['held_out']:.4f}", flush=True)
+    held = {state: [found["held_out"] for found in of_seed.values()] for state, of_seed in samples.items()}
+    summary = {}
+    for state, values in held.items():
+        differences = [a - b for a, b in zip(values, held["fp32"], strict=True)]
+        summary[state] = {
+            "held_out": values,
+            "mean": mean(values),
+            "spread_of_seeds": stdev(values),
+            "difference_to_fp32": differences,
+            "mean_difference": mean(differences),
+            "standard_error": stdev(differences) / len(differences) ** 0.5,
+        }
+    rows = [
+        [
+            state,
+            f"{found['mean']:.4f}",
+            f"{found['spread_of_seeds']:.4f}",
+            f"{found['mean_difference']:+.4f}",
+            f"{found['standard_error']:.4f}",
+            " ".join(f"{value:+.4f}" for value in found["difference_to_fp32"]),
+        ]
+        for state, found in summary.items()
+    ]
+    columns = ["moments", "held-out loss", "spread of seeds", "to fp32", "its error", "by seed"]
+    _common.show(f"{args.steps} steps, {len(seeds)} seeds", columns, rows)
+    settings = {
+        "steps": args.steps,
+        "seeds": len(seeds),
+        "width": args.width,
+        "layers": args.layers,
+        "beta2": args.beta2,
+        "tokens": len(tokens),
+        "batch": BATCH,
+        "context": CONTEXT,
+    }
+    _common.Result("states", samples, summary, settings).write(args, began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
