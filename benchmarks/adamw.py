@@ -1,9 +1,9 @@
 """What does an update on the host cost, against torch's own, and against what memory allows?
 
-Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more, and
-AdamW with moments in bf16 and 8 bits;
-torch.optim.AdamW, fused and foreach; and two loops without arithmetic, compiled for this machine: a read-modify-write
-of AdamW's bytes, which is the limit, and STREAM's triad. All take turns in one process, on memory of the same kind.
+Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more;
+AdamW with moments in bf16 and 8 bits too; torch.optim.AdamW, fused and foreach; and two loops without arithmetic,
+compiled for this machine: a read-modify-write of AdamW's bytes, which is the limit, and STREAM's triad. All take turns
+in one process, on memory of the same kind.
 
 --deepspeed installs DeepSpeed into an environment of its own (build/deepspeed), and measures its CPU Adam as
 ZeRO-Offload calls it against AdamW with a split master, which does the same job: scaled gradients in, a bf16 working
