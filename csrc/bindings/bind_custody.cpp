@@ -144,6 +144,9 @@ py::dict sums_dict(const StepSums& sums) {
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
   result["update_us"] = sums.update_us;
+  result["update_behind_forward_us"] = sums.update_behind_forward_us;
+  result["update_behind_backward_us"] = sums.update_behind_backward_us;
+  result["update_exposed_us"] = sums.update_exposed_us;
   return result;
 }
 
@@ -352,6 +355,8 @@ void bind_custody(py::module_& m) {
              return result;
            })
       .def("step_sums", [](Custody& self) { return sums_dict(without_gil([&] { return self.engine().step_sums(); })); })
+      .def_property_readonly("compute_us",
+                             [](Custody& self) { return without_gil([&] { return self.engine().compute_us(); }); })
       .def("update_stats",
            [](Custody& self) { return stats_dict(without_gil([&] { return self.engine().update_stats(); })); })
       .def(

@@ -1,5 +1,7 @@
 #include "device/lane_ledger.h"
 
+#include <algorithm>
+
 #include "device/timing.h"
 
 namespace noria {
@@ -9,9 +11,26 @@ void LaneLedger::stalled(Lane lane, Verb giver, Verb waiter, std::int64_t ns) {
   rows_[static_cast<std::size_t>(lane)].stalled_ns[{giver, waiter}] += ns;
 }
 
+std::int64_t LaneLedger::Row::busy_until(std::int64_t time_ns) const {
+  return busy_ns + (start_ns ? std::max<std::int64_t>(0, std::min(time_ns, due_ns) - *start_ns) : 0);
+}
+
+void LaneLedger::works(Lane lane, std::int64_t start_ns, std::int64_t due_ns) {
+  std::lock_guard lock(mutex_);
+  Row& row = rows_[static_cast<std::size_t>(lane)];
+  row.start_ns = start_ns;
+  row.due_ns = due_ns;
+}
+
+void LaneLedger::stopped(Lane lane) {
+  std::lock_guard lock(mutex_);
+  rows_[static_cast<std::size_t>(lane)].start_ns.reset();
+}
+
 void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes) {
   std::lock_guard lock(mutex_);
   Row& row = rows_[static_cast<std::size_t>(label.lane)];
+  row.start_ns.reset();
   row.busy_ns += end_ns - start_ns;
   row.num_ops += 1;
   row.bytes += bytes;
@@ -38,9 +57,14 @@ void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::i
 LaneStats LaneLedger::stats(Lane lane) const {
   std::lock_guard lock(mutex_);
   const Row& row = rows_[static_cast<std::size_t>(lane)];
-  LaneStats stats{row.busy_ns / 1000, row.num_ops, row.bytes, {}};
+  LaneStats stats{row.busy_until(now_ns()) / 1000, row.num_ops, row.bytes, {}};
   for (const auto& [pair, ns] : row.stalled_ns) stats.stalled_us[pair] = ns / 1000;
   return stats;
+}
+
+std::int64_t LaneLedger::busy_us(Lane lane) const {
+  std::lock_guard lock(mutex_);
+  return rows_[static_cast<std::size_t>(lane)].busy_until(now_ns()) / 1000;
 }
 
 void LaneLedger::set_trace(std::shared_ptr<Trace> trace) {

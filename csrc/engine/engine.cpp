@@ -86,6 +86,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
+  now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
   const auto expected = book_.begin(signature);
   if (signature.phase == Phase::backward) begin_early_work(expected);
   if (signature.phase == Phase::backward && in_backward_) begin_updating(expected);
@@ -246,7 +247,10 @@ void Engine::enter_visit(Stream stream) {
   OpenVisit& open = *visit_;
   const std::int64_t before = clock_us();
   for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
-  backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
+  {
+    const Standstill standstill(*this);
+    backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
+  }
   open.waits.clear();
   open.opened_us = clock_us();
   count_.stall_us += open.opened_us - before;
@@ -326,6 +330,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   close_visit(stream);
   const Phase phase = *phase_;
   phase_.reset();
+  now_lies_behind(Behind::nothing);
   const ItineraryId itinerary = book_.end();
   for (ItineraryId forgotten : book_.take_forgotten()) {
     is_last_.erase(forgotten);
@@ -381,6 +386,7 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
 
 void Engine::finish_user_op(Op op, Stream stream) {
   NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
+  const Standstill standstill(*this);
   auto begun = issuer_.begin(op);
   const Ticket ticket = backend_->open(begun.label);
   issuer_.keep(op.id, ticket);
@@ -419,6 +425,7 @@ void Engine::reset_unlocked(Stream stream) {
   following_ = {};
   drop_prepared();
   phase_.reset();
+  now_lies_behind(Behind::nothing);
   if (in_backward_) abandon_updating();
   else land(landed, stream);  // what had come before the error is the user's to read and edit
 }

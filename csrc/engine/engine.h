@@ -32,6 +32,11 @@
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
+//
+// Note [Hidden updates]. Time in which updates run lies behind a pass while that pass is open and nothing holds up its
+// compute lane. It is exposed while the launching thread waits here, for whatever reason, or updates by itself, and
+// while no pass is open: in `step`, and in what the loop does between passes. All this is the host's clock, and so true
+// only where the host computes.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +56,7 @@
 #include "engine/fetcher.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
+#include "engine/update_time.h"
 #include "optim/host_optimizer.h"
 #include "plan/itinerary.h"
 #include "store/gradient_ring.h"
@@ -76,14 +82,16 @@ struct PassStats {
   std::int64_t unplanned_visits = 0;            // of all occurrences
 };
 
-/// Sums over the steps since `reset_times`.
+/// Sums over the `num_steps` steps that ended after the first one; until that has ended, over what was.
 struct StepSums {
   std::int64_t num_steps = 0;
   std::int64_t wall_us = 0;
   std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
   Bytes forward_fetched, backward_fetched, drained;
-  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, update_us = 0;
+  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
+  std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
+  std::int64_t update_behind_forward_us = 0, update_behind_backward_us = 0, update_exposed_us = 0;
 };
 
 /// Of the drafts that were begun: kept as they were, kept after a look at the gradient, redone with what `step` asked
@@ -184,7 +192,8 @@ class Engine {
   /// Passes of kinds that were not seen again for so long that they are no longer told apart.
   std::int64_t num_forgotten_passes() const { return forgotten_passes_; }
   StepSums step_sums() const;
-  LaneStats update_stats() const;  // launching-thread updates or the pool's
+  std::int64_t compute_us() const;  // inside visits, since the engine was made
+  LaneStats update_stats() const;   // launching-thread updates or the pool's
   std::vector<UnitId> resident_units() const;
   const Leases& leases() const { return leases_; }
   std::size_t num_remembered() const;
@@ -244,6 +253,19 @@ class Engine {
     std::vector<Updated> unclaimed;
   };
 
+  /// While it lives the compute lane stands still; see Note [Hidden updates].
+  class Standstill {
+   public:
+    explicit Standstill(Engine& engine) : engine_(engine), before_(engine.now_lies_behind(Behind::nothing)) {}
+    ~Standstill() { engine_.now_lies_behind(before_); }
+    Standstill(const Standstill&) = delete;  // a scope
+    Standstill& operator=(const Standstill&) = delete;
+
+   private:
+    Engine& engine_;
+    const Behind before_;
+  };
+
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
   using PlanKey = std::tuple<ItineraryId, std::int64_t, ItineraryId, bool, std::vector<Resident>>;
 
@@ -288,6 +310,9 @@ class Engine {
   void end_updating();
   void abandon_updating();
   void refuse_torn() const;
+  Behind now_lies_behind(Behind next);
+  std::int64_t update_us() const;
+  StepSums sums_so_far() const;
   EngineUnit& unit_of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
 
   const EngineOptions options_;
@@ -334,6 +359,8 @@ class Engine {
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;
   StepSums sums_;
+  UpdateTime update_time_;
+  std::optional<StepSums> first_step_;  // `sums_so_far` when it ended
   std::int64_t last_step_us_ = 0;
   LaneStats launching_updates_;
   std::shared_ptr<Trace> trace_;

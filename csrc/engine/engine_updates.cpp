@@ -74,6 +74,7 @@ void Engine::defer_update(UnitId unit) {
 void Engine::settle(UnitId unit) {
   const std::lock_guard lock(mutex_);
   if (!pending_[static_cast<std::size_t>(unit.value)]) return;
+  const Standstill standstill(*this);
   Op op = update_op(unit);
   auto begun = issuer_.begin(op);
   const auto ticket = std::make_shared<HostTicket>(begun.label);
@@ -126,6 +127,7 @@ void Engine::end_step(bool blocking) {
   const bool none_pending = std::none_of(pending_.begin(), pending_.end(), [](bool pending) { return pending; });
   if (options_.prefetch_at_step && none_pending) prepare_next_forward();
   const std::int64_t now = clock_us();
+  if (!first_step_) first_step_ = sums_so_far();
   if (last_step_us_ != 0) {
     ++sums_.num_steps;
     sums_.wall_us += now - last_step_us_;
@@ -191,6 +193,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   // Always a write of the state: ops of one unit on the update lane form a chain.
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
+  const Standstill standstill(*this);
   // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
@@ -233,8 +236,38 @@ void Engine::access_held(UnitId unit, Stream stream) {
   if (failure) std::rethrow_exception(failure);
 }
 
+Behind Engine::now_lies_behind(Behind next) { return update_time_.goes_on(next, update_us()); }
+
+std::int64_t Engine::update_us() const { return launching_updates_.busy_us + (optimizer_ ? optimizer_->busy_us() : 0); }
+
+std::int64_t Engine::compute_us() const {
+  const std::lock_guard lock(mutex_);
+  return sums_.forward_us + sums_.backward_us;
+}
+
 StepSums Engine::step_sums() const {
   const std::lock_guard lock(mutex_);
+  StepSums sums = sums_so_far();
+  if (!first_step_) return sums;
+  const StepSums& first = *first_step_;
+  sums.forward_us -= first.forward_us;
+  sums.backward_us -= first.backward_us;
+  sums.forward_stall_us -= first.forward_stall_us;
+  sums.backward_stall_us -= first.backward_stall_us;
+  sums.forward_fetched -= first.forward_fetched;
+  sums.backward_fetched -= first.backward_fetched;
+  sums.drained -= first.drained;
+  sums.forward_fetch_us -= first.forward_fetch_us;
+  sums.backward_fetch_us -= first.backward_fetch_us;
+  sums.drain_us -= first.drain_us;
+  sums.update_us -= first.update_us;
+  sums.update_behind_forward_us -= first.update_behind_forward_us;
+  sums.update_behind_backward_us -= first.update_behind_backward_us;
+  sums.update_exposed_us -= first.update_exposed_us;
+  return sums;
+}
+
+StepSums Engine::sums_so_far() const {
   StepSums sums = sums_;
   const std::int64_t fetch_us = backend_->stats(Lane::fetch).busy_us;
   const Bytes fetched = sums.forward_fetched + sums.backward_fetched;
@@ -244,7 +277,12 @@ StepSums Engine::step_sums() const {
     sums.backward_fetch_us = static_cast<std::int64_t>(per_byte * static_cast<double>(sums.backward_fetched.count));
   }
   sums.drain_us = backend_->stats(Lane::drain).busy_us;
-  sums.update_us = update_stats().busy_us;
+  UpdateTime now = update_time_;
+  now.goes_on(now.now(), update_us());
+  sums.update_behind_forward_us = now.forward_us();
+  sums.update_behind_backward_us = now.backward_us();
+  sums.update_exposed_us = now.exposed_us();
+  sums.update_us = now.forward_us() + now.backward_us() + now.exposed_us();
   return sums;
 }
 

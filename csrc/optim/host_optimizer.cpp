@@ -163,8 +163,10 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     const bool is_limited = least_duration_ns(limit, update.job.bytes()) > 0;
     const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
+    ledger.works(Lane::update, start_ns);
     const Bytes bytes = compute(update.job, before_note_us);
     free_ns = std::max(now_ns(), start_ns + least_duration_ns(limit, bytes));
+    ledger.works(Lane::update, start_ns, free_ns);
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
   } catch (...) {
@@ -172,6 +174,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
       const std::lock_guard lock(torn_mutex);
       torn.emplace(update.label.unit, text_of(std::current_exception()));
     }
+    ledger.stopped(Lane::update);
     update.ticket->fail(std::current_exception());
     return;
   }
@@ -305,6 +308,8 @@ void HostOptimizer::close() {
     state_->thread.join();
   });
 }
+
+std::int64_t HostOptimizer::busy_us() const { return state_->ledger.busy_us(Lane::update); }
 
 LaneStats HostOptimizer::stats() const { return state_->ledger.stats(Lane::update); }
 

@@ -59,6 +59,8 @@ class HostOptimizer {
   void close();
 
   LaneStats stats() const;
+  /// As in `stats`, with the share of the job that runs now; falls only when that job fails.
+  std::int64_t busy_us() const;
   void set_trace(std::shared_ptr<Trace> trace);
   int num_threads() const;
 

@@ -50,6 +50,8 @@ class WrapPlan:
     """By index of a unit that noria's kernels update: the rules that may."""
     drafted: frozenset[int]
     """Indices of the units that have spare buffers for drafts."""
+    draftable: dict[int, int]
+    """By index of a unit that could have them: the bytes of its spare buffers."""
     states: list[dict[tuple[int, str], int]]
     visits: dict[str, list[Any]]
     passes: dict[str, Any]
@@ -116,7 +118,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
         unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
-    drafted = _choose_drafts(units, optimizers, kernels, fused, policy, device, unpredicted)
+    draftable = _spare_needs(units, optimizers, fused, policy)
+    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, device, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     if policy.update == "backward":
         regions = [r if r.purpose != "held gradients" else _ring(parts, units) for r in regions]
@@ -137,6 +140,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         [_kernel_name(o, k, policy, units, fused) for o, k in zip(optimizers, kernels, strict=True)],
         fused,
         drafted,
+        draftable,
         states,
         {"forward": forward, "backward": backward},
         {},
@@ -286,7 +290,23 @@ def _regions(
     return regions, states
 
 
+def _spare_needs(
+    units: list[HomeUnit], optimizers: list[Optimizer], fused: dict[int, tuple[FusedRule, ...]], policy: Policy
+) -> dict[int, int]:
+    """By index of a unit that can be drafted: the bytes of its spare buffers."""
+    if policy.update != "auto" or not _C.STORAGE_CAN_REFUSE:
+        return {}
+    needs = {}
+    for unit in units:
+        if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
+            low = unit.gradients if policy.dtype is not None else 0
+            moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
+            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * moment
+    return needs
+
+
 def _choose_drafts(
+    needs: dict[int, int],
     units: list[HomeUnit],
     optimizers: list[Optimizer],
     kernels: list[str],
@@ -309,12 +329,6 @@ def _choose_drafts(
         if budget is not None:
             notes.append(f"there are no drafts: {why_none}")
         return frozenset()
-    needs = {}  # by unit: spare bytes
-    for unit in units:
-        if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
-            low = unit.gradients if policy.dtype is not None else 0
-            moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
-            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * moment
     if budget is None:
         budget = _left_for_drafts(units, optimizers, kernels, fused, policy)
     share = min(budget / max(sum(needs.values()), 1), 1.0)

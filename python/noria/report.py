@@ -13,7 +13,7 @@ from noria.custody import Wrapped, wrapped_by
 from noria.plan import STAGING_RING
 from noria.policy import format_bytes
 
-__all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "report"]
+__all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,25 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateTime:
+    """Microseconds of an average step in which the host updated, by what the compute lane did meanwhile.
+
+    Counted from the pool's busy time, that of a running update included, read whenever the compute lane begins or ends
+    something. The three sum to the total; the first step, which is unlike the others, is left out.
+
+    - `behind_forward_us`, `behind_backward_us`: a pass was open, and nothing held it up.
+    - `exposed_us`: the launching thread waited (for a fetch, and so for the update before it; for drains at the end of
+      backward; for the home), or updated by itself (`kernel="torch"`), or no pass was open: inside `step()`, and in
+      what the loop does between passes, a loss outside of the model included.
+    """
+
+    total_us: float
+    behind_forward_us: float
+    behind_backward_us: float
+    exposed_us: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Prints well; `to_dict()` for programs."""
 
@@ -93,6 +112,8 @@ class Report:
     peak_units: int
     resident: list[str]
     bound: Bound | None
+    updates: UpdateTime | None  # None: no step yet, or the device's clock is not the host's
+    advice: str | None  # what would hide updates that hold up the step
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,6 +160,14 @@ class Report:
                 f"blocking {b.blocking_us / 1e3:.1f} ms, deferred {b.deferred_us / 1e3:.1f} ms, "
                 f"all units drafted {b.drafting_us / 1e3:.1f} ms"
             )
+        if self.updates is not None:
+            u = self.updates
+            lines.append(
+                f"updates {u.total_us / 1e3:.1f} ms a step: {u.behind_backward_us / 1e3:.1f} behind backward, "
+                f"{u.behind_forward_us / 1e3:.1f} behind forward, {u.exposed_us / 1e3:.1f} exposed"
+            )
+        if self.advice is not None:
+            lines.append(f"advice: {self.advice}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -159,12 +188,13 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
     if write_trace:
         wrapped.write_trace()
     custody, sums = wrapped.custody, wrapped.custody.step_sums()
+    bound, updates = _bound(wrapped, sums), _update_time(wrapped, sums)
     return Report(
         device=str(wrapped.device),
         num_units=len(wrapped.units),
         kernels=list(wrapped.plan.kernel_names),
         num_steps=max((updates.num_steps for updates in wrapped.optimizers), default=0),
-        lanes=_lanes(wrapped, sums),
+        lanes=_lanes(wrapped),
         passes=[
             PassReport(
                 each["phase"],
@@ -186,16 +216,18 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,
         resident=[wrapped.units[unit].name for unit in custody.resident_units()],
-        bound=_bound(wrapped, sums),
+        bound=bound,
+        updates=updates,
+        advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
         notes=[*wrapped.plan.unpredicted, *wrapped.home.notes],
     )
 
 
-def _lanes(wrapped: Wrapped, sums: dict[str, int]) -> list[LaneReport]:
+def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
     for lane in ("compute", "fetch", "drain", "update"):
         stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
-        busy = sums["forward_us"] + sums["backward_us"] if lane == "compute" else stats["busy_us"]
+        busy = wrapped.custody.compute_us if lane == "compute" else stats["busy_us"]
         stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
         lanes.append(LaneReport(lane, busy, stats["num_ops"], stats["bytes"], stalled))
     return lanes
@@ -239,3 +271,35 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         _C.drafting_bound_us(times),
         mode,
     )
+
+
+def _update_time(wrapped: Wrapped, sums: dict[str, int]) -> UpdateTime | None:
+    steps = sums["num_steps"]
+    if steps == 0 or wrapped.device.type != "cpu":
+        return None
+    shares = [sums[f"update_{where}_us"] / steps for where in ("behind_forward", "behind_backward", "exposed")]
+    return UpdateTime(sum(shares), *shares)
+
+
+_SUBSTANTIAL = 0.1  # of a step: what is less is not worth anybody's memory or hyperparameters
+
+
+def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: UpdateTime) -> str | None:
+    """Where updates hold up the step: what would hide them. None: they do not, or nothing that a policy can change."""
+    if updates.exposed_us < _SUBSTANTIAL * bound.step_us:
+        return None
+    found = f"updates are exposed for {updates.exposed_us / 1e3:.1f} of {bound.step_us / 1e3:.1f} ms"
+    plan = wrapped.plan
+    if wrapped.policy.update == "blocking":
+        return f'{found}: update="auto" lets them run behind the next forward'
+    compute_us = (sums["forward_us"] + sums["backward_us"]) / sums["num_steps"]
+    remedies = []
+    if set(plan.draftable) > plan.drafted and wrapped.drafts_pay:
+        needed = sum(plan.draftable.values())
+        remedies.append(
+            f"draft_memory={needed} ({format_bytes(needed)}) lets {len(plan.draftable)} units, not "
+            f"{len(plan.drafted)}, be updated behind backward as well"
+        )
+    if updates.total_us > compute_us:
+        remedies.append("a larger batch, or more micro-batches for each step, gives them more to hide behind")
+    return f"{found}: {', and '.join(remedies)}" if remedies else None

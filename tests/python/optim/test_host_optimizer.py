@@ -179,6 +179,19 @@ def test_limit_is_a_lower_bound_of_busy_time():
     pool.close()
 
 
+def test_a_running_update_counts_already_and_once():
+    pool = _C.HostOptimizer(1, latency_us=300_000)
+    ticket = pool.submit(Unit(10).job())
+    seen = [0]
+    while not ticket.passed():
+        seen.append(pool.stats()["busy_us"])
+    assert seen == sorted(seen)
+    assert 0 < seen[-2] <= pool.stats()["busy_us"]
+    pool.idle()
+    assert pool.stats()["busy_us"] < 2 * 300_000 and pool.stats()["num_ops"] == 1
+    pool.close()
+
+
 def test_stall_is_booked_on_whoever_was_late():
     pool = _C.HostOptimizer(1)
     holder = _C.HostOptimizer(1, hold_us=50_000)  # its update is late by so much at least

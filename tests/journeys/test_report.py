@@ -1,0 +1,172 @@
+"""What the report says of the host's updates: where their time went, and what would hide more of it.
+
+Layers sleep and updates are limited, so that each takes a known time on any machine; nothing here depends on how exact
+that is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import noria
+import pytest
+import torch
+from noria import _C
+from noria.custody import wrapped_by
+from noria.report import UpdateTime
+from noria.testing import on_machine
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCKS, WIDTH = 4, 16
+FORWARD_S, BACKWARD_S = 0.003, 0.005
+SLOW, FAST = 4_000, 0  # us that the update of one unit takes, of which there are BLOCKS
+ALL_DRAFTED = "1MiB"
+
+needs_drafts = pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(self.linear(x))
+
+
+def trained(update_us: float, *, steps: int = 6, **policy: Any) -> nn.Module:
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with on_machine(limits={"update": (0.0, update_us)}, update_threads=1):
+        noria.wrap(model, optimizer, device="cpu", window=2, units=[Block], **{"kernel": "fused", **policy})
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def updates_of(model: nn.Module) -> UpdateTime:
+    report = noria.report(model)
+    found = report.updates
+    assert found is not None
+    assert report.to_dict()["updates"]["total_us"] == found.total_us
+    assert found.total_us == sum((found.behind_forward_us, found.behind_backward_us, found.exposed_us))
+    assert min(found.behind_forward_us, found.behind_backward_us, found.exposed_us) >= 0
+    assert "behind backward" in str(report)
+    return found
+
+
+POLICIES = {
+    "deferred": {"draft_memory": 0},
+    "drafts": pytest.param({"draft_memory": ALL_DRAFTED}, marks=needs_drafts),
+    "blocking": {"update": "blocking"},
+    "torch": {"kernel": "torch"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_three_shares_are_all_that_the_pool_did(policy):
+    model = trained(SLOW, steps=1, **policy)
+    custody = wrapped_by(model).custody
+    custody.settle_all()
+    custody.idle()
+    optimizer = wrapped_by(model).optimizers[0].optimizer
+    sums, busy_us = custody.step_sums(), custody.update_stats()["busy_us"]
+    for _ in range(4):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = custody.step_sums()  # while updates run
+        shares = ("update_behind_forward_us", "update_behind_backward_us", "update_exposed_us")
+        assert now["update_us"] == sum(now[each] for each in shares)
+    custody.settle_all()
+    custody.idle()
+    grown_us = custody.step_sums()["update_us"] - sums["update_us"]
+    assert grown_us == custody.update_stats()["busy_us"] - busy_us > 0
+
+
+@pytest.mark.parametrize("policy", [{"update": "blocking"}, {"kernel": "torch"}], ids=["blocking", "torch"])
+def test_what_runs_inside_step_or_on_the_launching_thread_is_exposed(policy):
+    found = updates_of(trained(SLOW, **policy))
+    assert found.behind_forward_us == found.behind_backward_us == 0 < found.exposed_us
+
+
+def test_deferred_updates_hide_behind_forward_only():
+    found = updates_of(trained(SLOW, draft_memory=0))
+    assert found.behind_backward_us == 0 < found.behind_forward_us
+
+
+def test_what_a_pass_waits_for_is_exposed():
+    found = updates_of(trained(30_000, draft_memory=0))
+    assert found.behind_forward_us < found.total_us / 2
+
+
+@needs_drafts
+def test_drafts_hide_behind_backward_too():
+    found = updates_of(trained(SLOW, draft_memory=ALL_DRAFTED))
+    assert found.behind_backward_us > 0
+
+
+def test_the_first_step_is_left_out():
+    model = trained(SLOW, steps=1, update="blocking")
+    assert noria.report(model).updates is None
+    assert wrapped_by(model).custody.update_stats()["busy_us"] >= SLOW * BLOCKS
+    assert wrapped_by(model).custody.step_sums()["update_us"] == 0
+
+
+def advice_of(model: nn.Module) -> str:
+    report = noria.report(model)
+    assert (report.advice is None) == ("advice: " not in str(report))
+    return report.advice or ""
+
+
+@needs_drafts
+def test_where_updates_hold_up_the_step_more_drafts_are_advised_with_their_bytes():
+    model = trained(SLOW, draft_memory=0)
+    needed = sum(wrapped_by(model).plan.draftable.values())
+    assert f"draft_memory={needed} " in advice_of(model)
+
+
+@needs_drafts
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
+    def planned(draft_memory: int) -> Any:
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return noria.plan(
+            model, optimizer, device="cpu", kernel="fused", units=[Block], dtype=dtype, draft_memory=draft_memory
+        )
+
+    needed = sum(planned(0).draftable.values())
+    assert planned(needed).drafted == set(planned(needed).draftable) == set(range(BLOCKS))
+    assert planned(needed - 1).drafted < set(range(BLOCKS))
+
+
+@needs_drafts
+def test_where_all_is_drafted_only_more_compute_helps():
+    longer_than_all_compute = 1.5e6 * (FORWARD_S + BACKWARD_S)
+    advice = advice_of(trained(longer_than_all_compute, draft_memory=ALL_DRAFTED))
+    assert "larger batch" in advice and "draft_memory" not in advice
+
+
+def test_blocking_is_advised_against():
+    assert 'update="auto"' in advice_of(trained(SLOW, update="blocking"))
+
+
+def test_nothing_is_advised_where_updates_are_hidden():
+    assert advice_of(trained(FAST, draft_memory=0)) == ""
