@@ -5,10 +5,24 @@
 
 #include <string>
 
+#include "bindings/torch_compat.h"
+
 namespace noria {
 namespace {
 
 void delete_tensor(void* context) { delete static_cast<at::Tensor*>(context); }
+
+/// True where `num_own` references are all there are. The Python object of a tensor outlives Python's last reference to
+/// it for as long as we keep the tensor (every loop that calls `zero_grad` has made one), and counts as one more.
+template <class Impl>
+bool is_ours_alone(const Impl* impl, std::size_t use_count, std::size_t num_own) {
+  if (use_count == num_own) return true;
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  return use_count == num_own + 1 && impl->pyobj_slot()->has_unique_reference();
+#else
+  return false;
+#endif
+}
 
 }  // namespace
 
@@ -55,7 +69,8 @@ bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
 void HeldGradient::reuse(const at::Tensor& current_gradient) {
   if (!why_dead_.empty() || !seen_.defined() || is(current_gradient)) return;
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
-  const bool alone = seen_.use_count() == 1 && shares_memory(seen_) && storage_.use_count() == 2;  // ours, and seen_'s
+  const bool alone = is_ours_alone(seen_.unsafeGetTensorImpl(), seen_.use_count(), 1) && shares_memory(seen_) &&
+                     is_ours_alone(storage, storage_.use_count(), 2);  // ours, and seen_'s
   if (!alone) {
     auto* copy = new at::Tensor(inner_.clone());
     void* data = copy->mutable_data_ptr();

@@ -8,6 +8,7 @@ import warnings
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
@@ -189,6 +190,34 @@ def test_an_alias_that_is_kept_keeps_its_values(alias, kernel):
                 side.keep(f"step {step}, {index}", gradient)
 
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="before torch 2.13 a gradient is shown once")
+def test_a_gradient_that_nobody_keeps_is_not_copied():
+    """`zero_grad` has made a Python object of every gradient, and so has the loop; neither keeps it."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear])
+
+    def step():
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad.untyped_storage().nbytes() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def num_copies():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
+
+    step()
+    assert num_copies() == 0
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    kept = model[0].weight.grad, model[1].weight.grad.view(-1)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert num_copies() == len(kept)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
