@@ -73,28 +73,55 @@ def quickest(starts: list[int], num_steps: int) -> tuple[int, int]:
     return min(zip(starts, starts[num_steps:], strict=False), key=lambda run: run[1] - run[0])
 
 
+def colours_of(spans: list[Span]) -> dict[str, str]:
+    """By block, in the order of the forward pass."""
+    blocks = list(dict.fromkeys(s.unit for s in spans if s.verb == "forward" and s.unit[-1:].isdigit()))
+    colours = pyplot.get_cmap("turbo")
+    return {unit: to_hex(colours(0.07 + 0.86 * i / max(len(blocks) - 1, 1))) for i, unit in enumerate(blocks)}
+
+
+HATCHES = {"backward": "///", "draft": "xxx"}
+
+
+def draw_bars(
+    axes: pyplot.Axes, shown: list[Span], begin_us: int, end_us: int, colour: dict[str, str], marked: str = ""
+) -> None:
+    """A row for each lane; time from `begin_us` on, in ms."""
+    least_ms = (end_us - begin_us) / 1e3 / 900
+    for span in shown:
+        left, width = (span.start_us - begin_us) / 1e3, max((span.end_us - span.start_us) / 1e3, least_ms)
+        bar = {"y": -ROWS.index(span.lane), "width": width, "left": left, "height": 0.6}
+        axes.barh(**bar, color=colour.get(span.unit, SMALL), zorder=2)
+        if hatch := HATCHES.get(span.verb):
+            axes.barh(**bar, fill=False, hatch=hatch, ec="white", lw=0, zorder=3)
+        framed = span.unit == marked
+        frame = {"ec": "black", "lw": 1.6, "zorder": 4} if framed else {"ec": "white", "lw": 0.5, "zorder": 3}
+        axes.barh(**bar, fill=False, **frame)
+    axes.set_yticks([-i for i in range(len(ROWS))], ROWS, fontsize=14)
+    axes.set_ylim(-len(ROWS) + 0.5, 0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def draw_legend(axes: pyplot.Axes, colour: dict[str, str], marked: str = "") -> None:
+    for i, unit in enumerate(colour):
+        box = {"fc": colour[unit], "ec": "black" if unit == marked else "none", "pad": 3}
+        where = (0.01 + 0.98 * (i + 0.5) / len(colour), 1.02)
+        label = axes.text(*where, unit.rpartition(".")[2], transform=axes.transAxes, ha="center", bbox=box)
+        label.set_color("white" if i in (0, len(colour) - 1) else "black")
+
+
 def draw(spans: list[Span], begin_us: int, end_us: int, marked: str, path: Path) -> None:
     margin_us = (end_us - begin_us) // 100
     shown = [s for s in spans if s.end_us > begin_us - margin_us and s.start_us < end_us + margin_us and s.lane in ROWS]
-    blocks = list(dict.fromkeys(s.unit for s in shown if s.verb == "forward" and s.unit[-1:].isdigit()))
-    colours = pyplot.get_cmap("turbo")
-    colour = {unit: to_hex(colours(0.07 + 0.86 * i / max(len(blocks) - 1, 1))) for i, unit in enumerate(blocks)}
+    colour = colours_of(shown)
     row = {lane: -i for i, lane in enumerate(ROWS)}
-    length_ms = (end_us - begin_us) / 1e3
 
     def at_ms(time_us: int) -> float:
         return (time_us - begin_us) / 1e3
 
     figure, axes = pyplot.subplots(figsize=(13, 4.2))
-    for span in shown:
-        left, width = at_ms(span.start_us), max((span.end_us - span.start_us) / 1e3, length_ms / 900)
-        axes.barh(row[span.lane], width, left=left, height=0.6, color=colour.get(span.unit, SMALL), zorder=2)
-        if span.verb == "backward":
-            axes.barh(row[span.lane], width, left=left, height=0.6, fill=False, hatch="///", ec="white", lw=0, zorder=3)
-        framed = span.unit == marked
-        frame = {"ec": "black", "lw": 1.6, "zorder": 4} if framed else {"ec": "white", "lw": 0.5, "zorder": 3}
-        axes.barh(row[span.lane], width, left=left, height=0.6, fill=False, **frame)
-
+    draw_bars(axes, shown, begin_us, end_us, colour, marked)
     arrows = [(g, s) for s in shown for g in s.givers if g in shown and marked in (g.unit, s.unit) and g.lane != s.lane]
     for giver, waiter in arrows:
         side = 0.3 if row[waiter.lane] > row[giver.lane] else -0.3
@@ -102,22 +129,14 @@ def draw(spans: list[Span], begin_us: int, end_us: int, marked: str, path: Path)
         style = {"arrowstyle": "-|>", "mutation_scale": 13, "shrinkA": 0, "shrinkB": 0, "lw": 1.3, "zorder": 6}
         axes.add_patch(FancyArrowPatch(begin, end, color="black", **style))
 
-    for i, unit in enumerate(blocks):
-        box = {"fc": colour[unit], "ec": "black" if unit == marked else "none", "pad": 3}
-        where = (0.01 + 0.98 * (i + 0.5) / len(blocks), 1.02)
-        label = axes.text(*where, unit.rpartition(".")[2], transform=axes.transAxes, ha="center", bbox=box)
-        label.set_color("white" if i in (0, len(blocks) - 1) else "black")
+    draw_legend(axes, colour, marked)
     for start_us in [start for start in step_starts(spans) if begin_us <= start <= end_us]:
         axes.axvline(at_ms(start_us), color="black", linewidth=0.9, linestyle=":", zorder=1)
-    axes.set_yticks(list(row.values()), ROWS, fontsize=14)
     axes.set_xlim(at_ms(begin_us - margin_us), at_ms(end_us + margin_us))
-    axes.set_ylim(-len(ROWS) + 0.5, 0.5)
     axes.set_xlabel(f"ms (dotted: a step begins; hatched: backward; framed, with its waits: {marked})", fontsize=12)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     kinds = Counter(f"{giver.lane} -> {waiter.lane}" for giver, waiter in arrows)
-    print(f"{path}: {len(shown)} spans, {length_ms:.0f} ms; arrows: {dict(kinds)}")
+    print(f"{path}: {len(shown)} spans, {at_ms(end_us):.0f} ms; arrows: {dict(kinds)}")
 
 
 def main() -> None:
