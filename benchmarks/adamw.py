@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,12 @@ from statistics import median
 from typing import Any
 
 import _common
+import _deepspeed
 import torch
 from noria import _C
 
 HERE = Path(__file__).resolve().parent
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
-DEEPSPEED = "0.19.8"
 
 Way = tuple[int, Callable[[], Any]]  # bytes read and written, and what to measure
 
@@ -166,24 +165,6 @@ def measure(count: int, threads: int, rounds: int) -> tuple[dict[str, list[float
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def deepspeed_python() -> Path:
-    """The interpreter of an environment with DeepSpeed and the torch of this one; made at the first call."""
-    root = HERE.parent / "build" / "deepspeed"
-    python = root / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(root)], check=True)
-        site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        Path(site, "torch_of_this_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        needed = ["setuptools", "wheel", "ninja", f"deepspeed=={DEEPSPEED}"]
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *needed], check=True)
-    return python
-
-
 def noria_child(count: int, rounds: int, threads: int) -> list[float]:
     """The same job in a process of its own."""
     memory, pool = Memory(count), _C.HostOptimizer(threads)
@@ -194,22 +175,14 @@ def noria_child(count: int, rounds: int, threads: int) -> list[float]:
 
 
 def against_deepspeed(count: int, threads: int, turns: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    python, rounds = deepspeed_python(), 5
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-    }
+    rounds = 5
     samples: dict[str, list[float]] = {"noria": [], "deepspeed step": [], "deepspeed as ZeRO-Offload": []}
     numbers = [str(count), str(rounds), str(threads)]
-
-    def run(command: list[str]) -> Any:
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        return json.loads(done.stdout.splitlines()[-1])
-
+    child = [sys.executable, str(Path(__file__).resolve()), "--child", *numbers]
     for turn in range(turns + 1):
-        theirs = run([str(python), str(HERE / "_deepspeed_adam.py"), *numbers])
-        ours = run([sys.executable, str(Path(__file__).resolve()), "--child", *numbers])
+        theirs = _deepspeed.run("_deepspeed_adam.py", *numbers)
+        done = subprocess.run(child, env=_deepspeed.environment(), check=True, capture_output=True, text=True)
+        ours = json.loads(done.stdout.splitlines()[-1])
         if turn:
             samples["noria"] += ours
             samples["deepspeed step"] += theirs["step"]
@@ -262,7 +235,12 @@ def main() -> int:
             ]
             _common.show(f"{count >> 20} Mi parameters, {key}", ["", "Gparam/s best", "median"], rows)
     ended = {"load_1min_at_end": _common.hardware()["load_1min"]}
-    settings = {"params": count, "rounds": rounds, "instruction_sets": _C.instruction_sets(), "deepspeed": DEEPSPEED}
+    settings = {
+        "params": count,
+        "rounds": rounds,
+        "instruction_sets": _C.instruction_sets(),
+        "deepspeed": _deepspeed.VERSION,
+    }
     _common.Result("adamw", samples, summary, settings | ended).write(args, began)
     return 0
 
