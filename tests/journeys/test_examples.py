@@ -10,6 +10,7 @@ from pathlib import Path
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.testing import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,15 @@ def test_the_demo_keeps_its_promises_and_leaves_a_curve_and_a_trace(run, tmp_pat
     assert status == 0
     assert (tmp_path / "wheel.png").read_bytes().startswith(b"\x89PNG")
     assert int(re.search(r"'fetch -> compute': (\d+)", printed)[1]) > 0
+
+
+@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
+def test_the_picture_of_drafts_comes_out_of_traces(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    status, printed = run("tools/draw_drafts.py", f"{tmp_path / 'drafts.png'} --blocks 3 --steps 6")
+    assert status == 0
+    assert (tmp_path / "drafts.png").read_bytes().startswith(b"\x89PNG")
+    assert "0.0 behind backward" in printed and int(re.search(r"drafts: (\d+) kept", printed)[1]) > 0
 
 
 def test_the_live_view_shows_the_units_that_are_in_the_window(run, tmp_path, monkeypatch):
