@@ -78,8 +78,9 @@ class Bound:
 class UpdateTime:
     """Microseconds of an average step in which the host updated, by what the compute lane did meanwhile.
 
-    Counted from the pool's busy time, that of a running update included, read whenever the compute lane begins or ends
-    something. The three sum to the total; the first step, which is unlike the others, is left out.
+    Counted from the pool's busy time (drafts, looks at gradients and their norms included, and the share of a job that
+    runs), which is read whenever the compute lane begins or ends something. The three sum to the total; the first
+    step, which is unlike the others, is left out.
 
     - `behind_forward_us`, `behind_backward_us`: a pass was open, and nothing held it up.
     - `exposed_us`: the launching thread waited (for a fetch, and so for the update before it; for drains at the end of
@@ -297,8 +298,8 @@ def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: Updat
     if set(plan.draftable) > plan.drafted and wrapped.drafts_pay:
         needed = sum(plan.draftable.values())
         remedies.append(
-            f"draft_memory={needed} ({format_bytes(needed)}) lets {len(plan.draftable)} units, not "
-            f"{len(plan.drafted)}, be updated behind backward as well"
+            f"draft_memory={needed} ({format_bytes(needed)}) lets all {len(plan.draftable)} units be updated behind "
+            f"backward as well, not {len(plan.drafted)}"
         )
     if updates.total_us > compute_us:
         remedies.append("a larger batch, or more micro-batches for each step, gives them more to hide behind")
