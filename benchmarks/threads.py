@@ -127,13 +127,17 @@ def summary_of(samples: dict[str, dict[str, list[float]]], budgets: list[int]) -
     def ratio(values: list[float], base: list[float]) -> float:
         return median(a / b for a, b in zip(values, base, strict=True))
 
-    found: dict[str, dict[str, float]] = {IDLE: {"step_over_alone": ratio(steps[IDLE], steps[ALONE])}}
+    found: dict[str, dict[str, float]] = {
+        ALONE: {"step_ms": 1e3 * median(steps[ALONE])},
+        IDLE: {"step_ms": 1e3 * median(steps[IDLE]), "step_over_alone": ratio(steps[IDLE], steps[ALONE])},
+    }
     for threads in budgets:
         both, alone = f"updating, {threads}", f"updates alone, {threads}"
         shares = [
             a / b + c / d for a, b, c, d in zip(steps[ALONE], steps[both], updated[both], updated[alone], strict=True)
         ]
         found[both] = {
+            "step_ms": 1e3 * median(steps[both]),
             "step_over_alone": ratio(steps[both], steps[ALONE]),
             "updates_over_alone": ratio(updated[both], updated[alone]),
             "gparam_s": median(updated[both]) / 1e9,
@@ -175,6 +179,7 @@ def main() -> int:
 
 
 COLUMNS = {
+    "step_ms": "step ms",
     "step_over_alone": "step / alone",
     "updates_over_alone": "updates / alone",
     "gparam_s": "Gparam/s",
