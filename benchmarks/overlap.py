@@ -9,6 +9,10 @@ and d for the limited transfers and U for the limited updates (DESIGN, section 5
     auto      max(F, U, f_F) + max(B, d, f_B)
     blocking  max(F, f_F) + max(B, d, f_B) + U
 
+A fifth one has updates that take longer than a forward, and a bound of its own, max(F + B, U, f_F + f_B, d), which
+drafts of all units and update="backward" aim at: with no drafts, half of them and all; without clipping, with torch's
+clip and with `max_grad_norm`. torch's clip is compute of the loop's own: what it takes on plain tensors is added to B.
+
 A measured step within 1.10 of its own mode's bound is the aim. Models are far smaller than the lanes' real speed asks
 for, so that what is measured is the schedule and not this machine's memory. With `--compute paced` compute is a limited
 lane as well: layers are small and then wait until their time is over, so that a busy or small machine shows the
@@ -269,30 +273,61 @@ def measure(setting: Setting, args: Any, model: nn.Module, batch: torch.Tensor) 
 
 DRAFTS = Setting("updates between F and F + B", fetch=0.5, drain=0.5, update=1.9)
 SHARES = {"no drafts": 0.0, "half drafts": 0.5, "all drafts": 1.0}
+NEVER, ALWAYS = 1e6, 1e-6  # norms that a gradient of this model never and always exceeds
 
 
-def measure_drafts(args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-    """update="auto" where updates take longer than forward: without drafts, with half of them, with all of them; each
-    without clipping, and with torch's own, which does not bite."""
+def settings_of_updates() -> dict[str, dict[str, Any]]:
+    """By name: `clip` of torch, and policy."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, share in SHARES.items():
+        found[name] = {"share": share}
+        found[f"{name}, torch's clip"] = {"share": share, "clip": NEVER}
+        found[f"{name}, max_grad_norm"] = {"share": share, "max_grad_norm": NEVER}
+    found["in backward"] = {"share": 0.0, "update": "backward"}
+    found["all drafts, torch's clip bites"] = {"share": 1.0, "clip": ALWAYS}
+    found["all drafts, max_grad_norm bites"] = {"share": 1.0, "max_grad_norm": ALWAYS}
+    return found
+
+
+def time_of_clip(model: nn.Module, times: list[float]) -> None:
+    """torch's clip of gradients that nobody else has to do with, into `times`, in seconds."""
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), NEVER)
+    began = time.perf_counter()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), NEVER)
+    times.append(time.perf_counter() - began)
+
+
+def measure_updates(args: Any, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     resident, limits = pace(DRAFTS, args, model, batch)
     spare = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     runs = {}
-    for clip in (None, 1e6):
-        for name, share in SHARES.items():
-            key = name if clip is None else f"{name}, clip"
-            memory = int(share * spare * 1.01)
-            runs[key] = Run(model, batch, limits, window=args.window, draft_memory=memory, clip=clip)
-    take_turns(args, resident, runs, 4)
+    for name, fields in settings_of_updates().items():
+        memory = int(fields.pop("share") * spare * 1.01)
+        policy = {} if fields.get("update") == "backward" else {"draft_memory": memory}
+        runs[name] = Run(model, batch, limits, window=args.window, **policy, **fields)
+    clips: list[float] = []
+    for _ in range(5):
+        time_of_clip(model, clips)
+    take_turns(args, resident, runs, 12)  # drafts that are always thrown away have stopped by then
+    for _ in range(5):
+        time_of_clip(model, clips)
     forward_us, backward_us = resident.per_step("forward_us"), resident.per_step("backward_us")
     result: dict[str, Any] = {"setting": dataclasses.asdict(DRAFTS), "limits": limits, "runs": {}}
-    result["samples"] = {"resident": resident.times, **{name: run.times for name, run in runs.items()}}
-    result["same_losses_in_all"] = len({tuple(run.losses) for run in runs.values()}) == 1
+    result["samples"] = {"resident": resident.times, "clip": clips, **{name: run.times for name, run in runs.items()}}
+    result["same_losses_unless_clipped"] = (
+        len({tuple(r.losses) for name, r in runs.items() if "bites" not in name}) == 1
+    )
     for name, run in runs.items():
-        times = limited_times(run, limits, forward_us, backward_us)
+        clip_us = 1e6 * median(clips) if run.clip is not None else 0.0
+        times = limited_times(run, limits, forward_us, backward_us + clip_us)
         step_us = 1e6 * median(run.times)
         bounds = {"deferred": _C.deferred_bound_us(times), "drafts": _C.drafting_bound_us(times)}
         result["runs"][name] = {
             "step_us": step_us,
+            "clip_us": clip_us,
             "times": as_dict(times),
             "bounds_us": bounds,
             "over_deferred_bound": step_us / bounds["deferred"],
@@ -359,7 +394,7 @@ def main() -> int:
     columns = ["setting (ms)", "F", "B", "f_F", "f_B", "d", "U", "sum/bound", "step", "bound", "step/bound", "own F, B"]
     _common.show(f"{args.blocks} units, window {args.window}, kernel fused, compute {args.compute}", columns, rows)
     if args.only in (None, "drafts"):
-        drafted = measure_drafts(args, model, batch)
+        drafted = measure_updates(args, model, batch)
         rows = []
         for name, found in drafted["runs"].items():
             times = found["times"]
@@ -367,13 +402,24 @@ def main() -> int:
                 [
                     name,
                     *(f"{times[key] / 1e3:.0f}" for key in ("forward_us", "backward_us", "update_us")),
+                    f"{found['clip_us'] / 1e3:.0f}",
                     f"{found['step_us'] / 1e3:.1f}",
                     f"{found['over_deferred_bound']:.3f}",
                     f"{found['over_drafting_bound']:.3f}",
                     ", ".join(f"{value} {key}" for key, value in found["drafts"].items() if value),
                 ]
             )
-        columns = ["update=auto (ms)", "F", "B", "U", "step", "over max(F,U..)+max(B..)", "over max(F+B,U..)", "drafts"]
+        columns = [
+            "updates (ms)",
+            "F",
+            "B",
+            "U",
+            "clip in B",
+            "step",
+            "over max(F,U..)+max(B..)",
+            "over max(F+B,U..)",
+            "drafts",
+        ]
         _common.show(f"drafts, compute {args.compute}", columns, rows)
         results.append(drafted)
     summary = {r["setting"]["name"]: {k: v for k, v in r.items() if k != "samples"} for r in results}

@@ -225,6 +225,8 @@ def _check_updates_in_backward(
                 f'"{name}", which no optimizer holds, or another one than the rest of "{unit.name}"',
                 f"freeze it or give it to the optimizer, or {remedy}",
             )
+
+
 def _fp32_states(
     optimizers: list[Optimizer], units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]], state_dtype: str
 ) -> list[str]:
