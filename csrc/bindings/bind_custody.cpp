@@ -4,6 +4,9 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <optional>
+#include <tuple>
+
 #include "bindings/custody.h"
 #include "bindings/lane_stats.h"
 #include "bindings/python_errors.h"
@@ -88,11 +91,14 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
   return units;
 }
 
+/// Address, bytes of a slot, slots.
+using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
+
 std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
                                       std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                       std::int64_t arena, std::int32_t window, bool prefetch_at_step,
                                       std::int64_t nan_range, std::shared_ptr<Arena> held_home,
-                                      const std::shared_ptr<Arena>& ring) {
+                                      const std::optional<RingOfSlots>& ring) {
   BufferTable buffers;
   std::vector<CustodyUnit> units = read_units(described, buffers);
   const c10::Device on(device);
@@ -100,7 +106,10 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
-  if (ring) options.ring = GradientRing(ring->data(), ring->bytes());
+  if (ring) {
+    const auto& [address, slot, num_slots] = *ring;
+    options.ring = GradientRing(pointer(address), Bytes{slot}, num_slots);
+  }
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
                                    std::move(optimizer), on, pointer(nan_range), held_home);

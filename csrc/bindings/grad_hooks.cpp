@@ -67,6 +67,8 @@ void hook_accumulator(torch::autograd::Node& accumulator, const CustodyRef& cust
 }
 
 bool has_foreign_hooks(torch::autograd::Node& accumulator) {
+  if (accumulator.pre_hooks().size() == 1 && accumulator.post_hooks().size() == 1)
+    return false;  // asked at each gradient
   const auto is_foreign_pre = [](const auto& each) {
     return dynamic_cast<const CatchGradient*>(each.get()) == nullptr;
   };

@@ -45,7 +45,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
   in_backward_->ring = options_.ring;
   in_backward_->jobs.resize(units_.size());
   in_backward_->come.resize(units_.size());
-  in_backward_->in_ring.resize(units_.size());
+  in_backward_->slot.resize(units_.size());
   in_backward_->last_visit.resize(units_.size());
   in_backward_->visits_made.resize(units_.size());
   in_backward_->visits_left.resize(units_.size());

@@ -22,12 +22,13 @@
 // where the gradient has been written since (torch says so) and its bytes are others. Nothing is rolled back: until it
 // is committed, nobody reads a draft. Another backward, or a look at the home, drops it.
 //
-// Note [Inside backward]. With a gradient ring there are no held gradients beyond it: a unit is updated in place as
-// soon as its gradients are complete, and `step` only hears of it (`take_updated`). They are complete when the backward
-// has made the unit's last visit, or in an unknown one as many as the forwards before it; what is left is updated at
-// the end of the pass. That a gradient or a visit comes after the update cannot be undone: it raises, and the weights
-// are torn, as they are when a backward raises that has updated something. Passes that only accumulate want memory for
-// all gradients (`hold_all`), and the ring is then not used any more.
+// Note [Inside backward]. With a gradient ring there are no held gradients beyond it, but for units that have a place
+// of their own there, because their gradients come in parts: a unit is updated in place as soon as its gradients are
+// complete, and `step` only hears of it (`take_updated`). They are complete when the backward has made the unit's last
+// visit, or in an unknown one as many as the forwards before it; what is left is updated at the end of the pass. That a
+// gradient or a visit comes after the update cannot be undone: it raises, and the weights are torn, as they are when a
+// backward raises that has updated something. Passes that only accumulate want memory for all gradients (`hold_all`),
+// and the ring is then not used any more.
 //
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
@@ -245,7 +246,7 @@ class Engine {
     bool accumulating = false;
     std::vector<std::optional<UpdateJob>> jobs;  // expected
     std::vector<std::set<Bytes>> come;           // offsets of gradients that no update has used
-    std::vector<std::optional<Bytes>> in_ring;   // offset there
+    std::vector<std::optional<int>> slot;        // in the ring; none: it has none now, or a place of its own
     std::vector<std::int64_t> last_visit;        // in this backward, where that is known; else -1
     std::vector<int> visits_made;                // in forwards, since the last backward
     std::vector<int> visits_left;                // in this backward, as far as its forwards tell

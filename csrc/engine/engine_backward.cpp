@@ -77,12 +77,13 @@ std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units)
 
 void Engine::hold(UnitId unit) {
   EngineUnit& held = unit_of(unit);
-  if (!in_backward_ || !in_backward_->ring || held.held != nullptr) return;
-  const auto offset = in_backward_->ring->take(held.facts.gradients);
-  if (!offset) {
+  if (!in_backward_ || held.held != nullptr) return;
+  const GradientRing& ring = *in_backward_->ring;
+  const auto slot = in_backward_->ring->take();
+  if (!slot) {
     std::string waiting;
     for (std::size_t i = 0; i < units_.size(); ++i) {
-      if (in_backward_->in_ring[i]) waiting += (waiting.empty() ? "" : ", ") + units_[i].facts.name;
+      if (in_backward_->slot[i]) waiting += (waiting.empty() ? "" : ", ") + units_[i].facts.name;
     }
     throw UsageError(
         "gradients of few units on their way at once under update=\"backward\", as each is visited as often "
@@ -90,17 +91,21 @@ void Engine::hold(UnitId unit) {
         "no room for those of \"" + held.facts.name + "\" beside the incomplete ones of " + waiting, kRemedy);
   }
   const auto index = static_cast<std::size_t>(unit.value);
-  in_backward_->in_ring[index] = offset;
-  held.held = in_backward_->ring->at(*offset);
-  held.facts.held = facts_[index].held = buffers_.intern(
-      {{Place::Kind::host, kRingRegion}, *offset, held.facts.gradients, Format::travel, Purpose::held_gradient, unit});
+  in_backward_->slot[index] = slot;
+  held.held = ring.at(*slot);
+  held.facts.held = facts_[index].held = buffers_.intern({{Place::Kind::host, kRingRegion},
+                                                          ring.offset(*slot),
+                                                          held.facts.gradients,
+                                                          Format::travel,
+                                                          Purpose::held_gradient,
+                                                          unit});
   custodian_.held_moved(unit, held.held);
 }
 
 void Engine::release_held(UnitId unit) {
-  auto& offset = in_backward_->in_ring[static_cast<std::size_t>(unit.value)];
-  if (!offset) return;
-  in_backward_->ring->release(*std::exchange(offset, std::nullopt));
+  auto& slot = in_backward_->slot[static_cast<std::size_t>(unit.value)];
+  if (!slot) return;
+  in_backward_->ring->release(*std::exchange(slot, std::nullopt));
   unit_of(unit).held = nullptr;
 }
 

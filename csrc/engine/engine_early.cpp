@@ -173,9 +173,13 @@ void Engine::drop_all_early() {
 void Engine::gradient_is_written(UnitId unit) {
   auto& read = early_of(unit);
   if (!read || !read->ticket) return;
-  // One that has not begun need not be waited for.
-  if (optimizer_->recall(read->ticket)) drop_early(unit);
-  else read->is_written = true;
+  // What has not begun need not be waited for. Nor what others wait for: a clip writes all gradients, and would wait
+  // for a draft that had begun just then at each.
+  for (std::size_t i = 0; i < early_.size(); ++i) {
+    auto& early = early_[i];
+    if (early && early->ticket && optimizer_->recall(early->ticket)) drop_early(UnitId(static_cast<std::int32_t>(i)));
+  }
+  if (read && read->ticket) read->is_written = true;
 }
 
 bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {

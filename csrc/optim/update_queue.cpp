@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -50,12 +51,27 @@ UpdateQueue::Item UpdateQueue::most_urgent() {
 }
 
 bool UpdateQueue::recall(const Ticket& ticket) {
-  const std::lock_guard lock(mutex_);
-  const auto found =
-      std::find_if(items_.begin(), items_.end(), [&](const Item& item) { return item->ticket == ticket; });
-  if (found == items_.end() || (*found)->is_recalled) return false;
-  (*found)->is_recalled = true;
-  (*found)->priority = std::numeric_limits<int>::min();
+  Item item;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found =
+        std::find_if(items_.begin(), items_.end(), [&](const Item& each) { return each->ticket == ticket; });
+    if (found == items_.end() || (*found)->is_recalled) return false;
+    (*found)->is_recalled = true;
+    (*found)->priority = std::numeric_limits<int>::min();
+    const auto& waits = (*found)->waits;
+    const auto has_passed = [](const Ticket& wait) { return wait->passed(); };
+    if (!std::all_of(waits.begin(), waits.end(), has_passed)) return true;
+    item = std::move(*found);  // nobody need wait for the job that runs
+    items_.erase(found);
+    changed_.notify_all();
+  }
+  try {
+    for (const Ticket& wait : std::exchange(item->waits, {})) wait->wait_passed();
+    item->ticket->pass();
+  } catch (...) {
+    item->ticket->fail(std::current_exception());
+  }
   return true;
 }
 

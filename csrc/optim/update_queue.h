@@ -36,7 +36,8 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   /// False when the queue is closed; the item is not taken then.
   bool push(const Item& item);
 
-  /// True: the item of this ticket was queued, and keeps its place only until its waits have passed.
+  /// True: the item of this ticket was queued, and keeps its place only until its waits have passed; if they have, its
+  /// ticket passes now.
   bool recall(const Ticket& ticket);
 
   /// True while the item of this ticket has not been taken.

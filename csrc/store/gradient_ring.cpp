@@ -1,33 +1,24 @@
 #include "store/gradient_ring.h"
 
-#include <algorithm>
-#include <iterator>
-
 #include "base/errors.h"
 
 namespace noria {
 
-std::optional<Bytes> GradientRing::take(Bytes bytes) {
-  std::optional<Bytes> found = free_from(next_, bytes);
-  if (!found) found = free_from(Bytes{0}, bytes);
-  if (!found) return std::nullopt;
-  taken_.emplace(*found, *found + bytes);
-  next_ = *found + bytes;
-  return found;
+std::optional<int> GradientRing::take() {
+  for (std::size_t tried = 0; tried < is_taken_.size(); ++tried) {
+    const std::size_t slot = next_;
+    next_ = (next_ + 1) % is_taken_.size();
+    if (is_taken_[slot]) continue;
+    is_taken_[slot] = true;
+    return static_cast<int>(slot);
+  }
+  return std::nullopt;
 }
 
-std::optional<Bytes> GradientRing::free_from(Bytes from, Bytes bytes) const {
-  auto next = taken_.upper_bound(from);
-  Bytes start = from;
-  if (next != taken_.begin()) start = std::max(start, std::prev(next)->second);
-  for (; next != taken_.end() && start + bytes > next->first; ++next) start = next->second;
-  if (start + bytes > bytes_) return std::nullopt;
-  return start;
-}
-
-void GradientRing::release(Bytes offset) {
-  const auto erased = taken_.erase(offset);
-  NORIA_INVARIANT(erased == 1, "a range of the gradient ring is given back that was not taken");
+void GradientRing::release(int slot) {
+  const bool was_taken = is_taken_.at(static_cast<std::size_t>(slot));
+  NORIA_INVARIANT(was_taken, "a slot of the gradient ring is given back that was not taken");
+  is_taken_[static_cast<std::size_t>(slot)] = false;
 }
 
 }  // namespace noria

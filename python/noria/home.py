@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -101,6 +101,25 @@ class Region:
         return Region(purpose, tuple(offsets), sizes, spares)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The arena GRADIENT_RING: places of their own for units whose gradients come in parts, then slots for the others,
+    each as large as the largest of them."""
+
+    region: Region  # of the units' own places; the last entry is the slots'
+    slot_bytes: int
+    num_slots: int
+
+    @staticmethod
+    def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:
+        """No slots where there is room for all in as much memory."""
+        sizes = [unit.gradients if unit.index in in_parts else 0 for unit in units]
+        slot_bytes = max((unit.gradients for unit in units if unit.index not in in_parts), default=0)
+        if sum(sizes) + num_slots * slot_bytes >= sum(unit.gradients for unit in units):
+            sizes, num_slots = [unit.gradients for unit in units], 0
+        return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots)
+
+
 def held_region(units: Iterable[HomeUnit]) -> Region:
     return Region.of("held gradients", (unit.gradients for unit in units))
 
@@ -186,8 +205,9 @@ class Home:
             unit.working_address = self.address("working copies", unit.index)
             if unit.index in self.regions["working copies"].spares:
                 unit.spare_address = self.address("working copies", unit.index, spare=True)
-            if unit.gradients and "held gradients" in self.arenas:
-                unit.held_address = self.address("held gradients", unit.index)
+            for purpose in ("held gradients", GRADIENT_RING):
+                if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:
+                    unit.held_address = self.address(purpose, unit.index)
 
     def _take(self, backend: _C.Backend) -> None:
         total = sum(region.bytes for region in self.regions.values())

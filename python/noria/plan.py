@@ -7,6 +7,7 @@ the model, and backward in reverse. The engine plans again with what it sees.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import GRADIENT_RING, HomeUnit, Region, describe_units, held_region
+from noria.home import HomeUnit, Region, Ring, describe_units, held_region
 from noria.kernels import FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
@@ -27,7 +28,10 @@ from noria.policy import Policy, compute_device, device_budget, draft_budget, fo
 __all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
 
 STAGING_RING = "staging ring"
-_RING_UNITS = 4  # of the largest: one drains, one is updated, and both may be late
+# Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
+# updates which take longer than backward can go on behind the next forward and do not hold backward up.
+_RING_SLOTS = 4
+_RING_SHARE = 0.25
 
 
 @dataclasses.dataclass
@@ -58,6 +62,8 @@ class WrapPlan:
     unpredicted: list[str]
     buffers: Any
     """The table of buffers that the passes' ops refer to."""
+    ring: Ring | None = None
+    """Of gradients, under update="backward"."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
@@ -115,6 +121,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     fused = fused_units(units, optimizers, kernels)
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
+    ring: Ring | None = None
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
         unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
@@ -122,7 +129,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, device, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     if policy.update == "backward":
-        regions = [r if r.purpose != "held gradients" else _ring(parts, units) for r in regions]
+        ring = _ring(parts, units)
+        regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
@@ -146,6 +154,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         {},
         unpredicted,
         table,
+        ring,
     )
     _check_host(policy, result)
     entry: list[tuple[int, int]] = []
@@ -186,15 +195,14 @@ def _kernel_name(
     return name
 
 
-def _ring(parts: Partition, units: list[HomeUnit]) -> Region:
-    """What update="backward" has instead: room for a few units at a time, beside those that several modules use, whose
-    gradients come in parts."""
+def _ring(parts: Partition, units: list[HomeUnit]) -> Ring:
+    """What update="backward" has in place of held gradients. Those of a unit that several modules use come in parts."""
     users = Counter(
         unit for hook in parts.hooks for unit in {slot.unit for n in hook.needs for slot in units[n].parameters}
     )
-    shared = sum(unit.gradients for unit in units if users[unit.index] > 1)
-    largest = max((unit.gradients for unit in units if users[unit.index] <= 1), default=0)
-    return Region.of(GRADIENT_RING, [min(shared + _RING_UNITS * largest, sum(unit.gradients for unit in units))])
+    num_trainable = sum(unit.gradients > 0 for unit in units)
+    num_slots = max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable))
+    return Ring.of(units, {unit for unit, count in users.items() if count > 1}, num_slots)
 
 
 def _check_updates_in_backward(

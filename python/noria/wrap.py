@@ -148,7 +148,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         prefetch_at_step=True,
         nan_range=nan_range,
         held_home=home.arenas.get("held gradients"),
-        ring=home.arenas.get(GRADIENT_RING),
+        ring=_slots(planned, home),
     )
     wrapped = Wrapped(planned, home, custody, backend, pool)
     while values:
@@ -181,6 +181,12 @@ def _weak_callback(wrapped: Wrapped) -> Any:
             alive.run_update(unit)
 
     return run_update
+
+
+def _slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
+    if planned.ring is None:
+        return None
+    return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
 
 
 def _begin_backward(wrapped: Wrapped) -> Any:

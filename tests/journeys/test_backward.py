@@ -63,6 +63,12 @@ def test_every_rule_and_format_has_the_bits_of_updates_inside_step(optimizer, dt
     both_in_backward(optimizer=OPTIMIZERS[optimizer], dtype=dtype)
 
 
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "lion"])
+def test_moments_in_fewer_bits_are_rounded_as_inside_step(optimizer, state_dtype):
+    both_in_backward(optimizer=OPTIMIZERS[optimizer], dtype=torch.bfloat16, state_dtype=state_dtype)
+
+
 @pytest.mark.parametrize("late", ["update", "drain", "fetch"])
 @pytest.mark.parametrize("window", [2, None])
 def test_whoever_is_late_changes_nothing(window, late):

@@ -35,26 +35,29 @@ BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
 }
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-                       std::shared_ptr<HostOptimizer> optimizer, bool drafts, Bytes ring)
+                       std::shared_ptr<HostOptimizer> optimizer, bool drafts, int ring_slots)
     : machine_(std::move(machine)),
-      ring_(ring),
       // Braces: the units are laid out before the buffers that this interns are moved.
-      engine_{options(budget, prefetch_at_step),
+      engine_{options(budget, prefetch_at_step, units, ring_slots),
               machine_.backend,
-              lay_out(units, drafts, ring),
+              lay_out(units, drafts, ring_slots > 0),
               std::move(buffers_),
               *this,
               std::move(optimizer)} {}
 
-EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step) {
+EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units,
+                                  int ring_slots) {
   EngineOptions result{{Place::Kind::device, 0}, budget, prefetch_at_step, {}};
-  if (ring_.bytes() == Bytes{0}) return result;
+  if (ring_slots == 0) return result;
+  Bytes slot;
+  for (const BareUnit& unit : units) slot = std::max(slot, kSlotBytes * unit.num_trainable);
+  ring_ = Arena(slot * ring_slots);
   ring_.register_with(machine_.backend);
-  result.ring = GradientRing(ring_.data(), ring_.bytes());
+  result.ring = GradientRing(ring_.data(), slot, ring_slots);
   return result;
 }
 
-std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, Bytes ring) {
+std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring) {
   Bytes total;
   for (const BareUnit& unit : units) total += kSlotBytes * unit.num_slots;
   for (Arena& array : home_) {
@@ -91,7 +94,7 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
     made.sum = range(5, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
-    if (described.num_trainable > 0 && ring == Bytes{0}) made.held = home_[1].data() + start.count;
+    if (described.num_trainable > 0 && !ring) made.held = home_[1].data() + start.count;
     if (drafts && described.num_trainable == described.num_slots) {
       Spare spare;
       spare.working = spare_[0].data() + start.count;

@@ -46,10 +46,10 @@ struct BareUnit {
 
 class BareEngine final : public Custodian {
  public:
-  /// `drafts`: units that are trained as a whole have spare buffers. `ring`: of gradients; not empty: updates run
-  /// inside backward.
+  /// `drafts`: units that are trained as a whole have spare buffers. `ring_slots`: for gradients; if there are any,
+  /// updates run inside backward.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, Bytes ring = {});
+             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, int ring_slots = 0);
   ~BareEngine() override;
 
   Engine& engine() { return engine_; }
@@ -135,8 +135,8 @@ class BareEngine final : public Custodian {
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
-  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, Bytes ring);
-  EngineOptions options(Budget budget, bool prefetch_at_step);
+  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
+  EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots);
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;

@@ -34,7 +34,7 @@ BareMachine make_machine(const std::string& name, const Hostility& hostility) {
 std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, std::int64_t arena, std::int32_t window,
                                  const std::string& machine, bool pool, bool prefetch_at_step, std::uint64_t seed,
                                  std::int64_t max_delay_us, const std::map<std::string, std::int64_t>& hold_us,
-                                 bool poison, std::int64_t kernel_us, bool drafts, std::int64_t ring) {
+                                 bool poison, std::int64_t kernel_us, bool drafts, int ring_slots) {
   Hostility hostility{seed, max_delay_us, {}, poison};
   for (const auto& [verb, us] : hold_us) hostility.hold_us[parse_verb(verb)] = us;
   std::vector<BareUnit> described;
@@ -45,7 +45,7 @@ std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, 
   BareMachine computes = make_machine(machine, hostility);
   computes.kernel_us = kernel_us;
   return std::make_unique<BareEngine>(described, std::move(computes), Budget{Bytes{arena}, window}, prefetch_at_step,
-                                      pool ? std::make_shared<HostOptimizer>(options) : nullptr, drafts, Bytes{ring});
+                                      pool ? std::make_shared<HostOptimizer>(options) : nullptr, drafts, ring_slots);
 }
 
 py::list passes_of(BareEngine& bare) {
@@ -99,7 +99,7 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def(py::init(&noria::make), py::arg("units"), py::kw_only(), py::arg("arena"), py::arg("window") = 0,
            py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,
            py::arg("max_delay_us") = 0, py::arg("hold_us") = std::map<std::string, std::int64_t>(),
-           py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring") = 0)
+           py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring_slots") = 0)
       .def("begin_forward", &BareEngine::begin_forward, py::arg("root") = 0, py::arg("training") = true,
            py::arg("grad_enabled") = true, Release())
       .def("begin_backward", &BareEngine::begin_backward, Release())

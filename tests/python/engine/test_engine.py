@@ -345,14 +345,13 @@ def loops_with_a_ring(draw):
 def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
     model, program = data.draw(loops_with_a_ring())
     arena, window = data.draw(budgets(model, program))
-    trainable = sum(trainable for _, trainable in model.units)
     engine = run(
         model,
         program,
         arena=arena,
         window=window,
         machine=data.draw(st.sampled_from(MACHINES)),
-        ring=max(trainable, 1) * bare.SLOT_BYTES,
+        ring_slots=len(model.units),
         seed=data.draw(st.integers(0, 1000)),
         max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
         poison=data.draw(st.booleans()),
@@ -375,7 +374,7 @@ def test_a_ring_of_two_units_serves_many_whoever_is_late(machine, late):
         loop.calls,
         arena=8 * bare.SLOT_BYTES,
         machine=machine,
-        ring=4 * bare.SLOT_BYTES,
+        ring_slots=2,
         hold_us={late: 2_000},
         poison=True,
         kernel_us=200,
