@@ -217,10 +217,14 @@ void bind_custody(py::module_& m) {
           [](Custody& self, const std::vector<std::int64_t>& addresses) {
             std::vector<std::byte*> held;
             for (std::int64_t address : addresses) held.push_back(pointer(address));
-            self.engine().hold_all(held);
+            self.hold_all(held);
           },
           NoGil())
-      .def("holds_all", [](Custody& self) { return self.engine().holds_all(); })
+      .def(
+          "holds_all", [](Custody& self) { return self.engine().holds_all(); }, NoGil())
+      .def("is_held_back", &Custody::is_held_back, NoGil())
+      .def(
+          "update_held", [](Custody& self) { self.engine().update_held(); }, NoGil())
       .def("refuse_unclaimed", &Custody::refuse_unclaimed, NoGil())
       .def("take_updated",
            [](Custody& self, const std::vector<std::int32_t>& units) {

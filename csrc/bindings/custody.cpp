@@ -354,16 +354,28 @@ void Custody::check_gradients_to_update() {
                        "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
     }
   }
-  if (!accumulates_ && begin_backward_) begin_backward_();
+  if (accumulates_ || !begin_backward_) return;
+  engine_.forget_expected();
+  begin_backward_();
 }
 
 void Custody::refuse_unclaimed(const std::string& found) const {
   // What is torn is refused with a reason of its own.
-  if (!updates_in_backward_ || engine_.num_unclaimed_updates() == 0 || !engine_.torn().empty()) return;
+  if (!updates_in_backward_) return;
+  const std::vector<UnitId> unclaimed = engine_.unclaimed();
+  if (unclaimed.empty() || !engine_.torn().empty()) return;
+  const std::string units =
+      "\"" + names_[static_cast<std::size_t>(unclaimed.front().value)] + "\"" +
+      (unclaimed.size() > 1 ? " and " + std::to_string(unclaimed.size() - 1) + " more units" : "");
   throw UsageError("optimizer.step() after each backward() under update=\"backward\", which has updated already",
-                   found + " before it",
-                   "call step(), or put a backward that shall only accumulate inside `with "
+                   found + " before the step() of the optimizer that holds " + units,
+                   "call step() of every optimizer, or put a backward that shall only accumulate inside `with "
                    "optimizer.accumulate():`");
+}
+
+bool Custody::is_held_back(int index) const {
+  const Parameter& each = parameter(index);
+  return each.facts.gradient_offset >= 0 && engine_.is_held_back(each.unit, Bytes{each.facts.gradient_offset});
 }
 
 void Custody::set_accumulating(bool accumulating) {
@@ -426,6 +438,7 @@ variable_list Custody::catch_gradient(int index, const variable_list& gradients)
     if (gradient_is(index) == GradientIs::foreign) return gradients;
     into.take_after = true;
     if (gradient_is(index) == GradientIs::none) return gradients;
+    engine_.expect_gradient(into.unit, current_stream());  // its visit waits for what is held
     const at::NoGradGuard no_grad;
     at::Tensor sum = at::add(held_[static_cast<std::size_t>(index)]->inner(), gradients[0]);
     into.facts.variable.mutable_grad().reset();

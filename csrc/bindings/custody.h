@@ -93,6 +93,8 @@ class Custody final : public Custodian {
   void begin_step();
   /// From now on passes accumulate, or no longer do (update="backward").
   void set_accumulating(bool accumulating);
+  void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, current_stream()); }
+  bool is_held_back(int index) const;
   void refuse_unclaimed(const std::string& found) const;
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   /// After the updates were issued: the first write to a held gradient waits for them.

@@ -39,7 +39,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       drainer_(issuer_, leases_, units_, options_.device, custodian_),
       pending_(units_.size(), false),
       early_(units_.size()),
-      moved_(units_.size(), false) {
+      moved_(units_.size(), false),
+      committed_(units_.size()) {
   if (!options_.ring) return;
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
@@ -86,6 +87,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
+  if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
   const auto expected = book_.begin(signature);
   if (signature.phase == Phase::backward) begin_early_work(expected);
@@ -116,7 +118,7 @@ void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase
   NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
   continue_on(stream);
   if (visit_ && contains_all(visit_->visit.needs, needs)) {
-    if (in_backward_ && hook != visit_->visit.hook) count_use(needs);
+    if (in_backward_ && in_backward_->is_counted && hook != visit_->visit.hook) count_use(needs);
     return;
   }
   close_visit(stream);
@@ -316,7 +318,7 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
 void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   drainer_.arrived(unit, offset, bytes);
-  if (in_backward_) in_backward_->come[static_cast<std::size_t>(unit.value)].insert(offset);
+  if (in_backward_ && bytes > Bytes{0}) in_backward_->come[static_cast<std::size_t>(unit.value)].insert(offset);
 }
 
 std::vector<UnitId> Engine::end_pass(Stream stream) {
@@ -424,10 +426,11 @@ void Engine::reset_unlocked(Stream stream) {
   book_.abandon();
   following_ = {};
   drop_prepared();
+  const bool was_backward = phase_ == Phase::backward;
   phase_.reset();
   now_lies_behind(Behind::nothing);
-  if (in_backward_) abandon_updating();
-  else land(landed, stream);  // what had come before the error is the user's to read and edit
+  if (in_backward_ && was_backward) abandon_updating();
+  if (!in_backward_) land(landed, stream);  // what had come before the error is the user's to read and edit
 }
 
 std::optional<Phase> Engine::phase() const {

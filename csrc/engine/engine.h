@@ -152,14 +152,18 @@ class Engine {
   /// From now on passes accumulate, or no longer do.
   void set_accumulating(bool accumulating);
   bool holds_all() const;
-  /// By unit: memory for all gradients. Between passes.
-  void hold_all(const std::vector<std::byte*>& held);
+  /// By unit: memory for all gradients. Ends a forward that is open.
+  void hold_all(const std::vector<std::byte*>& held, Stream stream);
   /// A gradient has come that no update has used.
   bool is_held_back(UnitId unit, Bytes offset) const;
   /// The user has cleared it: no update will use it.
   void drop_gradient(UnitId unit, Bytes offset);
-  /// Updates that backward has issued and `step` has not heard of.
-  std::int64_t num_unclaimed_updates() const;
+  /// Units whose update backward has issued and `step` has not heard of.
+  std::vector<UnitId> unclaimed() const;
+  /// Before a backward that updates: what was expected of earlier ones is forgotten.
+  void forget_expected();
+  /// `step` after passes that have only accumulated: their updates now.
+  void update_held();
   struct Updated {
     UnitId unit;
     std::vector<UpdatePiece> pieces;
@@ -244,6 +248,7 @@ class Engine {
   struct InBackward {
     std::optional<GradientRing> ring;  // none: every unit has held memory of its own
     bool accumulating = false;
+    bool is_counted = false;  // this pass: a backward, or a forward that one may follow
     std::vector<std::optional<UpdateJob>> jobs;  // expected
     std::vector<std::set<Bytes>> come;           // offsets of gradients that no update has used
     std::vector<std::optional<int>> slot;        // in the ring; none: it has none now, or a place of its own
@@ -309,6 +314,7 @@ class Engine {
   void update_complete(const Visit& visit);
   void update_in_backward(UnitId unit);
   void end_updating();
+  void update_rest();
   void abandon_updating();
   void refuse_torn() const;
   Behind now_lies_behind(Behind next);
@@ -347,6 +353,7 @@ class Engine {
   std::vector<bool> pending_;                 // by unit: deferred to the launching thread
   std::vector<std::optional<Early>> early_;   // by unit
   std::vector<bool> moved_;                   // by unit
+  std::vector<Ticket> committed_;             // by unit: of the draft that is its state, as long as nothing has come since
   std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
   std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last
   std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it

@@ -1,5 +1,6 @@
 // The part of the engine that updates units inside of backward; see engine.h, Note [Inside backward].
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "base/errors.h"
@@ -29,8 +30,9 @@ bool Engine::holds_all() const {
   return !in_backward_ || !in_backward_->ring;
 }
 
-void Engine::hold_all(const std::vector<std::byte*>& held) {
+void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
   const std::lock_guard lock(mutex_);
+  end_passes(stream);
   NORIA_INVARIANT(in_backward_ && in_backward_->ring && !phase_ && held.size() == units_.size(),
                   "memory for all gradients comes once, between passes");
   in_backward_->ring.reset();
@@ -57,9 +59,23 @@ void Engine::drop_gradient(UnitId unit, Bytes offset) {
   if (in_backward_) in_backward_->come[static_cast<std::size_t>(unit.value)].erase(offset);
 }
 
-std::int64_t Engine::num_unclaimed_updates() const {
+std::vector<UnitId> Engine::unclaimed() const {
   const std::lock_guard lock(mutex_);
-  return in_backward_ ? static_cast<std::int64_t>(in_backward_->unclaimed.size()) : 0;
+  std::vector<UnitId> units;
+  if (!in_backward_) return units;
+  for (const Updated& each : in_backward_->unclaimed) units.push_back(each.unit);
+  return units;
+}
+
+void Engine::forget_expected() {
+  const std::lock_guard lock(mutex_);
+  for (auto& job : in_backward_->jobs) job.reset();
+}
+
+void Engine::update_held() {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(in_backward_ && !phase_, "what is held is updated between passes");
+  update_rest();
 }
 
 std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units) {
@@ -88,7 +104,8 @@ void Engine::hold(UnitId unit) {
     throw UsageError(
         "gradients of few units on their way at once under update=\"backward\", as each is visited as often "
         "in backward as in forward",
-        "no room for those of \"" + held.facts.name + "\" beside the incomplete ones of " + waiting, kRemedy);
+        "no room for those of \"" + held.facts.name + "\" beside the incomplete ones of " + waiting,
+                     std::string("run forwards that no backward follows under torch.no_grad(), or ") + kRemedy);
   }
   const auto index = static_cast<std::size_t>(unit.value);
   in_backward_->slot[index] = slot;
@@ -138,8 +155,12 @@ void Engine::begin_updating(std::optional<ItineraryId> expected) {
     }
   }
   std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
-  mode.visits_left.swap(mode.visits_made);
-  std::fill(mode.visits_made.begin(), mode.visits_made.end(), 0);
+  if (mode.accumulating) return;  // what the forwards have visited, the last of their backwards has to come to
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    // After a backward that has taken the count along nobody knows: the unit is updated at the end.
+    const int made = std::exchange(mode.visits_made[i], 0);
+    mode.visits_left[i] = made > 0 ? made : std::numeric_limits<int>::max();
+  }
 }
 
 void Engine::refuse_updated(UnitId unit, const std::string& what) {
@@ -176,7 +197,7 @@ void Engine::update_in_backward(UnitId unit) {
   UpdateJob job = *mode.jobs[index];
   job.gradient = updated.held;
   std::erase_if(job.pieces, [&](const UpdatePiece& piece) {
-    return !come.contains(Bytes{piece.offset * job.gradient_item_bytes()});
+    return piece.count == 0 || !come.contains(Bytes{piece.offset * job.gradient_item_bytes()});
   });
   NORIA_INVARIANT(job.pieces.size() == come.size(), "a gradient came that no update wants");
   mode.unclaimed.push_back({unit, job.pieces});
@@ -190,16 +211,21 @@ void Engine::update_in_backward(UnitId unit) {
 }
 
 void Engine::end_updating() {
-  if (in_backward_->accumulating) return;
+  if (!in_backward_->accumulating) update_rest();
+}
+
+void Engine::update_rest() {
   for (std::size_t i = 0; i < units_.size(); ++i) {
     const UnitId unit(static_cast<std::int32_t>(i));
     if (!in_backward_->is_updated[i]) update_in_backward(unit);
+    in_backward_->is_updated[i] = false;
   }
 }
 
 void Engine::abandon_updating() {
   InBackward& mode = *in_backward_;
   const auto num_updated = std::count(mode.is_updated.begin(), mode.is_updated.end(), true);
+  std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
   if (num_updated > 0 && torn_.empty()) {
     torn_ = "a backward raised after it had updated " + std::to_string(num_updated) + " of " +
             std::to_string(units_.size()) + " units";
@@ -217,6 +243,14 @@ std::string Engine::torn() const {
   const std::lock_guard lock(mutex_);
   if (!optimizer_) return torn_;
   std::string found = torn_;
+  for (std::size_t i = 0; i < committed_.size(); ++i) {
+    if (!committed_[i] || !committed_[i]->passed()) continue;
+    try {
+      committed_[i]->wait_passed();
+    } catch (const std::exception& error) {
+      found += (found.empty() ? "" : "; ") + ("the draft of " + units_[i].facts.name) + " broke off (" + error.what() + ")";
+    }
+  }
   for (const auto& [unit, why] : optimizer_->torn()) {
     found += (found.empty() ? "" : "; ") +
              ("the update of " + units_[static_cast<std::size_t>(unit.value)].facts.name) + " broke off (" + why + ")";
@@ -239,6 +273,7 @@ void Engine::mend() {
   optimizer_->idle();
   backend_->idle();
   optimizer_->mend();
+  committed_.assign(committed_.size(), nullptr);
   try {
     issuer_.sweep();
   } catch (...) {  // NOLINT(bugprone-empty-catch): tickets of what has been mended; the caller has heard of it

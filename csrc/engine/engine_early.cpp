@@ -193,10 +193,12 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
         std::equal(draft->job.pieces.begin(), draft->job.pieces.end(), job.pieces.begin(), has_same_scalars);
     if (as_expected && !draft->is_written) {
       ++draft_counts_.kept;
+      committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
       change_places(unit);
       return true;
     }
     ++(as_expected ? draft_counts_.looked_at : draft_counts_.redone);
+    if (as_expected) committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
     if (!as_expected) optimizer_->recall(draft->ticket);
     job.to = draft->job.to;
     job.note = as_expected ? draft->job.note : nullptr;

@@ -83,6 +83,8 @@ struct HostOptimizer::State {
   }
 
   void serve();
+  /// In a handler: what is being handled has broken the update off.
+  void note_torn(const OpLabel& label);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
   /// Returns what was read and written.
   Bytes compute(const UpdateJob& job, std::int64_t hold_before_note_us);
@@ -136,6 +138,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
       wait->wait_passed();
     }
   } catch (...) {
+    if (!update.is_recalled) note_torn(update.label);  // others are updated, and it is not
     update.ticket->fail(std::current_exception());
     return;
   }
@@ -170,15 +173,18 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
   } catch (...) {
-    if (update.label.verb == Verb::update) {
-      const std::lock_guard lock(torn_mutex);
-      torn.emplace(update.label.unit, text_of(std::current_exception()));
-    }
+    note_torn(update.label);
     ledger.stopped(Lane::update);
     update.ticket->fail(std::current_exception());
     return;
   }
   update.ticket->pass();
+}
+
+void HostOptimizer::State::note_torn(const OpLabel& label) {
+  if (label.verb != Verb::update) return;
+  const std::lock_guard lock(torn_mutex);
+  torn.emplace(label.unit, text_of(std::current_exception()));
 }
 
 void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)>& body) {

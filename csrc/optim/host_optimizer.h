@@ -48,7 +48,8 @@ class HostOptimizer {
   bool recall(const Ticket& ticket);
   /// True: the job of this ticket had not begun a moment ago.
   bool is_queued(const Ticket& ticket) const;
-  /// Units whose update broke off in the middle, and why, until `mend`: weights and state are of two steps.
+  /// Units whose update broke off in the middle or could not begin, and why, until `mend`: weights and state are of two
+  /// steps.
   std::map<UnitId, std::string> torn() const;
   void mend();
   /// Tests only: the next update breaks off half-way, as if the machine had failed.

@@ -120,6 +120,7 @@ class Wrapped:
         self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
         self.slot_of: dict[nn.Parameter, HomeParameter] = {slot.parameter: slot for slot in self.slots}
         self.optimizers: list[Updates] = []
+        self.num_accumulating = 0  # blocks of optimizer.accumulate() that are open
         self.updates_in_backward = plan.policy.update == "backward"
         self._to_load: set[Any] = set()  # of a torn home: slots and optimizers that have not been loaded since
         self._torn = ""
@@ -331,6 +332,7 @@ class Wrapped:
     def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             self.recover()
+            self.refuse_unclaimed("model.load_state_dict()")
             units = sorted({slot.unit for slot in own.values()})
             self.custody.open_home(units, True)
             self._loads.append(units)
@@ -361,8 +363,7 @@ class Wrapped:
         """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
         self._check_alive()
         self.refuse_torn("the values of a parameter")
-        if self.updates_in_backward:
-            self.custody.refuse_unclaimed("a look at weights")
+        self.refuse_unclaimed("a look at weights")
         self.custody.access_home(slot.unit, False)
         view = self._state_views.get(slot.index)
         if view is None:
@@ -418,6 +419,7 @@ class Wrapped:
 
     def _before_write(self, index: int) -> Callable[[], None]:
         def note(wrapped: Wrapped) -> None:
+            wrapped.refuse_unclaimed("a write to weights")
             wrapped.custody.access_home(wrapped.slots[index].unit, True)
             wrapped._written_views.add(index)
 
@@ -520,8 +522,8 @@ class Wrapped:
     def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
         """Parameters of these units show the home itself, until the block ends."""
         self.recover()
-        if self.updates_in_backward:
-            self.custody.refuse_unclaimed("noria.materialize")
+        self.refuse_unclaimed("noria.materialize")
+        self.refuse_torn("noria.materialize")
         slots = [slot for unit in units for slot in self.units[unit].parameters]
         with plainly():
             self.custody.open_home(list(units), not read_only)
@@ -599,9 +601,22 @@ class Wrapped:
                 'raise host_memory, or wrap with update="auto"',
             )
         self.custody.idle()  # updates still read the ring
-        self.custody.hold_all(self.home.take_held(region, self.backend))
+        held = self.home.take_held(region, self.backend)
+        try:
+            self.custody.hold_all(held)
+        except BaseException:
+            self.home.give_back(region.purpose)
+            raise
         self.home.give_back(GRADIENT_RING)
         self.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in self.plan.regions]
+
+    def refuse_unclaimed(self, what: str) -> None:
+        """Between a backward that has updated and its step() nothing may look or write."""
+        if not self.updates_in_backward:
+            return
+        if not in_backward():
+            self.custody.recover()  # from a backward that raised
+        self.custody.refuse_unclaimed(what)
 
     def refuse_torn(self, what: str) -> None:
         if self.updates_in_backward and not in_backward():

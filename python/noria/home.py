@@ -161,8 +161,17 @@ def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[Hom
             index += 1
             first_block += num_blocks
             if trainable:
-                gradients = _align(offset + size)
-        described.append(HomeUnit(spec.name, len(described), spec.is_block, layout.total, gradients, parameters))
+                gradients = _align(offset + max(size, 1))  # a unit of empty parameters is a unit too
+        described.append(
+            HomeUnit(
+                spec.name,
+                len(described),
+                spec.is_block,
+                max(layout.total, gradients, _C.TENSOR_ALIGNMENT),
+                gradients,
+                parameters,
+            )
+        )
     return described
 
 

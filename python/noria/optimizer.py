@@ -158,6 +158,7 @@ def predict_state(
             worker.state[stand_in] = {
                 key: torch.empty_like(value, device="meta") if _is_array(value) else copy.deepcopy(value)
                 for key, value in existing.items()
+                if key != "low_bits"
             }
     try:
         _step_of(type(worker))(worker)
@@ -255,9 +256,11 @@ class Updates:
         self.kernel = kernel
         self.blocking = update == "blocking"
         self.in_backward = update == "backward"
+        self._is_loading = False
         self._zeroed: set[int] = set()  # slots whose moments are zeros of which the optimizer's state does not know yet
         self.num_steps = 0
-        self.max_grad_norm = wrapped.policy.max_grad_norm
+        norm = wrapped.policy.max_grad_norm
+        self.max_grad_norm = None if norm is None else float(norm)
         self.grad_norm: torch.Tensor | None = None  # as the last step() found it
         self._wants_sums = self.max_grad_norm is not None  # of squares, as gradients land
         self._expected_factor = 1.0  # on the gradients, at the next step()
@@ -278,9 +281,12 @@ class Updates:
 
     def _take_state_over(self) -> None:
         """At first, and again when the user has put another dict in its place."""
-        self.state: OptimizerState = OptimizerState(self._settle, self.plain, dict(self.optimizer.state))
+        self.state: OptimizerState = OptimizerState(self._settle, self._copied, dict(self.optimizer.state))
         self.optimizer.state = self.state
         for slot in self.slots():
+            low = dict.get(self.state, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
+            if isinstance(low, torch.Tensor) and low.shape == slot.parameter.shape:
+                self.wrapped.set_low_bits(slot, low)  # of an earlier wrap call
             self._adopt(slot)
 
     def slots(self) -> Iterator[HomeParameter]:
@@ -377,11 +383,20 @@ class Updates:
             return values
         return plain_values(values, widen=True)
 
+    def _copied(self, parameter: Any, values: Any) -> Any:
+        """As `plain`, for a copy of the optimizer, which is to know the masters as well."""
+        plain = self.plain(parameter, values)
+        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if slot is None or not slot.has_master or not isinstance(values, dict):
+            return plain
+        return {**plain, "low_bits": self.wrapped.low_bits(slot).clone()}
+
     def _settle(self, parameter: Any) -> None:
         wrapped = self.wrapped
         wrapped._check_alive()
-        if self.in_backward:
-            wrapped.custody.refuse_unclaimed("a look at optimizer.state")
+        if not self._is_loading:
+            wrapped.refuse_unclaimed("a look at optimizer.state")
+            wrapped.refuse_torn("optimizer.state")
         if parameter is None:
             wrapped.custody.settle_all()
             if wrapped.pool is not None:
@@ -408,6 +423,7 @@ class Updates:
                 loss = closure()
         found_inf = getattr(self.optimizer, "found_inf", None)  # from a GradScaler, which leaves the rest to step()
         if found_inf is not None and found_inf.item() != 0:
+            self.grad_norm = None if self.max_grad_norm is None else torch.tensor(math.inf)
             return loss
         self._autocast = autocast_now()
         with plainly():
@@ -647,8 +663,12 @@ class Updates:
 
     # ---- inside backward ----
 
-    def expect_in_backward(self) -> None:
-        """Tells the engine how to update each unit in the backward that begins now."""
+    def expect_in_backward(self) -> list[int]:
+        """Tells the engine how to update each unit in the backward that begins now. Returns the slots it spoke of."""
+        if self.optimizer.state is not self.state:
+            self._settle(None)
+            self._take_state_over()
+        told: list[int] = []
         with plainly():
             self._check_groups()
             self._number_elements()
@@ -666,6 +686,7 @@ class Updates:
                             f"group {number} turned into {rule.name}",
                             "set it before noria.wrap",
                         )
+                    told.append(slot.index)
                     self.wrapped.confirm_low_bits(slot)
                     step = self._ready_step(slot, rule)
                     if (number, step) not in known:
@@ -679,6 +700,7 @@ class Updates:
                     rule.name, members, arrays, gradient=self.wrapped.home.address("working copies", unit)
                 )
                 self.wrapped.custody.expect_in_backward(unit, job)
+        return told
 
     def _ready_step(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now, with its moments in the home. What the optimizer's state will say of a first one is
@@ -700,21 +722,29 @@ class Updates:
         """`step()` after updates inside backward: what they did is entered into the optimizer's state."""
         custody = self.wrapped.custody
         custody.begin_step()
+        if any(custody.is_held_back(slot.index) for slot in self.slots()):  # by accumulate(): their updates begin now
+            for updates in self.wrapped.optimizers:
+                updates.expect_in_backward()
+            custody.update_held()
         own = sorted({slot.unit for slot in self.slots()})
         used = {(unit, offset): scalars for unit, pieces in custody.take_updated(own) for offset, scalars in pieces}
-        updated, changed = [], None
+        updated, changed, strange = [], None, None
         for number, group in enumerate(self.optimizer.param_groups):
             rule = rule_of(self._class, group)
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
-                scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize))
-                if scalars is None:
+                scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize)) if parameter.numel() else None
+                says = custody.gradient_is(slot.index)
+                is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
+                if is_used != (says == "held") or says == "foreign":
+                    strange = slot
+                if not is_used:
                     continue
                 if slot.has_master or keeps_state(self._class, group):
                     self.state.unsettled(parameter)
                 step = self._count_step(slot, rule)
                 updated.append(slot.index)
-                if self._scalars(rule, group, step, 1.0) != scalars:
+                if scalars is not None and self._scalars(rule, group, step, 1.0) != scalars:
                     changed = number
         custody.bump_versions(updated)
         custody.end_step(False)
@@ -725,6 +755,12 @@ class Updates:
                 f"group {changed} changed between backward() and step(); the updates were made with the former values",
                 'change them after step() or before backward(), or wrap with update="auto"',
             )
+        if strange is not None:
+            raise usage_error(
+                'p.grad under update="backward" as backward() left it, and zero_grad() after step()',
+                f'that of "{strange.name}" cleared, replaced or used up before; the updates are those of backward()',
+                'leave p.grad alone, or wrap with update="auto"',
+            )
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -733,12 +769,15 @@ class Updates:
             return
         refuse_inside_backward("optimizer.accumulate()")
         self.wrapped.recover()
-        self.wrapped.hold_all_gradients()
-        self.wrapped.custody.set_accumulating(True)
+        wrapped = self.wrapped
+        wrapped.hold_all_gradients()
+        wrapped.num_accumulating += 1
+        wrapped.custody.set_accumulating(True)
         try:
             yield
         finally:
-            self.wrapped.custody.set_accumulating(False)
+            wrapped.num_accumulating -= 1
+            wrapped.custody.set_accumulating(wrapped.num_accumulating > 0)
 
     # ---- drafts ----
 
@@ -974,7 +1013,6 @@ class Updates:
 
     def state_dict(self) -> dict[str, Any]:
         self._settle(None)
-        self.wrapped.refuse_torn("optimizer.state_dict()")
         optimizer = self.optimizer
         state = optimizer.state
         if self._state_dtype == "8bit":  # hooks of the user's see floats too
@@ -997,6 +1035,14 @@ class Updates:
         return plain_values(values) if isinstance(values, dict) else values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.wrapped.refuse_unclaimed("optimizer.load_state_dict()")
+        self._is_loading = True  # it may be what mends a torn home
+        try:
+            self._load_state_dict(state_dict)
+        finally:
+            self._is_loading = False
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer, wrapped = self.optimizer, self.wrapped
         self._settle(None)
         if optimizer.state is not self.state:
@@ -1197,8 +1243,10 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuses what cannot be wrapped, before anything is changed."""
     if not isinstance(optimizer, Optimizer):
         raise usage_error("a torch.optim.Optimizer", type(optimizer).__qualname__, "wrap optimizers of torch.optim")
-    if isinstance(optimizer, WrappedOptimizer) and optimizer._noria is not None:
-        raise usage_error("an optimizer that is not wrapped", "one that is", "noria.unwrap it first")
+    if isinstance(optimizer, WrappedOptimizer):
+        if optimizer._noria is not None:
+            raise usage_error("an optimizer that is not wrapped", "one that is", "noria.unwrap it first")
+        optimizer.__class__ = _original_class(type(optimizer))  # type: ignore[assignment]  # a copy of one that was
     if type(optimizer) is torch.optim.SparseAdam:
         raise usage_error("dense gradients", "SparseAdam, which wants sparse ones", "use Adam and sparse=False")
     step = vars(optimizer).get("step")
@@ -1231,10 +1279,10 @@ def unfacade(optimizer: Optimizer) -> None:
     """A plain optimizer again, on the same state, or on floats made of it where the kernels keep less."""
     updates: Updates = optimizer._noria  # type: ignore[attr-defined]
     optimizer._step_supports_amp_scaling = updates.scaled_by_class  # type: ignore[attr-defined]
-    del optimizer._noria  # type: ignore[attr-defined]
-    optimizer.__class__ = _original_class(type(optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in optimizer.state.items():
         state[key] = dict(updates.plain(key, values)) if isinstance(key, nn.Parameter) else values
+    del optimizer._noria  # type: ignore[attr-defined]
+    optimizer.__class__ = _original_class(type(optimizer))
     optimizer.state = state
     optimizer._patch_step_function()

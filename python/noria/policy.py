@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -282,8 +285,10 @@ def _check_seed(value: Any) -> None:
 
 
 def _check_norm(value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or (is_number and value > 0):
+    if value is None:
+        return
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and value > 0 and (value == math.inf or value <= sys.float_info.max):
         return
     raise usage_error("max_grad_norm=None or a number above 0", f"max_grad_norm={value!r}", "give the largest norm")
 

@@ -194,8 +194,16 @@ def _begin_backward(wrapped: Wrapped) -> Any:
 
     def begin() -> None:
         alive = reference()
-        for updates in alive.optimizers if alive is not None else ():
-            updates.expect_in_backward()
+        if alive is None:
+            return
+        told = {index for updates in alive.optimizers for index in updates.expect_in_backward()}
+        for slot in alive.slots:
+            if slot.trainable and slot.parameter.requires_grad and slot.index not in told:
+                raise usage_error(
+                    'every trainable parameter in an optimizer under update="backward"',
+                    f'"{slot.name}", which none holds any more',
+                    'freeze it, or wrap with update="auto"',
+                )
 
     return begin
 
@@ -226,11 +234,13 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
             "all models of the wrap call", f"{len(missing)} of them missing", "unwrap all that wrap was given"
         )
     wrapped.refuse_when_busy("noria.unwrap")
-    policy = wrapped.policy
     wrapped.recover()
+    wrapped.refuse_unclaimed("noria.unwrap")
+    wrapped.refuse_torn("noria.unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
+    held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:
@@ -241,7 +251,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
         for slot, gradient, kind in gradients:
             slot.parameter.grad = None
             wrapped.custody.release(slot.index, wrapped.home.working(slot))
-            if gradient is not None and policy.update != "backward":
+            if gradient is not None and (not wrapped.updates_in_backward or slot.index in held_back):
                 slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)

@@ -379,6 +379,200 @@ def test_hyperparameters_that_change_between_backward_and_step_are_told():
     optimizer.step()
 
 
+def test_a_forward_that_raises_harms_nothing():
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(IndexError):
+        model(torch.full((2, 6), VOCAB))
+    loss_of(model, 1).backward()
+    optimizer.step()
+    model.state_dict()
+
+
+def cleared(model, optimizer):
+    optimizer.zero_grad()
+
+
+def taken_away(model, optimizer):
+    model.head.weight.grad = None
+
+
+def replaced(model, optimizer):
+    model.head.weight.grad = torch.ones_like(model.head.weight, device="cpu")
+
+
+def stepped(model, optimizer):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("act", [cleared, taken_away, replaced, stepped])
+def test_a_step_after_which_p_grad_says_something_else_than_what_was_updated_raises(act):
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    act(model, optimizer)
+    with pytest.raises(noria.UsageError, match="as backward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()  # the updates were counted
+    optimizer.step()
+
+
+def test_gradients_of_the_user_s_alone_are_not_passed_over():
+    model, optimizer = wrapped()
+    model.head.weight.grad = torch.ones_like(model.head.weight, device="cpu")
+    with pytest.raises(noria.UsageError, match="as backward"):
+        optimizer.step()
+
+
+def test_what_was_only_accumulated_is_updated_at_step():
+    def journey(side: Side) -> None:
+        for number in range(4):
+            for micro in range(2):
+                with side.optimizer.accumulate(), side.optimizer.accumulate():  # blocks nest
+                    loss_of(side.model, 10 * number + micro).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+class TwiceOverTwo(nn.Module):
+    """A block used twice; its losses are two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Twice()
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.net(tokens)
+        return out.square().mean(), out.mean()
+
+
+def test_two_losses_of_one_forward_and_two_forwards_before_their_backwards():
+    def journey(side: Side) -> None:
+        for number in range(3):
+            first, second = side.model(tokens(number))
+            with side.optimizer.accumulate():
+                first.backward(retain_graph=True)
+            second.backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            losses = [side.model(tokens(10 + number + each))[0] for each in range(2)]
+            with side.optimizer.accumulate():
+                losses[0].backward()
+            losses[1].backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey, model=TwiceOverTwo, moved=False)
+
+
+def test_hooks_that_see_p_grad_see_what_was_accumulated_however_late_it_lands():
+    def journey(side: Side) -> None:
+        seen = []
+        side.model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for number in range(3):
+            for micro in range(3):
+                with side.optimizer.accumulate() if micro < 2 else contextlib.nullcontext():
+                    loss_of(side.model, 10 * number + micro).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        for number, each in enumerate(seen):
+            side.keep(f"seen {number}", each)
+
+    both_in_backward(journey, hostility={**HOSTILE, "hold_us": {"drain": 10_000}})
+
+
+def test_a_part_of_the_model_whose_pass_is_open_may_be_the_first_to_accumulate():
+    model, optimizer = wrapped()
+    loss = model.blocks[1](torch.ones(2, WIDTH)).sum()
+    with optimizer.accumulate():
+        loss.backward()
+    optimizer.step()
+    assert noria.report(model).ledger_agrees
+
+
+def test_empty_and_frozen_parameters_are_no_obstacle():
+    class Hollow(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) + self.nothing.sum()
+
+    both_in_backward(model=Hollow)
+    model = Net()
+    optimizer = adamw(model.parameters())
+    model.requires_grad_(False)
+    noria.wrap(model, optimizer, device="cpu", update="backward")
+    with torch.no_grad():
+        loss_of(model, 0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["updated", "torn"])
+def test_nothing_is_unwrapped_or_written_where_weights_are_not_those_of_one_step(when):
+    model, optimizer = wrapped()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if when == "updated":
+        loss_of(model, 0).backward()
+    else:
+        model.embed.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, 0).backward()
+    with pytest.raises(noria.UsageError, match=r"step\(\) after each|different steps"):
+        noria.unwrap(model, optimizer)
+    with pytest.raises(noria.UsageError, match=r"step\(\) after each|different steps"):
+        noria.materialize(model).__enter__()
+    if when == "updated":
+        with pytest.raises(noria.UsageError, match=r"step\(\) after each"):
+            model.load_state_dict(saved)
+        with pytest.raises(noria.UsageError, match=r"step\(\) after each"):
+            optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+        optimizer.step()
+    else:
+        optimizer.load_state_dict(adamw(Net().parameters()).state_dict())  # in any order
+        model.load_state_dict(saved)
+    noria.unwrap(model, optimizer)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_unwrapping_keeps_what_was_accumulated():
+    model, optimizer = wrapped()
+    twin = copy.deepcopy(Net())
+    twin.load_state_dict(model.state_dict())
+    with optimizer.accumulate():
+        loss_of(model, 0).backward()
+    loss_of(twin, 0).backward()
+    noria.unwrap(model, optimizer)
+    assert_same_bits(
+        {name: p.grad for name, p in model.named_parameters()}, {name: p.grad for name, p in twin.named_parameters()}
+    )
+
+
+def test_a_state_that_the_user_has_put_in_place_is_what_the_next_backward_updates():
+    def journey(side: Side) -> None:
+        side.train(0, 2)
+        values = {key: dict(value) for key, value in side.optimizer.state.items()}
+        for value in values.values():
+            value["exp_avg"] = value["exp_avg"] * 0.5
+        side.optimizer.state = values
+        side.train(2, 4)
+
+    both_in_backward(journey)
+
+
+def test_a_parameter_that_has_left_the_optimizer_is_named_before_anything_is_updated():
+    model, optimizer = wrapped()
+    loss = loss_of(model, 0)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(noria.UsageError, match="which none holds any more"):
+        loss.backward()
+
+
 def test_a_step_without_a_backward_does_nothing():
     model, optimizer = wrapped()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -551,3 +745,34 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     optimizer.zero_grad()
     step(5)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model.parameters())
+    with on_machine(hostility={"hold_us": {"draft": 20_000}}):
+        noria.wrap(model, optimizer, device="cpu", draft_memory="64MiB")
+    pool = wrapped_by(model).pool
+
+    def step(number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(3):
+        step(number)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    loss_of(model, 3).backward()
+    pool.break_next_update()
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match="told to break off"):
+            step(4)
+    with pytest.raises(noria.UsageError, match="different steps"):
+        model.state_dict()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+    optimizer.zero_grad()
+    step(5)

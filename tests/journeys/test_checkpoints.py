@@ -643,3 +643,48 @@ def test_a_load_inside_materialize_keeps_the_masters_exact(kernel):
         side.train(1, 3)
 
     both(journey, kernel=kernel, dtype=torch.bfloat16)
+
+
+# ---- unwrapped, copied, and wrapped again ----
+
+
+@pytest.mark.parametrize("fields", [{}, {"kernel": "torch"}, {"state_dtype": "8bit"}], ids=str)
+def test_a_model_that_is_unwrapped_and_wrapped_again_keeps_its_masters(fields):
+    """In 8 bits moments go through floats, which come back as the same codes."""
+    sides = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, **fields)
+        for number in range(4):
+            if again and number == 2:
+                noria.unwrap(model, optimizer)
+                assert any(values["low_bits"].any() for values in optimizer.state.values())
+                noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, **fields)
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.append({**model.state_dict(), **state_tensors(optimizer)})
+    assert_same_bits(*sides)
+
+
+def test_a_copy_of_a_wrapped_optimizer_has_its_masters_and_is_wrapped_as_what_it_was():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with noria.materialize(model):
+        other, copied = copy.deepcopy((model, optimizer))
+    assert all("low_bits" in values for values in copied.state_dict()["state"].values())
+    noria.wrap(other, copied, device="cpu", dtype=torch.bfloat16)
+    assert "fused" in noria.report(other).kernels[0]
+    for each, its in ((model, optimizer), (other, copied)):
+        loss_of(each, 1).backward()
+        its.step()
+        its.zero_grad()
+    assert_same_bits(model.state_dict(), other.state_dict())
+    assert_same_bits(state_tensors(optimizer), state_tensors(copied))

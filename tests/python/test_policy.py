@@ -88,7 +88,7 @@ WRONG = {
     "activations": ["recompute", "offload", "auto", "drop", None],
     "update": ["inside", "async", None],
     "draft_memory": [-1, True, "lots", 0.5, None],
-    "max_grad_norm": [0, -1.0, True, "1", float("nan")],
+    "max_grad_norm": [0, -1.0, True, "1", float("nan"), 10**400],
     "check": ["on", True, None],
     "trace": ["", 3, True],
 }

@@ -26,7 +26,8 @@ class Machine:
     def pool_settings(self) -> dict[str, Any]:
         bandwidth, latency = self.limits.get("update", (0.0, 0.0))
         settings = {name: self.hostility.get(name, 0) for name in ("seed", "max_delay_us")}
-        held = self.hostility.get("hold_us", {}).get("update", 0)
+        holds = self.hostility.get("hold_us", {})
+        held = max(holds.get(verb, 0) for verb in ("update", "draft"))
         return {"bandwidth_gib_s": bandwidth, "latency_us": latency, "hold_us": held, **settings}
 
 
