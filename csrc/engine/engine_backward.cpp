@@ -105,7 +105,7 @@ void Engine::hold(UnitId unit) {
         "gradients of few units on their way at once under update=\"backward\", as each is visited as often "
         "in backward as in forward",
         "no room for those of \"" + held.facts.name + "\" beside the incomplete ones of " + waiting,
-                     std::string("run forwards that no backward follows under torch.no_grad(), or ") + kRemedy);
+        std::string("run forwards that no backward follows under torch.no_grad(), or ") + kRemedy);
   }
   const auto index = static_cast<std::size_t>(unit.value);
   in_backward_->slot[index] = slot;
@@ -248,7 +248,8 @@ std::string Engine::torn() const {
     try {
       committed_[i]->wait_passed();
     } catch (const std::exception& error) {
-      found += (found.empty() ? "" : "; ") + ("the draft of " + units_[i].facts.name) + " broke off (" + error.what() + ")";
+      found +=
+          (found.empty() ? "" : "; ") + ("the draft of " + units_[i].facts.name) + " broke off (" + error.what() + ")";
     }
   }
   for (const auto& [unit, why] : optimizer_->torn()) {
