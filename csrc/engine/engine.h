@@ -248,10 +248,11 @@ class Engine {
   struct InBackward {
     std::optional<GradientRing> ring;  // none: every unit has held memory of its own
     bool accumulating = false;
-    bool is_counted = false;  // this pass: a backward, or a forward that one may follow
+    bool is_counted = false;                     // this pass: a backward, or a forward that one may follow
     std::vector<std::optional<UpdateJob>> jobs;  // expected
     std::vector<std::set<Bytes>> come;           // offsets of gradients that no update has used
     std::vector<std::optional<int>> slot;        // in the ring; none: it has none now, or a place of its own
+    std::map<int, Ticket> reader;                // by slot: of the update that read it last
     std::vector<std::int64_t> last_visit;        // in this backward, where that is known; else -1
     std::vector<int> visits_made;                // in forwards, since the last backward
     std::vector<int> visits_left;                // in this backward, as far as its forwards tell
@@ -350,11 +351,11 @@ class Engine {
   std::int64_t prepared_fetches_ = 0;
   std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
-  std::vector<bool> pending_;                 // by unit: deferred to the launching thread
-  std::vector<std::optional<Early>> early_;   // by unit
-  std::vector<bool> moved_;                   // by unit
-  std::vector<Ticket> committed_;             // by unit: of the draft that is its state, as long as nothing has come since
-  std::vector<Bytes> landing_;                // by unit: of its gradients, what this backward has drained
+  std::vector<bool> pending_;                // by unit: deferred to the launching thread
+  std::vector<std::optional<Early>> early_;  // by unit
+  std::vector<bool> moved_;                  // by unit
+  std::vector<Ticket> committed_;  // by unit: of the draft that is its state, as long as nothing has come since
+  std::vector<Bytes> landing_;     // by unit: of its gradients, what this backward has drained
   std::vector<std::int64_t> last_gradient_;   // by unit: the visit in which this backward is expected to bring the last
   std::vector<int> urgency_;                  // by unit: how early the next forward is expected to need it
   std::map<ItineraryId, bool> is_last_;       // by backward: an update followed before another backward did

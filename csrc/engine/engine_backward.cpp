@@ -95,7 +95,11 @@ void Engine::hold(UnitId unit) {
   EngineUnit& held = unit_of(unit);
   if (!in_backward_ || held.held != nullptr) return;
   const GradientRing& ring = *in_backward_->ring;
-  const auto slot = in_backward_->ring->take();
+  const auto& readers = in_backward_->reader;
+  const auto slot = in_backward_->ring->take([&](int free) {
+    const auto reader = readers.find(free);
+    return reader == readers.end() || reader->second->passed();
+  });
   if (!slot) {
     std::string waiting;
     for (std::size_t i = 0; i < units_.size(); ++i) {
@@ -206,7 +210,9 @@ void Engine::update_in_backward(UnitId unit) {
   Op op = update_op(unit);
   op.bytes = job.bytes();
   auto begun = issuer_.begin(op);
-  issuer_.keep(op.id, optimizer_->submit(begun.label, std::move(job), std::move(begun.waits), urgency_of(unit)));
+  const Ticket ticket = optimizer_->submit(begun.label, std::move(job), std::move(begun.waits), urgency_of(unit));
+  issuer_.keep(op.id, ticket);
+  if (mode.slot[index]) mode.reader[*mode.slot[index]] = ticket;
   release_held(unit);
 }
 
