@@ -26,7 +26,7 @@ std::vector<UnitFacts> facts_of(const std::vector<EngineUnit>& units) {
 
 Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units,
                BufferTable buffers, Custodian& custodian, std::shared_ptr<HostOptimizer> optimizer)
-    : options_(options),
+    : options_(std::move(options)),
       backend_(std::move(backend)),
       units_(std::move(units)),
       facts_(facts_of(units_)),
