@@ -128,6 +128,12 @@ def drafting(
     return loop
 
 
+def reads_drafts_at_home() -> Loop:
+    loop = drafting([])
+    loop.call("read_home", 2)
+    return loop
+
+
 # Of the gradient that landed first: its draft has begun by now. The clip comes two kernels later.
 LATE_CLIP: list[Call] = [("await_stream", ()), ("look", (2, 0)), ("clip", (2, 0))]
 
@@ -189,6 +195,7 @@ CASES = {
     "draft -> drain on held_gradient (WAR)": Case(a_drafted_unit_that_is_not_fetched(), cells=14, drafts=True),
     # A draft that was recalled passes on what it had waited for.
     "draft -> load on optimizer_state (WAR)": Case(drafting([("write_home", (0, 0.25))]), drafts=True),
+    "draft -> load on optimizer_state (WAW)": Case(reads_drafts_at_home(), drafts=True),
     "draft -> update on optimizer_state (WAR)": Case(drafting([], pooled={1, 2}), drafts=True),
     "draft -> update on optimizer_state (WAW)": Case(drafting([], rate=0.04), drafts=True),
     "drain -> update on held_gradient (RAW)": Case(drafting([])),  # the sum was taken early: nobody has written since
