@@ -297,6 +297,7 @@ class Engine {
   void end_passes(Stream stream);
   void note_edits(Stream stream);
   void begin_early_work(std::optional<ItineraryId> expected);
+  void recall_early();
   void gradient_is_written(UnitId unit);
   void draft(UnitId unit, Early& early);
   Ticket sum(UnitId unit, UpdateJob job);
@@ -362,7 +363,8 @@ class Engine {
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
   std::optional<InBackward> in_backward_;     // none: updates run after `step`, or as drafts
   std::string torn_;
-  bool is_early_ = false;  // this backward is expected to be followed by an update
+  bool is_early_ = false;    // this backward is expected to be followed by an update
+  bool may_recall_ = false;  // early work has been issued since the last time that all of it was recalled
   DraftCounts draft_counts_;
   const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();
   std::map<ItineraryId, PassStats> passes_;

@@ -56,10 +56,11 @@ void Engine::begin_early_work(std::optional<ItineraryId> expected) {
   const auto known = expected ? is_last_.find(*expected) : is_last_.end();
   is_early_ = known != is_last_.end() && known->second;
   if (!is_early_ && !in_backward_) return;
-  const std::vector<Visit> visits = is_early_ ? book_.visits(*expected) : std::vector<Visit>();
-  for (std::size_t i = 0; i < visits.size(); ++i) {
-    for (UnitId unit : visits[i].gradients) {
-      last_gradient_[static_cast<std::size_t>(unit.value)] = static_cast<std::int64_t>(i);
+  if (is_early_) {
+    std::int64_t index = 0;
+    for (const Visit& visit : book_.visits(*expected)) {
+      for (UnitId unit : visit.gradients) last_gradient_[static_cast<std::size_t>(unit.value)] = index;
+      ++index;
     }
   }
   urgency_.assign(units_.size(), static_cast<int>(units_.size()));
@@ -89,6 +90,7 @@ void Engine::drain_open() {
     if (!expected || visit < last_gradient_[index] || landing_[index] != expected->awaited) continue;
     if (expected->is_draft()) draft(unit, *expected);
     else expected->ticket = sum(unit, expected->job);
+    may_recall_ = true;
   }
 }
 
@@ -170,15 +172,19 @@ void Engine::drop_all_early() {
   for (std::size_t unit = 0; unit < early_.size(); ++unit) drop_early(UnitId(static_cast<std::int32_t>(unit)));
 }
 
-void Engine::gradient_is_written(UnitId unit) {
-  auto& read = early_of(unit);
-  if (!read || !read->ticket) return;
-  // What has not begun need not be waited for. Nor what others wait for: a clip writes all gradients, and would wait
-  // for a draft that had begun just then at each.
+// What has not begun need not be waited for. Nor what others wait for: a clip writes all gradients, and would wait for
+// a draft that had begun just then at each.
+void Engine::recall_early() {
   for (std::size_t i = 0; i < early_.size(); ++i) {
     auto& early = early_[i];
     if (early && early->ticket && optimizer_->recall(early->ticket)) drop_early(UnitId(static_cast<std::int32_t>(i)));
   }
+}
+
+void Engine::gradient_is_written(UnitId unit) {
+  auto& read = early_of(unit);
+  if (!read || !read->ticket) return;
+  if (std::exchange(may_recall_, false)) recall_early();
   if (read && read->ticket) read->is_written = true;
 }
 
