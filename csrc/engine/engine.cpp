@@ -90,8 +90,10 @@ void Engine::expect(const Signature& signature) {
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
   const auto expected = book_.begin(signature);
-  if (signature.phase == Phase::backward) begin_early_work(expected);
-  if (signature.phase == Phase::backward && in_backward_) begin_updating(expected);
+  if (signature.phase == Phase::backward) {
+    if (in_backward_) begin_updating(expected);
+    begin_early_work(expected);
+  }
   const bool adopt =
       prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
   if (adopt) {

@@ -224,14 +224,12 @@ void Engine::update_rest() {
   for (std::size_t i = 0; i < units_.size(); ++i) {
     const UnitId unit(static_cast<std::int32_t>(i));
     if (!in_backward_->is_updated[i]) update_in_backward(unit);
-    in_backward_->is_updated[i] = false;
   }
 }
 
 void Engine::abandon_updating() {
   InBackward& mode = *in_backward_;
   const auto num_updated = std::count(mode.is_updated.begin(), mode.is_updated.end(), true);
-  std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
   if (num_updated > 0 && torn_.empty()) {
     torn_ = "a backward raised after it had updated " + std::to_string(num_updated) + " of " +
             std::to_string(units_.size()) + " units";
