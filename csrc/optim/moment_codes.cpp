@@ -36,4 +36,6 @@ void decode_moment(const std::uint8_t* codes, const float* scales, float* values
   (is_first ? decode<FirstCodes> : decode<SecondCodes>)(codes, scales, values, count);
 }
 
+std::uint32_t random_bits_of(std::uint32_t number) { return random_bits(number, 0); }
+
 }  // namespace noria

@@ -16,4 +16,7 @@ namespace noria {
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first);
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first);
 
+/// The bits that roundings take from a number, as the kernels derive them; 0 stays 0.
+std::uint32_t random_bits_of(std::uint32_t number);
+
 }  // namespace noria

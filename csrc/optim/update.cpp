@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "optim/flush_denormals.h"
+#include "optim/moment_codes.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -52,13 +53,6 @@ const UpdateKernels& kernels_for(const std::string& instruction_set) {
 
 MasterFormat format_of(const UnitArrays& arrays) {
   return arrays.working != nullptr ? MasterFormat::split : MasterFormat::whole;
-}
-
-// As in optim/state_formats.inc; 0 stays 0.
-std::uint32_t mixed(std::uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
 }
 
 StateFormat format_of(const MomentArray& moment) {
@@ -110,7 +104,8 @@ UnitArrays at(const UnitArrays& arrays, std::size_t offset, std::size_t block) {
 
 // The upper half of an element's number goes into the key, the lower half is counted by the kernel.
 Rounding rounding_of(const UpdateScalars& scalars, std::uint64_t number) {
-  return {scalars.rounding ^ mixed(static_cast<std::uint32_t>(number >> 32)), static_cast<std::uint32_t>(number)};
+  return {scalars.rounding ^ random_bits_of(static_cast<std::uint32_t>(number >> 32)),
+          static_cast<std::uint32_t>(number)};
 }
 
 // Streaming stores are ordered by nothing else, not even by the release of a mutex.

@@ -7,6 +7,13 @@
 #include <utility>
 
 namespace noria {
+namespace {
+
+bool have_passed(const std::vector<Ticket>& waits) {
+  return std::all_of(waits.begin(), waits.end(), [](const Ticket& wait) { return wait->passed(); });
+}
+
+}  // namespace
 
 bool UpdateQueue::push(const Item& item) {
   // Taken before the item is visible: from then on it belongs to the serving thread.
@@ -32,12 +39,11 @@ void UpdateQueue::issued(const Item& item, Verb giver) {
 }
 
 UpdateQueue::Item UpdateQueue::most_urgent() {
-  const auto has_passed = [](const Ticket& wait) { return wait->passed(); };
   auto chosen = items_.end();
   bool is_ready = false;
   for (auto it = items_.begin(); it != items_.end(); ++it) {
     if ((*it)->num_unissued > 0) continue;
-    const bool passed = std::all_of((*it)->waits.begin(), (*it)->waits.end(), has_passed);
+    const bool passed = have_passed((*it)->waits);
     // What is only issued is second best: see optim/host_optimizer.h, Note [Tickets of a device].
     const bool better = chosen == items_.end() || (passed == is_ready ? (*it)->priority < (*chosen)->priority : passed);
     if (!better) continue;
@@ -59,9 +65,7 @@ bool UpdateQueue::recall(const Ticket& ticket) {
     if (found == items_.end() || (*found)->is_recalled) return false;
     (*found)->is_recalled = true;
     (*found)->priority = std::numeric_limits<int>::min();
-    const auto& waits = (*found)->waits;
-    const auto has_passed = [](const Ticket& wait) { return wait->passed(); };
-    if (!std::all_of(waits.begin(), waits.end(), has_passed)) return true;
+    if (!have_passed((*found)->waits)) return true;
     item = std::move(*found);  // nobody need wait for the job that runs
     items_.erase(found);
     changed_.notify_all();
