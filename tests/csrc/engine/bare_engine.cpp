@@ -89,17 +89,17 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     const auto range = [&](int region, Bytes offset, Bytes bytes, Purpose purpose) {
       return buffers_.intern({{Place::Kind::host, region}, offset, bytes, Format::travel, purpose, id});
     };
-    made.facts.working = range(0, start, weights, Purpose::working_copy);
-    made.facts.held = range(1, start, made.facts.gradients, Purpose::held_gradient);
-    made.facts.state = range(2, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
-    made.sum = range(5, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
+    made.facts.working = range(kWorkingRegion, start, weights, Purpose::working_copy);
+    made.facts.held = range(kHeldRegion, start, made.facts.gradients, Purpose::held_gradient);
+    made.facts.state = range(kStateRegion, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
+    made.sum = range(kSumRegion, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
     if (described.num_trainable > 0 && !ring) made.held = home_[1].data() + start.count;
     if (drafts && described.num_trainable == described.num_slots) {
       Spare spare;
       spare.working = spare_[0].data() + start.count;
-      spare.working_buffer = range(3, start, weights, Purpose::working_copy);
-      spare.state_buffer = range(4, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
+      spare.working_buffer = range(kSpareWorkingRegion, start, weights, Purpose::working_copy);
+      spare.state_buffer = range(kSpareStateRegion, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
       made.spare = spare;
       for (std::size_t i : {0U, 2U, 3U}) units_.back().spare[i] = floats(spare_[i].data() + start.count);
     }
