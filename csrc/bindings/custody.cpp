@@ -48,8 +48,7 @@ constexpr int kMostComparisons = 8;
 
 constexpr const char* kWhyDead =
     "expected no look at p.grad under update=\"backward\", where backward() has used it up; found one (a clip, a "
-    "scaler, a "
-    "logger, zero_grad(set_to_none=False)); remedy: wrap with update=\"auto\", where p.grad is as in torch";
+    "scaler, a logger, zero_grad(set_to_none=False)); remedy: wrap with update=\"auto\", where p.grad is as in torch";
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
