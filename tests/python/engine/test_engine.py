@@ -174,6 +174,20 @@ def budgets(draw, model, program):
     return arena + more * bare.SLOT_BYTES, draw(st.sampled_from([0, window, window + 1]))
 
 
+@st.composite
+def settings_of_engines(draw, model, program):
+    """For `run`: a budget that suffices for the program, and a machine with its delays."""
+    arena, window = draw(budgets(model, program))
+    return {
+        "arena": arena,
+        "window": window,
+        "machine": draw(st.sampled_from(MACHINES)),
+        "seed": draw(st.integers(0, 1000)),
+        "max_delay_us": draw(st.sampled_from([0, 30, 200])),
+        "poison": draw(st.booleans()),
+    }
+
+
 def run(model, program, twin=None, **settings_of_engine):
     """The engine, idle after the program, beside its twin."""
     twin = twin or Twin(model.units)
@@ -191,19 +205,9 @@ def run(model, program, twin=None, **settings_of_engine):
 @given(data=st.data())
 def test_any_loop_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data):
     model, program = data.draw(programs())
-    arena, window = data.draw(budgets(model, program))
-    engine = run(
-        model,
-        program,
-        arena=arena,
-        window=window,
-        machine=data.draw(st.sampled_from(MACHINES)),
-        prefetch_at_step=data.draw(st.booleans()),
-        drafts=data.draw(st.booleans()),
-        seed=data.draw(st.integers(0, 1000)),
-        max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
-        poison=data.draw(st.booleans()),
-    )
+    drawn = data.draw(settings_of_engines(model, program))
+    arena, window = drawn["arena"], drawn["window"]
+    engine = run(model, program, prefetch_at_step=data.draw(st.booleans()), drafts=data.draw(st.booleans()), **drawn)
     # Something moved, and within bounds.
     num_visited = len({unit for verb, arguments in program if verb == "visit" for unit in arguments[1]})
     assert engine.num_fetches >= num_visited
@@ -344,19 +348,8 @@ def loops_with_a_ring(draw):
 @given(data=st.data())
 def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
     model, program = data.draw(loops_with_a_ring())
-    arena, window = data.draw(budgets(model, program))
-    engine = run(
-        model,
-        program,
-        arena=arena,
-        window=window,
-        machine=data.draw(st.sampled_from(MACHINES)),
-        ring_slots=len(model.units),
-        seed=data.draw(st.integers(0, 1000)),
-        max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
-        poison=data.draw(st.booleans()),
-    )
-    engine.close()
+    drawn = data.draw(settings_of_engines(model, program))
+    run(model, program, ring_slots=len(model.units), **drawn).close()
 
 
 @pytest.mark.parametrize("late", ["update", "drain", "fetch"])
