@@ -11,6 +11,7 @@ from noria import _C, optim
 from noria.custody import wrapped_by
 from noria.testing import on_machine
 
+from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 pytestmark = [
@@ -115,15 +116,6 @@ def through_numpy(side, number):
 
 def through_an_alias(side, number):
     side.model.blocks[number % 5].expand.weight.grad.detach().view(-1)[::2].zero_()
-
-
-def replaced(side, number):
-    parameter = side.model.blocks[number % 5].expand.weight
-    parameter.grad = parameter.grad * 0.5
-
-
-def taken_away(side, number):
-    side.model.blocks[number % 5].norm.weight.grad = None
 
 
 def infinite(side, number):

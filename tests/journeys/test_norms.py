@@ -14,6 +14,7 @@ from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 
+from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd, state_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,15 +98,6 @@ def test_drafts_are_kept_where_the_clip_does_not_bite_and_redone_where_it_does()
 def halved(side, number):
     with torch.no_grad():
         side.model.blocks[number % 5].expand.weight.grad.mul_(0.5)
-
-
-def replaced(side, number):
-    parameter = side.model.blocks[number % 5].expand.weight
-    parameter.grad = parameter.grad * 0.5
-
-
-def taken_away(side, number):
-    side.model.blocks[number % 5].norm.weight.grad = None
 
 
 def another_backward(side, number):
