@@ -92,6 +92,17 @@ class Side:
             self.optimizer.zero_grad()
             self.keep(f"loss {len(self.kept)}", loss)
 
+    def step_by_closure(self, number: int) -> None:
+        """Clearing, forward and backward of batch `number` all happen inside of `step()`."""
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.model, number)
+            loss.backward()
+            return loss
+
+        self.keep(f"loss {number}", self.optimizer.step(closure))
+
     def gradients(self) -> Iterator[torch.Tensor]:
         for parameter in self.model.parameters():
             if parameter.grad is not None:

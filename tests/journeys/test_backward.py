@@ -199,14 +199,7 @@ def test_schedules_evaluations_and_closures_are_those_of_the_plain_loop():
     def journey(side: Side) -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.7)
         for number in range(STEPS):
-
-            def closure(number=number):
-                side.optimizer.zero_grad()
-                loss = loss_of(side.model, number)
-                loss.backward()
-                return loss
-
-            side.keep(f"loss {number}", side.optimizer.step(closure))
+            side.step_by_closure(number)
             scheduler.step()
             with torch.no_grad():
                 side.keep(f"eval {number}", loss_of(side.model, 50))

@@ -556,14 +556,7 @@ def test_step_hooks_run_once_a_step(when):
 def test_closures_run_once_and_give_the_loss_back():
     def journey(side):
         for number in range(4):
-
-            def closure(number=number):
-                side.optimizer.zero_grad()
-                loss = loss_of(side.model, number)
-                loss.backward()
-                return loss
-
-            side.keep(f"loss {number}", side.optimizer.step(closure))
+            side.step_by_closure(number)
 
     both(journey)
 
