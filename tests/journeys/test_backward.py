@@ -8,7 +8,6 @@ import copy
 import noria
 import pytest
 import torch
-from noria import optim
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.journeys.pairs import (
     HOSTILE,
+    OPTIMIZERS,
     VOCAB,
     WIDTH,
     Net,
@@ -30,13 +30,7 @@ from tests.journeys.pairs import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIMIZERS = {
-    "adamw": adamw,
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: sgd(parameters, dampening=0.3),
-    "lion": lambda parameters: optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
-}
+RULES = OPTIMIZERS | {"momentum": lambda parameters: sgd(parameters, dampening=0.3)}
 STEPS = 5
 
 
@@ -58,15 +52,15 @@ def wrapped(optimizer=adamw, model=Net, **policy):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_every_rule_and_format_has_the_bits_of_updates_inside_step(optimizer, dtype):
-    both_in_backward(optimizer=OPTIMIZERS[optimizer], dtype=dtype)
+    both_in_backward(optimizer=RULES[optimizer], dtype=dtype)
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "lion"])
 def test_moments_in_fewer_bits_are_rounded_as_inside_step(optimizer, state_dtype):
-    both_in_backward(optimizer=OPTIMIZERS[optimizer], dtype=torch.bfloat16, state_dtype=state_dtype)
+    both_in_backward(optimizer=RULES[optimizer], dtype=torch.bfloat16, state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize("late", ["update", "drain", "fetch"])

@@ -7,12 +7,12 @@ from __future__ import annotations
 import noria
 import pytest
 import torch
-from noria import _C, optim
+from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import on_machine
 
 from tests.journeys.edits import replaced, taken_away
-from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, loss_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -61,15 +61,6 @@ def both_drafting(
 
     both(counted, optimizer=optimizer, kernel="fused", window=3, hostility=hostility, **policy)
     return counts
-
-
-OPTIMIZERS = {
-    "adamw": adamw,
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": sgd,
-    "lion": lambda parameters: optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
-}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
