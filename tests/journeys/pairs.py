@@ -119,6 +119,25 @@ class Side:
                 yield parameter.grad
 
 
+def new_side(
+    seed: int = 0,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    model: Callable[[], nn.Module] = Net,
+) -> Side:
+    """Plain PyTorch; the same seed gives the same weights."""
+    torch.manual_seed(seed)
+    made = model()
+    return Side(made, optimizer(made.parameters()), False)
+
+
+def wrap_side(side: Side, hostility: dict[str, Any] = HOSTILE, **policy: Any) -> Side:
+    """The same side, wrapped."""
+    with on_machine(hostility=hostility):
+        noria.wrap(side.model, side.optimizer, device="cpu", **policy)
+    side.is_wrapped = True
+    return side
+
+
 def state_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
     state = optimizer.state_dict()["state"]
     return {

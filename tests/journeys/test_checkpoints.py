@@ -27,8 +27,10 @@ from tests.journeys.pairs import (
     assert_moved,
     both,
     loss_of,
+    new_side,
     sgd,
     state_tensors,
+    wrap_side,
 )
 
 KINDS = {
@@ -43,19 +45,10 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def new(seed=0, optimizer=adamw, model=Net):
-    torch.manual_seed(seed)
-    made = model()
-    return Side(made, optimizer(made.parameters()), False)
-
-
 def wrapped(seed=0, optimizer=adamw, model=Net, **policy):
     policy.setdefault("kernel", "torch")
-    side = new(seed, optimizer, model)
-    with on_machine(hostility=LATE_UPDATES if policy.get("kernel") == "fused" else HOSTILE):
-        noria.wrap(side.model, side.optimizer, device="cpu", window=2, **policy)
-    side.is_wrapped = True
-    return side
+    hostility = LATE_UPDATES if policy["kernel"] == "fused" else HOSTILE
+    return wrap_side(new_side(seed, optimizer, model), hostility, window=2, **policy)
 
 
 def same(a: Side, b: Side) -> None:
@@ -184,14 +177,14 @@ def test_the_kernels_read_each_others_checkpoints(dtype):
 
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_checkpoints_are_exchanged_with_plain_pytorch(optimizer):
-    plain, ours = new(optimizer=optimizer), wrapped(seed=1, optimizer=optimizer)
+    plain, ours = new_side(optimizer=optimizer), wrapped(seed=1, optimizer=optimizer)
     plain.train(0, 3)
     load(ours, both_states(plain))
     same(ours, plain)
     ours.train(3, 6)
     plain.train(3, 6)
     same(ours, plain)
-    fresh = new(seed=2, optimizer=optimizer)
+    fresh = new_side(seed=2, optimizer=optimizer)
     load(fresh, both_states(ours))
     same(fresh, plain)
     fresh.train(6, 8)
@@ -247,7 +240,7 @@ def test_the_state_dict_of_a_submodule_is_saved_and_loaded_by_itself():
 
 
 def test_safetensors_files(tmp_path):
-    plain, ours = new(), wrapped()
+    plain, ours = new_side(), wrapped()
     plain.train(0, 2)
     ours.train(0, 2)
     save_file(ours.model.state_dict(), tmp_path / "ours.safetensors")
@@ -284,7 +277,7 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path):
     noria.save(tmp_path / "model.pt", side.model)
     with pytest.raises(noria.UsageError, match="a checkpoint with 'optimizer'"):
         noria.load(tmp_path / "model.pt", side.model, side.optimizer)
-    plain = new()
+    plain = new_side()
     noria.save(tmp_path / "plain.pt", plain.model, plain.optimizer)
     noria.load(tmp_path / "plain.pt", side.model, side.optimizer)
 
@@ -310,7 +303,7 @@ def test_what_could_not_be_loaded_is_not_saved(extra, tmp_path):
 
 def test_lists_are_saved_and_loaded_as_they_are_wrapped(tmp_path):
     def pair(seed):
-        sides = [new(seed), new(seed + 1)]
+        sides = [new_side(seed), new_side(seed + 1)]
         models, optimizers = [side.model for side in sides], [side.optimizer for side in sides]
         noria.wrap(models, optimizers, device="cpu", window=2)
         return sides, models, optimizers

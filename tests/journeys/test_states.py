@@ -12,7 +12,7 @@ import pytest
 import torch
 from noria import _C
 from noria.custody import wrapped_by
-from noria.testing import assert_same_bits, on_machine
+from noria.testing import assert_same_bits
 
 from tests.journeys.pairs import (
     HOSTILE,
@@ -23,7 +23,9 @@ from tests.journeys.pairs import (
     assert_moved,
     both,
     loss_of,
+    new_side,
     state_tensors,
+    wrap_side,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,13 +37,8 @@ optimizers = pytest.mark.parametrize("optimizer", ["adamw", "momentum", "lion"])
 
 
 def new(seed: int, optimizer: str = "adamw", *, wrapped: bool = True, **policy) -> Side:
-    torch.manual_seed(seed)
-    model = Net()
-    side = Side(model, OPTIMIZERS[optimizer](model.parameters()), wrapped)
-    if wrapped:
-        with on_machine(hostility=HOSTILE):
-            noria.wrap(side.model, side.optimizer, device="cpu", **{"window": 3, **policy})
-    return side
+    side = new_side(seed, OPTIMIZERS[optimizer])
+    return wrap_side(side, **{"window": 3, **policy}) if wrapped else side
 
 
 def all_bits(side: Side) -> dict[str, torch.Tensor]:
