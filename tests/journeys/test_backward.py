@@ -45,7 +45,19 @@ def both_in_backward(journey=plain, **options) -> None:
 def wrapped(optimizer=adamw, model=Net, **policy):
     torch.manual_seed(0)
     made = model()
-    return noria.wrap(made, optimizer(made.parameters()), device="cpu", update="backward", **policy)
+    return noria.wrap(made, optimizer(made.parameters()), device="cpu", **{"update": "backward", **policy})
+
+
+def train_on(model, optimizer, *numbers: int) -> None:
+    """The plain loop, over these batches."""
+    for number in numbers:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 # ---- the same bits ----
@@ -218,10 +230,7 @@ def test_a_branch_that_is_left_out_keeps_its_state_as_it_is():
 def test_a_run_goes_on_in_another_mode_from_its_checkpoint():
     def trained(update: str, steps: range, model: nn.Module, optimizer) -> None:
         noria.wrap(model, optimizer, device="cpu", update=update, dtype=torch.bfloat16)
-        for number in steps:
-            loss_of(model, number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_on(model, optimizer, *steps)
 
     def pair():
         torch.manual_seed(0)
@@ -234,10 +243,7 @@ def test_a_run_goes_on_in_another_mode_from_its_checkpoint():
     noria.wrap(*second, device="cpu", update="backward", dtype=torch.bfloat16)
     second[0].load_state_dict(first[0].state_dict())
     second[1].load_state_dict(first[1].state_dict())
-    for number in range(3, 6):
-        loss_of(second[0], number).backward()
-        second[1].step()
-        second[1].zero_grad()
+    train_on(*second, 3, 4, 5)
     assert_same_bits(second[0].state_dict(), whole[0].state_dict())
     assert_same_bits(state_tensors(second[1]), state_tensors(whole[1]))
     noria.unwrap(*second)
@@ -320,8 +326,7 @@ def test_between_backward_and_step_weights_are_not_shown_or_used(act):
         act(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    loss_of(model, 1).backward()
-    optimizer.step()
+    train_on(model, optimizer, 1)
 
 
 def test_a_second_backward_before_the_step_is_refused():
@@ -341,8 +346,7 @@ def test_a_gradient_that_was_used_up_and_not_cleared_is_not_accumulated_into():
     with pytest.raises(noria.UsageError, match="zero_grad"):
         loss_of(model, 1).backward()
     optimizer.zero_grad()
-    loss_of(model, 1).backward()
-    optimizer.step()
+    train_on(model, optimizer, 1)
 
 
 def test_a_gradient_of_the_user_s_is_refused():
@@ -362,15 +366,12 @@ def test_hyperparameters_that_change_between_backward_and_step_are_told():
     with pytest.raises(noria.UsageError, match="group 0 changed between"):
         optimizer.step()
     optimizer.zero_grad()
-    loss_of(model, 1).backward()  # the step has been counted
-    optimizer.step()
+    train_on(model, optimizer, 1)  # the step has been counted
 
 
 def test_a_forward_that_raises_harms_nothing():
     model, optimizer = wrapped()
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, 0)
     with pytest.raises(IndexError):
         model(torch.full((2, 6), VOCAB))
     loss_of(model, 1).backward()
@@ -402,8 +403,7 @@ def test_a_step_after_which_p_grad_says_something_else_than_what_was_updated_rai
     with pytest.raises(noria.UsageError, match="as backward"):
         optimizer.step()
     optimizer.zero_grad()
-    loss_of(model, 1).backward()  # the updates were counted
-    optimizer.step()
+    train_on(model, optimizer, 1)  # the updates were counted
 
 
 def test_gradients_of_the_user_s_alone_are_not_passed_over():
@@ -503,7 +503,7 @@ def test_empty_and_frozen_parameters_are_no_obstacle():
 @pytest.mark.parametrize("when", ["updated", "torn"])
 def test_nothing_is_unwrapped_or_written_where_weights_are_not_those_of_one_step(when):
     model, optimizer = wrapped()
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = weights_of(model)
     if when == "updated":
         loss_of(model, 0).backward()
     else:
@@ -562,7 +562,7 @@ def test_a_parameter_that_has_left_the_optimizer_is_named_before_anything_is_upd
 
 def test_a_step_without_a_backward_does_nothing():
     model, optimizer = wrapped()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = weights_of(model)
     optimizer.step()
     assert_same_bits(model.state_dict(), before)
     assert not optimizer.state
@@ -588,7 +588,7 @@ class Wild(Net):
 
 def test_a_gradient_after_the_update_of_its_unit_raises_and_leaves_the_home_torn_until_it_is_loaded():
     model, optimizer = wrapped(model=Wild)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = weights_of(model)
     with pytest.raises(noria.UsageError, match="as often in backward as in forward"):
         loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="different steps"):
@@ -602,10 +602,8 @@ def test_a_gradient_after_the_update_of_its_unit_raises_and_leaves_the_home_torn
 
 def test_a_backward_that_raises_after_updates_leaves_the_home_torn_until_all_is_loaded():
     model, optimizer = wrapped()
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    train_on(model, optimizer, 0)
+    saved = weights_of(model)
     state = copy.deepcopy(optimizer.state_dict())
 
     def fail(gradient: torch.Tensor) -> None:
@@ -631,9 +629,7 @@ def test_a_backward_that_raises_after_updates_leaves_the_home_torn_until_all_is_
     twin_optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps what it is given
     noria.wrap(twin, twin_optimizer, device="cpu", update="blocking")
     for each, its in ((model, optimizer), (twin, twin_optimizer)):
-        loss_of(each, 2).backward()
-        its.step()
-        its.zero_grad()
+        train_on(each, its, 2)
     assert_same_bits(model.state_dict(), twin.state_dict())
     assert_same_bits(state_tensors(optimizer), state_tensors(twin_optimizer))
 
@@ -644,8 +640,7 @@ def test_a_backward_that_raises_before_any_update_harms_nothing():
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 0).backward()
     handle.remove()
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train_on(model, optimizer, 0)
 
 
 # ---- what cannot be updated inside backward ----
@@ -702,64 +697,44 @@ def test_two_optimizers_update_their_own_units():
 
 @pytest.mark.parametrize("update", ["auto", "blocking", "backward"])
 def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_torn(update):
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", update=update)
-
-    def step(number: int) -> None:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = wrapped(update=update)
+    train_on(model, optimizer, 0)
+    saved = weights_of(model)
     state = adamw(Net().parameters()).state_dict()
     wrapped_by(model).pool.break_next_update()
     with pytest.raises(RuntimeError, match="told to break off"):
-        for number in range(1, 4):
-            step(number)
+        train_on(model, optimizer, 1, 2, 3)
     for _ in range(3):  # whoever else waits for it hears of it too
         with pytest.raises(RuntimeError, match=r"told to break off"):
-            step(4)
+            train_on(model, optimizer, 4)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"different steps.*told to break off"):
-            step(4)
+            train_on(model, optimizer, 4)
     with pytest.raises(noria.UsageError, match="different steps"):
         model.state_dict()
     model.load_state_dict(saved)
     optimizer.load_state_dict(state)
     optimizer.zero_grad()
-    step(5)
+    train_on(model, optimizer, 5)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
 def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = adamw(model.parameters())
     with on_machine(hostility={"hold_us": {"draft": 20_000}}):
-        noria.wrap(model, optimizer, device="cpu", draft_memory="64MiB")
+        model, optimizer = wrapped(update="auto", draft_memory="64MiB")
     pool = wrapped_by(model).pool
-
-    def step(number: int) -> None:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for number in range(3):
-        step(number)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    train_on(model, optimizer, *range(3))
+    saved = weights_of(model)
     loss_of(model, 3).backward()
     pool.break_next_update()
     optimizer.step()
     optimizer.zero_grad()
     for _ in range(8):
         with pytest.raises(RuntimeError, match="told to break off"):
-            step(4)
+            train_on(model, optimizer, 4)
     with pytest.raises(noria.UsageError, match="different steps"):
         model.state_dict()
     model.load_state_dict(saved)
     optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
     optimizer.zero_grad()
-    step(5)
+    train_on(model, optimizer, 5)
