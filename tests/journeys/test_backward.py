@@ -60,6 +60,14 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def assert_torn_until_loaded(model, optimizer, weights: dict[str, torch.Tensor]) -> None:
+    """Nobody is given weights of different steps. Afterwards these are loaded, and a state that is new."""
+    with pytest.raises(noria.UsageError, match="different steps"):
+        model.state_dict()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+
+
 # ---- the same bits ----
 
 
@@ -593,10 +601,7 @@ def test_a_gradient_after_the_update_of_its_unit_raises_and_leaves_the_home_torn
         loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="different steps"):
         loss_of(model, 0)
-    with pytest.raises(noria.UsageError, match="different steps"):
-        model.state_dict()
-    model.load_state_dict(saved)
-    optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+    assert_torn_until_loaded(model, optimizer, saved)
     assert_same_bits(model.state_dict(), saved)
 
 
@@ -700,7 +705,6 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     model, optimizer = wrapped(update=update)
     train_on(model, optimizer, 0)
     saved = weights_of(model)
-    state = adamw(Net().parameters()).state_dict()
     wrapped_by(model).pool.break_next_update()
     with pytest.raises(RuntimeError, match="told to break off"):
         train_on(model, optimizer, 1, 2, 3)
@@ -710,10 +714,7 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"different steps.*told to break off"):
             train_on(model, optimizer, 4)
-    with pytest.raises(noria.UsageError, match="different steps"):
-        model.state_dict()
-    model.load_state_dict(saved)
-    optimizer.load_state_dict(state)
+    assert_torn_until_loaded(model, optimizer, saved)
     optimizer.zero_grad()
     train_on(model, optimizer, 5)
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
@@ -732,9 +733,6 @@ def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
     for _ in range(8):
         with pytest.raises(RuntimeError, match="told to break off"):
             train_on(model, optimizer, 4)
-    with pytest.raises(noria.UsageError, match="different steps"):
-        model.state_dict()
-    model.load_state_dict(saved)
-    optimizer.load_state_dict(adamw(Net().parameters()).state_dict())
+    assert_torn_until_loaded(model, optimizer, saved)
     optimizer.zero_grad()
     train_on(model, optimizer, 5)
