@@ -22,7 +22,7 @@ from noria.home import GRADIENT_RING, Home, HomeParameter, held_region
 from noria.limits import check_fits, host_limits
 from noria.modes import plainly
 from noria.partition import HookSpec
-from noria.policy import format_bytes, host_budget
+from noria.policy import host_budget
 from noria.record import OperatorWatch, tensors_of
 
 if TYPE_CHECKING:
@@ -589,17 +589,11 @@ class Wrapped:
         """update="backward" that accumulates: memory for all gradients, taken the first time, in place of the ring."""
         if self.custody.holds_all():
             return
-        region = held_region(self.units)
-        if refusal := check_fits([(region.purpose, region.bytes)], None, host_limits()):
+        region, budget = held_region(self.units), host_budget(self.policy)
+        more = [(region.purpose, region.bytes)]  # the ring is given back only after it
+        home = [(each.purpose, each.bytes) for each in self.plan.regions]
+        if refusal := check_fits(home + more, budget, []) or check_fits(more, budget, host_limits()):
             raise refusal
-        budget = host_budget(self.policy)
-        home = self.plan.home_bytes + region.bytes
-        if budget is not None and home > budget:
-            raise usage_error(
-                f"host_memory of at least {format_bytes(home)} for accumulate(), which holds every gradient",
-                format_bytes(budget),
-                'raise host_memory, or wrap with update="auto"',
-            )
         self.custody.idle()  # updates still read the ring
         held = self.home.take_held(region, self.backend)
         try:
