@@ -220,20 +220,23 @@ class Home:
 
     def _take(self, backend: _C.Backend) -> None:
         total = sum(region.bytes for region in self.regions.values())
-        node = numa_node(backend.pci_bus_id)
         done = 0
         with Bar("taking the home", total) as bar:
-            for purpose, region in self.regions.items():
-                if not region.bytes:
-                    continue
-                arena = self.arenas[purpose] = _C.Arena(region.bytes)
-                if node is not None and (refused := arena.prefer_node(node)):
-                    self.notes.append(f"{purpose} may lie far from the device: {refused}")
-                arena.populate(functools.partial(bar.tell, done))
-                done += region.bytes
+            for region in self.regions.values():
+                if region.bytes:
+                    self._take_arena(region, backend, functools.partial(bar.tell, done))
+                    done += region.bytes
         for purpose, use in _USES.items():
             if purpose in self.arenas:
                 self._register(purpose, use, backend)
+
+    def _take_arena(self, region: Region, backend: _C.Backend, tell: Callable[[int], None]) -> None:
+        """Pages next to the device, all of them now; registered they are not yet."""
+        arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
+        node = numa_node(backend.pci_bus_id)
+        if node is not None and (refused := arena.prefer_node(node)):
+            self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
+        arena.populate(tell)
 
     def _register(self, purpose: str, use: str, backend: _C.Backend) -> None:
         arena = self.arenas[purpose]
@@ -257,8 +260,7 @@ class Home:
         """Memory for all gradients, in place of the ring; by unit, where they go. Nobody uses the ring any more."""
         self.regions[region.purpose] = region
         try:
-            arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
-            arena.populate(lambda done: None)
+            self._take_arena(region, backend, lambda done: None)
             self._register(region.purpose, _USES[region.purpose], backend)
         except BaseException:
             del self.regions[region.purpose]
