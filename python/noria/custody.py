@@ -332,7 +332,7 @@ class Wrapped:
     def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             self.recover()
-            self.refuse_unclaimed("model.load_state_dict()")
+            self.refuse_between_steps("model.load_state_dict()", mends=True)
             units = sorted({slot.unit for slot in own.values()})
             self.custody.open_home(units, True)
             self._loads.append(units)
@@ -362,8 +362,7 @@ class Wrapped:
     def current(self, slot: HomeParameter) -> torch.Tensor:
         """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
         self._check_alive()
-        self.refuse_torn("the values of a parameter")
-        self.refuse_unclaimed("a look at weights")
+        self.refuse_between_steps("a look at weights")
         self.custody.access_home(slot.unit, False)
         view = self._state_views.get(slot.index)
         if view is None:
@@ -419,7 +418,7 @@ class Wrapped:
 
     def _before_write(self, index: int) -> Callable[[], None]:
         def note(wrapped: Wrapped) -> None:
-            wrapped.refuse_unclaimed("a write to weights")
+            wrapped.refuse_between_steps("a write to weights", mends=True)
             wrapped.custody.access_home(wrapped.slots[index].unit, True)
             wrapped._written_views.add(index)
 
@@ -522,8 +521,7 @@ class Wrapped:
     def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
         """Parameters of these units show the home itself, until the block ends."""
         self.recover()
-        self.refuse_unclaimed("noria.materialize")
-        self.refuse_torn("noria.materialize")
+        self.refuse_between_steps("noria.materialize")
         slots = [slot for unit in units for slot in self.units[unit].parameters]
         with plainly():
             self.custody.open_home(list(units), not read_only)
@@ -604,18 +602,14 @@ class Wrapped:
         self.home.give_back(GRADIENT_RING)
         self.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in self.plan.regions]
 
-    def refuse_unclaimed(self, what: str) -> None:
-        """Between a backward that has updated and its step() nothing may look or write."""
-        if not self.updates_in_backward:
-            return
-        if not in_backward():
-            self.custody.recover()  # from a backward that raised
-        self.custody.refuse_unclaimed(what)
-
-    def refuse_torn(self, what: str) -> None:
-        if self.updates_in_backward and not in_backward():
-            self.custody.recover()  # from a backward that raised
-        if torn := self.custody.torn():
+    def refuse_between_steps(self, what: str, *, mends: bool = False) -> None:
+        """Between a backward that has updated and its step() nothing may look or write. Where that step will never
+        come, the home is torn: then only who `mends` it may go on, by a value of its own."""
+        if self.updates_in_backward:
+            if not in_backward():
+                self.custody.recover()  # from a backward that raised
+            self.custody.refuse_unclaimed(what)
+        if not mends and (torn := self.custody.torn()):
             raise usage_error(
                 f"{what} of one step",
                 f"weights and optimizer state of different steps: {torn}",

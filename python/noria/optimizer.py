@@ -395,8 +395,7 @@ class Updates:
         wrapped = self.wrapped
         wrapped._check_alive()
         if not self._is_loading:
-            wrapped.refuse_unclaimed("a look at optimizer.state")
-            wrapped.refuse_torn("optimizer.state")
+            wrapped.refuse_between_steps("a look at optimizer.state")
         if parameter is None:
             wrapped.custody.settle_all()
             if wrapped.pool is not None:
@@ -1035,7 +1034,7 @@ class Updates:
         return plain_values(values) if isinstance(values, dict) else values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.wrapped.refuse_unclaimed("optimizer.load_state_dict()")
+        self.wrapped.refuse_between_steps("optimizer.load_state_dict()", mends=True)
         self._is_loading = True  # it may be what mends a torn home
         try:
             self._load_state_dict(state_dict)

@@ -235,8 +235,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
         )
     wrapped.refuse_when_busy("noria.unwrap")
     wrapped.recover()
-    wrapped.refuse_unclaimed("noria.unwrap")
-    wrapped.refuse_torn("noria.unwrap")
+    wrapped.refuse_between_steps("noria.unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
