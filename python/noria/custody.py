@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from noria.plan import WrapPlan
 
 __all__ = ["Wrapped", "in_backward", "wrapped_by"]
+
+Given = ParamSpec("Given")
 
 # By module, of every module of a wrapped model. Weak on both sides: a wrap call lives as long as its models.
 _WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
@@ -379,18 +381,27 @@ class Wrapped:
 
     def drops_draft(self, unit: int) -> Callable[[], None]:
         """For tensors that view the unit's state: their first write is an edit that no draft has seen."""
-        return self._while_alive(lambda wrapped: wrapped.custody.access_home(unit, False))
+        return self._while_open(lambda wrapped: wrapped.custody.access_home(unit, False))
 
-    def _while_alive(self, act: Callable[[Wrapped], None]) -> Callable[[], None]:
-        """For callbacks of tensors that outlive this object, its engine or its process."""
+    def weakly(self, act: Callable[Concatenate[Wrapped, Given], None]) -> Callable[Given, None]:
+        """`act` on this object, for whoever must not keep it alive. Once it is gone nothing happens."""
         reference = weakref.ref(self)
 
-        def call() -> None:
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
             wrapped = reference()
-            if wrapped is not None and not wrapped.closed and os.getpid() == wrapped.pid:
-                act(wrapped)
+            if wrapped is not None:
+                act(wrapped, *args, **kwargs)
 
         return call
+
+    def _while_open(self, act: Callable[[Wrapped], None]) -> Callable[[], None]:
+        """For callbacks of tensors that outlive this object, its engine or its process."""
+
+        def call(wrapped: Wrapped) -> None:
+            if not wrapped.closed and os.getpid() == wrapped.pid:
+                act(wrapped)
+
+        return self.weakly(call)
 
     def judge_drafts(self, would_hold: bool) -> None:
         """After a step. Work that is thrown away at every step is not worth its memory traffic; `would_hold`: this step
@@ -422,7 +433,7 @@ class Wrapped:
             wrapped.custody.access_home(wrapped.slots[index].unit, True)
             wrapped._written_views.add(index)
 
-        return self._while_alive(note)
+        return self._while_open(note)
 
     def _settle_writes(self) -> None:
         """Before the home is used: what was written through `state_dict()` reaches plain masters (a split one consists

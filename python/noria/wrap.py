@@ -162,25 +162,13 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         updates = Updates(wrapped, updater, kernel, predicted, arena, policy.update)
         wrapped.optimizers.append(updates)
         facade(updater, updates)
-    custody.set_update_callback(_weak_callback(wrapped))
+    custody.set_update_callback(wrapped.weakly(Wrapped.run_update))
     if policy.update == "backward":
-        custody.set_backward_callback(_begin_backward(wrapped))
+        custody.set_backward_callback(wrapped.weakly(_begin_backward))
     if policy.trace is not None:
         wrapped.trace = _C.Trace(1 << 18)
         custody.set_trace(wrapped.trace)
     return wrapped
-
-
-def _weak_callback(wrapped: Wrapped) -> Any:
-    """The engine must not keep the wrap call alive."""
-    reference = weakref.ref(wrapped)
-
-    def run_update(unit: int) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.run_update(unit)
-
-    return run_update
 
 
 def _slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
@@ -189,23 +177,15 @@ def _slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
     return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
 
 
-def _begin_backward(wrapped: Wrapped) -> Any:
-    reference = weakref.ref(wrapped)
-
-    def begin() -> None:
-        alive = reference()
-        if alive is None:
-            return
-        told = {index for updates in alive.optimizers for index in updates.expect_in_backward()}
-        for slot in alive.slots:
-            if slot.trainable and slot.parameter.requires_grad and slot.index not in told:
-                raise usage_error(
-                    'every trainable parameter in an optimizer under update="backward"',
-                    f'"{slot.name}", which none holds any more',
-                    'freeze it, or wrap with update="auto"',
-                )
-
-    return begin
+def _begin_backward(wrapped: Wrapped) -> None:
+    told = {index for updates in wrapped.optimizers for index in updates.expect_in_backward()}
+    for slot in wrapped.slots:
+        if slot.trainable and slot.parameter.requires_grad and slot.index not in told:
+            raise usage_error(
+                'every trainable parameter in an optimizer under update="backward"',
+                f'"{slot.name}", which none holds any more',
+                'freeze it, or wrap with update="auto"',
+            )
 
 
 def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
