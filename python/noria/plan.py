@@ -182,14 +182,12 @@ def _kernel_name(
     if kernel == "torch" and policy.kernel != "torch":
         return f"{name} (no kernel of noria's covers it: {why_not_fused(type(optimizer), optimizer.param_groups)})"
     if kernel == "fused":
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
-        left = [unit.name for unit in own if unit.index not in fused]
-        if left and len(left) == len(own):
+        left, num_units = _left_to_torch(optimizer, units, fused)
+        if left and len(left) == num_units:
             cls = type(optimizer).__name__.removeprefix("Noria")
             return f"{cls} by {_KERNELS['torch']} (every unit is shared with another optimizer, or of another dtype)"
         if left:
-            return f"{name}; {len(left)} of {len(own)} units by torch, for another optimizer or their dtype: " + (
+            return f"{name}; {len(left)} of {num_units} units by torch, for another optimizer or their dtype: " + (
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
             )
     return name
@@ -241,15 +239,23 @@ def _fp32_states(
     """Notes: which state is not as the policy asks for, since torch makes it."""
     notes = []
     for optimizer in optimizers:
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
-        left = sum(unit.index not in fused for unit in own)
+        left, num_units = _left_to_torch(optimizer, units, fused)
         if left:
             name = type(optimizer).__name__.removeprefix("Noria")
             notes.append(
-                f"{name} keeps its own state, not {state_dtype}, of {left} of {len(own)} units: torch updates them"
+                f"{name} keeps its own state, not {state_dtype}, of {len(left)} of {num_units} units: torch updates "
+                "them"
             )
     return notes
+
+
+def _left_to_torch(
+    optimizer: Optimizer, units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]]
+) -> tuple[list[str], int]:
+    """The units of this optimizer that noria's kernels do not update, by name; and how many it has."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
+    return [unit.name for unit in own if unit.index not in fused], len(own)
 
 
 def _regions(
