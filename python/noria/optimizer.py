@@ -234,6 +234,20 @@ def refuse_inside_backward(call: str) -> None:
         )
 
 
+class _Scalars:
+    """Of groups by their number, each made once for all parameters that are at the same step."""
+
+    def __init__(self, factor: float, seed: int) -> None:
+        self._factor = factor
+        self._seed = seed
+        self._made: dict[tuple[int, int], _C.UpdateScalars] = {}
+
+    def __call__(self, number: int, rule: FusedRule, hyper: dict[str, Any], step: int) -> _C.UpdateScalars:
+        if (number, step) not in self._made:
+            self._made[number, step] = rule.scalars(hyper, step, self._factor, self._seed)
+        return self._made[number, step]
+
+
 _NO_SCALARS = STATELESS.scalars({"lr": 0.0}, 1)
 
 # ---- updates ------------------------------------------------------------------------------------------------------
@@ -627,12 +641,13 @@ class Updates:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
         jobs: dict[tuple[FusedRule, int], list[_Piece]] = {}
-        for hyper, slots in groups:
+        scalars = _Scalars(factor, self.wrapped.policy.rounding_seed)
+        for number, (hyper, slots) in enumerate(groups):
             rule = rule_of(self._class, hyper)
             for slot in slots:
                 step = self._count_step(slot, rule)
                 in_home = all(self._is_planned(slot, key) for key in rule.keys)
-                piece = self._piece(slot, self._scalars(rule, hyper, step, factor))
+                piece = self._piece(slot, scalars(number, rule, hyper, step))
                 jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
         for (rule, index), pieces in jobs.items():
             arrays = self._arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
@@ -640,9 +655,6 @@ class Updates:
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held)
             if self.wrapped.custody.update_on_pool(unit, job, urgency):
                 self._change_places(unit)
-
-    def _scalars(self, rule: FusedRule, hyper: dict[str, Any], step: int, factor: float) -> _C.UpdateScalars:
-        return rule.scalars(hyper, step, factor, self.wrapped.policy.rounding_seed)
 
     def _piece(self, slot: HomeParameter, scalars: _C.UpdateScalars) -> _Piece:
         offset = slot.offset // slot.dtype.itemsize
@@ -660,6 +672,23 @@ class Updates:
             self._numbers[slot.index] = number
             number += -(-slot.parameter.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
 
+    def _expected_pieces(
+        self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
+    ) -> dict[int, list[_Piece]]:
+        """By unit, updates with the hyperparameters as they are now. `step_of`, of the group's number, the parameter
+        and its rule: None leaves the parameter out, and its unit incomplete."""
+        self._number_elements()
+        scalars = _Scalars(factor, self.wrapped.policy.rounding_seed)
+        pieces: dict[int, list[_Piece]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            rule = rule_of(self._class, group)
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of.get(parameter)
+                step = None if slot is None else step_of(number, slot, rule)
+                if slot is not None and step is not None:
+                    pieces.setdefault(slot.unit, []).append(self._piece(slot, scalars(number, rule, group, step)))
+        return pieces
+
     # ---- inside backward ----
 
     def expect_in_backward(self) -> list[int]:
@@ -667,31 +696,22 @@ class Updates:
         if self.optimizer.state is not self.state:
             self._settle(None)
             self._take_state_over()
-        told: list[int] = []
+
+        def ready_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
+            if not slot.trainable:
+                return None
+            if rule not in self.wrapped.plan.fused[slot.unit]:
+                raise usage_error(
+                    f"{self._class.__name__} with the options it was wrapped with",
+                    f"group {number} turned into {rule.name}",
+                    "set it before noria.wrap",
+                )
+            self.wrapped.confirm_low_bits(slot)
+            return self._ready_step(slot, rule)
+
         with plainly():
             self._check_groups()
-            self._number_elements()
-            known: dict[tuple[int, int], _C.UpdateScalars] = {}
-            pieces: dict[int, list[_Piece]] = {}
-            for number, group in enumerate(self.optimizer.param_groups):
-                rule = rule_of(self._class, group)
-                for parameter in group["params"]:
-                    slot = self.wrapped.slot_of[parameter]
-                    if not slot.trainable:
-                        continue
-                    if rule not in self.wrapped.plan.fused[slot.unit]:
-                        raise usage_error(
-                            f"{self._class.__name__} with the options it was wrapped with",
-                            f"group {number} turned into {rule.name}",
-                            "set it before noria.wrap",
-                        )
-                    told.append(slot.index)
-                    self.wrapped.confirm_low_bits(slot)
-                    step = self._ready_step(slot, rule)
-                    if (number, step) not in known:
-                        known[number, step] = self._scalars(rule, group, step, 1.0)
-                    pieces.setdefault(slot.unit, []).append(self._piece(slot, known[number, step]))
-            for unit, members in pieces.items():
+            for unit, members in self._expected_pieces(ready_step, 1.0).items():
                 rule = self.wrapped.plan.fused[unit][0]
                 # Its gradient's address is known when it comes; until then any that is not null will do.
                 arrays = self._arrays(unit, rule, None)
@@ -699,7 +719,7 @@ class Updates:
                     rule.name, members, arrays, gradient=self.wrapped.home.address("working copies", unit)
                 )
                 self.wrapped.custody.expect_in_backward(unit, job)
-        return told
+        return [slot.index for slot in self.slots() if slot.trainable]
 
     def _ready_step(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now, with its moments in the home. What the optimizer's state will say of a first one is
@@ -727,6 +747,7 @@ class Updates:
             custody.update_held()
         own = sorted({slot.unit for slot in self.slots()})
         used = {(unit, offset): scalars for unit, pieces in custody.take_updated(own) for offset, scalars in pieces}
+        now = _Scalars(1.0, self.wrapped.policy.rounding_seed)
         updated, changed, strange = [], None, None
         for number, group in enumerate(self.optimizer.param_groups):
             rule = rule_of(self._class, group)
@@ -743,7 +764,7 @@ class Updates:
                     self.state.unsettled(parameter)
                 step = self._count_step(slot, rule)
                 updated.append(slot.index)
-                if scalars is not None and self._scalars(rule, group, step, 1.0) != scalars:
+                if scalars is not None and now(number, rule, group, step) != scalars:
                     changed = number
         custody.bump_versions(updated)
         custody.end_step(False)
@@ -797,19 +818,11 @@ class Updates:
 
     def _expect_drafts(self, drafted: frozenset[int]) -> set[int]:
         """Returns the units that will be."""
-        self._number_elements()
-        known: dict[tuple[int, int], _C.UpdateScalars] = {}
-        pieces: dict[int, list[_Piece]] = {}
-        for number, group in enumerate(self.optimizer.param_groups):
-            rule = rule_of(self._class, group)
-            for parameter in group["params"]:
-                slot = self.wrapped.slot_of.get(parameter)
-                step = self._next_step(slot, rule) if slot is not None and slot.unit in drafted else None
-                if slot is None or step is None:
-                    continue  # the unit stays incomplete, and is not drafted
-                if (number, step) not in known:
-                    known[number, step] = self._scalars(rule, group, step, self._expected_factor)
-                pieces.setdefault(slot.unit, []).append(self._piece(slot, known[number, step]))
+
+        def next_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
+            return self._next_step(slot, rule) if slot.unit in drafted else None
+
+        pieces = self._expected_pieces(next_step, self._expected_factor)
         whole = [unit for unit, members in pieces.items() if len(members) == len(self.wrapped.units[unit].parameters)]
         for unit in whole:
             rule = self.wrapped.plan.fused[unit][0]
