@@ -26,8 +26,8 @@ from noria.policy import host_budget
 from noria.record import OperatorWatch, tensors_of
 
 if TYPE_CHECKING:
-    from noria.optimizer import Updates
     from noria.plan import WrapPlan
+    from noria.updates import Updates
 
 __all__ = ["Wrapped", "in_backward", "wrapped_by"]
 

@@ -21,9 +21,9 @@ from noria.home import HomeUnit, Region, Ring, describe_units, held_region
 from noria.kernels import FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
-from noria.optimizer import predict_state
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
+from noria.updates.worker import predict_state
 
 __all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
 

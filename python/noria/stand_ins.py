@@ -3,7 +3,7 @@
 An optimizer that is not known to be separable runs its own `step` on its own object: what it counts, sets or remembers
 there is there afterwards. While it runs, every parameter in it is the home's: in its groups, as a key of its state, in
 lists, dicts, tuples and sets among its attributes, and in optimizers that it holds (`exchange`). Containers are edited
-in place, so whoever shares one sees the same. Parameters inside of other objects cannot be reached (`out_of_reach`).
+in place, so whoever shares one sees the same. Parameters inside of other objects are refused (`refuse_out_of_reach`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["exchange", "out_of_reach"]
+from noria._errors import usage_error
+
+__all__ = ["exchange", "refuse_out_of_reach"]
 
 _Other = Callable[[nn.Parameter], nn.Parameter]
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, type)
@@ -80,7 +82,18 @@ class _Exchange:
             own.__setitem__(value, key, each)
 
 
-def out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> str | None:
+def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> None:
+    """For optimizers that run whole: while they do, their parameters are others."""
+    name = _out_of_reach(optimizer, parameters)
+    if name is not None:
+        raise usage_error(
+            "a class of optimizer that keeps its parameters in its groups, its state, or lists, dicts, tuples and sets",
+            f"{type(optimizer).__name__.removeprefix('Noria')}.{name}, an object that holds some of them",
+            "keep them in param_groups or in a list",
+        )
+
+
+def _out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> str | None:
     """The attribute through which the optimizer holds one of `parameters` where `exchange` does not get: inside of a
     module, or of an object of any other class. A shallow search: two objects deep."""
     reached: dict[int, Any] = {id(optimizer): optimizer}

@@ -1,0 +1,79 @@
+"""`optimizer.state` of a wrapped optimizer: a dict that settles updates before it is looked at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["OptimizerState"]
+
+
+class OptimizerState(defaultdict[Any, Any]):
+    """`optimizer.state`: looking at a parameter's state first settles the update that may still be under way."""
+
+    unwatched = dict
+    """Whose methods see the values as they are, without settling."""
+
+    def __init__(self, settle: Callable[[Any], None], plain: Callable[[Any, Any], Any], values: dict[Any, Any]) -> None:
+        """`plain`: of a key and its value, what a plain optimizer would have there."""
+        super().__init__(dict, values)
+        self._settle = settle
+        self._plain = plain
+
+    def __getitem__(self, key: Any) -> Any:
+        self._settle(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._settle(key)
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self._settle(None)
+        return super().values()
+
+    def items(self) -> Any:
+        self._settle(None)
+        return super().items()
+
+    def keys(self) -> Any:
+        self._settle(None)
+        return super().keys()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._settle(None)  # a state is made by the first update, which may still be under way
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._settle(None)
+        return super().__len__()
+
+    def __contains__(self, key: Any) -> bool:
+        self._settle(key)
+        return super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._settle(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._settle(key)
+        super().__delitem__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._settle(key)
+        return super().pop(key, *default)
+
+    def clear(self) -> None:
+        self._settle(None)
+        super().clear()
+
+    def unsettled(self, key: Any) -> dict[str, Any]:
+        """The state as it is, for the update itself."""
+        if not dict.__contains__(self, key):
+            dict.__setitem__(self, key, {})
+        return dict.__getitem__(self, key)
+
+    def __reduce__(self) -> Any:
+        return (defaultdict, (dict, {key: self._plain(key, value) for key, value in self.items()}))

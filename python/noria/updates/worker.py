@@ -1,0 +1,105 @@
+"""Workers: objects of an optimizer's original class that have parameters of the home, or stand-ins."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria.home import HomeParameter
+from noria.kernels import SEPARABLE
+from noria.optimizer import original_class, step_of
+
+__all__ = ["hyper_of", "is_array", "predict_state", "worker_of"]
+
+
+def predict_state(
+    optimizer: Optimizer, slots: Iterable[HomeParameter]
+) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
+    """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors with dimensions.
+
+    The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
+    other class nothing is said. None when it cannot say.
+    """
+    if type(optimizer) not in SEPARABLE:
+        return None
+    stand_ins: dict[int, nn.Parameter] = {}
+    groups = []
+    of_parameter = {slot.parameter: slot for slot in slots}
+    parameters = {slot.index: parameter for parameter, slot in of_parameter.items()}
+    for group in optimizer.param_groups:
+        members = []
+        for parameter in group["params"]:
+            slot = of_parameter.get(parameter)
+            if slot is None or not slot.trainable:
+                continue
+            dtype = torch.float32 if slot.has_master else slot.dtype
+            stand_in = nn.Parameter(
+                torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta")
+            )
+            stand_in.grad = torch.zeros_like(stand_in)
+            stand_ins[slot.index] = stand_in
+            members.append(stand_in)
+        # The code for one tensor at a time keeps what the others keep, and asks no device whether it may.
+        one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in group}
+        groups.append({**hyper_of(group), **one_by_one, "params": members})
+    worker = worker_of(optimizer, groups)
+    for index, stand_in in stand_ins.items():
+        existing = optimizer.state.get(parameters[index])
+        if existing:
+            worker.state[stand_in] = {
+                key: torch.empty_like(value, device="meta") if is_array(value) else copy.deepcopy(value)
+                for key, value in existing.items()
+                if key != "low_bits"
+            }
+    try:
+        step_of(type(worker))(worker)
+    except Exception:  # some optimizers look at values; what they keep is then only known after the first step
+        return None
+    return {
+        index: {
+            key: (tuple(value.shape), value.element_size())
+            for key, value in worker.state[stand_in].items()
+            if is_array(value)
+        }
+        for index, stand_in in stand_ins.items()
+    }
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot of a group's hyperparameters: later edits affect the next step."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """An object of the optimizer's original class, with these groups, an empty state and no hooks."""
+    cls = original_class(type(optimizer))
+    worker = object.__new__(cls)
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "_noria") and not name.startswith("_optimizer_"):
+            worker.__dict__[name] = value
+    for name in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ):
+        worker.__dict__[f"_optimizer_{name}_hooks"] = OrderedDict()
+    worker.param_groups = groups
+    worker.state = defaultdict(dict)
+    return worker
