@@ -161,7 +161,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         _move_buffers(root, device, policy.dtype)
     for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
         arena = home.arenas.get("optimizer state")
-        updates = Updates(wrapped, updater, kernel, predicted, arena, policy.update)
+        updates = Updates(wrapped, updater, kernel, predicted, arena)
         wrapped.optimizers.append(updates)
         facade(updater, updates)
     custody.set_update_callback(wrapped.weakly(Wrapped.run_update))

@@ -1,0 +1,99 @@
+"""Updates by the real torch optimizer, unit by unit, on the home's tensors: when somebody needs the unit."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import torch
+from torch import nn
+
+from noria.home import HomeParameter
+from noria.modes import autocast_now, plainly
+from noria.optimizer import step_of
+from noria.updates.home_state import HomeState
+from noria.updates.members import Groups, Jobs, Members
+from noria.updates.worker import worker_of
+
+__all__ = ["ByTorch"]
+
+
+class ByTorch:
+    """Of one optimizer."""
+
+    def __init__(self, members: Members, state: HomeState) -> None:
+        self.members = members
+        self.wrapped = members.wrapped
+        self.state = state
+        self.autocast = autocast_now()  # of the last step(): its updates run under it, whenever they do
+        self._jobs: Jobs = {}  # not run yet
+        self._home_parameters: dict[int, nn.Parameter] = {}
+
+    def home_parameter(self, slot: HomeParameter) -> nn.Parameter:
+        """The tensor that the real optimizer updates: the fp32 master, or the working copy where that is the master."""
+        known = self._home_parameters.get(slot.index)
+        if known is None:
+            values = self.wrapped.home.master(slot) if slot.has_master else self.wrapped.home.working(slot)
+            with plainly():
+                known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
+        return known
+
+    def defer(self, unit: int, groups: Groups) -> None:
+        self._jobs[unit] = groups
+        self.wrapped.custody.defer_update(unit)
+
+    def run(self, unit: int) -> None:
+        """The real optimizer on one unit, if an update of it is waiting. When it raises, parameters that it has not
+        touched go on waiting for theirs."""
+        groups = self._jobs.get(unit)
+        if groups is None:
+            return
+        slots = [slot for _, slots in groups for slot in slots]
+        with plainly(self.autocast):
+            versions = {slot.index: self.home_parameter(slot)._version for slot in slots}
+            try:
+                self._run(groups)
+            except BaseException:
+                done = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
+                self._jobs[unit] = [
+                    (hyper, [slot for slot in slots if slot.index not in done]) for hyper, slots in groups
+                ]
+                self._finish(slots, done)
+                self.wrapped.custody.defer_update(unit)
+                raise
+            del self._jobs[unit]
+            self._finish(slots, versions)
+
+    def _run(self, groups: Groups) -> None:
+        members = []
+        for hyper, slots in groups:
+            parameters = []
+            for slot in slots:
+                parameter = self.home_parameter(slot)
+                parameter.grad = self._gradient(slot)
+                parameters.append(parameter)
+            members.append({**hyper, "params": parameters})
+        worker = worker_of(self.members.optimizer, members)
+        slots = [slot for _, slots in groups for slot in slots]
+        for slot in slots:
+            if dict.__contains__(self.state.shown, slot.parameter):
+                worker.state[self.home_parameter(slot)] = self.state.shown.unsettled(slot.parameter)
+        step_of(type(worker))(worker)
+        for slot in slots:
+            if self.home_parameter(slot) in worker.state:
+                dict.__setitem__(self.state.shown, slot.parameter, worker.state[self.home_parameter(slot)])
+
+    def _finish(self, slots: Iterable[HomeParameter], updated: Container[int]) -> None:
+        """After an update: gradients are let go, new state moves in, working copies follow masters."""
+        for slot in slots:
+            self.home_parameter(slot).grad = None
+            if slot.index in updated:
+                self.state.adopt(slot)
+                if slot.has_master:
+                    self.wrapped.round_master(slot)
+
+    def _gradient(self, slot: HomeParameter) -> torch.Tensor:
+        held = self.wrapped.home.held(slot)
+        if not slot.has_master:
+            return held
+        scratch = self.wrapped.home.tensor("update scratch", 0, slot.offset * 2, slot.parameter, torch.float32)
+        return scratch.copy_(held)

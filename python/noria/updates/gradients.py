@@ -1,0 +1,39 @@
+"""What `p.grad` says at `step()`."""
+
+from __future__ import annotations
+
+from noria._errors import usage_error
+from noria.home import HomeParameter
+from noria.kernels import keeps_state
+from noria.updates.home_state import HomeState
+from noria.updates.members import Jobs, Members
+from noria.updates.worker import hyper_of
+
+__all__ = ["take_gradients"]
+
+
+def take_gradients(members: Members, state: HomeState) -> Jobs:
+    """What `p.grad` says now, unit by unit and group by group; the user's own tensors are copied to the home."""
+    jobs: Jobs = {}
+    for group in members.optimizer.param_groups:
+        hyper = hyper_of(group)
+        by_unit: dict[int, list[HomeParameter]] = {}
+        for parameter in group["params"]:
+            slot = members.wrapped.slot_of[parameter]
+            if parameter.grad is None:
+                continue
+            if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
+                state.shown.unsettled(parameter)  # made now, so that it keeps torch's order
+            members.wrapped.confirm_low_bits(slot)
+            if members.wrapped.custody.gradient_is(slot.index) == "foreign":
+                if not slot.trainable:
+                    raise usage_error(
+                        f'no gradient on "{slot.name}", frozen when it was wrapped',
+                        "one in p.grad",
+                        "unfreeze parameters before noria.wrap",
+                    )
+                members.wrapped.custody.take_foreign_gradient(slot.index)
+            by_unit.setdefault(slot.unit, []).append(slot)
+        for unit, slots in by_unit.items():
+            jobs.setdefault(unit, []).append((hyper, slots))
+    return jobs

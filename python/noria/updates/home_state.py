@@ -1,0 +1,123 @@
+"""An optimizer's state in the home: what it shows, what torch would have in its place, and what moves in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria.home import HomeParameter
+from noria.modes import plainly
+from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, encode, moment_dtype, plain_values
+from noria.updates.members import Members
+from noria.updates.state import OptimizerState
+from noria.updates.worker import is_array
+
+__all__ = ["HomeState"]
+
+
+class HomeState:
+    """`shown`: what `optimizer.state` is. `places`, in `arena`: offsets by slot index and key, of what torch keeps."""
+
+    def __init__(self, members: Members, places: dict[tuple[int, str], int], arena: Any) -> None:
+        self.members = members
+        self.wrapped = members.wrapped
+        self.is_loading = False
+        self.dtype = self.wrapped.policy.state_dtype  # of fused units
+        self._places = places
+        self._arena = arena
+        self.take_over()
+
+    def follow(self) -> None:
+        """The user may have put another dict in the place of `shown`."""
+        if self.members.optimizer.state is not self.shown:
+            self.settle(None)
+            self.take_over()
+
+    def take_over(self) -> None:
+        """At first, and again when the user has put another dict in its place."""
+        self.shown: OptimizerState = OptimizerState(self.settle, self._copied, dict(self.members.optimizer.state))
+        self.members.optimizer.state = self.shown
+        for slot in self.members.slots():
+            low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
+            if isinstance(low, torch.Tensor) and low.shape == slot.parameter.shape:
+                self.wrapped.set_low_bits(slot, low)  # of an earlier wrap call
+            self.adopt(slot)
+
+    def settle(self, parameter: Any) -> None:
+        """Before a look at a parameter's state, or at all of it: None."""
+        wrapped = self.wrapped
+        wrapped._check_alive()
+        if not self.is_loading:
+            wrapped.refuse_between_steps("a look at optimizer.state")
+        if parameter is None:
+            wrapped.custody.settle_all()
+            if wrapped.pool is not None:
+                wrapped.pool.idle()
+            for unit in wrapped.plan.drafted:
+                wrapped.custody.access_home(unit, False)  # it may be edited now: no draft of it may be kept
+        elif isinstance(parameter, nn.Parameter) and parameter in wrapped.slot_of:
+            wrapped.custody.access_home(wrapped.slot_of[parameter].unit, False)
+
+    def adopt(self, slot: HomeParameter) -> None:
+        """Moves the state tensors that the optimizer has made into the home, where the plan has room for them."""
+        if not dict.__contains__(self.shown, slot.parameter):
+            return
+        state = self.shown.unsettled(slot.parameter)
+        encoded: set[str] = set()  # keys of scales that belong to codes made here
+        for key, value in list(state.items()):
+            if not is_array(value) or key in encoded:
+                continue
+            place = self._place(slot, key, value)
+            if place is None or place.data_ptr() == value.data_ptr():
+                continue
+            scales = None if place.is_floating_point() else self.moment(slot, SCALES_KEY[key])
+            if scales is not None and value.is_floating_point():
+                encode(value, place, scales)
+                state[SCALES_KEY[key]] = scales
+                encoded.add(SCALES_KEY[key])
+            else:
+                place.copy_(value)
+            state[key] = place
+
+    def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        if self.members.fuses(slot.unit):
+            return self.moment(slot, key) if key in PURPOSE_OF else None
+        offset = self._places.get((slot.index, key))
+        if offset is None:
+            return None
+        dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
+        strides = torch.empty_like(value, device="meta").stride()
+        with plainly():
+            return _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+
+    def moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
+        """Where the fused kernel keeps it, or a moment's scales; None: the plan did not foresee it (momentum that was
+        turned on later)."""
+        if not self.is_planned(slot, key):
+            return None
+        told = self.wrapped.drops_draft(slot.unit) if slot.unit in self.wrapped.plan.drafted else None
+        home, purpose = self.wrapped.home, PURPOSE_OF[key]
+        if key not in MOMENT_OF:
+            return home.scales(purpose, slot, told)
+        return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
+
+    def is_planned(self, slot: HomeParameter, key: str) -> bool:
+        return self.wrapped.home.has(PURPOSE_OF[key], slot.unit)
+
+    def plain(self, parameter: Any, values: Any) -> Any:
+        """A parameter's state as torch's own optimizer keeps it: fp32, whatever the fused kernels keep."""
+        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if slot is None or not isinstance(values, dict) or self.dtype == "fp32" or not self.members.fuses(slot.unit):
+            return values
+        return plain_values(values, widen=True)
+
+    def _copied(self, parameter: Any, values: Any) -> Any:
+        """As `plain`, for a copy of the optimizer, which is to know the masters as well."""
+        plain = self.plain(parameter, values)
+        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if slot is None or not slot.has_master or not isinstance(values, dict):
+            return plain
+        return {**plain, "low_bits": self.wrapped.low_bits(slot).clone()}

@@ -1,0 +1,121 @@
+"""update="backward": updates that the engine makes as gradients arrive, and the `step()` that claims them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from noria import _C
+from noria._errors import UsageError, usage_error
+from noria.home import HomeParameter
+from noria.kernels import FusedRule, keeps_state, rule_of
+from noria.modes import plainly
+from noria.optimizer import refuse_inside_backward
+from noria.updates.fused import Fused
+from noria.updates.home_state import HomeState
+from noria.updates.members import Members
+from noria.updates.steps import Steps
+
+__all__ = ["InsideBackward"]
+
+
+class InsideBackward:
+    """Of one optimizer."""
+
+    def __init__(self, members: Members, state: HomeState, steps: Steps, fused: Fused) -> None:
+        self.members = members
+        self.wrapped = members.wrapped
+        self.state = state
+        self.steps = steps
+        self.fused = fused
+
+    def expect(self) -> list[int]:
+        """Tells the engine how to update each unit in the backward that begins now. Returns the slots it spoke of."""
+        self.state.follow()
+
+        def ready_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
+            if not slot.trainable:
+                return None
+            if rule not in self.wrapped.plan.fused[slot.unit]:
+                raise usage_error(
+                    f"{self.members.cls.__name__} with the options it was wrapped with",
+                    f"group {number} turned into {rule.name}",
+                    "set it before noria.wrap",
+                )
+            self.wrapped.confirm_low_bits(slot)
+            return self.steps.prepare(slot, rule)
+
+        with plainly():
+            self.members.check_options()
+            for unit, pieces in self.fused.expected_pieces(ready_step, 1.0).items():
+                rule = self.wrapped.plan.fused[unit][0]
+                # Its gradient's address is known when it comes; until then any that is not null will do.
+                arrays = self.fused.arrays(unit, rule, None)
+                anywhere = self.wrapped.home.address("working copies", unit)
+                job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
+                self.wrapped.custody.expect_in_backward(unit, job)
+        return [slot.index for slot in self.members.slots() if slot.trainable]
+
+    def claim(self) -> UsageError | None:
+        """`step()` after updates inside backward: what they did is entered into the optimizer's state. Gives what is
+        wrong with that step, which has been made all the same."""
+        custody = self.wrapped.custody
+        custody.begin_step()
+        own = list(self.members.slots())
+        if any(custody.is_held_back(slot.index) for slot in own):  # by accumulate(): their updates begin now
+            for updates in self.wrapped.optimizers:
+                updates.expect_in_backward()
+            custody.update_held()
+        updated_now = custody.take_updated(sorted({slot.unit for slot in own}))
+        used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
+        now = self.fused.scalars(1.0)
+        updated, changed, strange = [], None, None
+        for number, group in enumerate(self.members.optimizer.param_groups):
+            rule = rule_of(self.members.cls, group)
+            for parameter in group["params"]:
+                slot = self.wrapped.slot_of[parameter]
+                scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize)) if parameter.numel() else None
+                says = custody.gradient_is(slot.index)
+                is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
+                if is_used != (says == "held") or says == "foreign":
+                    strange = slot
+                if not is_used:
+                    continue
+                if slot.has_master or keeps_state(self.members.cls, group):
+                    self.state.shown.unsettled(parameter)
+                step = self.steps.count(slot, rule)
+                updated.append(slot.index)
+                if scalars is not None and now(number, rule, group, step) != scalars:
+                    changed = number
+        custody.bump_versions(updated)
+        custody.end_step(False)
+        if changed is not None:
+            return usage_error(
+                'hyperparameters under update="backward" as they were when backward began',
+                f"group {changed} changed between backward() and step(); the updates were made with the former values",
+                'change them after step() or before backward(), or wrap with update="auto"',
+            )
+        if strange is not None:
+            return usage_error(
+                'p.grad under update="backward" as backward() left it, and zero_grad() after step()',
+                f'that of "{strange.name}" cleared, replaced or used up before; the updates are those of backward()',
+                'leave p.grad alone, or wrap with update="auto"',
+            )
+        return None
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        if not self.wrapped.updates_in_backward:
+            yield
+            return
+        refuse_inside_backward("optimizer.accumulate()")
+        self.wrapped.recover()
+        wrapped = self.wrapped
+        wrapped.hold_all_gradients()
+        wrapped.num_accumulating += 1
+        wrapped.custody.set_accumulating(True)
+        try:
+            yield
+        finally:
+            wrapped.num_accumulating -= 1
+            wrapped.custody.set_accumulating(wrapped.num_accumulating > 0)

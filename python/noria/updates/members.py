@@ -1,0 +1,87 @@
+"""Which parameters an optimizer holds, as its groups say now, and by what their units are updated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from noria._errors import usage_error
+from noria.custody import Wrapped
+from noria.home import HomeParameter
+from noria.kernels import why_not_fused
+from noria.optimizer import original_class
+
+__all__ = ["Groups", "Jobs", "Members"]
+
+Groups = list[tuple[dict[str, Any], list[HomeParameter]]]
+"""Of one unit: hyperparameters as they were at `step()`, and the parameters that are updated with them."""
+
+Jobs = dict[int, Groups]
+"""By unit."""
+
+
+class Members:
+    """Of one optimizer of a wrap call. `kernel`: as of `Updates`."""
+
+    def __init__(self, wrapped: Wrapped, optimizer: Optimizer, kernel: str) -> None:
+        self.wrapped = wrapped
+        self.optimizer = optimizer
+        self.kernel = kernel
+        self.cls = original_class(type(optimizer))
+        self.check(optimizer.param_groups)
+
+    def slots(self) -> Iterator[HomeParameter]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self.wrapped.slot_of[parameter]
+
+    def fuses(self, unit: int) -> bool:
+        return self.kernel == "fused" and unit in self.wrapped.plan.fused
+
+    def takes_factor(self) -> bool:
+        """Unscaling and clipping reach the update as a factor; else they are done to `p.grad`."""
+        return (
+            self.kernel == "fused"
+            and not self.wrapped.updates_in_backward
+            and all(self.fuses(slot.unit) for slot in self.slots())
+        )
+
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if parameter not in self.wrapped.slot_of:
+                    raise usage_error(
+                        "an optimizer whose parameters belong to the wrapped models",
+                        f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
+                        "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
+                    )
+
+    def check_options(self) -> None:
+        """The groups may have been edited since the optimizer was wrapped."""
+        self.check(self.optimizer.param_groups)
+        self.check_held_once(())
+        reason = why_not_fused(self.cls, self.optimizer.param_groups) if self.kernel == "fused" else None
+        if reason is not None:
+            raise usage_error(
+                f"{self.cls.__name__} with the options it was wrapped with: noria's own kernel updates it",
+                f"a group with {reason}, for which there is none",
+                'set it before noria.wrap, or wrap with kernel="torch"',
+            )
+
+    def check_held_once(self, more: Iterable[nn.Parameter]) -> None:
+        """The fused kernels' moments lie beside the parameter, so only one optimizer can keep some."""
+        if self.kernel != "fused":
+            return
+        groups = [group for updates in self.wrapped.optimizers for group in updates.optimizer.param_groups]
+        held = Counter(chain(more, *(group["params"] for group in groups)))
+        if any(number > 1 and self.fuses(self.wrapped.slot_of[each].unit) for each, number in held.items()):
+            raise usage_error(
+                'each parameter in one place of one optimizer under kernel="fused"',
+                "one that is in two",
+                'wrap with kernel="torch"',
+            )

@@ -1,0 +1,87 @@
+"""Norms of an optimizer's gradients, and the factor that unscaling and clipping put on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from noria import _C
+from noria.home import HomeParameter
+from noria.modes import plainly
+from noria.optimizer import refuse_inside_backward
+from noria.updates.fused import Fused
+from noria.updates.members import Jobs, Members
+
+__all__ = ["Norms"]
+
+
+class Norms:
+    """Of one optimizer. `grad_norm`: as the last `step()` found it under `max_grad_norm`, before clipping."""
+
+    def __init__(self, members: Members, fused: Fused) -> None:
+        self.members = members
+        self.wrapped = members.wrapped
+        self.fused = fused
+        norm = self.wrapped.policy.max_grad_norm
+        self.max_grad_norm = None if norm is None else float(norm)
+        self.grad_norm: torch.Tensor | None = None
+        self.wants_sums = self.max_grad_norm is not None  # of squares, as gradients land
+        self.expected_factor = 1.0  # on the gradients, at the next step()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        refuse_inside_backward("optimizer.clip_grad_norm_()")
+        self.wrapped.recover()
+        slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
+        held = all(self.wrapped.custody.gradient_is(slot.index) == "held" for slot in slots)
+        if float(norm_type) != 2.0 or not held or not self.members.takes_factor():
+            return self.clip_by_torch(max_norm, norm_type, error_if_nonfinite)
+        self.wants_sums = _C.STORAGE_CAN_REFUSE
+        with plainly():
+            norm = self._norm(slots)
+            if error_if_nonfinite and not torch.isfinite(norm):
+                raise RuntimeError(
+                    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be "
+                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "`error_if_nonfinite=False`"
+                )
+            factor = _clip_factor(norm, max_norm)
+            if factor != 1.0:
+                for slot in slots:
+                    slot.parameter.grad.mul_(factor)  # type: ignore[union-attr]
+            return norm.to(slots[0].parameter.device) if slots else norm
+
+    def clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        parameters = [slot.parameter for slot in self.members.slots()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def factor(self, jobs: Jobs) -> float:
+        """What this step multiplies the gradients by: a scaler's scale, undone, and the clip of `max_grad_norm`."""
+        scale = getattr(self.members.optimizer, "grad_scale", None)
+        unscale = 1.0 if scale is None else scale.double().reciprocal().float().item()
+        factor = unscale
+        if self.max_grad_norm is not None and self.members.takes_factor():
+            held = {slot.index for groups in jobs.values() for _, slots in groups for slot in slots}
+            self.grad_norm = self._norm(slot for slot in self.members.slots() if slot.index in held) * unscale
+            factor *= _clip_factor(self.grad_norm, self.max_grad_norm)
+        self.expected_factor = unscale  # drafts hope that the norm will be below
+        return factor
+
+    def _norm(self, slots: Iterable[HomeParameter]) -> torch.Tensor:
+        """Of the gradients in the home: fp32, without dimensions. Summed in the order of the optimizer's parameters, so
+        that units do not show."""
+        by_unit: dict[int, list[HomeParameter]] = {}
+        order = list(slots)
+        for slot in order:
+            by_unit.setdefault(slot.unit, []).append(slot)
+        sums: dict[int, float] = {}
+        jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in by_unit.items()]
+        for (_, members), found in zip(by_unit.items(), self.wrapped.custody.sum_gradients(jobs), strict=True):
+            sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
+        return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
+
+
+def _clip_factor(norm: torch.Tensor, max_norm: float) -> float:
+    """torch's own arithmetic, in fp32; what is not finite goes through as it does there."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -1,0 +1,124 @@
+"""State dicts of a wrapped optimizer: as torch writes and reads them, with the masters' low bits beside."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria.home import HomeParameter
+from noria.moments import plain_values
+from noria.optimizer import original_class
+from noria.stand_ins import exchange
+from noria.updates.home_state import HomeState
+from noria.updates.members import Members
+from noria.updates.state import OptimizerState
+
+__all__ = ["load_state_dict", "state_dict"]
+
+
+def state_dict(members: Members, home_state: HomeState) -> dict[str, Any]:
+    home_state.settle(None)
+    optimizer = members.optimizer
+    state = optimizer.state
+    if home_state.dtype == "8bit":  # hooks of the user's see floats too
+        optimizer.state = defaultdict(dict, {key: _without_codes(value) for key, value in state.items()})
+    try:
+        result = original_class(type(optimizer)).state_dict(optimizer)
+    finally:
+        optimizer.state = state
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = members.wrapped.slot_of[parameter]
+            if slot.has_master and number in result["state"]:
+                result["state"][number] = {**result["state"][number], "low_bits": members.wrapped.low_bits(slot)}
+            number += 1
+    return result
+
+
+def _without_codes(values: Any) -> Any:
+    return plain_values(values) if isinstance(values, dict) else values
+
+
+def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, Any]) -> None:
+    optimizer, wrapped = members.optimizer, members.wrapped
+    state.settle(None)
+    if optimizer.state is not state.shown:
+        state.take_over()
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state_dict)
+        state_dict = changed if changed is not None else state_dict
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch.inference_mode(False), torch.no_grad():
+        state_dict, low_bits = _without_low_bits(state_dict, parameters)
+        loaded = _loaded_by_torch(members, state, state_dict)
+        dict.clear(state.shown)
+        for key, values in loaded.items():
+            if values or key not in wrapped.slot_of:
+                dict.__setitem__(state.shown, key, values)
+        for parameter in parameters:
+            slot = wrapped.slot_of[parameter]
+            wrapped.custody.access_home(slot.unit, True)
+            low = low_bits.get(parameter)
+            if low is not None and slot.has_master:
+                wrapped.set_low_bits(slot, low)
+            state.adopt(slot)
+
+
+def _loaded_by_torch(members: Members, state: HomeState, state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """torch's own code, or the class's, does the checks and the casts, while the optimizer holds stand-ins with the
+    home's dtypes on the CPU. Gives the state by real parameters; groups are replaced as torch replaces them."""
+    optimizer, slot_of = members.optimizer, members.wrapped.slot_of
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    owners: dict[nn.Parameter, nn.Parameter] = {}
+
+    def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter in slot_of and parameter not in stand_ins:
+            stand_ins[parameter] = _stand_in(slot_of[parameter])
+            owners[stand_ins[parameter]] = parameter
+        return stand_ins.get(parameter, parameter)
+
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    exchange(optimizer, stand_in)
+    updates = optimizer._noria  # type: ignore[attr-defined]
+    del optimizer._noria  # type: ignore[attr-defined]
+    try:
+        _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # these saw and will see the parameters themselves
+        original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
+    finally:
+        _set_load_hooks(optimizer, before, after)
+        optimizer._noria = updates  # type: ignore[attr-defined]
+        exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
+        loaded, optimizer.state = optimizer.state, state.shown
+    return dict(OptimizerState.unwatched.items(loaded))
+
+
+def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:
+    optimizer._optimizer_load_state_dict_pre_hooks = before
+    optimizer._optimizer_load_state_dict_post_hooks = after
+
+
+def _stand_in(slot: HomeParameter) -> nn.Parameter:
+    """Shape and dtype of the home's tensor, no memory of its own: `low_bits` must not be cast to a float."""
+    dtype = torch.float32 if slot.has_master else slot.dtype
+    like = torch.empty(1, dtype=dtype).expand(slot.parameter.shape)
+    return nn.Parameter(like, requires_grad=slot.trainable)
+
+
+def _without_low_bits(
+    state_dict: dict[str, Any], parameters: list[nn.Parameter]
+) -> tuple[dict[str, Any], dict[nn.Parameter, torch.Tensor]]:
+    """noria's own entry apart from the rest, which torch casts to the parameter's dtype."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    rest, low_bits = dict(state_dict["state"]), {}
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = rest.get(number)
+        if isinstance(values, dict) and "low_bits" in values:
+            low_bits[parameter] = values["low_bits"]
+            rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
+    return {**state_dict, "state": rest}, low_bits
