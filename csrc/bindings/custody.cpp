@@ -659,6 +659,14 @@ void Custody::held_moved(UnitId unit, std::byte* held) {
   }
 }
 
-void Custody::close_gradients(UnitId unit) { gradients_[static_cast<std::size_t>(unit.value)]->evict(); }
+void Custody::close_gradients(UnitId unit) {
+  gradients_[static_cast<std::size_t>(unit.value)]->evict();
+  if (!kStorageCanRefuse || updates_in_backward_) return;
+  // What is drained now is added to what the loop sees in p.grad already, and may be drafted before the backward has
+  // ended: a hook of the user's that writes there says so from here on too.
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    if (gradient_is(index) == GradientIs::held) held_[static_cast<std::size_t>(index)]->guard();
+  }
+}
 
 }  // namespace noria

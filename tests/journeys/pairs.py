@@ -4,6 +4,7 @@ hostile machine. All that the journey keeps must have the same bits, and so must
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -117,6 +118,20 @@ class Side:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad
+
+
+@contextlib.contextmanager
+def halved_in_hooks(early: nn.Parameter, late: nn.Parameter) -> Iterator[None]:
+    """A backward that accumulates halves what `early` holds twice: when its gradient comes, and when that of `late`
+    does."""
+
+    def halve(gradient: torch.Tensor) -> None:
+        early.grad.mul_(0.5)
+
+    handles = [each.register_hook(halve) for each in (early, late)]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def new_side(

@@ -12,7 +12,7 @@ from noria.custody import wrapped_by
 from noria.testing import on_machine
 
 from tests.journeys.edits import replaced, taken_away
-from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, loss_of
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, halved_in_hooks, loss_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -85,6 +85,19 @@ def test_some_units_are_drafted_where_memory_is_short():
 def test_accumulation_drafts_in_the_last_backward_only():
     counts = both_drafting(micro_batches=2)
     assert counts["kept"] > 0 and counts["dropped"] == 0
+
+
+@pytest.mark.parametrize("hostility", [HOSTILE, LATE_DRAFTS])
+def test_hooks_that_write_gradients_while_the_last_backward_drafts(hostility):
+    def journey(side):
+        for number in range(6):
+            loss_of(side.model, 10 * number).backward()
+            with halved_in_hooks(side.model.head.weight, side.model.embed.weight):
+                loss_of(side.model, 10 * number + 1).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, kernel="fused", window=3, hostility=hostility, draft_memory="64MiB")
 
 
 def other_rate(side, number):

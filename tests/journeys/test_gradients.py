@@ -12,7 +12,20 @@ from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
-from tests.journeys.pairs import BLOCKS, HOSTILE, LATE_UPDATES, WIDTH, Block, Net, Side, adamw, both, loss_of, sgd
+from tests.journeys.pairs import (
+    BLOCKS,
+    HOSTILE,
+    LATE_UPDATES,
+    WIDTH,
+    Block,
+    Net,
+    Side,
+    adamw,
+    both,
+    halved_in_hooks,
+    loss_of,
+    sgd,
+)
 
 KERNELS = ["torch", "fused"]
 
@@ -417,6 +430,22 @@ def test_tensor_hooks_on_parameters_and_on_outputs_change_the_gradient():
         side.train(3, 5)
 
     both(journey)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("late", ["expand", "embed"])
+def test_hooks_may_write_an_accumulated_gradient_twice_however_late_it_is_drained(kernel, late):
+    def journey(side):
+        last = side.model.blocks[-1].expand if late == "expand" else side.model.embed
+        for number in range(3):
+            loss_of(side.model, 10 * number).backward()
+            with halved_in_hooks(side.model.head.weight, last.weight):
+                loss_of(side.model, 10 * number + 1).backward()
+            side.keep_gradients(f"step {number}")
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, kernel=kernel, hostility={**HOSTILE, "hold_us": {"drain": 20_000}})
 
 
 def test_full_backward_hooks_on_blocks_see_torchs_gradients():
