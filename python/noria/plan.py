@@ -223,9 +223,8 @@ def _check_updates_in_backward(
         if unit.index not in fused or len(fused[unit.index]) > 1:
             raise usage_error(expected, f'"{unit.name}", which several rules or torch update', remedy)
         if not any(own <= parameters for parameters in held):
-            name = next(
-                slot.name for slot in unit.parameters if slot.trainable and slot.parameter not in set().union(*held)
-            )
+            most = max(held, key=lambda parameters: len(own & parameters))
+            name = next(slot.name for slot in unit.parameters if slot.trainable and slot.parameter not in most)
             raise usage_error(
                 expected,
                 f'"{name}", which no optimizer holds, or another one than the rest of "{unit.name}"',
