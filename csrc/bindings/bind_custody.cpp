@@ -223,8 +223,7 @@ void bind_custody(py::module_& m) {
       .def(
           "holds_all", [](Custody& self) { return self.engine().holds_all(); }, NoGil())
       .def("is_held_back", &Custody::is_held_back, NoGil())
-      .def(
-          "update_held", [](Custody& self) { self.engine().update_held(); }, NoGil())
+      .def("update_held", &Custody::update_held, NoGil())
       .def("refuse_unclaimed", &Custody::refuse_unclaimed, NoGil())
       .def("take_updated",
            [](Custody& self, const std::vector<std::int32_t>& units) {

@@ -165,7 +165,7 @@ void Custody::enter(HookId id) {
     first_alone_ = id;
   }
   entered_.push_back(id);
-  announce(id, in_backward() ? Phase::backward : Phase::forward);
+  announce_forward(id);
 }
 
 void Custody::leave(HookId id, const std::vector<at::Tensor>& outputs) {
@@ -174,7 +174,7 @@ void Custody::leave(HookId id, const std::vector<at::Tensor>& outputs) {
   const auto found = std::find(entered_.rbegin(), entered_.rend(), id);
   if (found != entered_.rend()) entered_.erase(std::prev(found.base()), entered_.end());
   if (!entered_.empty()) {
-    announce(entered_.back(), in_backward() ? Phase::backward : Phase::forward);
+    announce_forward(entered_.back());
   } else if (!in_backward()) {
     engine_.leave(current_stream());
   }
@@ -213,10 +213,16 @@ bool Custody::is_announced_by(HookId outer, HookId inner) const {
   return !std::includes(outer_needs.begin(), outer_needs.end(), inner_needs.begin(), inner_needs.end());
 }
 
-void Custody::announce(HookId id, Phase phase) {
+// In a forward, or in one inside of a backward.
+void Custody::announce_forward(HookId id) {
+  const bool recomputes = in_backward();
+  announce(id, recomputes ? Phase::backward : Phase::forward, recomputes);
+}
+
+void Custody::announce(HookId id, Phase phase, bool recomputes) {
   const Hook& hook = hooks_[static_cast<std::size_t>(id.value)];
   check_in_custody(hook);
-  engine_.announce(id, hook.needs, phase, current_stream());
+  engine_.announce(id, hook.needs, phase, current_stream(), recomputes);
 }
 
 void Custody::check_in_custody(const Hook& hook) {
@@ -332,26 +338,33 @@ void Custody::arm() {
   if (signature.accumulating && kStorageCanRefuse && !updates_in_backward_) guard_gradients();
 }
 
-// Before anything of this backward has changed anything.
-void Custody::check_gradients_to_update() {
-  refuse_unclaimed("another backward");
+// Of what has been accumulated no update may use what p.grad does not show any more.
+void Custody::drop_cleared_gradients() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& each = parameters_[i];
     if (each.facts.gradient_offset < 0) continue;
-    const Bytes offset{each.facts.gradient_offset};
-    switch (gradient_is(static_cast<int>(i))) {
-    case GradientIs::none:
-      engine_.drop_gradient(each.unit, offset);
-      break;
-    case GradientIs::foreign:
-      throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
-                       "clear it, or wrap with update=\"auto\"");
-    case GradientIs::held:
-      if (engine_.is_held_back(each.unit, offset)) break;
-      throw UsageError("optimizer.zero_grad() between step() and the next backward()",
-                       "the gradient of \"" + each.facts.name + "\", which an update has used up, not cleared",
-                       "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
-    }
+    const GradientIs is = gradient_is(static_cast<int>(i));
+    if (is == GradientIs::none) engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset});
+    if (is != GradientIs::foreign) continue;
+    throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
+                     "clear it, or wrap with update=\"auto\"");
+  }
+}
+
+void Custody::update_held() {
+  drop_cleared_gradients();
+  engine_.update_held();
+}
+
+// Before anything of this backward has changed anything.
+void Custody::check_gradients_to_update() {
+  refuse_unclaimed("another backward");
+  drop_cleared_gradients();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradient_is(static_cast<int>(i)) != GradientIs::held || is_held_back(static_cast<int>(i))) continue;
+    throw UsageError("optimizer.zero_grad() between step() and the next backward()",
+                     "the gradient of \"" + parameters_[i].facts.name + "\", which an update has used up, not cleared",
+                     "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
   }
   if (accumulates_ || !begin_backward_) return;
   engine_.forget_expected();

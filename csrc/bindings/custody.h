@@ -95,6 +95,8 @@ class Custody final : public Custodian {
   void set_accumulating(bool accumulating);
   void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, current_stream()); }
   bool is_held_back(int index) const;
+  /// `step` after passes that have only accumulated: updates with what the user has not cleared since.
+  void update_held();
   void refuse_unclaimed(const std::string& found) const;
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   /// After the updates were issued: the first write to a held gradient waits for them.
@@ -150,7 +152,8 @@ class Custody final : public Custodian {
 
   /// The user is about to write a held gradient that an update may still read.
   void gradient_is_written(UnitId unit);
-  void announce(HookId hook, Phase phase);
+  void announce_forward(HookId hook);
+  void announce(HookId hook, Phase phase, bool recomputes = false);
   void reset();
   void hook_outputs(HookId hook, const std::vector<at::Tensor>& outputs, bool inner);
   void raise_lost_writes();
@@ -161,6 +164,7 @@ class Custody final : public Custodian {
   void finish_backward();
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
+  void drop_cleared_gradients();
   void check_gradients_to_update();
   void refuse_open_home() const;
   void refuse_other_process() const;

@@ -45,6 +45,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
   in_backward_->jobs.resize(units_.size());
+  in_backward_->arriving.resize(units_.size());
   in_backward_->come.resize(units_.size());
   in_backward_->slot.resize(units_.size());
   in_backward_->last_visit.resize(units_.size());
@@ -115,12 +116,14 @@ void Engine::expect(const Signature& signature) {
   if (following_.plan) count_.planned = following_.plan->num_fetches;
 }
 
-void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream) {
+void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
   continue_on(stream);
   if (visit_ && contains_all(visit_->visit.needs, needs)) {
+    if (recomputes) return;
     if (in_backward_ && in_backward_->is_counted && hook != visit_->visit.hook) count_use(needs);
+    else visit_->is_recomputed = false;
     return;
   }
   close_visit(stream);
@@ -128,6 +131,7 @@ void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase
   follow(Visit{hook, phase, needs, {}});
   play_until(book_.position() - following_.base);
   enter_visit(stream);
+  visit_->is_recomputed = recomputes;
 }
 
 void Engine::leave(Stream stream) {
@@ -285,7 +289,7 @@ void Engine::close_visit(Stream stream, Visiting visiting) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drain_open();
-  if (in_backward_ && visiting == Visiting::ends) update_complete(open.visit);
+  if (in_backward_ && visiting == Visiting::ends) update_complete(open.visit, open.is_recomputed);
 }
 
 void Engine::expect_gradient(UnitId unit, Stream stream) {
@@ -299,6 +303,7 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   // again from here.
   Visit visit = visit_->visit;
   visit.gradients = {unit};
+  const bool is_recomputed = visit_->is_recomputed;
   close_visit(stream, Visiting::goes_on);
   const std::int64_t position = book_.position();
   std::vector<Visit> rest = {visit};
@@ -315,12 +320,13 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   count_.planned.reset();
   play_until(0);
   enter_visit(stream);
+  visit_->is_recomputed = is_recomputed;
 }
 
 void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   drainer_.arrived(unit, offset, bytes);
-  if (in_backward_ && bytes > Bytes{0}) in_backward_->come[static_cast<std::size_t>(unit.value)].insert(offset);
+  if (in_backward_ && bytes > Bytes{0}) in_backward_->arriving[static_cast<std::size_t>(unit.value)].insert(offset);
 }
 
 std::vector<UnitId> Engine::end_pass(Stream stream) {

@@ -113,7 +113,8 @@ class Engine {
 
   // ---- passes ----
   void begin_pass(const Signature& signature, Stream stream);
-  void announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream);
+  /// `recomputes`: by a forward inside of a backward, which makes activations once more.
+  void announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes = false);
   /// Ends the visit without another one beginning (the outermost module returned, or a block did).
   void leave(Stream stream);
   /// A gradient of this unit is about to be written: makes sure that its buffer is open.
@@ -222,6 +223,7 @@ class Engine {
     Visit visit;
     Op op;
     Ticket ticket;
+    bool is_recomputed = false;  // by a forward inside of backward: not yet that unit's visit
     std::int64_t opened_us = 0;  // 0: issued, not yet waited for
     std::vector<Ticket> waits;
     std::vector<OpId> waited_on;  // for the trace
@@ -248,15 +250,16 @@ class Engine {
   struct InBackward {
     std::optional<GradientRing> ring;  // none: every unit has held memory of its own
     bool accumulating = false;
-    bool is_counted = false;                     // this pass: a backward, or a forward that one may follow
-    std::vector<std::optional<UpdateJob>> jobs;  // expected
-    std::vector<std::set<Bytes>> come;           // offsets of gradients that no update has used
-    std::vector<std::optional<int>> slot;        // in the ring; none: it has none now, or a place of its own
-    std::map<int, Ticket> reader;                // by slot: of the update that read it last
-    std::vector<std::int64_t> last_visit;        // in this backward, where that is known; else -1
-    std::vector<int> visits_made;                // in forwards, since the last backward
-    std::vector<int> visits_left;                // in this backward, as far as its forwards tell
-    std::vector<bool> is_updated;                // in this backward
+    bool is_counted = false;                      // this pass: a backward, or a forward that one may follow
+    std::vector<std::optional<UpdateJob>> jobs;   // expected
+    std::vector<std::set<Bytes>> arriving;        // offsets of gradients that wait for their drain
+    std::vector<std::set<Bytes>> come;            // of those drained since, that no update has used
+    std::vector<std::optional<int>> slot;         // in the ring; none: it has none now, or a place of its own
+    std::map<int, Ticket> reader;                 // by slot: of the update that read it last
+    std::vector<std::int64_t> last_visit;         // in this backward, where that is known; else -1
+    std::vector<int> visits_made;                 // in forwards, since the last backward
+    std::vector<std::optional<int>> visits_left;  // in this backward, if its forwards tell
+    std::vector<bool> is_updated;                 // in this backward
     std::vector<Updated> unclaimed;
   };
 
@@ -307,13 +310,15 @@ class Engine {
   std::optional<Early>& early_of(UnitId unit) { return early_[static_cast<std::size_t>(unit.value)]; }
   void change_places(UnitId unit);
   void drain_open();
+  std::optional<int> take_slot();
   void hold(UnitId unit);
   void release_held(UnitId unit);
   void refuse_updated(UnitId unit, const std::string& what);
   void note_visits(ItineraryId forward);
   void count_use(const std::vector<UnitId>& units);
+  void count_back(UnitId unit);
   void begin_updating(std::optional<ItineraryId> expected);
-  void update_complete(const Visit& visit);
+  void update_complete(const Visit& visit, bool is_recomputed);
   void update_in_backward(UnitId unit);
   void end_updating();
   void update_rest();

@@ -1,6 +1,5 @@
 // The part of the engine that updates units inside of backward; see engine.h, Note [Inside backward].
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "base/errors.h"
@@ -91,15 +90,27 @@ std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units)
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 
-void Engine::hold(UnitId unit) {
-  EngineUnit& held = unit_of(unit);
-  if (!in_backward_ || held.held != nullptr) return;
-  const GradientRing& ring = *in_backward_->ring;
+std::optional<int> Engine::take_slot() {
   const auto& readers = in_backward_->reader;
-  const auto slot = in_backward_->ring->take([&](int free) {
+  return in_backward_->ring->take([&](int free) {
     const auto reader = readers.find(free);
     return reader == readers.end() || reader->second->passed();
   });
+}
+
+void Engine::hold(UnitId unit) {
+  EngineUnit& held = unit_of(unit);
+  if (!in_backward_ || held.held != nullptr) return;
+  auto slot = take_slot();
+  if (!slot) {  // where the forwards' count says that more will come, the backward that is expected may know better
+    const std::int64_t position = book_.position();
+    for (std::size_t i = 0; i < units_.size(); ++i) {
+      const std::int64_t last = in_backward_->last_visit[i];
+      if (in_backward_->slot[i] && last >= 0 && last < position)
+        update_in_backward(UnitId(static_cast<std::int32_t>(i)));
+    }
+    slot = take_slot();
+  }
   if (!slot) {
     std::string waiting;
     for (std::size_t i = 0; i < units_.size(); ++i) {
@@ -113,6 +124,7 @@ void Engine::hold(UnitId unit) {
   }
   const auto index = static_cast<std::size_t>(unit.value);
   in_backward_->slot[index] = slot;
+  const GradientRing& ring = *in_backward_->ring;
   held.held = ring.at(*slot);
   held.facts.held = facts_[index].held = buffers_.intern({{Place::Kind::host, kRingRegion},
                                                           ring.offset(*slot),
@@ -144,8 +156,15 @@ void Engine::count_use(const std::vector<UnitId>& units) {
   for (UnitId unit : units) {
     const auto index = static_cast<std::size_t>(unit.value);
     if (phase_ == Phase::forward) ++mode.visits_made[index];
-    else --mode.visits_left[index];
+    else count_back(unit);
   }
+}
+
+void Engine::count_back(UnitId unit) {
+  InBackward& mode = *in_backward_;
+  const auto index = static_cast<std::size_t>(unit.value);
+  if (mode.accumulating) mode.visits_made[index] = std::max(mode.visits_made[index] - 1, 0);
+  else if (mode.visits_left[index]) --*mode.visits_left[index];
 }
 
 void Engine::begin_updating(std::optional<ItineraryId> expected) {
@@ -159,11 +178,11 @@ void Engine::begin_updating(std::optional<ItineraryId> expected) {
     }
   }
   std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
-  if (mode.accumulating) return;  // what the forwards have visited, the last of their backwards has to come to
+  if (mode.accumulating) return;  // it takes its own part off what the forwards have made
   for (std::size_t i = 0; i < units_.size(); ++i) {
     // After a backward that has taken the count along nobody knows: the unit is updated at the end.
     const int made = std::exchange(mode.visits_made[i], 0);
-    mode.visits_left[i] = made > 0 ? made : std::numeric_limits<int>::max();
+    mode.visits_left[i] = made > 0 ? std::optional(made) : std::nullopt;
   }
 }
 
@@ -177,14 +196,20 @@ void Engine::refuse_updated(UnitId unit, const std::string& what) {
                    name + ", of which " + what + " in the backward that had updated it already", kRemedy);
 }
 
-void Engine::update_complete(const Visit& visit) {
+// Complete is what has come to its last visit by all that is known: the forwards' count, and the backward that is
+// expected. Each alone may say so too early: two losses may take different ways back through one forward.
+void Engine::update_complete(const Visit& visit, bool is_recomputed) {
   InBackward& mode = *in_backward_;
-  if (phase_ != Phase::backward || mode.accumulating) return;
+  if (phase_ != Phase::backward) return;
   const std::int64_t position = book_.position();
   for (UnitId unit : visit.needs) {
+    if (!is_recomputed) count_back(unit);
+    if (mode.accumulating) continue;
     const auto index = static_cast<std::size_t>(unit.value);
-    const bool is_last = --mode.visits_left[index] <= 0;
-    if (mode.last_visit[index] >= 0 ? position >= mode.last_visit[index] : is_last) update_in_backward(unit);
+    const auto left = mode.visits_left[index];
+    const bool is_foreseen = mode.last_visit[index] >= 0;
+    const bool is_last = (left || is_foreseen) && left.value_or(0) <= 0 && position >= mode.last_visit[index];
+    if (is_last) update_in_backward(unit);
   }
 }
 
@@ -234,6 +259,7 @@ void Engine::abandon_updating() {
     torn_ = "a backward raised after it had updated " + std::to_string(num_updated) + " of " +
             std::to_string(units_.size()) + " units";
   }
+  for (auto& offsets : mode.arriving) offsets.clear();
   if (!mode.ring) return;  // what had been accumulated is still held
   for (std::size_t i = 0; i < units_.size(); ++i) {
     mode.come[i].clear();

@@ -18,6 +18,7 @@ from tests.journeys.pairs import (
     OPTIMIZERS,
     VOCAB,
     WIDTH,
+    Block,
     Net,
     Side,
     adamw,
@@ -199,6 +200,48 @@ class Experts(nn.Module):
     forward = Net.forward
 
 
+class Heads(nn.Module):
+    """One unit, of which each use needs another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        return self.parts[part](x)
+
+
+class Auxiliary(nn.Module):
+    """A loss in the middle, which counts in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.heads = Heads()
+
+    def through(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.blocks[0](x)
+        early = self.heads(x, 0)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return early, self.heads(x, 1)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.through(self.embed(tokens))
+
+
+class CheckpointedAuxiliary(Auxiliary):
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return checkpoint(self.through, self.embed(tokens), use_reentrant=self.reentrant)
+
+
+class ReentrantAuxiliary(CheckpointedAuxiliary):
+    reentrant = True
+
+
 MODELS = {each.__name__: each for each in (Tied, Checkpointed, Reentrant, Twice, Frozen, Sometimes, Experts)}
 
 
@@ -207,6 +250,19 @@ def test_models_of_every_shape_have_the_same_bits(name):
     both_in_backward(
         model=MODELS[name], window=None if name in ("Sometimes", "Experts") else 3, moved=name != "Experts"
     )
+
+
+@pytest.mark.parametrize("model", [Auxiliary, CheckpointedAuxiliary, ReentrantAuxiliary])
+@pytest.mark.parametrize("counts", [(0, 1, 0, 0, 1, 1), (1, 1, 0, 1)])
+def test_a_unit_is_updated_after_its_last_visit_though_the_loss_takes_another_way_now_and_then(model, counts):
+    def journey(side: Side) -> None:
+        for number, early_counts in enumerate(counts):
+            early, late = side.model(tokens(number))
+            (late.square().mean() + (early.square().mean() if early_counts else 0)).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey, model=model, units=[Block, Heads], window=None, moved=False)
 
 
 def test_schedules_evaluations_and_closures_are_those_of_the_plain_loop():
@@ -431,6 +487,38 @@ def test_what_was_only_accumulated_is_updated_at_step():
             side.optimizer.zero_grad()
 
     both_in_backward(journey)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_accumulated_and_cleared_is_not_used_by_a_step_that_comes_at_once(whole):
+    def journey(side: Side) -> None:
+        for number in range(4):
+            with side.optimizer.accumulate():
+                loss_of(side.model, number).backward()
+            if number % 2 and whole:
+                side.optimizer.zero_grad()
+            elif number % 2:
+                side.model.blocks[1].expand.weight.grad = None
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+def test_what_a_backward_that_raised_did_not_bring_home_is_not_used():
+    model, optimizer = wrapped()
+    with optimizer.accumulate():
+        loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = weights_of(model)
+    first = model.blocks[2].contract  # of its block; what follows it in backward raises
+    handle = first.weight.register_hook(lambda gradient: 1 / 0)
+    with optimizer.accumulate(), pytest.raises(ZeroDivisionError):
+        loss_of(model, 1).backward()
+    handle.remove()
+    optimizer.step()
+    assert_same_bits(model.state_dict(), before)
 
 
 class TwiceOverTwo(nn.Module):
@@ -666,6 +754,15 @@ def test_what_cannot_be_updated_inside_backward_is_refused_by_name(optimizer, po
     model = Net()
     with pytest.raises(noria.UsageError, match=found):
         noria.wrap(model, optimizer(model.parameters()), device="cpu", update="backward", **policy)
+    assert wrapped_by(model) is None
+
+
+def test_a_unit_that_two_optimizers_share_is_refused_by_name():
+    model = Net()
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    with pytest.raises(noria.UsageError, match=r"or another one than the rest of \"blocks\.0\""):
+        noria.wrap(model, [adamw(weights), adamw(biases)], device="cpu", update="backward")
     assert wrapped_by(model) is None
 
 
