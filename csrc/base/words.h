@@ -22,8 +22,10 @@ enum class Verb : std::uint8_t {
   load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
   draft,     // update lane: an update computed beside the state, before `step()`
   sum,       // update lane: the sum of squares of a held gradient
+  gather,    // collect lane: a unit's shards from all ranks
+  reduce,    // collect lane: a unit's gradients, summed over all ranks, to each its shard
 };
-inline constexpr int kNumVerbs = 11;
+inline constexpr int kNumVerbs = 13;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

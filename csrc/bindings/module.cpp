@@ -8,6 +8,7 @@ void bind_device(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_store(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_comm(pybind11::module_& m);
 void bind_custody(pybind11::module_& m);
 
 }  // namespace noria
@@ -19,5 +20,6 @@ PYBIND11_MODULE(_C, m) {
   noria::bind_plan(m);
   noria::bind_store(m);
   noria::bind_optim(m);
+  noria::bind_comm(m);
   noria::bind_custody(m);
 }

@@ -543,6 +543,25 @@ class HostOptimizer:
     @property
     def num_threads(self) -> int: ...
 
+# ---- comm --------------------------------------------------------------------------------------------------
+
+class Collectives:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+def make_c10d_collectives(group: str, numbers: str, device: str) -> Collectives:
+    """Of torch's process groups of these names; `group` moves device memory, `numbers` host memory."""
+
+class CollectLane:
+    def __init__(self, backend: Backend, collectives: Collectives, names: Sequence[str]) -> None: ...
+    def gather(self, op: int, unit: int, all: int, shard: int) -> Ticket: ...
+    def reduce(self, op: int, unit: int, all: int, shard: int, type: str, scratch: int, onto: int) -> Ticket: ...
+    def exchange(self, numbers: Sequence[int]) -> list[int]:
+        """Everybody's, by rank. Blocks until all that was queued before is done."""
+    def close(self) -> None: ...
+
 # ---- custody -----------------------------------------------------------------------------------------------
 
 STORAGE_CAN_REFUSE: bool

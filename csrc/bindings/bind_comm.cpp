@@ -1,0 +1,67 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/words.h"
+#include "bindings/c10d_collectives.h"
+#include "comm/collect_lane.h"
+
+namespace py = pybind11;
+
+namespace noria {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
+
+ElementType parse_element_type(const std::string& text) {
+  if (text == "fp32") return ElementType::fp32;
+  if (text == "fp64") return ElementType::fp64;
+  if (text == "fp16") return ElementType::fp16;
+  if (text == "bf16") return ElementType::bf16;
+  throw UsageError("one of fp32, fp64, fp16, bf16", "\"" + text + "\"", "use a floating dtype");
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  py::class_<Collectives, std::shared_ptr<Collectives>>(m, "Collectives")
+      .def_property_readonly("rank", &Collectives::rank)
+      .def_property_readonly("size", &Collectives::size);
+  m.def(
+      "make_c10d_collectives",
+      [](const std::string& group, const std::string& numbers, const std::string& device) {
+        return make_c10d_collectives(group, numbers, c10::Device(device));
+      },
+      py::arg("group"), py::arg("numbers"), py::arg("device"), NoGil());
+
+  py::class_<CollectLane, std::shared_ptr<CollectLane>>(m, "CollectLane")
+      .def(py::init<std::shared_ptr<Backend>, std::shared_ptr<Collectives>, std::vector<std::string>>(),
+           py::arg("backend"), py::arg("collectives"), py::arg("names"))
+      .def(
+          "gather",
+          [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard) {
+            return self.submit({OpId(op), Lane::collect, Verb::gather, UnitId(unit)},
+                               {{{pointer(all), Bytes{shard}}}, {}}, {});
+          },
+          py::arg("op"), py::arg("unit"), py::arg("all"), py::arg("shard"), NoGil())
+      .def(
+          "reduce",
+          [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard,
+             const std::string& type, std::int64_t scratch, std::int64_t onto) {
+            Collective collective;
+            collective.reduction = {pointer(all),     Bytes{shard},  parse_element_type(type),
+                                    pointer(scratch), pointer(onto), {}};
+            return self.submit({OpId(op), Lane::collect, Verb::reduce, UnitId(unit)}, std::move(collective), {});
+          },
+          py::arg("op"), py::arg("unit"), py::arg("all"), py::arg("shard"), py::arg("type"), py::arg("scratch"),
+          py::arg("onto"), NoGil())
+      .def("exchange", &CollectLane::exchange, py::arg("numbers"), NoGil())
+      .def("close", &CollectLane::close, NoGil());
+}
+
+}  // namespace noria

@@ -1,0 +1,143 @@
+#include "bindings/c10d_collectives.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "base/errors.h"
+#include "bindings/torch_compat.h"
+
+namespace noria {
+namespace {
+
+at::ScalarType scalar_type(ElementType type) {
+  switch (type) {
+  case ElementType::fp32:
+    return at::kFloat;
+  case ElementType::fp64:
+    return at::kDouble;
+  case ElementType::fp16:
+    return at::kHalf;
+  case ElementType::bf16:
+    return at::kBFloat16;
+  }
+  return at::kFloat;
+}
+
+// Renamed in torch 2.13.
+void gather_into(c10d::ProcessGroup& group, at::Tensor& all, at::Tensor& own) {
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  group.all_gather_single(all, own)->wait();
+#else
+  group._allgather_base(all, own)->wait();
+#endif
+}
+
+void reduce_into(c10d::ProcessGroup& group, at::Tensor& own, at::Tensor& all) {
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  group.reduce_scatter_single(own, all)->wait();
+#else
+  group._reduce_scatter_base(own, all)->wait();
+#endif
+}
+
+class C10dCollectives final : public Collectives {
+ public:
+  C10dCollectives(const std::string& group, const std::string& numbers, c10::Device device)
+      : group_(c10d::resolve_process_group(group)),
+        numbers_(c10d::resolve_process_group(numbers)),
+        device_(device) {
+    if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_);
+  }
+
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+  Stream stream() const override { return stream_ ? stream_->native_handle() : nullptr; }
+
+  void gather(const Gather& gathered) override {
+    together("an all-gather of " + to_string(gathered.shard * size()), [&] {
+      at::Tensor all = over(gathered.all, at::kByte, gathered.shard * size());
+      at::Tensor own = all.narrow(0, rank() * gathered.shard.count, gathered.shard.count);
+      gather_into(*group_, all, own);
+    });
+  }
+
+  void reduce(const Reduction& reduced) override {
+    together("a reduce-scatter of " + to_string(reduced.shard * size()), [&] {
+      for (const CopySpan& each : reduced.fill) {
+        at::Tensor to = over(each.to, at::kByte, each.bytes);
+        if (each.from == nullptr) to.zero_();
+        else to.copy_(over(each.from, at::kByte, each.bytes), /*non_blocking=*/true);
+      }
+      const at::ScalarType type = scalar_type(reduced.type);
+      const at::Tensor all = over(reduced.all, type, reduced.shard * size());
+      const std::int64_t count = all.numel() / size();
+      const auto own_of = [&](const at::Tensor& of) { return of.narrow(0, rank() * count, count); };
+      at::Tensor summed = all;
+      if (reduced.scratch != nullptr) {
+        summed = over(reduced.scratch, at::kFloat, Bytes{4 * all.numel()});
+        summed.copy_(all);
+      }
+      // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
+      at::mul_out(summed, summed, at::native::wrapped_scalar_tensor(1.0 / size()));
+      at::Tensor own = own_of(summed);
+      reduce_into(*group_, own, summed);
+      if (reduced.scratch != nullptr) own_of(all).copy_(own);
+      if (reduced.onto != nullptr) own_of(all).add_(over(reduced.onto, type, reduced.shard));
+    });
+  }
+
+  std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) override {
+    std::vector<std::int64_t> all(numbers.size() * static_cast<std::size_t>(size()));
+    together("an exchange of numbers", [&] {
+      const auto count = static_cast<std::int64_t>(numbers.size());
+      at::Tensor own = at::from_blob(const_cast<std::int64_t*>(numbers.data()), {count}, at::kLong);
+      at::Tensor everybodys = at::from_blob(all.data(), {count * size()}, at::kLong);
+      gather_into(*numbers_, everybodys, own);
+    });
+    return all;
+  }
+
+ private:
+  at::Tensor over(const std::byte* memory, at::ScalarType type, Bytes bytes) const {
+    const auto count = bytes.count / static_cast<std::int64_t>(c10::elementSize(type));
+    return at::from_blob(
+        const_cast<std::byte*>(memory), {count}, {1}, 0, [](void*) {}, at::TensorOptions().dtype(type).device(device_),
+        device_);
+  }
+
+  void together(const std::string& what, const std::function<void()>& act) const {
+    const at::NoGradGuard no_grad;
+    std::optional<c10::StreamGuard> on;
+    if (stream_) on.emplace(*stream_);
+    try {
+      act();
+    } catch (const std::exception& error) {
+      throw MachineError("rank " + std::to_string(rank()) + " of " + std::to_string(size()) + ": " + what +
+                         " failed; a rank has died, raised, or hung for longer than the process group's timeout (" +
+                         error.what() + ")");
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_, numbers_;
+  const c10::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace
+
+std::shared_ptr<Collectives> make_c10d_collectives(const std::string& group, const std::string& numbers,
+                                                   c10::Device device) {
+  return std::make_shared<C10dCollectives>(group, numbers, device);
+}
+
+}  // namespace noria

@@ -1,0 +1,60 @@
+// The collect lane: what all ranks do together, in the order of submission, on a thread of its own.
+//
+// Ownership: owns its thread, shares the backend, whose tickets it takes and gives, and the collectives. Order: first
+// in, first out, so that ranks which submit the same ops in the same order meet in each. Threads: every member from any
+// thread; never takes the GIL. The lane's own thread is the only one that calls the collectives.
+//
+// Note [Agreement]. Before each op the ranks tell each other which one it is. Ranks that do not do the same (a branch
+// that only some take) would else wait for ever, or put one unit's bytes into another; so all of them raise, with the
+// first difference. After a failure nothing is asked of the others any more: what is queued fails with the same error.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "device/host_lane.h"
+
+namespace noria {
+
+/// Gathers, then a reduction if `all` of it is not null.
+struct Collective {
+  std::vector<Gather> gathers;
+  Reduction reduction;
+};
+
+class CollectLane {
+ public:
+  /// `names`: of units, for messages.
+  CollectLane(std::shared_ptr<Backend> backend, std::shared_ptr<Collectives> collectives,
+              std::vector<std::string> names);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  /// Queues `collective` after `waits`. Does not synchronize.
+  Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits);
+  /// Everybody's numbers, by rank, behind each other. Blocks until all that was submitted before is done.
+  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
+
+  void idle() { thread_.idle(); }
+  void close() { thread_.close(); }
+
+ private:
+  void run(const OpLabel& label, const Collective& collective, const std::vector<Ticket>& waits);
+  void agree(const OpLabel& label);
+  std::string describe(std::int64_t verb, std::int64_t unit) const;
+
+  const std::shared_ptr<Backend> backend_;
+  const std::shared_ptr<Collectives> collectives_;
+  const std::vector<std::string> names_;
+  const int rank_;
+  const int size_;
+  std::exception_ptr failure_;  // lane thread only
+  HostLane thread_;             // last: it is gone before what it uses
+};
+
+}  // namespace noria

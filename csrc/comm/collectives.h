@@ -1,0 +1,53 @@
+// What all ranks do together, over spans of device memory: the door to the others, as backend.h is to the machine.
+//
+// Units: bytes. Ownership: memory is the caller's. Order: every rank calls the same members with the same sizes in the
+// same order; on a machine with streams each is ordered on `stream`, else it is over when the call returns.
+// Threads: one at a time. Never called with the GIL. A rank that has died or hangs makes the call throw MachineError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/bytes.h"
+#include "device/backend.h"
+
+namespace noria {
+
+enum class ElementType : std::uint8_t { fp32, fp64, fp16, bf16 };
+
+/// One shard of `shard` bytes for each rank, by rank; this rank's own is filled, and afterwards all are.
+struct Gather {
+  std::byte* all = nullptr;
+  Bytes shard;
+};
+
+/// One shard of `shard` bytes for each rank, by rank. Each element is multiplied by 1 / size and summed over the ranks;
+/// afterwards this rank's own shard holds its part of the sum, plus what is in `onto`, and the others hold anything.
+struct Reduction {
+  std::byte* all = nullptr;
+  Bytes shard;
+  ElementType type = ElementType::fp32;
+  std::byte* scratch = nullptr;     // 4 bytes for each element of `all`: multiplied and summed in fp32 there
+  const std::byte* onto = nullptr;  // a shard that the device can read, added after the sum; null: none
+  std::vector<CopySpan> fill;       // `from` null: zeros; done before all else, where no gradient has come
+};
+
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+  Collectives() = default;
+  Collectives(const Collectives&) = delete;  // owns a process group
+  Collectives& operator=(const Collectives&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual Stream stream() const = 0;
+
+  virtual void gather(const Gather& gathered) = 0;
+  virtual void reduce(const Reduction& reduced) = 0;
+  /// Everybody's numbers, by rank, behind each other; as many from each. Over when the call returns.
+  virtual std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) = 0;
+};
+
+}  // namespace noria

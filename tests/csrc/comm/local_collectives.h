@@ -1,0 +1,122 @@
+// Ranks of one process: collectives over plain memory, for tests. A call ends when all ranks have made it.
+//
+// Order: sums are in the order of the ranks. Threads: one for each rank. A rank that leaves makes the others throw.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/errors.h"
+#include "comm/collectives.h"
+
+namespace noria {
+
+/// Where ranks meet: `meet` shows all what each brought, until all have left again.
+class LocalGroup {
+ public:
+  explicit LocalGroup(int size) : brought_(static_cast<std::size_t>(size)), size_(size) {}
+
+  int size() const { return size_; }
+
+  template <class Act>
+  void meet(int rank, const void* brings, Act act) {
+    std::unique_lock lock(mutex_);
+    brought_[static_cast<std::size_t>(rank)] = brings;
+    pass(lock);
+    lock.unlock();
+    act(brought_);
+    lock.lock();
+    pass(lock);
+  }
+
+  void leave() {
+    const std::lock_guard lock(mutex_);
+    is_left_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  void pass(std::unique_lock<std::mutex>& lock) {
+    if (is_left_) throw MachineError("a rank has died");
+    const auto mine = round_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++round_;
+      changed_.notify_all();
+      return;
+    }
+    changed_.wait(lock, [&] { return round_ != mine || is_left_; });
+    if (round_ == mine) throw MachineError("a rank has died");
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<const void*> brought_;
+  const int size_;
+  int arrived_ = 0;
+  std::int64_t round_ = 0;
+  bool is_left_ = false;
+};
+
+class LocalCollectives final : public Collectives {
+ public:
+  LocalCollectives(std::shared_ptr<LocalGroup> group, int rank) : group_(std::move(group)), rank_(rank) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return group_->size(); }
+  Stream stream() const override { return nullptr; }
+
+  void gather(const Gather& gathered) override {
+    group_->meet(rank_, gathered.all, [&](const std::vector<const void*>& brought) {
+      for (std::size_t other = 0; other < brought.size(); ++other) {
+        if (other == static_cast<std::size_t>(rank_)) continue;
+        const auto offset = static_cast<std::int64_t>(other) * gathered.shard.count;
+        std::memcpy(gathered.all + offset, static_cast<const std::byte*>(brought[other]) + offset,
+                    static_cast<std::size_t>(gathered.shard.count));
+      }
+    });
+  }
+
+  void reduce(const Reduction& reduced) override {
+    NORIA_INVARIANT(reduced.type == ElementType::fp32, "only floats are summed here");
+    for (const CopySpan& each : reduced.fill) {
+      if (each.from == nullptr) std::memset(each.to, 0, static_cast<std::size_t>(each.bytes.count));
+      else std::memcpy(each.to, each.from, static_cast<std::size_t>(each.bytes.count));
+    }
+    const auto count = static_cast<std::size_t>(reduced.shard.count) / sizeof(float);
+    const auto begin = static_cast<std::size_t>(rank_) * count;
+    std::vector<float> sum(count, 0.0F);
+    group_->meet(rank_, reduced.all, [&](const std::vector<const void*>& brought) {
+      for (const void* its : brought) {
+        for (std::size_t i = 0; i < count; ++i) {
+          sum[i] += static_cast<const float*>(its)[begin + i] / static_cast<float>(size());
+        }
+      }
+    });
+    for (std::size_t i = 0; i < count; ++i) {
+      if (reduced.onto != nullptr) sum[i] += reinterpret_cast<const float*>(reduced.onto)[i];
+    }
+    std::memcpy(reduced.all + static_cast<std::size_t>(rank_) * count * sizeof(float), sum.data(),
+                count * sizeof(float));
+  }
+
+  std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) override {
+    std::vector<std::int64_t> all;
+    group_->meet(rank_, &numbers, [&](const std::vector<const void*>& brought) {
+      for (const void* its : brought) {
+        const auto& theirs = *static_cast<const std::vector<std::int64_t>*>(its);
+        all.insert(all.end(), theirs.begin(), theirs.end());
+      }
+    });
+    return all;
+  }
+
+ private:
+  const std::shared_ptr<LocalGroup> group_;
+  const int rank_;
+};
+
+}  // namespace noria

@@ -1,0 +1,106 @@
+"""Collectives of torch's process groups: torch's own bits, agreement, and errors in place of waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import noria
+import pytest
+import torch
+import torch.distributed as dist
+from noria import _C
+
+from tests.ranks import on_ranks
+
+COUNT = 1000
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+TYPES = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def new_lane() -> _C.CollectLane:
+    name = dist.group.WORLD.group_name
+    collectives = _C.make_c10d_collectives(name, name, "cpu")
+    return _C.CollectLane(_C.make_host_backend(1 << 20), collectives, ["head", "tail"])
+
+
+def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size * COUNT, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def gather_and_reduce(rank: int, size: int) -> None:
+    lane = new_lane()
+    op = 0
+    for name, dtype in TYPES.items():
+        shard = COUNT * dtype.itemsize
+        own = slice(rank * COUNT, (rank + 1) * COUNT)
+
+        gathered = torch.zeros(size * COUNT, dtype=dtype)
+        gathered[own] = values_of(rank, size, dtype)[own]
+        lane.gather(op, 0, gathered.data_ptr(), shard).wait_passed()
+        for other in range(size):
+            its = slice(other * COUNT, (other + 1) * COUNT)
+            assert torch.equal(gathered[its], values_of(other, size, dtype)[its])
+
+        onto = values_of(rank, size, dtype)[:COUNT]
+        for wide in (False, True):
+            summed = values_of(rank, size, dtype)
+            scratch = torch.empty(size * COUNT)
+            op += 1
+            address = scratch.data_ptr() if wide else 0
+            lane.reduce(op, 1, summed.data_ptr(), shard, name, address, onto.data_ptr()).wait_passed()
+            twin = values_of(rank, size, dtype)
+            twin = (twin.float() if wide else twin).mul_(1 / size)
+            torchs_own = torch.empty(COUNT, dtype=twin.dtype)
+            REDUCE_SCATTER(torchs_own, twin.clone())
+            assert torch.equal(summed[own], torchs_own.to(dtype) + onto)
+            dist.all_reduce(twin)  # as DistributedDataParallel sums
+            if size == 2:  # of two terms there is one order
+                assert torch.equal(torchs_own, twin[own])
+        op += 1
+    assert lane.exchange([rank, 7]) == [number for other in range(size) for number in (other, 7)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_are_gathered_and_gradients_summed_to_torchs_bits(size):
+    on_ranks(size, gather_and_reduce)
+
+
+def do_different_things(rank: int, size: int) -> str:
+    lane = new_lane()
+    memory = torch.zeros(size * COUNT)
+    ticket = lane.gather(0, rank, memory.data_ptr(), 4 * COUNT)
+    with pytest.raises(noria.UsageError) as raised:
+        ticket.wait_passed()
+    again = lane.gather(1, 0, memory.data_ptr(), 4 * COUNT)
+    with pytest.raises(noria.UsageError):
+        again.wait_passed()
+    return str(raised.value)
+
+
+def test_ranks_that_do_not_do_the_same_all_raise_with_the_difference():
+    for rank, said in enumerate(on_ranks(2, do_different_things)):
+        assert f'rank {rank} about to gather "{("head", "tail")[rank]}"' in said
+        assert f'rank {1 - rank} to gather "{("tail", "head")[rank]}"' in said
+
+
+def one_leaves(rank: int, size: int, hangs: bool) -> tuple[str, float]:
+    lane = new_lane()
+    memory = torch.zeros(size * COUNT)
+    lane.gather(0, 0, memory.data_ptr(), 4 * COUNT).wait_passed()
+    if rank == 1 and hangs:
+        time.sleep(3600)
+    if rank == 1:
+        os._exit(1)
+    began = time.monotonic()
+    with pytest.raises(noria._C.MachineError) as raised:
+        lane.gather(1, 0, memory.data_ptr(), 4 * COUNT).wait_passed()
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_rank_that_dies_or_hangs_fails_the_others_within_the_timeout(hangs):
+    timeout_s = 5.0
+    said, waited_s = on_ranks(2, one_leaves, hangs, timeout_s=timeout_s, dying=(1,))[0]
+    assert "rank 0 of 2" in said and "timeout" in said
+    assert waited_s < 10 * timeout_s

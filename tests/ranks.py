@@ -1,0 +1,67 @@
+"""Runs a function on several ranks, each a process of its own, over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 60.0
+
+
+def _run(
+    rank: int, size: int, meeting: str, timeout_s: float, answers: Any, act: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        answers.put((rank, act(rank, size, *args), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # a group whose other ranks are gone may hang when it is torn down
+
+
+def on_ranks(
+    size: int, act: Callable[..., Any], *args: Any, timeout_s: float = 30.0, dying: tuple[int, ...] = ()
+) -> Any:
+    """What `act(rank, size, *args)` returns, by rank. `dying`: ranks that end without an answer: None. `timeout_s` is
+    the group's own. Raises AssertionError with the traceback of the first rank that raised."""
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "meeting")
+        ranks = [
+            context.Process(target=_run, args=(rank, size, meeting, timeout_s, answers, act, args), daemon=True)
+            for rank in range(size)
+        ]
+        for each in ranks:
+            each.start()
+        found = {}
+        failures = []
+        for _ in range(size - len(dying)):
+            rank, answer, failure = answers.get(timeout=TIMEOUT_S + timeout_s)
+            found[rank] = answer
+            if failure is not None:
+                failures.append(f"rank {rank}:\n{failure}")
+                break  # the others may be waiting for it
+        for rank, each in enumerate(ranks):
+            if failures or rank in dying:
+                each.kill()
+            each.join(TIMEOUT_S)
+    assert not failures, "\n".join(failures)
+    return [found.get(rank) for rank in range(size)]
