@@ -4,6 +4,7 @@ and a process always ends, with the exit code it would have had.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -242,6 +243,119 @@ def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
     loss_of(model, 5).backward()
     optimizer.step()
     assert_moved(model)
+
+
+@pytest.mark.parametrize("update", ["auto", "blocking"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_an_update_that_raises_breaks_off_its_step_as_in_torch(optimizer, update):
+    """What came before the parameter is updated, what comes after it is not, and training goes on."""
+
+    def journey(side: Side) -> None:
+        side.train(0, 1)
+        key = "momentum_buffer" if optimizer is sgd else "exp_avg"
+        state = side.optimizer.state[side.model.blocks[2].expand.bias]
+        good, state[key] = state[key].clone(), torch.zeros(3)
+        loss_of(side.model, 1).backward()
+        with pytest.raises(RuntimeError, match=r"shape|size"):
+            side.optimizer.step()
+            loss_of(side.model, 2)
+        assert side.optimizer.state[side.model.blocks[2].expand.bias] is state
+        state[key] = good
+        side.optimizer.zero_grad()
+        side.train(2, 5)
+
+    both(journey, optimizer=optimizer, update=update, moved=False)
+
+
+def amsgrad_turned_on(optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def lr_a_string(optimizer):
+    optimizer.param_groups[0]["lr"] = "small"
+
+
+def no_betas(optimizer):
+    del optimizer.param_groups[0]["betas"]
+
+
+def state_of_another_optimizer(optimizer):
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {number: {"step": torch.tensor(1.0)} for number in saved["state"]}
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("update", ["auto", "blocking"])
+@pytest.mark.parametrize("cause", [amsgrad_turned_on, lr_a_string, no_betas, state_of_another_optimizer])
+@pytest.mark.parametrize(
+    "need", ["forward", "weights", "state", "load weights", "load state", "save", "unwrap", "step", "materialize"]
+)
+def test_an_update_that_fails_in_every_unit_is_heard_of_once_and_leaves_what_was(need, cause, update, tmp_path):
+    torch.manual_seed(0)
+    model = Net(2)
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", kernel="torch", window=2, update=update)
+    side = Side(model, optimizer, True)
+    side.train(0, 2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    needs = {
+        "forward": lambda: loss_of(model, 4),
+        "weights": model.state_dict,
+        "state": optimizer.state_dict,
+        "load weights": lambda: model.load_state_dict(weights),
+        "load state": lambda: optimizer.load_state_dict(copy.deepcopy(saved)),
+        "save": lambda: noria.save(tmp_path / "run.pt", model, optimizer),
+        "unwrap": lambda: noria.unwrap(model, optimizer),
+        "step": optimizer.step,
+        "materialize": lambda: noria.materialize(model).__enter__(),
+    }
+    loss_of(model, 3).backward()
+    cause(optimizer)
+    with pytest.raises((KeyError, TypeError, ValueError)) as caught:
+        optimizer.step()
+        needs[need]()
+    assert any('unit "' in note for note in caught.value.__notes__)
+    noria.testing.assert_same_bits(model.state_dict(), weights)
+    if need == "load state" or cause is state_of_another_optimizer:
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999), amsgrad=False)
+    if need not in ("step", "materialize"):
+        needs[need]()
+    optimizer.zero_grad()
+    side.train(4, 6)
+    assert not torch.equal(model.state_dict()["head.weight"], weights["head.weight"])
+
+
+def test_an_update_that_raises_does_not_break_off_that_of_another_optimizer():
+    def journey(side: Side) -> None:
+        first, second = side.optimizer
+        for number in range(3):
+            loss_of(side.model, number).backward()
+            first.param_groups[0]["lr"] = "small" if number == 1 else 1e-2
+            if number == 1 and not side.is_wrapped:
+                with pytest.raises(TypeError):
+                    first.step()
+                second.step()
+            else:
+                first.step()
+                second.step()
+            if number == 1 and side.is_wrapped:
+                with pytest.raises(TypeError):
+                    side.model.state_dict()
+            side.keep(f"head {number}", side.model.state_dict()["head.weight"])
+            side.keep(f"embedding {number}", side.model.state_dict()["embed.weight"])
+            side.model.zero_grad()
+
+    twin, side = (Side(Net(), None, wrapped) for wrapped in (False, True))
+    side.model.load_state_dict(twin.model.state_dict())
+    for each in (twin, side):
+        halves = [each.model.embed, each.model.blocks], [each.model.head]
+        each.optimizer = [adamw([p for m in half for p in m.parameters()]) for half in halves]
+    noria.wrap(side.model, side.optimizer, device="cpu", kernel="torch", window=2)
+    journey(twin)
+    journey(side)
+    noria.testing.assert_same_bits(side.kept, twin.kept)
 
 
 # ---- the end of the process --------------------------------------------------------------------------------

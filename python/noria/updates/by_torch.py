@@ -42,9 +42,9 @@ class ByTorch:
         self.wrapped.custody.defer_update(unit)
 
     def run(self, unit: int) -> None:
-        """The real optimizer on one unit, if an update of it is waiting. When it raises, parameters that it has not
-        touched go on waiting for theirs."""
-        groups = self._jobs.get(unit)
+        """The real optimizer on one unit, if an update of it is waiting. When it raises, the step that it belongs to is
+        broken off, as torch's is: updates that are still waiting are dropped, and whoever came hears of it, once."""
+        groups = self._jobs.pop(unit, None)
         if groups is None:
             return
         slots = [slot for _, slots in groups for slot in slots]
@@ -52,15 +52,17 @@ class ByTorch:
             versions = {slot.index: self.home_parameter(slot)._version for slot in slots}
             try:
                 self._run(groups)
-            except BaseException:
-                done = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
-                self._jobs[unit] = [
-                    (hyper, [slot for slot in slots if slot.index not in done]) for hyper, slots in groups
-                ]
-                self._finish(slots, done)
-                self.wrapped.custody.defer_update(unit)
+            except BaseException as error:
+                self._jobs.clear()  # the engine still asks for them, and finds none
+                name = self.wrapped.units[unit].name
+                error.add_note(
+                    f'noria: raised by the update of unit "{name}", which optimizer.step() had put off until somebody '
+                    "needs the unit. The step is broken off: parameters that it had not come to keep their values, and "
+                    "the call that raised this may be made again"
+                )
+                touched = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
+                self._finish(slots, touched)
                 raise
-            del self._jobs[unit]
             self._finish(slots, versions)
 
     def _run(self, groups: Groups) -> None:

@@ -126,8 +126,10 @@ class Updates:
             else:
                 self._by_torch.defer(unit, jobs[unit])
         wrapped.custody.bump_versions(updated)
-        wrapped.custody.end_step(wrapped.policy.update == "blocking")
-        wrapped.custody.guard_gradients()
+        try:
+            wrapped.custody.end_step(wrapped.policy.update == "blocking")
+        finally:
+            wrapped.custody.guard_gradients()  # of those that the pool still reads, where an update by torch raised
         wrapped.judge_drafts(would_hold=norms.max_grad_norm is not None and factor == expected)
         self.num_steps += 1
 
