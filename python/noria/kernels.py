@@ -27,6 +27,7 @@ __all__ = [
     "choose",
     "fused_units",
     "keeps_state",
+    "no_number_in",
     "rule_of",
     "why_not_fused",
 ]
@@ -58,14 +59,20 @@ class FusedRule:
     def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0, seed: int = 0) -> _C.UpdateScalars:
         """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1; `factor` is on the
         gradient; `seed` is of the rounding."""
-        numbers: dict[str, Any] = {key: float(hyper[key]) for key in _NUMBERS if key in hyper}
+        numbers: dict[str, Any] = {key: float(hyper[key]) for key in _ANY_NUMBER if key in hyper}
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
         return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor, seed=seed)
 
 
-_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening")
+_ANY_NUMBER = ("lr", "eps", "weight_decay", "momentum", "dampening")
+_NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.SGD: ("lr", "momentum", "dampening", "weight_decay"),
+    Lion: ("lr", "betas", "weight_decay"),
+}
 _ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _SGD = STATELESS = FusedRule("sgd", ())
@@ -85,11 +92,26 @@ def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
 
 def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str | None:
     """What of this optimizer noria's kernels do not cover, in a word; None: they cover it."""
-    if cls not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion):
+    if cls not in _NUMBERS_OF:
         return f"{cls.__name__} has none"
     for option in ("amsgrad", "capturable", "differentiable"):
         if any(group.get(option) for group in groups):
             return option
+    return None
+
+
+def no_number_in(cls: type[Optimizer], group: dict[str, Any]) -> str | None:
+    """The key under which a group of a class that the kernels cover has not the number, or two, that they need."""
+    for key in _NUMBERS_OF[cls]:
+        try:
+            values = [group[key]] if key != "betas" else [*group[key]]
+            if any(isinstance(value, str) for value in values):
+                return key
+            numbers = [float(value) for value in values]
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+            return key
+        if key == "betas" and len(numbers) != 2:
+            return key
     return None
 
 

@@ -433,6 +433,35 @@ def test_hyperparameters_that_change_between_backward_and_step_are_told():
     train_on(model, optimizer, 1)  # the step has been counted
 
 
+@pytest.mark.parametrize("change", [{"lr": None}, {"betas": (0.9,)}, {"weight_decay": "x"}, {"amsgrad": True}])
+def test_hyperparameters_that_become_nonsense_are_told_before_the_update_or_counted_with_it(change):
+    def steps(optimizer):
+        return {float(values["step"]) for values in optimizer.state_dict()["state"].values()}
+
+    model, optimizer = wrapped(model=lambda: Net(2))
+    train_on(model, optimizer, 1)
+    group = optimizer.param_groups[0]
+    good = {key: group[key] for key in change}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    group.update(change)
+    with pytest.raises(noria.UsageError, match=next(iter(change))):
+        loss_of(model, 1).backward()
+    assert_same_bits(model.state_dict(), before)
+    assert steps(optimizer) == {1.0}
+    group.update(good)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    group.update(change)
+    with pytest.raises(noria.UsageError, match="group 0 changed between"):
+        optimizer.step()
+    group.update(good)
+    assert steps(optimizer) == {2.0}
+    assert not torch.equal(model.state_dict()["head.bias"], before["head.bias"])
+    optimizer.zero_grad()
+    train_on(model, optimizer, 2)
+    assert steps(optimizer) == {3.0}
+
+
 def test_a_forward_that_raises_harms_nothing():
     model, optimizer = wrapped()
     train_on(model, optimizer, 0)

@@ -462,6 +462,57 @@ def test_hyperparameters_that_the_kernel_does_not_cover():
     undisturbed(misuse, kernel="fused")
 
 
+def in_two_groups(parameters):
+    parameters = list(parameters)
+    return adamw([{"params": parameters[::2]}, {"params": parameters[1::2]}])
+
+
+NO_NUMBERS = {
+    "lr": [None, "0.1", 1j, torch.ones(2)],
+    "betas": [None, 0.9, (0.9, 0.9, 0.9), (0.9, "x")],
+    "eps": ["missing"],
+    "weight_decay": ["x"],
+}
+
+
+@pytest.mark.parametrize("policy", [{"draft_memory": 0}, {"draft_memory": "64MiB"}, {"update": "blocking"}])
+@pytest.mark.parametrize("before_forward", [False, True])
+@pytest.mark.parametrize(("key", "values"), NO_NUMBERS.items())
+def test_hyperparameters_that_are_no_numbers_are_found_before_anything_is_updated(key, values, before_forward, policy):
+    def misuse(side):
+        group = side.optimizer.param_groups[1]
+        good = group[key]
+        for value in values:
+            if not before_forward:
+                loss_of(side.model, 50).backward()
+            if value == "missing":
+                del group[key]
+            else:
+                group[key] = value
+            if before_forward:
+                loss_of(side.model, 50).backward()
+            with refused(f'under "{key}"', "in group 1"):
+                side.optimizer.step()
+            group[key] = good
+            side.optimizer.zero_grad()
+
+    undisturbed(misuse, optimizer=in_two_groups, kernel="fused", moved=False, **policy)
+
+
+@pytest.mark.parametrize("step", [torch.tensor(float("nan")), "5", None, torch.tensor(-3.0)])
+def test_a_count_of_steps_that_is_none_is_found_before_anything_is_updated(step):
+    def misuse(side):
+        state = side.optimizer.state[side.model.head.bias]
+        good, state["step"] = state["step"], step
+        loss_of(side.model, 50).backward()
+        with refused("head.bias", '"step"'):
+            side.optimizer.step()
+        state["step"] = good
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse, kernel="fused")
+
+
 def test_deepcopy_of_a_wrapped_model_or_optimizer():
     def misuse(side):
         for each in (side.model, side.model.blocks[1], side.optimizer):

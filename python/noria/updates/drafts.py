@@ -33,6 +33,9 @@ class Drafts:
 
     def _expect_drafts(self, drafted: frozenset[int]) -> set[int]:
         """Returns the units that will be."""
+        groups = self.members.optimizer.param_groups
+        if any(self.members.refusal_of(number, group) is not None for number, group in enumerate(groups)):
+            return set()  # step() says so, if nobody sets it right before
 
         def next_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
             return self.steps.expect(slot, rule) if slot.unit in drafted else None

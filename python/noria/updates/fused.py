@@ -10,7 +10,7 @@ from noria.home import HomeParameter
 from noria.kernels import STATELESS, FusedRule, rule_of
 from noria.moments import PURPOSE_OF, SCALES_KEY
 from noria.updates.home_state import HomeState
-from noria.updates.members import Groups, Members
+from noria.updates.members import Jobs, Members
 from noria.updates.steps import Steps
 
 __all__ = ["Fused"]
@@ -18,6 +18,9 @@ __all__ = ["Fused"]
 Piece = tuple[int, int, _C.UpdateScalars] | tuple[int, int, _C.UpdateScalars, int, int]
 """Offset and count in the unit, scalars; where moments are rounded at random, the number of the first element and of
 its block."""
+
+Ready = list[tuple[HomeParameter, FusedRule, _C.UpdateScalars]]
+"""Of one unit: what will be updated, and how."""
 
 _NO_SCALARS = STATELESS.scalars({"lr": 0.0}, 1)
 
@@ -46,18 +49,29 @@ class Fused:
         self.steps = steps
         self._numbers: dict[int, int] = {}  # of the first element, by slot index; where moments are rounded at random
 
-    def submit(self, unit: int, groups: Groups, urgency: int, factor: float) -> None:
+    def ready(self, jobs: Jobs, factor: float) -> dict[int, Ready]:
+        """What `submit` is to be given, by unit. Of all units before the first is submitted, for a state that cannot be
+        updated is found here, where no step has been counted yet."""
+        ready: dict[int, Ready] = {}
+        for unit, groups in jobs.items():
+            if not self.members.fuses(unit):
+                continue
+            scalars = self.scalars(factor)
+            for number, (hyper, slots) in enumerate(groups):
+                rule = rule_of(self.members.cls, hyper)
+                for slot in slots:
+                    made = scalars(number, rule, hyper, self.steps.ready(slot, rule))
+                    ready.setdefault(unit, []).append((slot, rule, made))
+        return ready
+
+    def submit(self, unit: int, ready: Ready, urgency: int) -> None:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
         jobs: dict[tuple[FusedRule, int], list[Piece]] = {}
-        scalars = self.scalars(factor)
-        for number, (hyper, slots) in enumerate(groups):
-            rule = rule_of(self.members.cls, hyper)
-            for slot in slots:
-                step = self.steps.count(slot, rule)
-                in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
-                piece = self._piece(slot, scalars(number, rule, hyper, step))
-                jobs.setdefault((rule, -1 if in_home else slot.index), []).append(piece)
+        for slot, rule, scalars in ready:
+            self.steps.count(slot, rule)
+            in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
+            jobs.setdefault((rule, -1 if in_home else slot.index), []).append(self._piece(slot, scalars))
         for (rule, index), pieces in jobs.items():
             arrays = self.arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
             held = self.wrapped.home.address("held gradients", unit)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.home import HomeParameter
-from noria.kernels import FusedRule, keeps_state, rule_of
+from noria.kernels import FusedRule, rule_of
 from noria.modes import plainly
 from noria.optimizer import refuse_inside_backward
 from noria.updates.fused import Fused
@@ -69,9 +69,9 @@ class InsideBackward:
         updated_now = custody.take_updated(sorted({slot.unit for slot in own}))
         used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
         now = self.fused.scalars(1.0)
-        updated, changed, strange = [], None, None
+        updated, changed, strange, refusal = [], None, None, None
         for number, group in enumerate(self.members.optimizer.param_groups):
-            rule = rule_of(self.members.cls, group)
+            is_fit = self.members.refusal_of(number, group) is None
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
                 scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize)) if parameter.numel() else None
@@ -81,11 +81,17 @@ class InsideBackward:
                     strange = slot
                 if not is_used:
                     continue
-                if slot.has_master or keeps_state(self.members.cls, group):
-                    self.state.shown.unsettled(parameter)
-                step = self.steps.count(slot, rule)
                 updated.append(slot.index)
-                if scalars is not None and now(number, rule, group, step) != scalars:
+                rule = self.wrapped.plan.fused[slot.unit][0]
+                if slot.has_master or rule.keys:
+                    self.state.shown.unsettled(parameter)
+                try:
+                    step = self.steps.count(slot, rule)
+                except UsageError as error:
+                    refusal = error
+                    continue
+                as_it_was = is_fit and rule_of(self.members.cls, group) == rule
+                if not as_it_was or (scalars is not None and now(number, rule, group, step) != scalars):
                     changed = number
         custody.bump_versions(updated)
         custody.end_step(False)
@@ -101,7 +107,7 @@ class InsideBackward:
                 f'that of "{strange.name}" cleared, replaced or used up before; the updates are those of backward()',
                 'leave p.grad alone, or wrap with update="auto"',
             )
-        return None
+        return refusal
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 from noria.custody import Wrapped
 from noria.home import HomeParameter
-from noria.kernels import why_not_fused
+from noria.kernels import no_number_in, why_not_fused
 from noria.optimizer import original_class
 
 __all__ = ["Groups", "Jobs", "Members"]
@@ -65,13 +65,30 @@ class Members:
         """The groups may have been edited since the optimizer was wrapped."""
         self.check(self.optimizer.param_groups)
         self.check_held_once(())
-        reason = why_not_fused(self.cls, self.optimizer.param_groups) if self.kernel == "fused" else None
+        if self.kernel != "fused":
+            return
+        for number, group in enumerate(self.optimizer.param_groups):
+            refusal = self.refusal_of(number, group)
+            if refusal is not None:
+                raise refusal
+
+    def refusal_of(self, number: int, group: dict[str, Any]) -> UsageError | None:
+        """What of a parameter group noria's own kernels cannot update with."""
+        reason = why_not_fused(self.cls, [group])
         if reason is not None:
-            raise usage_error(
+            return usage_error(
                 f"{self.cls.__name__} with the options it was wrapped with: noria's own kernel updates it",
-                f"a group with {reason}, for which there is none",
+                f"group {number} with {reason}, for which there is none",
                 'set it before noria.wrap, or wrap with kernel="torch"',
             )
+        key = no_number_in(self.cls, group)
+        if key is not None and group["params"]:
+            return usage_error(
+                f'{"two numbers" if key == "betas" else "a number"} under "{key}" in every parameter group',
+                f"{group[key]!r} in group {number}" if key in group else f"none in group {number}",
+                'set it before step(), under update="backward" before backward()',
+            )
+        return None
 
     def check_held_once(self, more: Iterable[nn.Parameter]) -> None:
         """The fused kernels' moments lie beside the parameter, so only one optimizer can keep some."""

@@ -115,14 +115,15 @@ class Updates:
             norms.grad_norm = norms.clip_by_torch(norms.max_grad_norm)
         jobs = take_gradients(self._members, self._state)
         factor, expected = norms.factor(jobs), norms.expected_factor
+        ready = self._fused.ready(jobs, factor)
         wrapped.custody.begin_step()
         order = [unit for unit in wrapped.custody.next_forward_order() if unit in jobs]
         updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
         for urgency, unit in enumerate(order):
-            if self._members.fuses(unit):
-                self._fused.submit(unit, jobs[unit], urgency, factor)
+            if unit in ready:
+                self._fused.submit(unit, ready[unit], urgency)
             else:
                 self._by_torch.defer(unit, jobs[unit])
         wrapped.custody.bump_versions(updated)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from noria import _C
+from noria._errors import UsageError, usage_error
 from noria.home import HomeParameter
 from noria.kernels import FusedRule
 from noria.moments import MOMENT_OF, PURPOSE_OF, ROUNDING_STEP, keys_of
@@ -14,6 +15,8 @@ from noria.updates.home_state import HomeState
 from noria.updates.members import Members
 
 __all__ = ["Steps"]
+
+_MOST_STEPS = 1 << 62
 
 
 class Steps:
@@ -26,23 +29,28 @@ class Steps:
         self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
         self._zeroed: set[int] = set()  # slots whose moments are zeros of which the optimizer's state does not know yet
 
+    def ready(self, slot: HomeParameter, rule: FusedRule) -> int:
+        """The step that comes now; `count` will say the same. Moments that somebody has put in the place of the home's
+        are taken there, and nothing else is changed."""
+        state = dict.get(self.state.shown, slot.parameter) or {}
+        if not rule.keys or any(state.get(key) is None for key in rule.keys):
+            return 1
+        self._adopt_replaced(slot, state, self._keys(slot, rule))
+        return self._after(slot, state, rule)
+
     def count(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now. State is made as torch makes it: lazily, from zeros, `step` a float."""
         if not rule.keys:
             return 1
         state = self.state.shown.unsettled(slot.parameter)
-        keys = self._keys(slot, rule)
-        is_first = any(state.get(key) is None for key in rule.keys)
-        if is_first:
+        step = self.ready(slot, rule)
+        if any(state.get(key) is None for key in rule.keys):
             if rule.counts_steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for key in keys:
+            for key in self._keys(slot, rule):
                 state[key] = self.state.moment(slot, key) if slot.index in self._zeroed else self._new_moment(slot, key)
                 self._adopted[(slot.index, key)] = state[key]
             self._zeroed.discard(slot.index)
-        else:
-            self._adopt_replaced(slot, state, keys)
-        step = 1 if is_first else self._after(state, rule)
         if rule.counts_steps:
             state["step"] += 1
         elif self.state.dtype != "fp32":
@@ -62,23 +70,20 @@ class Steps:
             if state.get(key) is None or state[key] is not self._adopted.get((slot.index, key)):
                 return None
             _C.watch(state[key])  # who edits it before the step says so
-        return self._after(state, rule)
+        try:
+            return self._after(slot, state, rule)
+        except UsageError:
+            return None  # step() says so, if nobody sets it right before
 
     def prepare(self, slot: HomeParameter, rule: FusedRule) -> int:
         """The step that comes now, with its moments in the home. What the optimizer's state will say of a first one is
         said at `step()`, for the parameters that were updated."""
-        if not rule.keys:
-            return 1
         state = dict.get(self.state.shown, slot.parameter) or {}
-        keys = self._keys(slot, rule)
-        if any(state.get(key) is None for key in rule.keys):
-            if slot.index not in self._zeroed:
-                self._zeroed.add(slot.index)
-                for key in keys:
-                    self._new_moment(slot, key)
-            return 1
-        self._adopt_replaced(slot, state, keys)
-        return self._after(state, rule)
+        if any(state.get(key) is None for key in rule.keys) and slot.index not in self._zeroed:
+            self._zeroed.add(slot.index)
+            for key in self._keys(slot, rule):
+                self._new_moment(slot, key)
+        return self.ready(slot, rule)
 
     def change_places(self, unit: int) -> None:
         """A draft was committed: what views the unit's state views it where it lies now."""
@@ -95,11 +100,23 @@ class Steps:
         """State has been loaded: moments that `prepare` has made are other ones now."""
         self._zeroed.clear()
 
-    def _after(self, state: dict[str, Any], rule: FusedRule) -> int:
+    def _after(self, slot: HomeParameter, state: dict[str, Any], rule: FusedRule) -> int:
         """The step that comes after those that the state has seen."""
-        if rule.counts_steps:
-            return int(state["step"]) + 1
-        return state.get(ROUNDING_STEP, 1) + 1 if self.state.dtype != "fp32" else 2
+        if not rule.counts_steps and self.state.dtype == "fp32":
+            return 2
+        key = "step" if rule.counts_steps else ROUNDING_STEP
+        found: Any = state.get(key, None if rule.counts_steps else 1)
+        try:
+            seen = -1 if isinstance(found, str) else int(found)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            seen = -1
+        if not 0 <= seen < _MOST_STEPS:
+            raise usage_error(
+                f'a number of steps as "{key}" in optimizer.state of "{slot.name}"',
+                repr(found),
+                "set it right, or load a checkpoint",
+            )
+        return seen + 1
 
     def _keys(self, slot: HomeParameter, rule: FusedRule) -> tuple[str, ...]:
         """The state's tensors that the fused kernel writes. What lies outside of the home is fp32."""
