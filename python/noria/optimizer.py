@@ -64,7 +64,8 @@ class WrappedOptimizer(Optimizer):
         """As `torch.nn.utils.clip_grad_norm_` on this optimizer's parameters, up to the order of summation, and faster:
         the norm is taken on the host while gradients land, and gradients are written only where it exceeds `max_norm`.
 
-        Returns the norm before clipping: fp32, no dimensions. Raises RuntimeError where torch does.
+        Returns the norm before clipping: fp32, also of gradients in bfloat16 (fp64 where some are), no dimensions.
+        Raises RuntimeError where torch does. Once unwrapped, it is torch's call in all.
         """
         if self._noria is None:
             parameters = [p for group in self.param_groups for p in group["params"]]

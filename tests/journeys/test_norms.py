@@ -117,13 +117,19 @@ def test_sums_that_are_late_are_waited_for():
         both_clipping(built_in(BITES), BITES, draft_memory=draft_memory, hostility=late)
 
 
+def untouched(side, number):
+    pass
+
+
+@pytest.mark.parametrize("edit", [untouched, replaced])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_clip_by_the_optimizer_is_a_clip_by_torch(dtype):
+def test_a_clip_by_the_optimizer_is_a_clip_by_torch(dtype, edit):
     """Norms may differ by the order of summation, so the clipped gradients are compared with the exact norm's."""
 
     def journey(side: Side) -> None:
         for number in range(STEPS):
             loss_of(side.model, number).backward()
+            edit(side, number)
             if side.is_wrapped:
                 norm = side.optimizer.clip_grad_norm_(BITES_SOMETIMES)
             else:
@@ -174,6 +180,39 @@ def test_other_kernels_clip_with_torch_itself():
 
     both(journey, kernel="torch", max_grad_norm=BITES_SOMETIMES)
     both(journey, optimizer=lambda ps: Whole(ps, lr=0.1), max_grad_norm=BITES_SOMETIMES)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+@pytest.mark.parametrize("edit", [untouched, replaced])
+@pytest.mark.parametrize("kernel", ["fused", "torch", "whole"])
+def test_norms_of_bfloat16_gradients_are_fp32(kernel, edit, norm_type):
+    class Whole(torch.optim.SGD):
+        pass
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Whole(model.parameters(), lr=0.1) if kernel == "whole" else adamw(model.parameters())
+    chosen = {} if kernel == "whole" else {"kernel": kernel}
+    noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, window=2, max_grad_norm=BITES, **chosen)
+    side = Side(model, optimizer, True)
+    loss_of(model, 0).backward()
+    edit(side, 0)
+    exact = torch.cat([gradient.double().flatten() for gradient in side.gradients()])
+    wanted = torch.linalg.vector_norm(exact, norm_type)
+    norm = optimizer.clip_grad_norm_(1.0, norm_type)
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(norm.double(), wanted, rtol=1e-6, atol=0)
+    clipped = torch.cat([gradient.double().flatten() for gradient in side.gradients()])
+    factor = torch.clamp(1.0 / (wanted + 1e-6), max=1.0)
+    torch.testing.assert_close(clipped, exact * factor, rtol=2**-8, atol=0)
+    optimizer.step()
+    assert optimizer.grad_norm.dtype is torch.float32
+    torch.testing.assert_close(optimizer.grad_norm.double(), torch.linalg.vector_norm(clipped), rtol=1e-6, atol=0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    next(side.gradients())[0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
 
 
 def test_a_clip_of_another_norm_is_torch_s_own():

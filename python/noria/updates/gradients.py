@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from noria._errors import usage_error
+from noria.custody import Wrapped
 from noria.home import HomeParameter
 from noria.kernels import keeps_state
 from noria.updates.home_state import HomeState
 from noria.updates.members import Jobs, Members
 from noria.updates.worker import hyper_of
 
-__all__ = ["take_gradients"]
+__all__ = ["take_foreign", "take_gradients"]
+
+
+def take_foreign(wrapped: Wrapped, slot: HomeParameter) -> None:
+    """Where `p.grad` is a tensor of the user's own, the held gradient becomes a copy of it."""
+    if wrapped.custody.gradient_is(slot.index) != "foreign":
+        return
+    if not slot.trainable:
+        raise usage_error(
+            f'no gradient on "{slot.name}", frozen when it was wrapped',
+            "one in p.grad",
+            "unfreeze parameters before noria.wrap",
+        )
+    wrapped.custody.take_foreign_gradient(slot.index)
 
 
 def take_gradients(members: Members, state: HomeState) -> Jobs:
@@ -25,14 +39,7 @@ def take_gradients(members: Members, state: HomeState) -> Jobs:
             if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
                 state.shown.unsettled(parameter)  # made now, so that it keeps torch's order
             members.wrapped.confirm_low_bits(slot)
-            if members.wrapped.custody.gradient_is(slot.index) == "foreign":
-                if not slot.trainable:
-                    raise usage_error(
-                        f'no gradient on "{slot.name}", frozen when it was wrapped',
-                        "one in p.grad",
-                        "unfreeze parameters before noria.wrap",
-                    )
-                members.wrapped.custody.take_foreign_gradient(slot.index)
+            take_foreign(members.wrapped, slot)
             by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
             jobs.setdefault(unit, []).append((hyper, slots))

@@ -12,6 +12,7 @@ from noria.home import HomeParameter
 from noria.modes import plainly
 from noria.optimizer import refuse_inside_backward
 from noria.updates.fused import Fused
+from noria.updates.gradients import take_foreign
 from noria.updates.members import Jobs, Members
 
 __all__ = ["Norms"]
@@ -34,18 +35,15 @@ class Norms:
         refuse_inside_backward("optimizer.clip_grad_norm_()")
         self.wrapped.recover()
         slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
-        held = all(self.wrapped.custody.gradient_is(slot.index) == "held" for slot in slots)
-        if float(norm_type) != 2.0 or not held or not self.members.takes_factor():
+        if float(norm_type) != 2.0 or not self.members.takes_factor():
             return self.clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = _C.STORAGE_CAN_REFUSE
         with plainly():
+            for slot in slots:
+                take_foreign(self.wrapped, slot)
             norm = self._norm(slots)
-            if error_if_nonfinite and not torch.isfinite(norm):
-                raise RuntimeError(
-                    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be "
-                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                    "`error_if_nonfinite=False`"
-                )
+            if error_if_nonfinite:
+                _refuse_nonfinite(norm, norm_type)
             factor = _clip_factor(norm, max_norm)
             if factor != 1.0:
                 for slot in slots:
@@ -53,8 +51,21 @@ class Norms:
             return norm.to(slots[0].parameter.device) if slots else norm
 
     def clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """torch's own, but for gradients of 16 bits, whose norm torch would give in as many: it is taken in fp32."""
         parameters = [slot.parameter for slot in self.members.slots()]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if all(gradient.dtype.itemsize > 2 for gradient in gradients):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        with torch.no_grad():
+            norms = [
+                torch.linalg.vector_norm(each, norm_type, dtype=torch.promote_types(each.dtype, torch.float32))
+                for each in gradients
+            ]
+            norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
+        if error_if_nonfinite:
+            _refuse_nonfinite(norm, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def factor(self, jobs: Jobs) -> float:
         """What this step multiplies the gradients by: a scaler's scale, undone, and the clip of `max_grad_norm`."""
@@ -80,6 +91,15 @@ class Norms:
         for (_, members), found in zip(by_unit.items(), self.wrapped.custody.sum_gradients(jobs), strict=True):
             sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
+
+
+def _refuse_nonfinite(norm: torch.Tensor, norm_type: float) -> None:
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
 
 
 def _clip_factor(norm: torch.Tensor, max_norm: float) -> float:
