@@ -247,6 +247,8 @@ def _check_window(value: Any) -> None:
             f"window={value}",
             "raise it: nothing can be fetched while the only leased unit computes, so no work would overlap",
         )
+    if value >= 1 << 31:
+        raise usage_error("a window of fewer than 2**31 units", f"window={value}", "leave it out for no cap")
 
 
 def _check_units(value: Any) -> None:

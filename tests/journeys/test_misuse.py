@@ -109,6 +109,7 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
     [
         ({"window": 1}, ["2 units or more"]),
         ({"window": 2.5}, ["window="]),
+        ({"window": 2**31}, ["2**31", "window="]),
         ({"device_memory": "8 bananas"}, ["device_memory="]),
         ({"device_memory": -1}, ["device_memory="]),
         ({"device_memory": 1.5}, ["device_memory="]),
