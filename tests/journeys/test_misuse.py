@@ -408,6 +408,31 @@ def test_a_parameter_group_of_strangers():
     undisturbed(misuse)
 
 
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_a_parameter_group_that_is_none_raises_as_in_torch(kernel):
+    def what_comes_of(optimizer, group):
+        with pytest.raises((TypeError, KeyError)) as caught:
+            optimizer.add_param_group(group)
+        return type(caught.value), str(caught.value)
+
+    groups = [
+        None,
+        3,
+        {},
+        {"params": None},
+        {"params": "x"},
+        {"params": [3]},
+        {"params": {nn.Parameter(torch.ones(1))}},
+    ]
+    plain = adamw(Net().parameters())
+    wanted = [what_comes_of(plain, group) for group in copy.deepcopy(groups)]
+
+    def misuse(side):
+        assert [what_comes_of(side.optimizer, group) for group in groups] == wanted
+
+    undisturbed(misuse, kernel=kernel)
+
+
 def test_step_and_zero_grad_inside_of_a_backward():
     def misuse(side):
         for call in (side.optimizer.step, side.optimizer.zero_grad):

@@ -176,10 +176,17 @@ class Updates:
             self._state.is_loading = False
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        members = group.get("params", [])
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        group = {**group, "params": members}
-        parameters = [m[1] if isinstance(m, tuple) else m for m in members]
+        params = group.get("params") if isinstance(group, dict) else None
+        if params is not None and not isinstance(params, set):
+            members = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            parameters = [member[1] if isinstance(member, tuple) else member for member in members]
+            if all(isinstance(parameter, torch.Tensor) for parameter in parameters):
+                self._check_new(parameters)
+        original_class(type(self.optimizer)).add_param_group(self.optimizer, group)  # what is no group, torch refuses
+        self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
+
+    def _check_new(self, parameters: list[Any]) -> None:
+        """Parameters that come in a new group."""
         self._members.check([{"params": parameters}])
         self._members.check_held_once(parameters)
         for slot in (self.wrapped.slot_of[parameter] for parameter in parameters):
@@ -189,5 +196,3 @@ class Updates:
                     f'"{slot.name}", whose master is split for that kernel',
                     'wrap with kernel="torch", or give the group to the optimizer before noria.wrap',
                 )
-        original_class(type(self.optimizer)).add_param_group(self.optimizer, group)
-        self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
