@@ -379,6 +379,20 @@ def test_sparse_gradients():
     misuse(Side(model, optimizer, True))
 
 
+@pytest.mark.parametrize(
+    "policy", [{"kernel": "torch"}, {"kernel": "fused"}, {"kernel": "fused", "max_grad_norm": 1.0}]
+)
+def test_a_sparse_gradient_of_the_users_own(policy):
+    def misuse(side):
+        loss_of(side.model, 50).backward()
+        side.model.embed.weight.grad = torch.zeros(side.model.embed.weight.shape).to_sparse()
+        with refused("a dense gradient", "embed.weight", "to_dense"):
+            side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse, **policy)
+
+
 def test_an_in_place_write_to_a_parameter_inside_forward():
     def misuse(side):
         def write(module, args):

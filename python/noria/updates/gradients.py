@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from noria._errors import usage_error
 from noria.custody import Wrapped
 from noria.home import HomeParameter
@@ -23,6 +25,9 @@ def take_foreign(wrapped: Wrapped, slot: HomeParameter) -> None:
             "one in p.grad",
             "unfreeze parameters before noria.wrap",
         )
+    gradient = slot.parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
     wrapped.custody.take_foreign_gradient(slot.index)
 
 
