@@ -47,8 +47,9 @@ void fill_with_nan(std::byte* range, const std::vector<CustodyUnit>& units, c10:
 constexpr int kMostComparisons = 8;
 
 constexpr const char* kWhyDead =
-    "expected no look at p.grad under update=\"backward\", where backward() has used it up; found one (a clip, a "
-    "scaler, a logger, zero_grad(set_to_none=False)); remedy: wrap with update=\"auto\", where p.grad is as in torch";
+    "expected no look at p.grad under update=\"backward\", where it has no values: backward() uses it up, or keeps it "
+    "for step(); found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)); remedy: wrap with "
+    "update=\"auto\", where p.grad is as in torch";
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
