@@ -340,7 +340,7 @@ class Wrapped:
             self._loads.append(units)
             for name, slot in own.items():
                 value = state_dict.get(prefix + name)
-                if isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape:
+                if isinstance(value, torch.Tensor) and value.shape == slot.like.shape:
                     self.write(slot, value)
                     self.is_loaded(slot.index)
                     state_dict[prefix + name] = self.home.working(slot)  # torch copies it onto itself
@@ -511,9 +511,7 @@ class Wrapped:
 
     def round_master(self, slot: HomeParameter) -> None:
         """Working copy from the plain master: nearest, ties away from zero."""
-        _C.split_master(
-            self.home.master(slot).data_ptr(), self.home.working(slot).data_ptr(), 0, slot.parameter.numel()
-        )
+        _C.split_master(self.home.master(slot).data_ptr(), self.home.working(slot).data_ptr(), 0, slot.like.numel())
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
         """The fp32 master as a plain tensor: the home's own where it has one, rebuilt from the split one else."""

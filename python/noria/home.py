@@ -31,11 +31,13 @@ GRADIENT_RING = "gradient ring"
 
 @dataclasses.dataclass
 class HomeParameter:
-    """One parameter's place in its unit. Offsets in bytes; `gradient_offset` -1 means frozen. `is_split`: its master is
-    the working copy with the low bits; a master that is not is plain. Blocks are those that share a scale where moments
-    are codes, counted in the unit."""
+    """One parameter's place in its unit. `like`: a tensor without memory, of the shape and strides that were planned
+    for; the parameter's own are others where the user gave it other data. Offsets in bytes; `gradient_offset` -1 means
+    frozen. `is_split`: its master is the working copy with the low bits; a master that is not is plain. Blocks are
+    those that share a scale where moments are codes, counted in the unit."""
 
     parameter: nn.Parameter
+    like: torch.Tensor
     name: str
     names: tuple[str, ...]
     index: int
@@ -146,6 +148,7 @@ def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[Hom
             parameters.append(
                 HomeParameter(
                     parameter=parameter,
+                    like=torch.empty_strided(parameter.shape, parameter.stride(), device="meta"),
                     name=spec.names[i][0],
                     names=spec.names[i],
                     index=index,
@@ -294,22 +297,22 @@ class Home:
         """As `working`, for the user's hands: after `_C.watch` of it, its first write calls `before_write`."""
         offset = self._offset("working copies", slot.unit) + slot.offset
         with plainly():
-            return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.parameter, slot.dtype, before_write)
+            return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.like, slot.dtype, before_write)
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
-        return self.tensor("working copies", slot.unit, slot.offset, slot.parameter, slot.dtype)
+        return self.tensor("working copies", slot.unit, slot.offset, slot.like, slot.dtype)
 
     def held(self, slot: HomeParameter) -> torch.Tensor:
-        return self.tensor("held gradients", slot.unit, slot.gradient_offset, slot.parameter, slot.dtype)
+        return self.tensor("held gradients", slot.unit, slot.gradient_offset, slot.like, slot.dtype)
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
         """The plain fp32 master (where torch updates, under a bfloat16 policy)."""
         scale = 4 // slot.dtype.itemsize
-        return self.tensor("masters", slot.unit, slot.offset * scale, slot.parameter, torch.float32)
+        return self.tensor("masters", slot.unit, slot.offset * scale, slot.like, torch.float32)
 
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
         """The low 16 bits of a split master, as int16."""
-        return self.tensor("low bits", slot.unit, slot.offset, slot.parameter, torch.int16)
+        return self.tensor("low bits", slot.unit, slot.offset, slot.like, torch.int16)
 
     def has(self, purpose: str, unit: int) -> bool:
         """Whether the unit has a part of this arena."""
@@ -323,7 +326,7 @@ class Home:
         before_write: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """A moment of the fused kernels, with the parameter's element offset. `before_write`: as in `watched`."""
-        return self._state(purpose, slot, self.moment_offset(slot, dtype), slot.parameter, dtype, before_write)
+        return self._state(purpose, slot, self.moment_offset(slot, dtype), slot.like, dtype, before_write)
 
     def scales(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
         """Of a moment that is kept as codes: one for each block."""

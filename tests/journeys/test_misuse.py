@@ -684,3 +684,37 @@ def test_unwrapping_in_the_middle_of_something():
             unwrap()
 
     undisturbed(misuse)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_larger_data_in_a_parameters_place_reach_nothing_that_lies_behind_it(kernel):
+    def misuse(side):
+        bias = side.model.blocks[1].expand.bias
+        before = {name: value.clone() for name, value in side.model.state_dict().items()}
+        wrong = {**before, "blocks.1.expand.bias": torch.full((4 * len(bias),), 7.0)}
+        own = bias.data
+        bias.data = torch.zeros(4 * len(bias))
+        noria.testing.assert_same_bits(side.model.state_dict(), before)
+        side.model.load_state_dict(wrong)  # torch's own copy, into what lies outside
+        noria.testing.assert_same_bits(side.model.state_dict(), before)
+        with refused("blocks.1.expand.bias", "its data replaced"):
+            loss_of(side.model, 50)
+        bias.data = own
+
+    undisturbed(misuse, kernel=kernel)
+
+
+def test_an_update_of_a_parameter_with_larger_data_ends_where_it_was_planned_to():
+    def journey(side):
+        side.train(0, 2)
+        loss_of(side.model, 2).backward()
+        bias = side.model.blocks[1].expand.bias
+        own = bias.data
+        if side.is_wrapped:
+            bias.data = torch.zeros(4 * len(bias))
+        side.optimizer.step()
+        side.keep("planned", side.model.state_dict()["blocks.1.expand.bias"])
+        bias.data = own
+        side.optimizer.zero_grad()
+
+    both(journey, kernel="fused")

@@ -98,7 +98,7 @@ class Fused:
 
     def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
         """Of the squares of their gradients."""
-        pieces = [(slot.offset // slot.dtype.itemsize, slot.parameter.numel(), _NO_SCALARS) for slot in slots]
+        pieces = [(slot.offset // slot.dtype.itemsize, slot.like.numel(), _NO_SCALARS) for slot in slots]
         held = self.wrapped.home.address("held gradients", unit)
         return _C.UpdateJob(
             STATELESS.name, pieces, self.arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
@@ -134,10 +134,10 @@ class Fused:
         number = 0
         for slot in self.members.slots():
             self._numbers[slot.index] = number
-            number += -(-slot.parameter.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
+            number += -(-slot.like.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
 
     def _piece(self, slot: HomeParameter, scalars: _C.UpdateScalars) -> Piece:
         offset = slot.offset // slot.dtype.itemsize
         if self.state.dtype == "fp32":
-            return (offset, slot.parameter.numel(), scalars)
-        return (offset, slot.parameter.numel(), scalars, self._numbers[slot.index], slot.first_block)
+            return (offset, slot.like.numel(), scalars)
+        return (offset, slot.like.numel(), scalars, self._numbers[slot.index], slot.first_block)

@@ -42,7 +42,7 @@ class HomeState:
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
-            if isinstance(low, torch.Tensor) and low.shape == slot.parameter.shape:
+            if isinstance(low, torch.Tensor) and low.shape == slot.like.shape:
                 self.wrapped.set_low_bits(slot, low)  # of an earlier wrap call
             self.adopt(slot)
 
