@@ -23,7 +23,16 @@ from noria.modes import plainly
 from noria.partition import UnitSpec
 from noria.policy import format_bytes
 
-__all__ = ["GRADIENT_RING", "Home", "HomeParameter", "HomeUnit", "Region", "describe_units", "held_region"]
+__all__ = [
+    "GRADIENT_RING",
+    "Home",
+    "HomeParameter",
+    "HomeUnit",
+    "Region",
+    "StatePlace",
+    "describe_units",
+    "held_region",
+]
 
 GRADIENT_RING = "gradient ring"
 """Purpose of the arena that update="backward" has in place of held gradients."""
@@ -68,6 +77,15 @@ class HomeUnit:
     working_address: int = 0
     held_address: int = 0
     spare_address: int = 0  # of the working copy, where drafts are written; 0: none are
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePlace:
+    """A place in the arena "optimizer state", and what it was planned for."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import HomeUnit, Region, Ring, describe_units, held_region
+from noria.home import HomeUnit, Region, Ring, StatePlace, describe_units, held_region
 from noria.kernels import FusedRule, choose, fused_units, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
@@ -56,7 +56,8 @@ class WrapPlan:
     """Indices of the units that have spare buffers for drafts."""
     draftable: dict[int, int]
     """By index of a unit that could have them: the bytes of its spare buffers."""
-    states: list[dict[tuple[int, str], int]]
+    states: list[dict[tuple[int, str], StatePlace]]
+    """By optimizer, slot index and key: where in "optimizer state" a tensor goes that torch keeps."""
     visits: dict[str, list[Any]]
     passes: dict[str, Any]
     unpredicted: list[str]
@@ -265,7 +266,7 @@ def _regions(
     drafted: frozenset[int],
     policy: Policy,
     unpredicted: list[str],
-) -> tuple[list[Region], list[dict[tuple[int, str], int]]]:
+) -> tuple[list[Region], list[dict[tuple[int, str], StatePlace]]]:
     """The home's arenas, and where in "optimizer state" each tensor of each optimizer goes."""
     regions = [
         Region.of("working copies", (unit.weights for unit in units), sorted(drafted)),
@@ -287,20 +288,19 @@ def _regions(
         regions.append(Region.of(purpose, sizes, sorted(drafted)))
         sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
         regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
-    states: list[dict[tuple[int, str], int]] = []
+    states: list[dict[tuple[int, str], StatePlace]] = []
     end = 0
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
-        places: dict[tuple[int, str], int] = {}
+        places: dict[tuple[int, str], StatePlace] = {}
         states.append(places)
         slots = [slot for unit in units for slot in unit.parameters if kernel != "fused" or unit.index not in fused]
         predicted = predict_state(optimizer, slots) if slots else {}
         if predicted is None:
             unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
         for index, tensors in (predicted or {}).items():
-            for key, (shape, itemsize) in tensors.items():
-                places[(index, key)] = end
-                size = itemsize * int(torch.Size(shape).numel())
-                end += -(-size // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+            for key, tensor in tensors.items():
+                places[(index, key)] = StatePlace(end, tuple(tensor.shape), tensor.dtype)
+                end += -(-tensor.nbytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
     regions.append(Region.of("optimizer state", [end]))
     return regions, states
 

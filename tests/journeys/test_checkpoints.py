@@ -681,3 +681,137 @@ def test_a_copy_of_a_wrapped_optimizer_has_its_masters_and_is_wrapped_as_what_it
         its.zero_grad()
     assert_same_bits(model.state_dict(), other.state_dict())
     assert_same_bits(state_tensors(optimizer), state_tensors(copied))
+
+
+# ---- state that was not planned for ----
+
+
+def doubles(state, key):
+    state[key] = state[key].double()
+
+
+def larger(state, key):
+    state[key] = state[key].new_full((400, 400), 7.0)
+
+
+def smaller(state, key):
+    state[key] = state[key][:1].clone()
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", [adagrad, sgd])
+@pytest.mark.parametrize("of", ["one", "all"])
+def test_state_of_another_dtype_stays_as_it_is_and_beside_it_nothing_changes(of, optimizer):
+    key = "sum" if optimizer is adagrad else "momentum_buffer"
+
+    def journey(side):
+        side.train(0, 3)
+        parameters = list(side.model.parameters())
+        for parameter in parameters[3:4] if of == "one" else parameters:
+            doubles(side.optimizer.state[parameter], key)
+        side.train(3, 5)
+        assert {each[key].dtype for each in side.optimizer.state.values()} >= {torch.float64}
+        if side.is_wrapped:
+            notes = noria.report(side.model).notes
+            assert len(notes) == 1 and f"{key} of another shape or dtype than planned for" in notes[0]
+
+    both(journey, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("change", [larger, smaller])
+@pytest.mark.parametrize("by", ["load_state_dict", "assignment"])
+def test_state_of_another_shape_is_refused_by_torchs_step_and_touches_no_other(by, change):
+    def journey(side):
+        side.train(0, 3)
+        good = through_a_file(side.optimizer.state_dict())
+        bad = copy.deepcopy(good)
+        change(bad["state"][3], "exp_avg")
+        if by == "load_state_dict":
+            side.optimizer.load_state_dict(bad)
+        else:
+            change(side.optimizer.state[list(side.model.parameters())[3]], "exp_avg")
+        for key, value in state_tensors(side.optimizer).items():
+            assert_same_bits({key: value}, {key: state_tensors(Loaded(bad))[key]})
+        loss_of(side.model, 3).backward()
+        with pytest.raises(RuntimeError, match=r"size|shape"):
+            side.optimizer.step()
+            side.optimizer.state.values()
+        side.optimizer.zero_grad()
+        side.model.load_state_dict(Net().state_dict())
+        side.optimizer.load_state_dict(good)
+        side.kept.clear()
+        side.train(4, 6)
+
+    both(journey, update="blocking")
+
+
+def test_the_optimizer_of_a_larger_model_is_taken_and_harms_nothing():
+    larger = new_side(model=lambda: Net(width=128))
+    larger.train(0, 1)
+
+    def journey(side):
+        side.train(0, 2)
+        states = both_states(side)
+        side.optimizer.load_state_dict(larger.optimizer.state_dict())
+        assert_same_bits(state_tensors(side.optimizer), state_tensors(larger.optimizer))
+        assert_same_bits(side.model.state_dict(), states["model"])
+        side.optimizer.load_state_dict(states["optimizer"])
+        side.train(2, 4)
+
+    both(journey)
+
+
+@pytest.mark.parametrize("optimizer", [adagrad, adamw])
+def test_bfloat16_state_is_planned_for_as_the_fp32_that_it_becomes_beside_masters(optimizer):
+    side = new_side(optimizer=optimizer, model=lambda: Net().bfloat16())
+    side.train(0, 2)
+    before = {key: value.float() for key, value in state_tensors(side.optimizer).items()}
+    wrap_side(side, window=2, kernel="torch", dtype=torch.bfloat16)
+    after = state_tensors(side.optimizer)
+    assert_same_bits({key: after[key].clone() for key in before}, before)
+    side.train(2, 4)
+    assert not noria.report(side.model).notes
+
+
+@pytest.mark.parametrize("change", ["double", "transposed", "expanded"])
+def test_momentum_outside_of_the_home_may_be_replaced_by_any_of_its_shape(change):
+    """The quiet twin gets the same values, as it would make the tensor itself."""
+
+    def journey(side):
+        side.train(0, 2)
+        side.optimizer.param_groups[0]["momentum"] = 0.9
+        side.train(2, 4)
+        weight = side.model.blocks[2].expand.weight
+        moment = side.optimizer.state[weight]["momentum_buffer"]
+        value = {
+            "double": moment.double(),
+            "transposed": moment.t().contiguous().t(),
+            "expanded": torch.full((1, 1), 0.01).expand(moment.shape),
+        }[change]
+        side.optimizer.state[weight]["momentum_buffer"] = value if side.is_wrapped else value.float().contiguous()
+        side.train(4, 6)
+
+    both(journey, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), kernel="fused")
+
+
+def test_a_moment_that_is_replaced_by_another_view_of_itself_has_that_views_values():
+    def journey(side):
+        side.train(0, 2)
+        weight = side.model.square.weight
+        moment = side.optimizer.state[weight]["exp_avg"]
+        side.optimizer.state[weight]["exp_avg"] = moment.t() if side.is_wrapped else moment.t().clone()
+        side.train(2, 4)
+
+    class Square(Net):
+        def __init__(self):
+            super().__init__()
+            self.square = nn.Linear(16, 16)
+
+        def forward(self, tokens):
+            return super().forward(tokens) + self.square(self.embed(tokens)).mean()
+
+    for kernel in ("torch", "fused"):
+        both(journey, model=Square, kernel=kernel)

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from noria import _C
-from noria.home import HomeParameter
+from noria.home import HomeParameter, StatePlace
 from noria.modes import plainly
 from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, encode, moment_dtype, plain_values
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
-from noria.updates.worker import is_array
+from noria.updates.worker import dtype_at_home, is_array
 
 __all__ = ["HomeState"]
 
 
 class HomeState:
-    """`shown`: what `optimizer.state` is. `places`, in `arena`: offsets by slot index and key, of what torch keeps."""
+    """`shown`: what `optimizer.state` is. `places`, in `arena`: by slot index and key, of what torch keeps."""
 
-    def __init__(self, members: Members, places: dict[tuple[int, str], int], arena: Any) -> None:
+    def __init__(self, members: Members, places: dict[tuple[int, str], StatePlace], arena: Any) -> None:
         self.members = members
         self.wrapped = members.wrapped
         self.is_loading = False
@@ -71,8 +71,12 @@ class HomeState:
             if not is_array(value) or key in encoded:
                 continue
             place = self._place(slot, key, value)
-            if place is None or place.data_ptr() == value.data_ptr():
+            if place is None:
                 continue
+            if place.data_ptr() == value.data_ptr():
+                if place.dtype == value.dtype and place.stride() == value.stride():
+                    continue
+                value = value.clone()  # another view of the same bytes
             scales = None if place.is_floating_point() else self.moment(slot, SCALES_KEY[key])
             if scales is not None and value.is_floating_point():
                 encode(value, place, scales)
@@ -83,15 +87,33 @@ class HomeState:
             state[key] = place
 
     def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Where it moves to; None: it stays where it is."""
         if self.members.fuses(slot.unit):
-            return self.moment(slot, key) if key in PURPOSE_OF else None
-        offset = self._places.get((slot.index, key))
-        if offset is None:
+            if key not in PURPOSE_OF:
+                return None
+            return self.moment(slot, key) if self.is_planned(slot, key) else self._outside(slot, key, value)
+        planned = self._places.get((slot.index, key))
+        if planned is None:
             return None
-        dtype = torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
+        if planned.shape != value.shape or planned.dtype != dtype_at_home(slot, value):
+            self._note_outside(key)
+            return None
         strides = torch.empty_like(value, device="meta").stride()
         with plainly():
-            return _C.tensor_in(self._arena, offset, dtype, list(value.shape), list(strides))
+            return _C.tensor_in(self._arena, planned.offset, planned.dtype, list(planned.shape), list(strides))
+
+    def _outside(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        """The fused kernel writes a moment outside of the home too, and takes it for what it would be there."""
+        is_alike = value.dtype is torch.float32 and value.device.type == "cpu" and value.stride() == slot.like.stride()
+        if key not in MOMENT_OF or value.shape != slot.like.shape or is_alike:
+            return None
+        return torch.empty_like(slot.like, dtype=torch.float32, device="cpu")
+
+    def _note_outside(self, key: str) -> None:
+        """It stays an ordinary tensor, about which torch says what it has to say at its next step."""
+        note = f"{self.members.cls.__name__} has {key} of another shape or dtype than planned for, outside of the home"
+        if note not in self.wrapped.plan.unpredicted:
+            self.wrapped.plan.unpredicted.append(note)
 
     def moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
         """Where the fused kernel keeps it, or a moment's scales; None: the plan did not foresee it (momentum that was

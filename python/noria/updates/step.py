@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from noria._errors import usage_error
 from noria.custody import Wrapped
-from noria.home import HomeParameter
+from noria.home import HomeParameter, StatePlace
 from noria.modes import autocast_now, plainly
 from noria.optimizer import original_class, refuse_inside_backward
 from noria.updates.by_torch import ByTorch
@@ -39,7 +39,7 @@ class Updates:
         wrapped: Wrapped,
         optimizer: Optimizer,
         kernel: str,
-        state_places: dict[tuple[int, str], int],
+        state_places: dict[tuple[int, str], StatePlace],
         state_arena: Any,
     ) -> None:
         self.wrapped = wrapped

@@ -15,13 +15,11 @@ from noria.home import HomeParameter
 from noria.kernels import SEPARABLE
 from noria.optimizer import original_class, step_of
 
-__all__ = ["hyper_of", "is_array", "predict_state", "worker_of"]
+__all__ = ["dtype_at_home", "hyper_of", "is_array", "predict_state", "worker_of"]
 
 
-def predict_state(
-    optimizer: Optimizer, slots: Iterable[HomeParameter]
-) -> dict[int, dict[str, tuple[tuple[int, ...], int]]] | None:
-    """What the optimizer will keep: {slot index: {key: (shape, bytes per element)}}, for tensors with dimensions.
+def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, torch.Tensor]] | None:
+    """What the optimizer will keep: {slot index: {key: a tensor without memory}}, for tensors with dimensions.
 
     The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
     other class nothing is said. None when it cannot say.
@@ -53,7 +51,9 @@ def predict_state(
         existing = optimizer.state.get(parameters[index])
         if existing:
             worker.state[stand_in] = {
-                key: torch.empty_like(value, device="meta") if is_array(value) else copy.deepcopy(value)
+                key: torch.empty_like(value, device="meta", dtype=dtype_at_home(of_parameter[parameters[index]], value))
+                if is_array(value)
+                else copy.deepcopy(value)
                 for key, value in existing.items()
                 if key != "low_bits"
             }
@@ -62,17 +62,18 @@ def predict_state(
     except Exception:  # some optimizers look at values; what they keep is then only known after the first step
         return None
     return {
-        index: {
-            key: (tuple(value.shape), value.element_size())
-            for key, value in worker.state[stand_in].items()
-            if is_array(value)
-        }
+        index: {key: value for key, value in worker.state[stand_in].items() if is_array(value)}
         for index, stand_in in stand_ins.items()
     }
 
 
 def is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def dtype_at_home(slot: HomeParameter, value: torch.Tensor) -> torch.dtype:
+    """Of a tensor in a parameter's state: beside an fp32 master floats are fp32, whatever the model's were."""
+    return torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
