@@ -9,9 +9,11 @@ import copy
 import noria
 import pytest
 import torch
+from noria import _C
+from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 
-from tests.journeys.pairs import HOSTILE, Net, adamw, assert_moved, both, loss_of, state_tensors
+from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, assert_moved, both, loss_of, state_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -419,3 +421,81 @@ def test_an_optimizer_that_keeps_parameters_out_of_reach_is_refused(by):
     optimizer.helper = helper
     with pytest.raises(noria.UsageError, match=r"Own\.helper"):
         optimizer.step()
+
+
+# ---- parameters without dimensions ---------------------------------------------------------------------------
+
+
+class WithScale(Net):
+    """As CLIP has it: a temperature without dimensions, here beside others of its unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.other = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale * self.other
+
+
+UNKNOWN = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps look at values, which a plan does not have
+SEPARABLE = sorted((cls for cls in noria.kernels.SEPARABLE if cls.__name__ != "Muon"), key=lambda cls: cls.__name__)
+
+
+@pytest.mark.parametrize("cls", SEPARABLE, ids=lambda cls: cls.__name__)
+def test_state_without_dimensions_is_planned_for_where_the_parameter_has_none(cls):
+    counters = {"step", "eta", "mu", "mu_product"}
+
+    def journey(side):
+        side.train(0, 3)
+        if side.is_wrapped:
+            noria.unwrap(side.model, side.optimizer)
+            with on_machine(hostility=HOSTILE):
+                noria.wrap(side.model, side.optimizer, device="cpu", window=2, kernel="torch")
+            assert len(noria.report(side.model).notes) == (cls in UNKNOWN)
+            scale = wrapped_by(side.model).slot_of[side.model.scale]
+            places = wrapped_by(side.model).plan.states[0]
+            planned = {key: place.shape for (index, key), place in places.items() if index == scale.index}
+            kept = {} if cls in UNKNOWN else dict(side.optimizer.state.get(side.model.scale, {}))
+            assert planned == {key: () for key, value in kept.items() if value is not None and key not in counters}
+        side.train(3, 5)
+
+    both(journey, model=WithScale, optimizer=lambda ps: cls(ps, lr=1e-2))
+
+
+@pytest.mark.parametrize("draft_memory", [0, "64MiB"] if _C.STORAGE_CAN_REFUSE else [0])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "lion"])
+def test_a_moment_without_dimensions_goes_where_the_others_go(optimizer, draft_memory):
+    """Into the home when a trained optimizer is wrapped, and with it into drafts; what is shown is what is there."""
+    torch.manual_seed(0)
+    plain = WithScale()
+    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    train(plain, theirs, 0, 3)
+    model, mine = copy.deepcopy((plain, theirs))
+    noria.wrap(model, mine, device="cpu", kernel="fused", draft_memory=draft_memory)
+    assert_same_bits(state_tensors(mine), state_tensors(theirs))
+    for side in ((plain, theirs), (model, mine)):
+        train(*side, 3, 6)
+    for parameter, own in ((model.scale, plain.scale), (model.other, plain.other)):
+        for key, value in theirs.state[own].items():
+            torch.testing.assert_close(mine.state[parameter][key], value, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.state_dict()["scale"], plain.scale.detach(), rtol=1e-5, atol=0)
+    if optimizer == "momentum":
+        assert_same_bits(model.state_dict(), plain.state_dict())
+        assert_same_bits(state_tensors(mine), state_tensors(theirs))
+    if draft_memory:
+        assert noria.report(model).drafts["kept"] > 0
+    shown = mine.state[model.scale]["momentum_buffer" if optimizer == "momentum" else "exp_avg"]
+    with torch.no_grad():
+        shown.fill_(0.5)
+    assert float(next(v for k, v in state_tensors(mine).items() if v is shown)) == 0.5
+    before = float(model.state_dict()["scale"])
+    train(model, mine, 6, 7)
+    assert abs(float(model.state_dict()["scale"]) - before) > 1e-4
+
+
+def train(model, optimizer, first, last):
+    for number in range(first, last):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()

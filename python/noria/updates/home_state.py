@@ -68,7 +68,7 @@ class HomeState:
         state = self.shown.unsettled(slot.parameter)
         encoded: set[str] = set()  # keys of scales that belong to codes made here
         for key, value in list(state.items()):
-            if not is_array(value) or key in encoded:
+            if not is_array(key, value) or key in encoded:
                 continue
             place = self._place(slot, key, value)
             if place is None:

@@ -17,9 +17,12 @@ from noria.optimizer import original_class, step_of
 
 __all__ = ["dtype_at_home", "hyper_of", "is_array", "predict_state", "worker_of"]
 
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What the separable classes keep as tensors, of one number, whatever the parameter is."""
+
 
 def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, torch.Tensor]] | None:
-    """What the optimizer will keep: {slot index: {key: a tensor without memory}}, for tensors with dimensions.
+    """What the optimizer will keep: {slot index: {key: a tensor without memory}}, for arrays.
 
     The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
     other class nothing is said. None when it cannot say.
@@ -52,7 +55,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
         if existing:
             worker.state[stand_in] = {
                 key: torch.empty_like(value, device="meta", dtype=dtype_at_home(of_parameter[parameters[index]], value))
-                if is_array(value)
+                if is_array(key, value)
                 else copy.deepcopy(value)
                 for key, value in existing.items()
                 if key != "low_bits"
@@ -62,13 +65,14 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
     except Exception:  # some optimizers look at values; what they keep is then only known after the first step
         return None
     return {
-        index: {key: value for key, value in worker.state[stand_in].items() if is_array(value)}
+        index: {key: value for key, value in worker.state[stand_in].items() if is_array(key, value)}
         for index, stand_in in stand_ins.items()
     }
 
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def is_array(key: str, value: Any) -> bool:
+    """A tensor with numbers for a parameter's elements; a parameter without dimensions has such as well."""
+    return isinstance(value, torch.Tensor) and key not in _COUNTERS
 
 
 def dtype_at_home(slot: HomeParameter, value: torch.Tensor) -> torch.dtype:
