@@ -107,6 +107,32 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path
         assert_moved(side.model)
 
 
+class WithScale(Net):
+    """As CLIP has it: a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "8bit", "8bit of bf16"])
+def test_a_run_with_a_parameter_without_dimensions_is_resumed(kind, tmp_path):
+    low = {"state_dtype": "8bit", "kernel": "fused", "dtype": torch.bfloat16 if kind == "8bit of bf16" else None}
+    policy = KINDS.get(kind, low)
+    straight = wrapped(model=WithScale, **policy)
+    straight.train(0, 3)
+    noria.save(tmp_path / "run.pt", straight.model, straight.optimizer)
+    resumed = wrapped(seed=9, model=WithScale, **policy)
+    noria.load(tmp_path / "run.pt", resumed.model, resumed.optimizer)
+    same(resumed, straight)
+    for side in (straight, resumed):
+        side.train(3, 6)
+    same(resumed, straight)
+
+
 @kinds
 @pytest.mark.parametrize("order", ["optimizer first", "between two models", "model last again"])
 def test_model_and_optimizer_are_loaded_in_any_order(kind, order):
