@@ -10,14 +10,16 @@ unit that no optimizer holds yet goes with the optimizers that could take it up.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from noria import _C
+from noria._errors import usage_error
 from noria.home import HomeParameter, HomeUnit
+from noria.moments import ROUNDING_STEP, SCALES_KEY
 from noria.optim import Lion
 
 __all__ = [
@@ -50,11 +52,34 @@ class FusedRule:
     name: str
     keys: tuple[str, ...]  # tensors, in the order of moments.MOMENTS
     counts_steps: bool = False  # in state["step"]
+    begins_anew: bool = False  # where a state has not all of them; else torch raises
 
     def bytes_per_element(self, is_split: bool, state_dtype: str = "fp32") -> float:
         """Read and written by an update."""
         moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
         return 8 + (2 if is_split else 4) + moment * len(self.keys)
+
+    def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, Any]) -> None:
+        """Raises where torch's own step would, for entries that are missing, or not of the parameter's shape."""
+        remedy = "give the state that this optimizer has made for this model, or none, to begin anew"
+        missing = ["step"] if self.counts_steps and values.get("step") is None else []
+        shape = slot.like.shape
+        for key in self.keys:
+            value = values.get(key)
+            if value is None:
+                missing.append(key)
+            elif not isinstance(value, torch.Tensor) or value.shape != shape:
+                raise usage_error(*_of_shape(slot, key, shape, value), remedy)
+            scales = values.get(SCALES_KEY[key])
+            if scales is not None and (not isinstance(scales, torch.Tensor) or scales.shape != (slot.num_blocks,)):
+                raise usage_error(*_of_shape(slot, SCALES_KEY[key], (slot.num_blocks,), scales), remedy)
+        if missing and not self.begins_anew and any(key not in _NORIAS_OWN for key in values):
+            needed = [*self.keys, *(["step"] if self.counts_steps else [])]
+            raise usage_error(
+                f'{", ".join(needed)} of "{slot.name}" in the optimizer\'s state, or nothing',
+                f"{', '.join(map(str, values))} without {', '.join(missing)}",
+                remedy,
+            )
 
     def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0, seed: int = 0) -> _C.UpdateScalars:
         """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1; `factor` is on the
@@ -66,6 +91,13 @@ class FusedRule:
         return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor, seed=seed)
 
 
+def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: Any) -> tuple[str, str]:
+    """What was expected and what was found, for a refusal."""
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return f'{key} of "{slot.name}" in the optimizer\'s state with shape {tuple(shape)}', found
+
+
+_NORIAS_OWN = ("low_bits", ROUNDING_STEP)  # in a state beside torch's entries
 _ANY_NUMBER = ("lr", "eps", "weight_decay", "momentum", "dampening")
 _NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
@@ -76,7 +108,7 @@ _NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
 _ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
 _SGD = STATELESS = FusedRule("sgd", ())
-_SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",))
+_SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",), begins_anew=True)
 _LION = FusedRule("lion", ("exp_avg",))
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, Ring, StatePlace, describe_units, held_region
-from noria.kernels import FusedRule, choose, fused_units, why_not_fused
+from noria.kernels import FusedRule, choose, fused_units, rule_of, why_not_fused
 from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition
@@ -120,6 +120,7 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
     fused = fused_units(units, optimizers, kernels)
+    _check_states(units, optimizers, kernels, fused)
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
     ring: Ring | None = None
@@ -202,6 +203,22 @@ def _ring(parts: Partition, units: list[HomeUnit]) -> Ring:
     num_trainable = sum(unit.gradients > 0 for unit in units)
     num_slots = max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable))
     return Ring.of(units, {unit for unit, count in users.items() if count > 1}, num_slots)
+
+
+def _check_states(
+    units: list[HomeUnit],
+    optimizers: list[Optimizer],
+    kernels: list[str],
+    fused: dict[int, tuple[FusedRule, ...]],
+) -> None:
+    """Refuses state, of steps before, that noria's kernels cannot read."""
+    slots = {slot.parameter: slot for unit in units if unit.index in fused for slot in unit.parameters}
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
+        for group in optimizer.param_groups if kernel == "fused" else ():
+            for parameter in group["params"]:
+                if parameter in slots and parameter in optimizer.state:
+                    rule = rule_of(type(optimizer), group)
+                    rule.refuse_broken_state(slots[parameter], optimizer.state[parameter])
 
 
 def _check_updates_in_backward(

@@ -8,11 +8,13 @@ import copy
 import io
 import os
 import pickle
+import re
 
 import noria
 import numpy as np
 import pytest
 import torch
+from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -841,3 +843,145 @@ def test_a_moment_that_is_replaced_by_another_view_of_itself_has_that_views_valu
 
     for kernel in ("torch", "fused"):
         both(journey, model=Square, kernel=kernel)
+
+
+# ---- state that the fused kernels cannot read ----
+
+
+def put(key, value):
+    def change(state):
+        state[key] = value
+
+    return change
+
+
+def without(key):
+    def change(state):
+        del state[key]
+
+    return change
+
+
+def of_another_optimizer(state):
+    state["momentum_buffer"] = state.pop("exp_avg")
+    del state["exp_avg_sq"], state["step"]
+
+
+BROKEN = {
+    "a row": (put("exp_avg", torch.arange(16.0)), ["exp_avg of", "(32, 16)", "found shape (16,)"]),
+    "a number": (put("exp_avg_sq", torch.tensor(5.0)), ["exp_avg_sq of", "(32, 16)", "found shape ()"]),
+    "no tensor": (put("exp_avg", 5.0), ["exp_avg of", "(32, 16)", "found 5.0"]),
+    "larger": (put("exp_avg", torch.zeros(2, 32, 16)), ["exp_avg of", "(32, 16)", "found shape (2, 32, 16)"]),
+    "no second moment": (without("exp_avg_sq"), ["without exp_avg_sq"]),
+    "no step": (without("step"), ["without step"]),
+    "another optimizer's": (of_another_optimizer, ["momentum_buffer without step, exp_avg, exp_avg_sq"]),
+}
+broken = pytest.mark.parametrize("what", BROKEN)
+
+
+def refused(what):
+    words = ["blocks.0.expand.weight", "remedy: ", *BROKEN[what][1]]
+    return pytest.raises(noria.UsageError, match="(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words))
+
+
+@broken
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_checkpoint_with_broken_moments_is_refused_before_anything_is_changed(dtype, what):
+    def journey(side):
+        side.train(0, 3)
+        if side.is_wrapped:
+            before = both_states(side)
+            bad = copy.deepcopy(before["optimizer"])
+            bad["param_groups"][0]["lr"] = 7.0
+            BROKEN[what][0](bad["state"][3])
+            with refused(what):
+                side.optimizer.load_state_dict(bad)
+            assert side.optimizer.state_dict()["param_groups"] == before["optimizer"]["param_groups"]
+            assert_same_bits(state_tensors(side.optimizer), state_tensors(Loaded(before["optimizer"])))
+        side.train(3, 6)
+
+    both(journey, kernel="fused", dtype=dtype)
+
+
+@broken
+@pytest.mark.parametrize(
+    "policy",
+    [{"draft_memory": 0}, {"draft_memory": "64MiB" if _C.STORAGE_CAN_REFUSE else 0}],
+    ids=["", "drafts"],
+)
+def test_broken_moments_in_optimizer_state_are_refused_by_the_step_that_would_read_them(policy, what):
+    """Nothing has been updated, and once they are mended the run goes on."""
+
+    def journey(side):
+        side.train(0, 3)
+        if side.is_wrapped:
+            state = side.optimizer.state[side.model.blocks[0].expand.weight]
+            good = {key: value.clone() for key, value in state.items()}
+            before = both_states(side)["model"]
+            BROKEN[what][0](state)
+            loss_of(side.model, 3).backward()
+            with refused(what):
+                side.optimizer.step()
+            assert_same_bits(side.model.state_dict(), before)
+            state.clear()
+            state.update(good)
+            side.optimizer.zero_grad()
+        side.train(3, 6)
+
+    both(journey, kernel="fused", **policy)
+
+
+@broken
+def test_broken_moments_are_refused_by_the_backward_that_would_update_them(what):
+    side = wrapped(kernel="fused", update="backward")
+    side.train(0, 3)
+    before = both_states(side)
+    BROKEN[what][0](side.optimizer.state[side.model.blocks[0].expand.weight])
+    loss = loss_of(side.model, 3)
+    with refused(what):
+        loss.backward()
+    assert_same_bits(side.model.state_dict(), before["model"])
+
+
+@broken
+def test_an_optimizer_with_broken_moments_is_not_wrapped(what):
+    side, twin = new_side(), new_side()
+    for each in (side, twin):
+        each.train(0, 2)
+    state = side.optimizer.state[side.model.blocks[0].expand.weight]
+    good = dict(state)
+    BROKEN[what][0](state)
+    for call in (noria.plan, noria.wrap):
+        with refused(what):
+            call(side.model, side.optimizer, device="cpu", kernel="fused")
+    state.clear()
+    state.update(good)
+    for each in (side, twin):
+        each.train(2, 4)
+    same(side, twin)
+
+
+def test_a_state_dict_whose_entry_is_empty_begins_that_parameter_anew():
+    def journey(side):
+        side.train(0, 3)
+        state = through_a_file(side.optimizer.state_dict())
+        if side.is_wrapped:
+            state["state"][3] = {}
+        else:
+            del state["state"][3]
+        side.optimizer.load_state_dict(state)
+        side.train(3, 5)
+
+    both(journey, kernel="fused")
+
+
+def test_low_bits_of_another_shape_are_refused_before_anything_is_changed():
+    side = wrapped(kernel="fused", dtype=torch.bfloat16)
+    side.train(0, 2)
+    before = both_states(side)
+    bad = copy.deepcopy(before["optimizer"])
+    bad["state"][3]["low_bits"] = bad["state"][3]["low_bits"][:1]
+    with pytest.raises(noria.UsageError, match=r"low_bits of \"blocks.0.expand.weight\".*found shape \(1, 16\)"):
+        side.optimizer.load_state_dict(bad)
+    assert_same_bits(side.model.state_dict(), before["model"])
+    assert_same_bits(state_tensors(side.optimizer), state_tensors(Loaded(before["optimizer"])))

@@ -41,6 +41,7 @@ def take_gradients(members: Members, state: HomeState) -> Jobs:
             slot = members.wrapped.slot_of[parameter]
             if parameter.grad is None:
                 continue
+            state.check(slot, group)
             if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
                 state.shown.unsettled(parameter)  # made now, so that it keeps torch's order
             members.wrapped.confirm_low_bits(slot)

@@ -9,6 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria.home import HomeParameter, StatePlace
+from noria.kernels import rule_of
 from noria.modes import plainly
 from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, encode, moment_dtype, plain_values
 from noria.updates.members import Members
@@ -86,12 +87,21 @@ class HomeState:
                 place.copy_(value)
             state[key] = place
 
+    def check(self, slot: HomeParameter, group: dict[str, Any]) -> None:
+        """Before an update: refuses what the user, or a checkpoint, has put there and no kernel can read."""
+        values = dict.get(self.shown, slot.parameter)
+        if values and self.members.fuses(slot.unit):
+            rule_of(self.members.cls, group).refuse_broken_state(slot, values)
+
     def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
         """Where it moves to; None: it stays where it is."""
         if self.members.fuses(slot.unit):
             if key not in PURPOSE_OF:
                 return None
-            return self.moment(slot, key) if self.is_planned(slot, key) else self._outside(slot, key, value)
+            if not self.is_planned(slot, key):
+                return self._outside(slot, key, value)
+            place = self.moment(slot, key)
+            return place if place is not None and place.shape == value.shape else None  # `check` will say so
         planned = self._places.get((slot.index, key))
         if planned is None:
             return None

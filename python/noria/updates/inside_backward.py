@@ -42,6 +42,7 @@ class InsideBackward:
                     f"group {number} turned into {rule.name}",
                     "set it before noria.wrap",
                 )
+            self.state.check(slot, self.members.optimizer.param_groups[number])
             self.wrapped.confirm_low_bits(slot)
             return self.steps.prepare(slot, rule)
 

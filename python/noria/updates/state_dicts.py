@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from noria._errors import usage_error
 from noria.home import HomeParameter
+from noria.kernels import rule_of
 from noria.moments import plain_values
 from noria.optimizer import original_class
 from noria.stand_ins import exchange
@@ -54,6 +56,7 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
         state_dict = changed if changed is not None else state_dict
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.inference_mode(False), torch.no_grad():
+        _refuse_broken(members, state_dict, parameters)
         state_dict, low_bits = _without_low_bits(state_dict, parameters)
         loaded = _loaded_by_torch(members, state, state_dict)
         dict.clear(state.shown)
@@ -67,6 +70,31 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
             if low is not None and slot.has_master:
                 wrapped.set_low_bits(slot, low)
             state.adopt(slot)
+
+
+def _refuse_broken(members: Members, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """What no kernel of noria's can read, before anything is changed. Other numbers of groups and parameters are for
+    torch to refuse."""
+    groups, saved = members.optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        return
+    numbers = iter(parameters)
+    for group, its in zip(groups, saved, strict=True):
+        rule = rule_of(members.cls, {**group, **its}) if members.kernel == "fused" else None
+        for number in its["params"]:
+            slot = members.wrapped.slot_of[next(numbers)]
+            values = state_dict["state"].get(number)
+            if not isinstance(values, dict):
+                continue
+            low = values.get("low_bits")
+            if slot.has_master and isinstance(low, torch.Tensor) and low.shape != slot.like.shape:
+                raise usage_error(
+                    f'low_bits of "{slot.name}" in the optimizer\'s state with shape {tuple(slot.like.shape)}',
+                    f"shape {tuple(low.shape)}",
+                    "load a state that this optimizer has made for this model",
+                )
+            if rule is not None and members.fuses(slot.unit):
+                rule.refuse_broken_state(slot, values)
 
 
 def _loaded_by_torch(members: Members, state: HomeState, state_dict: dict[str, Any]) -> dict[Any, Any]:
