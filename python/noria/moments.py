@@ -7,7 +7,7 @@ formats]). `optimizer.state` then shows both; whoever takes state away, to a fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "ROUNDING_STEP",
     "SCALES",
     "SCALES_KEY",
+    "are_low_bits",
     "encode",
     "keys_of",
     "moment_bytes",
@@ -92,6 +93,11 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     is_first = codes.dtype is torch.int8
     _C.decode_moment(codes.data_ptr(), scales.data_ptr(), values.data_ptr(), values.numel(), is_first=is_first)
     return values
+
+
+def are_low_bits(value: Any) -> TypeGuard[torch.Tensor]:
+    """A plain optimizer's `load_state_dict` casts them to its parameters' dtype, and what they were is lost."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.int16
 
 
 def plain_values(values: Mapping[str, Any], *, widen: bool = False) -> dict[str, Any]:

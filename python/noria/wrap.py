@@ -204,6 +204,9 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
 
     Parameters, gradients and optimizer state keep their values (views of the home's memory, which lives as long as any
     of them); a bfloat16 policy leaves bfloat16 parameters, the low bits of the masters stay in the optimizer's state.
+    Moments stay fp32 beside them, so that a model which is wrapped again goes on exactly. No form of torch's Adam and
+    AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
+    `optimizer.load_state_dict(optimizer.state_dict())`.
     """
     roots = _as_list(model)
     owners = {id(found): found for found in (wrapped_by(root) for root in roots) if found is not None}

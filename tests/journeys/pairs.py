@@ -65,12 +65,16 @@ def sgd(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, **{"lr": 0.1, "momentum": 0.9, **options})
 
 
+def lion(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return noria.optim.Lion(parameters, **{"lr": 1e-3, "weight_decay": 0.1, **options})
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": adamw,
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": sgd,
-    "lion": lambda parameters: noria.optim.Lion(parameters, lr=1e-3, weight_decay=0.1),
+    "lion": lion,
 }
 """By name, one for each rule of kernel="fused"."""
 

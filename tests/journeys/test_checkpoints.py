@@ -28,6 +28,7 @@ from tests.journeys.pairs import (
     adamw,
     assert_moved,
     both,
+    lion,
     loss_of,
     new_side,
     sgd,
@@ -709,6 +710,43 @@ def test_a_copy_of_a_wrapped_optimizer_has_its_masters_and_is_wrapped_as_what_it
         its.zero_grad()
     assert_same_bits(model.state_dict(), other.state_dict())
     assert_same_bits(state_tensors(optimizer), state_tensors(copied))
+
+
+@pytest.mark.parametrize("copied", [None, "deepcopy", "pickle"])
+@pytest.mark.parametrize("optimizer", [adamw, lion])
+def test_an_optimizer_of_bfloat16_parameters_trains_on_in_plain_pytorch_once_torch_has_cast_its_moments(
+    optimizer, copied
+):
+    side = wrapped(kernel="fused", dtype=torch.bfloat16, optimizer=optimizer)
+    side.train(0, 3)
+    if copied is None:
+        noria.unwrap(side.model, side.optimizer)
+        model, own = side.model, side.optimizer
+    else:
+        with noria.materialize(side.model, read_only=True):
+            both = (side.model, side.optimizer)
+            model, own = copy.deepcopy(both) if copied == "deepcopy" else pickle.loads(pickle.dumps(both))
+    moments = [value for values in own.state.values() for key, value in values.items() if key.startswith("exp_avg")]
+    assert {value.dtype for value in moments} == {torch.float32}, "for whoever wraps again"
+    plain = copy.deepcopy(model)
+    twin = optimizer(plain.parameters())
+    twin.load_state_dict(through_a_file(own.state_dict()))
+    own.load_state_dict(own.state_dict())
+    for each in (Side(model, own, False), Side(plain, twin, False)):
+        each.train(3, 5)
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    assert_same_bits(state_tensors(own), state_tensors(twin))
+    wrap_side(Side(model, own, False), window=2, kernel="torch", dtype=torch.bfloat16)
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    low_bits = [values["low_bits"] for values in own.state_dict()["state"].values()]
+    assert not any(value.any() for value in low_bits), "the masters are what the plain steps left"
+    loss_of(model, 5).backward()
+    own.step()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    other = wrapped(seed=3, kernel="fused", dtype=torch.bfloat16, optimizer=optimizer)
+    load(other, {"model": plain.state_dict(), "optimizer": twin.state_dict()})
+    assert not any(values["low_bits"].any() for values in other.optimizer.state_dict()["state"].values())
+    assert_same_bits(other.model.state_dict(), plain.state_dict())
 
 
 # ---- state that was not planned for ----

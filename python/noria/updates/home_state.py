@@ -11,7 +11,7 @@ from noria import _C
 from noria.home import HomeParameter, StatePlace
 from noria.kernels import rule_of
 from noria.modes import plainly
-from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, encode, moment_dtype, plain_values
+from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, are_low_bits, encode, moment_dtype, plain_values
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
 from noria.updates.worker import dtype_at_home, is_array
@@ -43,7 +43,7 @@ class HomeState:
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
-            if isinstance(low, torch.Tensor) and low.shape == slot.like.shape:
+            if are_low_bits(low) and low.shape == slot.like.shape:
                 self.wrapped.set_low_bits(slot, low)  # of an earlier wrap call
             self.adopt(slot)
 

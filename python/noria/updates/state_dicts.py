@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from noria._errors import usage_error
 from noria.home import HomeParameter
 from noria.kernels import rule_of
-from noria.moments import plain_values
+from noria.moments import are_low_bits, plain_values
 from noria.optimizer import original_class
 from noria.stand_ins import exchange
 from noria.updates.home_state import HomeState
@@ -87,7 +87,7 @@ def _refuse_broken(members: Members, state_dict: dict[str, Any], parameters: lis
             if not isinstance(values, dict):
                 continue
             low = values.get("low_bits")
-            if slot.has_master and isinstance(low, torch.Tensor) and low.shape != slot.like.shape:
+            if slot.has_master and are_low_bits(low) and low.shape != slot.like.shape:
                 raise usage_error(
                     f'low_bits of "{slot.name}" in the optimizer\'s state with shape {tuple(slot.like.shape)}',
                     f"shape {tuple(low.shape)}",
@@ -147,6 +147,7 @@ def _without_low_bits(
     for number, parameter in zip(numbers, parameters, strict=False):
         values = rest.get(number)
         if isinstance(values, dict) and "low_bits" in values:
-            low_bits[parameter] = values["low_bits"]
+            if are_low_bits(values["low_bits"]):
+                low_bits[parameter] = values["low_bits"]
             rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
     return {**state_dict, "state": rest}, low_bits
