@@ -54,8 +54,11 @@ void bind_comm(py::module_& m) {
           [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard,
              const std::string& type, std::int64_t scratch, std::int64_t onto) {
             Collective collective;
-            collective.reduction = {pointer(all),     Bytes{shard},  parse_element_type(type),
-                                    pointer(scratch), pointer(onto), {}};
+            collective.reduction = {pointer(all), Bytes{shard}, parse_element_type(type), pointer(scratch), {}, {}};
+            if (onto != 0) {
+              const Bytes own = Bytes{shard} * self.rank();
+              collective.reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});
+            }
             return self.submit({OpId(op), Lane::collect, Verb::reduce, UnitId(unit)}, std::move(collective), {});
           },
           py::arg("op"), py::arg("unit"), py::arg("all"), py::arg("shard"), py::arg("type"), py::arg("scratch"),

@@ -42,8 +42,21 @@ std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
   return units;
 }
 
+ElementType element_type(at::ScalarType type) {
+  switch (type) {
+  case at::kDouble:
+    return ElementType::fp64;
+  case at::kHalf:
+    return ElementType::fp16;
+  case at::kBFloat16:
+    return ElementType::bf16;
+  default:
+    return ElementType::fp32;
+  }
+}
+
 /// Home buffers are ranges of regions, one for each purpose, spare ones apart; a region is a place of its own.
-std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buffers) {
+std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buffers, const Shards& shards) {
   std::vector<CustodyUnit> units;
   Bytes working_end, held_end, spare_end;
   for (const py::handle& item : described) {
@@ -61,8 +74,9 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       return buffers.intern(buffer);
     };
     Bytes state_start{id.value};
-    facts.working = range(kWorkingRegion, working_end, facts.weights, Format::travel, Purpose::working_copy);
-    facts.held = range(kHeldRegion, held_end, facts.gradients, Format::travel, Purpose::held_gradient);
+    const Bytes weights = shards.bytes_of(facts.weights);
+    facts.working = range(kWorkingRegion, working_end, weights, Format::travel, Purpose::working_copy);
+    facts.held = range(kHeldRegion, held_end, shards.bytes_of(facts.gradients), Format::travel, Purpose::held_gradient);
     facts.state =
         range(kStateRegion, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
     Bytes sum_start{id.value};
@@ -71,8 +85,7 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       Spare spare;
       spare.working = pointer(spare_address);
       Bytes spare_state_start{id.value};
-      spare.working_buffer =
-          range(kSpareWorkingRegion, spare_end, facts.weights, Format::travel, Purpose::working_copy);
+      spare.working_buffer = range(kSpareWorkingRegion, spare_end, weights, Format::travel, Purpose::working_copy);
       spare.state_buffer =
           range(kSpareStateRegion, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
       unit.engine.spare = spare;
@@ -84,6 +97,7 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
       parameter.offset = each.attr("offset").cast<std::int64_t>();
       parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
+      if (parameter.gradient_offset == 0) unit.engine.type = element_type(parameter.dtype);  // the others have the same
       unit.parameters.push_back(std::move(parameter));
     }
     units.push_back(std::move(unit));
@@ -98,9 +112,11 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
                                       std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                       std::int64_t arena, std::int32_t window, bool prefetch_at_step,
                                       std::int64_t nan_range, std::shared_ptr<Arena> held_home,
-                                      const std::optional<RingOfSlots>& ring) {
+                                      const std::optional<RingOfSlots>& ring,
+                                      const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch) {
   BufferTable buffers;
-  std::vector<CustodyUnit> units = read_units(described, buffers);
+  const Shards shards = collectives ? Shards{collectives->rank(), collectives->size()} : Shards{};
+  std::vector<CustodyUnit> units = read_units(described, buffers, shards);
   const c10::Device on(device);
   EngineOptions options;
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
@@ -109,6 +125,12 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   if (ring) {
     const auto& [address, slot, num_slots] = *ring;
     options.ring = GradientRing(pointer(address), Bytes{slot}, num_slots);
+  }
+  if (collectives) {
+    std::vector<std::string> names;
+    for (const CustodyUnit& unit : units) names.push_back(unit.engine.facts.name);
+    options.lane = std::make_shared<CollectLane>(backend, collectives, std::move(names));
+    options.reduce_scratch = pointer(reduce_scratch);
   }
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
@@ -194,7 +216,7 @@ void bind_custody(py::module_& m) {
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
-           py::arg("ring"))
+           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"))
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
@@ -348,6 +370,10 @@ void bind_custody(py::module_& m) {
           "bring_home", [](Custody& self, const std::vector<std::int32_t>& units) { self.bring_home(unit_ids(units)); },
           NoGil())
       .def("release", &Custody::release)
+      .def(
+          "exchange",
+          [](Custody& self, std::vector<std::int64_t> numbers) { return self.engine().exchange(std::move(numbers)); },
+          NoGil())
       .def(
           "idle", [](Custody& self) { self.engine().idle(); }, NoGil())
       .def("close", &Custody::close, NoGil())

@@ -92,7 +92,7 @@ class C10dCollectives final : public Collectives {
       at::Tensor own = own_of(summed);
       reduce_into(*group_, own, summed);
       if (reduced.scratch != nullptr) own_of(all).copy_(own);
-      if (reduced.onto != nullptr) own_of(all).add_(over(reduced.onto, type, reduced.shard));
+      for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
     });
   }
 

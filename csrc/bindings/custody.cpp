@@ -51,6 +51,11 @@ constexpr const char* kWhyDead =
     "for step(); found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)); remedy: wrap with "
     "update=\"auto\", where p.grad is as in torch";
 
+constexpr const char* kWhyShared =
+    "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
+    "a "
+    "logger, zero_grad(set_to_none=False)); remedy: clip with optimizer.clip_grad_norm_ or wrap with max_grad_norm";
+
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 }  // namespace
@@ -63,13 +68,15 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       self_(std::make_shared<Custody*>(this)),
       backend_(backend),
       updates_in_backward_(options.ring.has_value()),
+      is_shared_(options.lane != nullptr),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
-    homes_.push_back(engine.working == nullptr ? nullptr : backend->device_address(engine.working));
-    is_staged_.push_back(engine.working != nullptr && homes_.back() == nullptr);
+    const bool is_whole = engine.working != nullptr && !is_shared_;
+    homes_.push_back(is_whole ? backend->device_address(engine.working) : nullptr);
+    is_staged_.push_back(is_whole && homes_.back() == nullptr);
     weights_.push_back(
         std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
     gradients_.push_back(engine.facts.gradients == Bytes{0}
@@ -92,8 +99,8 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       if (facts.gradient_offset >= 0) {
         parameter.buffer =
             gradients_.back()->view(facts.dtype, facts.gradient_offset, variable.sizes(), variable.strides());
-        std::byte* const memory =
-            engine.held != nullptr ? backend->device_address(engine.held + facts.gradient_offset) : nullptr;
+        const bool is_seen = engine.held != nullptr && !is_shared_;
+        std::byte* const memory = is_seen ? backend->device_address(engine.held + facts.gradient_offset) : nullptr;
         held = std::make_unique<HeldGradient>(
             memory, variable.numel() * variable.element_size(), device, variable,
             // With the home: a gradient that the user kept outlives this object.
@@ -101,7 +108,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
               if (*self == nullptr) return;
               as_python_errors([&] { (*self)->gradient_is_written(unit); });
             },
-            updates_in_backward_ ? kWhyDead : "");
+            is_shared_ ? kWhyShared : (updates_in_backward_ ? kWhyDead : ""));
       }
       parameter.facts = std::move(facts);
       parameters_.push_back(std::move(parameter));
@@ -331,6 +338,7 @@ void Custody::arm() {
   signature.phase = Phase::backward;
   signature.forward = engine_.last_forward();
   if (updates_in_backward_) check_gradients_to_update();
+  else if (is_shared_) drop_cleared_gradients();
   for (std::size_t i = 0; i < parameters_.size() && !signature.accumulating; ++i) {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
@@ -345,8 +353,13 @@ void Custody::drop_cleared_gradients() {
     const Parameter& each = parameters_[i];
     if (each.facts.gradient_offset < 0) continue;
     const GradientIs is = gradient_is(static_cast<int>(i));
-    if (is == GradientIs::none) engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset});
+    const Bytes bytes{each.facts.variable.numel() * each.facts.variable.element_size()};
+    if (is == GradientIs::none) engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset}, bytes);
     if (is != GradientIs::foreign) continue;
+    if (is_shared_) {
+      throw UsageError("no p.grad of the user's own where ranks share the model", "one on \"" + each.facts.name + "\"",
+                       "clear it: every rank updates its part of the gradient that backward() has summed");
+    }
     throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
                      "clear it, or wrap with update=\"auto\"");
   }
@@ -425,6 +438,7 @@ void Custody::task_ended(int task) {
 void Custody::finish_backward() {
   if (!interrupted_) entered_.clear();
   engine_.end_pass(current_stream());
+  if (is_shared_) share_arrivals();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
     if (!std::exchange(each.arrived, false)) continue;
@@ -442,6 +456,22 @@ void Custody::finish_backward() {
   raise_lost_writes();
 }
 
+// A gradient that any rank has had is everybody's.
+void Custody::share_arrivals() {
+  constexpr std::size_t kBits = 32;
+  std::vector<std::int64_t> own((parameters_.size() + kBits - 1) / kBits, 0);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].arrived) own[i / kBits] |= std::int64_t{1} << (i % kBits);
+  }
+  const std::size_t num_words = own.size();
+  const std::vector<std::int64_t> all = engine_.exchange(std::move(own));
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    for (std::size_t word = i / kBits; word < all.size(); word += num_words) {
+      if ((all[word] >> (i % kBits) & 1) != 0) parameters_[i].arrived = true;
+    }
+  }
+}
+
 variable_list Custody::catch_gradient(int index, const variable_list& gradients) {
   if (!gradients[0].defined()) return gradients;
   arm();
@@ -450,7 +480,10 @@ variable_list Custody::catch_gradient(int index, const variable_list& gradients)
   if (torch::autograd::impl::post_acc_grad_hooks(into.facts.variable)) {
     if (gradient_is(index) == GradientIs::foreign) return gradients;
     into.take_after = true;
-    if (gradient_is(index) == GradientIs::none) return gradients;
+    if (gradient_is(index) == GradientIs::none || is_shared_) {
+      into.facts.variable.mutable_grad().reset();
+      return gradients;
+    }
     engine_.expect_gradient(into.unit, current_stream());  // its visit waits for what is held
     const at::NoGradGuard no_grad;
     at::Tensor sum = at::add(held_[static_cast<std::size_t>(index)]->inner(), gradients[0]);
@@ -481,7 +514,7 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
   const auto slot = static_cast<std::size_t>(index);
   if (into.written) {
     into.buffer.add_(gradient);
-  } else if (into.arrived || gradient_is(index) == GradientIs::held) {
+  } else if (!is_shared_ && (into.arrived || gradient_is(index) == GradientIs::held)) {
     at::add_out(into.buffer, held_[slot]->inner(), gradient);
   } else {
     held_[slot]->reuse(into.facts.variable.grad());
@@ -528,6 +561,7 @@ std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<Un
 }
 
 void Custody::guard_gradients() {
+  if (is_shared_) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!held_[i] || gradient_is(static_cast<int>(i)) != GradientIs::held) continue;
     if (kStorageCanRefuse) held_[i]->guard();
@@ -540,6 +574,10 @@ void Custody::guard_gradients() {
 // ---- the home ---------------------------------------------------------------------------------------------------
 
 void Custody::open_home(const std::vector<UnitId>& units, bool write) {
+  if (is_shared_) {
+    throw UsageError("whole weights in the home", "those of a model that ranks share: each has a part of every unit",
+                     "read and write values by model.state_dict() and model.load_state_dict()");
+  }
   forget_failed_backward();
   if (engine_.phase() && alone_ && entered_.empty()) engine_.end_pass(current_stream());
   if (engine_.phase()) {
@@ -663,6 +701,7 @@ void Custody::open_gradients(UnitId unit, std::byte* buffer) {
 }
 
 void Custody::home_moved(UnitId unit, std::byte* working) {
+  if (is_shared_) return;
   homes_[static_cast<std::size_t>(unit.value)] = backend_->device_address(working);
 }
 
@@ -675,7 +714,7 @@ void Custody::held_moved(UnitId unit, std::byte* held) {
 
 void Custody::close_gradients(UnitId unit) {
   gradients_[static_cast<std::size_t>(unit.value)]->evict();
-  if (!kStorageCanRefuse || updates_in_backward_) return;
+  if (!kStorageCanRefuse || updates_in_backward_ || is_shared_) return;
   // What is drained now is added to what the loop sees in p.grad already, and may be drafted before the backward has
   // ended: a hook of the user's that writes there says so from here on too.
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

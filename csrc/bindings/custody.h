@@ -162,6 +162,7 @@ class Custody final : public Custodian {
   void arm();
   void task_ended(int task);
   void finish_backward();
+  void share_arrivals();
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
   void drop_cleared_gradients();
@@ -198,6 +199,7 @@ class Custody final : public Custodian {
   std::function<void(UnitId)> run_update_;
   std::function<void()> begin_backward_;
   const bool updates_in_backward_;
+  const bool is_shared_;  // by ranks: each has a part of every unit
   bool accumulates_ = false;
   Engine engine_;  // last: it calls back into everything above
 };

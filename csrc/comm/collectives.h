@@ -23,14 +23,14 @@ struct Gather {
 };
 
 /// One shard of `shard` bytes for each rank, by rank. Each element is multiplied by 1 / size and summed over the ranks;
-/// afterwards this rank's own shard holds its part of the sum, plus what is in `onto`, and the others hold anything.
+/// afterwards this rank's own shard holds its part of the sum, plus what `add` says, and the others hold anything.
 struct Reduction {
   std::byte* all = nullptr;
   Bytes shard;
   ElementType type = ElementType::fp32;
-  std::byte* scratch = nullptr;     // 4 bytes for each element of `all`: multiplied and summed in fp32 there
-  const std::byte* onto = nullptr;  // a shard that the device can read, added after the sum; null: none
-  std::vector<CopySpan> fill;       // `from` null: zeros; done before all else, where no gradient has come
+  std::byte* scratch = nullptr;  // 4 bytes for each element of `all`: multiplied and summed in fp32 there
+  std::vector<CopySpan> fill;    // before all else, where no gradient has come; `from` null: zeros
+  std::vector<CopySpan> add;     // after the sum, elements onto those in the own shard; the device can read `from`
 };
 
 class Collectives {

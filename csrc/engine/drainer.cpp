@@ -1,7 +1,5 @@
 #include "engine/drainer.h"
 
-#include <iterator>
-
 #include "base/errors.h"
 
 namespace noria {
@@ -14,55 +12,100 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
   open_.emplace(unit, Open{offset, buffer, {}});
   custodian_.open_gradients(unit, memory);
+  std::vector<Access> accesses = {{buffer, issuer_.next_version(buffer), Access::Mode::write}};
   // Accumulation reads what is held and adds to it on the compute lane, so the drain is always a plain copy.
-  return {{owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read},
-          {buffer, issuer_.next_version(buffer), Access::Mode::write}};
+  if (lane_ == nullptr) accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
+  return accesses;
 }
 
 void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
   const auto found = open_.find(unit);
   NORIA_INVARIANT(found != open_.end(), "a gradient arrived in a closed buffer");
-  auto& ranges = found->second.arrived;
-  Bytes start = offset;
-  Bytes end = offset + bytes;
-  auto next = ranges.upper_bound(start);
-  if (next != ranges.begin() && std::prev(next)->second >= start) {
-    --next;
-    start = next->first;
-    end = std::max(end, next->second);
-  }
-  while (next != ranges.end() && next->first <= end) {
-    end = std::max(end, next->second);
-    next = ranges.erase(next);
-  }
-  ranges.emplace(start, end);
+  found->second.arrived.add(offset, offset + bytes);
 }
 
 std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
     if (!open.arrived.empty()) {
-      const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
-      Op op;
-      op.lane = Lane::drain;
-      op.verb = Verb::drain;
-      op.unit = unit;
-      Transfer transfer;
-      for (const auto& [start, end] : open.arrived) {
-        transfer.copies.push_back({owner.held + start.count, leases_.at(open.offset + start), end - start});
-        op.bytes += end - start;
-      }
-      op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
-                     {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
-      drained_ += op.bytes;
-      drained.emplace_back(unit, op.bytes);
-      issuer_.submit(std::move(op), std::move(transfer));
+      const Bytes bytes = lane_ != nullptr ? sum(unit, open) : drain(unit, open);
+      drained_ += bytes;
+      drained.emplace_back(unit, bytes);
       landed_.insert(unit);
     }
     close(unit, open);
   }
   open_.clear();
   return drained;
+}
+
+Bytes Drainer::drain(UnitId unit, const Open& open) {
+  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  Op op;
+  op.lane = Lane::drain;
+  op.verb = Verb::drain;
+  op.unit = unit;
+  Transfer transfer;
+  for (const auto& [start, end] : open.arrived) {
+    transfer.copies.push_back({owner.held + start.count, leases_.at(open.offset + start), end - start});
+    op.bytes += end - start;
+  }
+  op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
+                 {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
+  const Bytes bytes = op.bytes;
+  issuer_.submit(std::move(op), std::move(transfer));
+  return bytes;
+}
+
+Bytes Drainer::sum(UnitId unit, const Open& open) {
+  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  const Shards shards{lane_->rank(), lane_->size()};
+  const Bytes whole = owner.facts.gradients;
+  const Bytes shard = shards.bytes_of(whole);
+  const Bytes begin = shards.begin_of(whole);
+  const BufferId slice =
+      issuer_.buffers().intern({device_, open.offset + begin, shard, Format::compute, Purpose::gradient_buffer, unit});
+  Ranges& summed = summed_[static_cast<std::size_t>(unit.value)];
+
+  Op reduce;
+  reduce.lane = Lane::collect;
+  reduce.verb = Verb::reduce;
+  reduce.unit = unit;
+  reduce.bytes = whole;
+  reduce.accesses = {{open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}};
+  Collective collective;
+  Reduction& reduction = collective.reduction;
+  reduction.all = leases_.at(open.offset);
+  reduction.shard = shard;
+  reduction.type = owner.type;
+  reduction.scratch = scratch_;
+  for (const auto& [from, to] : open.arrived.missing({}, whole)) {
+    reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
+  }
+  for (const auto& [from, to] : summed.within(begin, begin + shard)) {
+    reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
+  }
+  if (!reduction.add.empty()) {
+    reduce.accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
+  }
+  issuer_.submit(std::move(reduce), *lane_, std::move(collective));
+  summed.add({}, whole);
+
+  Op drain;
+  drain.lane = Lane::drain;
+  drain.verb = Verb::drain;
+  drain.unit = unit;
+  drain.bytes = shard;
+  drain.accesses = {{slice, issuer_.version(open.buffer), Access::Mode::read},
+                    {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
+  Transfer transfer;
+  transfer.copies.push_back({owner.held, leases_.at(open.offset + begin), shard});
+  issuer_.submit(std::move(drain), std::move(transfer));
+  return shard;
+}
+
+void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
+  summed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
 }
 
 void Drainer::abandon() {

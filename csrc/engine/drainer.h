@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/ranges.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
@@ -19,12 +20,18 @@ namespace noria {
 
 class Drainer {
  public:
-  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian)
+  /// `lane` null: nobody shares the home. Else gradients are summed over the ranks first, in fp32 where there is
+  /// `scratch` (4 bytes for each element of the largest unit's, on the device).
+  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian,
+          CollectLane* lane, std::byte* scratch)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
-        custodian_(custodian) {}
+        custodian_(custodian),
+        lane_(lane),
+        scratch_(scratch),
+        summed_(units.size()) {}
 
   /// Leases a gradient buffer; returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);
@@ -36,6 +43,9 @@ class Drainer {
   /// Queues the drain of every open buffer and gives the buffers back; returns what was drained of which unit. The
   /// compute ticket must have been given.
   std::vector<std::pair<UnitId, Bytes>> drain_open();
+  /// The user has cleared these bytes of a unit's gradient: later sums do not add to them.
+  void forget(UnitId unit, Bytes offset, Bytes bytes);
+
   /// Gives the buffers back without draining them: what arrived is lost (the pass raised).
   void abandon();
 
@@ -48,15 +58,20 @@ class Drainer {
   struct Open {
     Bytes offset;
     BufferId buffer;
-    std::map<Bytes, Bytes> arrived;  // offset -> end, disjoint, merged
+    Ranges arrived;
   };
   void close(UnitId unit, const Open& open);
+  Bytes drain(UnitId unit, const Open& open);
+  Bytes sum(UnitId unit, const Open& open);
 
   Issuer& issuer_;
   Leases& leases_;
   const std::vector<EngineUnit>& units_;
   const Place device_;
   Custodian& custodian_;
+  CollectLane* const lane_;
+  std::byte* const scratch_;
+  std::vector<Ranges> summed_;  // by unit: of its gradients, what this rank's shard is a part of
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
   Bytes drained_;

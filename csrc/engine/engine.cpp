@@ -35,8 +35,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       optimizer_(std::move(optimizer)),
       issuer_(*backend_, buffers_),
       leases_(backend_, options_.budget.arena),
-      fetcher_(issuer_, leases_, units_, options_.device),
-      drainer_(issuer_, leases_, units_, options_.device, custodian_),
+      fetcher_(issuer_, leases_, units_, options_.device, options_.lane.get()),
+      drainer_(issuer_, leases_, units_, options_.device, custodian_, options_.lane.get(), options_.reduce_scratch),
       pending_(units_.size(), false),
       early_(units_.size()),
       moved_(units_.size(), false),
@@ -57,6 +57,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
 Engine::~Engine() {
   try {  // before the leases go: a lane may be writing there
     if (optimizer_) optimizer_->close();
+    if (options_.lane) options_.lane->close();
     backend_->close();
   } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
   }
@@ -377,8 +378,8 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
 
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = drainer_.take_landed();
-  if (in_backward_) end_updating();  // the user's loop sees no gradients
-  else land(landed, stream);
+  if (in_backward_) end_updating();
+  if (shows_gradients()) land(landed, stream);
   return landed;
 }
 
@@ -438,7 +439,7 @@ void Engine::reset_unlocked(Stream stream) {
   phase_.reset();
   now_lies_behind(Behind::nothing);
   if (in_backward_ && was_backward) abandon_updating();
-  if (!in_backward_) land(landed, stream);  // what had come before the error is the user's to read and edit
+  if (shows_gradients()) land(landed, stream);  // what had come before the error is the user's to read and edit
 }
 
 std::optional<Phase> Engine::phase() const {
@@ -451,8 +452,14 @@ bool Engine::is_visited(const std::vector<UnitId>& needs) const {
   return visit_ && contains_all(visit_->visit.needs, needs);
 }
 
+std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers) {
+  NORIA_INVARIANT(options_.lane != nullptr, "nobody shares this home");
+  return options_.lane->exchange(std::move(numbers));
+}
+
 void Engine::idle() {
   const std::lock_guard lock(mutex_);
+  if (options_.lane) options_.lane->idle();
   backend_->idle();
   if (optimizer_) optimizer_->idle();
   issuer_.sweep();
@@ -466,6 +473,7 @@ void Engine::close() {
   } catch (...) {  // NOLINT(bugprone-empty-catch): whoever had to hear of it has heard; nothing runs after this
   }
   if (optimizer_) optimizer_->close();
+  if (options_.lane) options_.lane->close();
   backend_->close();
 }
 

@@ -30,6 +30,11 @@
 // backward raises that has updated something. Passes that only accumulate want memory for all gradients (`hold_all`),
 // and the ring is then not used any more.
 //
+// Note [Shards]. Where ranks share the home, each has one part of every unit: of its trainable bytes, and of its frozen
+// ones, as many for each rank. A fetch is a copy of this rank's part and a gather of the others'; gradients are summed
+// over the ranks before this rank's part is drained. Both are ops of the collect lane, issued where one device fetches
+// and drains, so ranks that run the same modules meet in the same order. Nobody sees what is held.
+//
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
@@ -68,8 +73,10 @@ namespace noria {
 struct EngineOptions {
   Place device;
   Budget budget;
-  bool prefetch_at_step = true;      // the next forward's first units, as soon as `step` has queued their updates
-  std::optional<GradientRing> ring;  // engaged: updates run inside backward; see Note [Inside backward]
+  bool prefetch_at_step = true;         // the next forward's first units, as soon as `step` has queued their updates
+  std::optional<GradientRing> ring;     // engaged: updates run inside backward; see Note [Inside backward]
+  std::shared_ptr<CollectLane> lane;    // engaged: ranks share the home; see Note [Shards]
+  std::byte* reduce_scratch = nullptr;  // on the device; see Drainer
 };
 
 /// What one kind of pass did, for the report.
@@ -158,7 +165,7 @@ class Engine {
   /// A gradient has come that no update has used.
   bool is_held_back(UnitId unit, Bytes offset) const;
   /// The user has cleared it: no update will use it.
-  void drop_gradient(UnitId unit, Bytes offset);
+  void drop_gradient(UnitId unit, Bytes offset, Bytes bytes);
   /// Units whose update backward has issued and `step` has not heard of.
   std::vector<UnitId> unclaimed() const;
   /// Before a backward that updates: what was expected of earlier ones is forgotten.
@@ -189,6 +196,9 @@ class Engine {
   std::string torn() const;
   /// All of them have been loaded.
   void mend();
+
+  /// Everybody's numbers, by rank; where ranks share the home. Blocks until all that they do together is done.
+  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
 
   void idle();
   void close();
@@ -324,6 +334,8 @@ class Engine {
   void update_rest();
   void abandon_updating();
   void refuse_torn() const;
+  /// p.grad shows what is held: the user's loop may read and edit it.
+  bool shows_gradients() const { return !in_backward_ && !options_.lane; }
   Behind now_lies_behind(Behind next);
   std::int64_t update_us() const;
   StepSums sums_so_far() const;

@@ -53,8 +53,9 @@ bool Engine::is_held_back(UnitId unit, Bytes offset) const {
   return in_backward_ && in_backward_->come[static_cast<std::size_t>(unit.value)].contains(offset);
 }
 
-void Engine::drop_gradient(UnitId unit, Bytes offset) {
+void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
   const std::lock_guard lock(mutex_);
+  drainer_.forget(unit, offset, bytes);
   if (in_backward_) in_backward_->come[static_cast<std::size_t>(unit.value)].erase(offset);
 }
 

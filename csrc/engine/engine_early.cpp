@@ -88,7 +88,9 @@ void Engine::drain_open() {
     if (expected && expected->ticket) drop_early(unit);  // more came than was foreseen
     if (!is_early_) continue;
     landing_[index] += bytes;
-    if (!expected || visit < last_gradient_[index] || landing_[index] != expected->awaited) continue;
+    if (!expected || visit < last_gradient_[index]) continue;
+    // A shard lands as a whole, whatever its gradients are; what is of nobody's, `step` does not ask for.
+    if (!options_.lane && landing_[index] != expected->awaited) continue;
     if (expected->is_draft()) draft(unit, *expected);
     else expected->ticket = sum(unit, expected->job);
     may_recall_ = true;
@@ -115,7 +117,7 @@ std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<Uni
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
   end_passes(stream);
-  note_edits(stream);
+  if (shows_gradients()) note_edits(stream);
   std::vector<std::pair<Ticket, GradientSums>> awaited;
   for (auto& [unit, job] : jobs) {
     const auto& early = early_of(unit);

@@ -29,7 +29,7 @@ void Engine::begin_step(Stream stream) {
   end_passes(stream);
   issuer_.sweep();
   refuse_torn();
-  if (!in_backward_) note_edits(stream);
+  if (shows_gradients()) note_edits(stream);
 }
 
 void Engine::end_passes(Stream stream) {

@@ -11,8 +11,13 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const BufferId buffer =
       issuer_.buffers().intern({device_, offset, source.facts.weights, Format::compute, Purpose::weights, unit});
   const Version version = issuer_.version(source.facts.working);
-  resident_.emplace(unit, Held{offset, buffer, version});
-
+  const Held into{offset, buffer, version};
+  resident_.emplace(unit, into);
+  ++num_fetches_;
+  if (lane_ != nullptr) {
+    fetched_ += fetch_shards(source, into, unit);
+    return;
+  }
   Op op;
   op.lane = Lane::fetch;
   op.verb = Verb::fetch;
@@ -22,8 +27,41 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   Transfer transfer;
   transfer.copies.push_back({to, source.working, source.facts.weights});
   issuer_.submit(std::move(op), std::move(transfer));
-  ++num_fetches_;
   fetched_ += source.facts.weights;
+}
+
+Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId unit) {
+  const Shards shards{lane_->rank(), lane_->size()};
+  Op fetch;
+  fetch.lane = Lane::fetch;
+  fetch.verb = Verb::fetch;
+  fetch.unit = unit;
+  fetch.accesses = {{source.facts.working, into.version, Access::Mode::read}};
+  Op gather;
+  gather.lane = Lane::collect;
+  gather.verb = Verb::gather;
+  gather.unit = unit;
+  gather.bytes = source.facts.weights;
+  Transfer transfer;
+  Collective collective;
+  const auto add = [&](Bytes begin, Bytes whole) {
+    if (whole == Bytes{0}) return;
+    const Bytes shard = shards.bytes_of(whole);
+    const Bytes own = into.offset + begin + shards.begin_of(whole);
+    const BufferId slice = issuer_.buffers().intern({device_, own, shard, Format::compute, Purpose::weights, unit});
+    fetch.accesses.push_back({slice, into.version, Access::Mode::write});
+    gather.accesses.push_back({slice, into.version, Access::Mode::read});
+    transfer.copies.push_back({leases_.at(own), source.working + fetch.bytes.count, shard});
+    collective.gathers.push_back({leases_.at(into.offset + begin), shard});
+    fetch.bytes += shard;
+  };
+  add({}, source.facts.gradients);
+  add(source.facts.gradients, source.facts.weights - source.facts.gradients);
+  gather.accesses.push_back({into.buffer, into.version, Access::Mode::write});
+  const Bytes fetched = fetch.bytes;
+  issuer_.submit(std::move(fetch), std::move(transfer));
+  issuer_.submit(std::move(gather), *lane_, std::move(collective));
+  return fetched;
 }
 
 void Fetcher::evict(UnitId unit) {

@@ -15,13 +15,16 @@ namespace noria {
 
 class Fetcher {
  public:
-  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device)
+  /// `lane` null: the home has whole units.
+  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, CollectLane* lane)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
-        device_(device) {}
+        device_(device),
+        lane_(lane) {}
 
-  /// Leases the range that the planned op names and queues the copy of the home's newest version into it.
+  /// Leases the range that the planned op names and queues the copy of the home's newest version into it; of a shard,
+  /// and then the other ranks'.
   void fetch(UnitId unit, Bytes offset);
   /// The lease may be reused. Never waits: whoever writes the range next waits for its readers.
   void evict(UnitId unit);
@@ -46,11 +49,13 @@ class Fetcher {
     Version version;
   };
   const Held& held(UnitId unit) const;
+  Bytes fetch_shards(const EngineUnit& source, const Held& into, UnitId unit);
 
   Issuer& issuer_;
   Leases& leases_;
   const std::vector<EngineUnit>& units_;
   const Place device_;
+  CollectLane* const lane_;
   std::map<UnitId, Held> resident_;
   std::int64_t num_fetches_ = 0;
   Bytes fetched_;

@@ -20,6 +20,11 @@ void Issuer::submit(Op op, Transfer transfer) {
   keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
 }
 
+void Issuer::submit(Op op, CollectLane& lane, Collective collective) {
+  auto begun = begin(op);
+  keep(op.id, lane.submit(begun.label, std::move(collective), std::move(begun.waits)));
+}
+
 void Issuer::poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes) {
   if (!backend_.poisons()) return;
   Op op;

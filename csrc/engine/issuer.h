@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "comm/collect_lane.h"
 #include "device/backend.h"
 #include "plan/hazards.h"
 #include "plan/plan.h"
@@ -31,6 +32,8 @@ class Issuer {
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
   /// Both, for an op that is a transfer.
   void submit(Op op, Transfer transfer);
+  /// Likewise, on the collect lane.
+  void submit(Op op, CollectLane& lane, Collective collective);
   /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 

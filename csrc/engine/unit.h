@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "comm/collectives.h"
 #include "plan/planner.h"
 
 namespace noria {
@@ -27,12 +28,22 @@ struct Spare {
   BufferId state_buffer;
 };
 
+/// Ranks that share a home: each has one part of every unit. See engine/engine.h, Note [Shards].
+struct Shards {
+  int rank = 0;
+  int size = 1;
+  Bytes bytes_of(Bytes whole) const { return {whole.count / size}; }
+  Bytes begin_of(Bytes whole) const { return bytes_of(whole) * rank; }
+};
+
 struct EngineUnit {
   UnitFacts facts;
-  std::byte* working = nullptr;  // facts.weights bytes, registered host memory
-  std::byte* held = nullptr;     // facts.gradients bytes; null when frozen, and while the gradient ring has none of it
-  std::optional<Spare> spare;    // none: the unit is never drafted
-  BufferId sum;                  // of the squares of what is held, as sum ops write it
+  std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered host memory
+  std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null when frozen, and while the gradient
+                               // ring has none of it
+  std::optional<Spare> spare;  // none: the unit is never drafted
+  BufferId sum;                // of the squares of what is held, as sum ops write it
+  ElementType type = ElementType::fp32;  // of gradients that ranks sum
 };
 
 }  // namespace noria

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
+from noria.custody import wrapped_by
 
 __all__ = ["load", "save"]
 
@@ -28,10 +29,15 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Works on wrapped and plain objects alike; a file is readable by both. It is written beside its name and moved there,
     so an interrupted save leaves the old file. Raises UsageError, and leaves the old file, for contents that `load`
     would refuse: it reads plain values and tensors, and runs no code from a file.
+
+    Where ranks share the model, all of them call this, and rank 0 writes the file: the same as one process would, so
+    any number of ranks may load it.
     """
     contents = {**extra, "model": _state_of(model)}
     if optimizer is not None:
         contents["optimizer"] = _state_of(optimizer)
+    if not _writes(model):
+        return
     temporary = f"{os.fspath(path)}.part"
     torch.save(contents, temporary)
     try:
@@ -68,6 +74,12 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     for target, state in pairs:
         target.load_state_dict(state)
     return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+
+
+def _writes(model: Models) -> bool:
+    """Of ranks that share the model, the first."""
+    wrapped = wrapped_by(_as_list(model)[0])
+    return wrapped is None or wrapped.ranks is None or wrapped.ranks.rank == 0
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from noria.record import OperatorWatch, tensors_of
 
 if TYPE_CHECKING:
     from noria.plan import WrapPlan
+    from noria.ranks import Ranks
     from noria.updates import Updates
 
 __all__ = ["Wrapped", "in_backward", "wrapped_by"]
@@ -108,6 +109,7 @@ class Wrapped:
         custody: _C.Custody,
         backend: _C.Backend,
         pool: _C.HostOptimizer | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan = plan
         self.partition = plan.partition
@@ -126,6 +128,8 @@ class Wrapped:
         self.updates_in_backward = plan.policy.update == "backward"
         self._to_load: set[Any] = set()  # of a torn home: slots and optimizers that have not been loaded since
         self._torn = ""
+        self.ranks = ranks
+        self.shows_gradients = ranks is None and not self.updates_in_backward
         self.trace: _C.Trace | None = None
         self.pid = os.getpid()
         self.closed = False
@@ -336,14 +340,19 @@ class Wrapped:
             self.recover()
             self.refuse_between_steps("model.load_state_dict()", mends=True)
             units = sorted({slot.unit for slot in own.values()})
-            self.custody.open_home(units, True)
-            self._loads.append(units)
+            if self.ranks is None:
+                self.custody.open_home(units, True)
+                self._loads.append(units)
+            else:
+                for unit in units:
+                    self.custody.access_home(unit, True)
             for name, slot in own.items():
                 value = state_dict.get(prefix + name)
-                if isinstance(value, torch.Tensor) and value.shape == slot.like.shape:
+                if isinstance(value, torch.Tensor) and value.shape == slot.shape:
                     self.write(slot, value)
                     self.is_loaded(slot.index)
-                    state_dict[prefix + name] = self.home.working(slot)  # torch copies it onto itself
+                    # torch copies it onto itself
+                    state_dict[prefix + name] = self.home.working(slot) if self.ranks is None else slot.parameter
 
         return take
 
@@ -362,22 +371,39 @@ class Wrapped:
     # ---- values -------------------------------------------------------------------------------------------------
 
     def current(self, slot: HomeParameter) -> torch.Tensor:
-        """The parameter's current value: a CPU tensor that views the home, the same object for tied names."""
+        """The parameter's current value: a CPU tensor that views the home, the same object for tied names. Where ranks
+        share the model: a copy, from all of them."""
         self._check_alive()
         self.refuse_between_steps("a look at weights")
         self.custody.access_home(slot.unit, False)
+        if self.ranks is not None:
+            return self.whole(slot)
         view = self._state_views.get(slot.index)
         if view is None:
             view = self._state_views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
         _C.watch(view)
         return view
 
+    def whole(self, slot: HomeParameter) -> torch.Tensor:
+        """The working copy; collective where ranks share the model."""
+        working = self.home.working(slot)
+        return working if self.ranks is None else self.ranks.whole(slot, working)
+
+    def over_ranks(self, sums: dict[int, float]) -> dict[int, float]:
+        """Each summed over the ranks, in their order. Collective."""
+        bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
+        everybodys = torch.tensor(self.custody.exchange(bits.tolist()), dtype=torch.int64).view(torch.float64)
+        totals = [0.0] * len(sums)
+        for its in everybodys.view(-1, len(sums)).tolist():
+            totals = [total + each for total, each in zip(totals, its, strict=True)]
+        return dict(zip(sums, totals, strict=True))
+
     def move_views(self, slot: HomeParameter) -> None:
         """The unit lies elsewhere now; so do the bytes that the user's tensors show."""
         for purpose, views in (("working copies", self._state_views), ("low bits", self._low_views)):
             view = views.get(slot.index)
             if view is not None:
-                _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.offset)
+                _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.home_offset)
 
     def drops_draft(self, unit: int) -> Callable[[], None]:
         """For tensors that view the unit's state: their first write is an edit that no draft has seen."""
@@ -450,6 +476,7 @@ class Wrapped:
 
     def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
+        value = slot.part_of(value)
         with torch.no_grad():
             if slot.has_master:
                 self.set_master(slot, self._with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32)))

@@ -40,13 +40,19 @@ GRADIENT_RING = "gradient ring"
 
 @dataclasses.dataclass
 class HomeParameter:
-    """One parameter's place in its unit. `like`: a tensor without memory, of the shape and strides that were planned
-    for; the parameter's own are others where the user gave it other data. Offsets in bytes; `gradient_offset` -1 means
-    frozen. `is_split`: its master is the working copy with the low bits; a master that is not is plain. Blocks are
-    those that share a scale where moments are codes, counted in the unit."""
+    """One parameter's place in its unit. `like`: a tensor without memory, of the shape and strides that its tensors at
+    home have, as they were planned for; the parameter's own are others where the user gave it other data. Offsets in
+    bytes; `gradient_offset` -1 means frozen. `is_split`: its master is the working copy with the low bits; a master
+    that is not is plain. Blocks are those that share a scale where moments are codes, counted in the unit.
+
+    Where ranks share the model, the home has a part of it: `like` has one dimension, `first` is the number of its first
+    element in the order of storage, and `home_offset`, else as `offset`, where it lies in the unit's part. `cuts`: by
+    rank, the number of the element with which that rank's part ends."""
 
     parameter: nn.Parameter
     like: torch.Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
     name: str
     names: tuple[str, ...]
     index: int
@@ -58,10 +64,25 @@ class HomeParameter:
     is_split: bool = False
     first_block: int = 0
     num_blocks: int = 0
+    home_offset: int = 0
+    first: int = 0
+    cuts: tuple[int, ...] = ()
 
     @property
     def trainable(self) -> bool:
         return self.gradient_offset >= 0
+
+    def count_on(self, rank: int) -> int:
+        """Elements that a rank has of it at home."""
+        return self.cuts[rank] - (self.cuts[rank - 1] if rank else 0)
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """What the home has of a whole value."""
+        if not self.cuts:
+            return value
+        dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype).copy_(value)
+        flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.flatten()
+        return flat[self.first : self.first + self.like.numel()]
 
 
 @dataclasses.dataclass
@@ -74,9 +95,19 @@ class HomeUnit:
     weights: int
     gradients: int
     parameters: list[HomeParameter]
+    num_parts: int = 1
     working_address: int = 0
     held_address: int = 0
     spare_address: int = 0  # of the working copy, where drafts are written; 0: none are
+
+    @property
+    def home_weights(self) -> int:
+        """Bytes at home: all, or one part of as many as there are ranks."""
+        return self.weights // self.num_parts
+
+    @property
+    def home_gradients(self) -> int:
+        return self.gradients // self.num_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,59 +172,73 @@ class Ring:
 
 
 def held_region(units: Iterable[HomeUnit]) -> Region:
-    return Region.of("held gradients", (unit.gradients for unit in units))
+    return Region.of("held gradients", (unit.home_gradients for unit in units))
 
 
-def describe_units(units: list[UnitSpec], dtype: torch.dtype | None) -> list[HomeUnit]:
-    """Lays out the units; `dtype` is `Policy.dtype`: what floating parameters travel in."""
+def describe_units(
+    units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_parts: int = 1
+) -> list[HomeUnit]:
+    """Lays out the units; `dtype` is `Policy.dtype`: what floating parameters travel in. `num_parts`: of ranks that
+    share them, of which this one is `rank`."""
     described: list[HomeUnit] = []
     index = 0
     for spec in units:
         order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
-        travel = [_travel_dtype(spec.parameters[i], dtype) for i in order]
-        layout = _C.lay_out_unit(
-            [
-                (spec.parameters[i].numel(), torch.empty(0, dtype=d).element_size(), spec.parameters[i].numel())
-                for i, d in zip(order, travel, strict=True)
-            ]
-        )
         parameters: list[HomeParameter] = []
-        gradients = first_block = 0
-        for i, travels_in, (offset, size) in zip(order, travel, layout.slots, strict=True):
-            parameter = spec.parameters[i]
-            trainable = parameter.requires_grad
-            num_blocks = -(-parameter.numel() // _C.STATE_BLOCK) if trainable else 0
-            parameters.append(
-                HomeParameter(
-                    parameter=parameter,
-                    like=torch.empty_strided(parameter.shape, parameter.stride(), device="meta"),
-                    name=spec.names[i][0],
-                    names=spec.names[i],
-                    index=index,
-                    unit=len(described),
-                    dtype=travels_in,
-                    offset=offset,
-                    gradient_offset=offset if trainable else -1,
-                    has_master=trainable and dtype is not None and parameter.is_floating_point(),
-                    first_block=first_block,
-                    num_blocks=num_blocks,
+        gradients = weights = 0
+        for trainable in (True, False):
+            members = [i for i in order if spec.parameters[i].requires_grad == trainable]
+            begin = weights
+            for i in members:
+                parameter, names = spec.parameters[i], spec.names[i]
+                travels_in = _travel_dtype(parameter, dtype)
+                parameters.append(
+                    HomeParameter(
+                        parameter=parameter,
+                        like=torch.empty_strided(parameter.shape, parameter.stride(), device="meta"),
+                        shape=parameter.shape,
+                        strides=parameter.stride(),
+                        name=names[0],
+                        names=names,
+                        index=index,
+                        unit=len(described),
+                        dtype=travels_in,
+                        offset=weights,
+                        gradient_offset=weights if trainable else -1,
+                        has_master=trainable and dtype is not None and parameter.is_floating_point(),
+                        home_offset=weights,
+                    )
                 )
-            )
-            index += 1
-            first_block += num_blocks
+                index += 1
+                weights = _align(weights + parameter.numel() * travels_in.itemsize)
+            if trainable and members:
+                weights = max(weights, _C.TENSOR_ALIGNMENT)  # a unit of empty parameters is a unit too
+            weights = begin + _align(-(-(weights - begin) // num_parts)) * num_parts
             if trainable:
-                gradients = _align(offset + max(size, 1))  # a unit of empty parameters is a unit too
-        described.append(
-            HomeUnit(
-                spec.name,
-                len(described),
-                spec.is_block,
-                max(layout.total, gradients, _C.TENSOR_ALIGNMENT),
-                gradients,
-                parameters,
-            )
-        )
+                gradients = weights
+            if num_parts > 1:
+                part = (weights - begin) // num_parts
+                _cut(parameters[-len(members) :] if members else [], begin, part, rank, num_parts)
+        first_block = 0
+        for slot in parameters:
+            slot.first_block = first_block
+            slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
+            first_block += slot.num_blocks
+        weights = max(weights, _C.TENSOR_ALIGNMENT * num_parts)
+        described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_parts))
     return described
+
+
+def _cut(slots: list[HomeParameter], begin: int, part: int, rank: int, num_parts: int) -> None:
+    """Of the bytes from `begin` on, each rank has `part` of them."""
+    for slot in slots:
+        itemsize, count = slot.dtype.itemsize, slot.shape.numel()
+        ends = [begin + (number + 1) * part - slot.offset for number in range(num_parts)]
+        slot.cuts = tuple(min(max(end // itemsize, 0), count) for end in ends)
+        slot.first = slot.cuts[rank - 1] if rank else 0
+        slot.like = torch.empty(slot.count_on(rank), device="meta")
+        inside = slot.offset + slot.first * itemsize - begin - rank * part
+        slot.home_offset = begin // num_parts + min(max(inside, 0), part)
 
 
 def _travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
@@ -313,24 +358,24 @@ class Home:
 
     def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
         """As `working`, for the user's hands: after `_C.watch` of it, its first write calls `before_write`."""
-        offset = self._offset("working copies", slot.unit) + slot.offset
+        offset = self._offset("working copies", slot.unit) + slot.home_offset
         with plainly():
             return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.like, slot.dtype, before_write)
 
     def working(self, slot: HomeParameter) -> torch.Tensor:
-        return self.tensor("working copies", slot.unit, slot.offset, slot.like, slot.dtype)
+        return self.tensor("working copies", slot.unit, slot.home_offset, slot.like, slot.dtype)
 
     def held(self, slot: HomeParameter) -> torch.Tensor:
-        return self.tensor("held gradients", slot.unit, slot.gradient_offset, slot.like, slot.dtype)
+        return self.tensor("held gradients", slot.unit, slot.home_offset, slot.like, slot.dtype)
 
     def master(self, slot: HomeParameter) -> torch.Tensor:
         """The plain fp32 master (where torch updates, under a bfloat16 policy)."""
         scale = 4 // slot.dtype.itemsize
-        return self.tensor("masters", slot.unit, slot.offset * scale, slot.like, torch.float32)
+        return self.tensor("masters", slot.unit, slot.home_offset * scale, slot.like, torch.float32)
 
     def low_bits(self, slot: HomeParameter) -> torch.Tensor:
         """The low 16 bits of a split master, as int16."""
-        return self.tensor("low bits", slot.unit, slot.offset, slot.like, torch.int16)
+        return self.tensor("low bits", slot.unit, slot.home_offset, slot.like, torch.int16)
 
     def has(self, purpose: str, unit: int) -> bool:
         """Whether the unit has a part of this arena."""
@@ -353,7 +398,7 @@ class Home:
 
     @staticmethod
     def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:
-        return slot.offset // slot.dtype.itemsize * dtype.itemsize
+        return slot.home_offset // slot.dtype.itemsize * dtype.itemsize
 
     @staticmethod
     def scales_offset(slot: HomeParameter) -> int:

@@ -69,7 +69,7 @@ def keys_of(keys: tuple[str, ...], state_dtype: str) -> tuple[str, ...]:
 
 def moment_bytes(unit: HomeUnit, dtype: torch.dtype | None, state_dtype: str) -> int:
     """Of one moment of a fused unit; `dtype` is `Policy.dtype`."""
-    elements = unit.gradients // (2 if dtype is not None else 4)
+    elements = unit.home_gradients // (2 if dtype is not None else 4)
     return elements * _DTYPES[state_dtype][0].itemsize
 
 

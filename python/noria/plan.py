@@ -25,7 +25,7 @@ from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
 from noria.updates.worker import predict_state
 
-__all__ = ["STAGING_RING", "WrapPlan", "make_plan"]
+__all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
 # Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
@@ -111,11 +111,20 @@ class WrapPlan:
         return "\n".join(lines)
 
 
-def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, values: bool = True) -> WrapPlan:
-    """`values=False`: nothing but planning will follow, so parameters may be on the meta device."""
+def make_plan(
+    roots: list[nn.Module],
+    optimizers: list[Optimizer],
+    policy: Policy,
+    *,
+    values: bool = True,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> WrapPlan:
+    """`values=False`: nothing but planning will follow, so parameters may be on the meta device. `num_ranks`: share the
+    model."""
     device = compute_device(policy)
     parts = partition(roots, policy.units, values=values)
-    units = describe_units(parts.units, policy.dtype)
+    units = describe_units(parts.units, policy.dtype, rank, num_ranks)
     if not units:
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
@@ -123,6 +132,8 @@ def make_plan(roots: list[nn.Module], optimizers: list[Optimizer], policy: Polic
     _check_states(units, optimizers, kernels, fused)
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
+    if num_ranks > 1:
+        _check_shared(policy, units, optimizers, kernels)
     ring: Ring | None = None
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
@@ -193,6 +204,25 @@ def _kernel_name(
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
             )
     return name
+
+
+def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
+    """What ranks that share a model must have alike, one thing a line."""
+    lines = [f"policy {planned.policy}"]
+    for unit in planned.units:
+        for slot in unit.parameters:
+            kind = "trainable" if slot.trainable else "frozen"
+            lines.append(f'unit "{unit.name}": {kind} "{slot.name}" {tuple(slot.shape)} {slot.dtype}')
+    lines += [f'module "{hook.name}" needs units {list(hook.needs)}' for hook in planned.partition.hooks]
+    lines.append(f"a window of {planned.window} units in {planned.arena_bytes} bytes")
+    for optimizer, kernel in zip(optimizers, planned.kernels, strict=True):
+        lines.append(f"{type(optimizer).__name__} by {kernel}")
+        numbers = {slot.parameter: slot.index for unit in planned.units for slot in unit.parameters}
+        for number, group in enumerate(optimizer.param_groups):
+            held = [numbers[parameter] for parameter in group["params"]]
+            lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held}")
+    lines.append(f"drafts of units {sorted(planned.drafted)}")
+    return lines
 
 
 def _ring(parts: Partition, units: list[HomeUnit]) -> Ring:
@@ -266,6 +296,30 @@ def _fp32_states(
     return notes
 
 
+def _check_shared(policy: Policy, units: list[HomeUnit], optimizers: list[Optimizer], kernels: list[str]) -> None:
+    """What ranks cannot share."""
+    if policy.update == "backward":
+        raise usage_error(
+            'update="auto" or "blocking" where ranks share the model', 'update="backward"', "leave it out"
+        )
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
+        if kernel != "fused":
+            reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
+            raise usage_error(
+                "an optimizer that noria's kernels cover, where ranks share the model",
+                f"{type(optimizer).__name__}, which torch updates ({reason})",
+                "use AdamW, Adam, SGD or noria.optim.Lion",
+            )
+    for unit in units:
+        dtypes = sorted({str(slot.dtype) for slot in unit.parameters if slot.trainable})
+        if len(dtypes) > 1:
+            raise usage_error(
+                "trainable parameters of one dtype in each unit, where ranks share the model",
+                f'{" and ".join(dtypes)} in "{unit.name}"',
+                "convert the model to one dtype, or name units of one each by units=[...]",
+            )
+
+
 def _left_to_torch(
     optimizer: Optimizer, units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]]
 ) -> tuple[list[str], int]:
@@ -286,15 +340,15 @@ def _regions(
 ) -> tuple[list[Region], list[dict[tuple[int, str], StatePlace]]]:
     """The home's arenas, and where in "optimizer state" each tensor of each optimizer goes."""
     regions = [
-        Region.of("working copies", (unit.weights for unit in units), sorted(drafted)),
+        Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
         held_region(units),
     ]
     if policy.dtype is not None:
         for unit in units:
             for slot in unit.parameters:
                 slot.is_split = slot.has_master and unit.index in fused
-        plain = [0 if unit.index in fused else unit.gradients * 2 for unit in units]
-        low = [unit.gradients if unit.index in fused else 0 for unit in units]
+        plain = [0 if unit.index in fused else unit.home_gradients * 2 for unit in units]
+        low = [unit.home_gradients if unit.index in fused else 0 for unit in units]
         regions.append(Region.of("low bits", low, sorted(drafted)))
         regions.append(Region.of("masters", plain))
         regions.append(Region.of("update scratch", [max(plain)]))
@@ -331,9 +385,9 @@ def _spare_needs(
     needs = {}
     for unit in units:
         if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
-            low = unit.gradients if policy.dtype is not None else 0
+            low = unit.home_gradients if policy.dtype is not None else 0
             moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
-            needs[unit.index] = unit.weights + low + len(fused[unit.index][0].keys) * moment
+            needs[unit.index] = unit.home_weights + low + len(fused[unit.index][0].keys) * moment
     return needs
 
 

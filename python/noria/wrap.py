@@ -23,8 +23,9 @@ from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
 from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
-from noria.plan import WrapPlan, make_plan
-from noria.policy import Policy, make_policy
+from noria.plan import WrapPlan, fingerprint, make_plan
+from noria.policy import Policy, compute_device, make_policy
+from noria.ranks import Ranks
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
@@ -117,14 +118,19 @@ def wrap(
     """
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
-    planned = make_plan(roots, updaters, chosen)
+    ranks = Ranks.meet(compute_device(chosen))
+    if ranks is None:
+        planned = make_plan(roots, updaters, chosen)
+    else:
+        planned = make_plan(roots, updaters, chosen, values=ranks.rank == 0, rank=ranks.rank, num_ranks=ranks.size)
+        ranks.agree(fingerprint(planned, updaters))
     with plainly():
-        wrapped = _carry_out(planned, roots, updaters)
+        wrapped = _carry_out(planned, roots, updaters, ranks)
     _LIVE.add(wrapped)
     return (model, optimizer) if optimizer is not None else model
 
 
-def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer]) -> Wrapped:
+def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None) -> Wrapped:
     policy, device, units = planned.policy, planned.device, planned.units
     settings = machine()
     if device.type == "cuda":
@@ -151,11 +157,13 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         nan_range=nan_range,
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
+        collectives=None if ranks is None else ranks.collectives(device),
+        reduce_scratch=0,
     )
-    wrapped = Wrapped(planned, home, custody, backend, pool)
+    wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
     while values:
         slot, value = values.pop(0)
-        wrapped.write(slot, value)
+        wrapped.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype)
@@ -204,6 +212,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
 
     Parameters, gradients and optimizer state keep their values (views of the home's memory, which lives as long as any
     of them); a bfloat16 policy leaves bfloat16 parameters, the low bits of the masters stay in the optimizer's state.
+    Where ranks share the model, all of them call this; each gets all values, and no gradients.
     Moments stay fp32 beside them, so that a model which is wrapped again goes on exactly. No form of torch's Adam and
     AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
     `optimizer.load_state_dict(optimizer.state_dict())`.
@@ -225,6 +234,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
+    values = {slot.index: wrapped.whole(slot) for slot in wrapped.slots}
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:
@@ -234,8 +244,8 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     with plainly():
         for slot, gradient, kind in gradients:
             slot.parameter.grad = None
-            wrapped.custody.release(slot.index, wrapped.home.working(slot))
-            if gradient is not None and (not wrapped.updates_in_backward or slot.index in held_back):
+            wrapped.custody.release(slot.index, values[slot.index])
+            if gradient is not None and (kind != "held" or wrapped.shows_gradients or slot.index in held_back):
                 slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)

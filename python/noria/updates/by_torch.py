@@ -97,5 +97,5 @@ class ByTorch:
         held = self.wrapped.home.held(slot)
         if not slot.has_master:
             return held
-        scratch = self.wrapped.home.tensor("update scratch", 0, slot.offset * 2, slot.like, torch.float32)
+        scratch = self.wrapped.home.tensor("update scratch", 0, slot.home_offset * 2, slot.like, torch.float32)
         return scratch.copy_(held)

@@ -98,7 +98,7 @@ class Fused:
 
     def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
         """Of the squares of their gradients."""
-        pieces = [(slot.offset // slot.dtype.itemsize, slot.like.numel(), _NO_SCALARS) for slot in slots]
+        pieces = [(slot.home_offset // slot.dtype.itemsize, slot.like.numel(), _NO_SCALARS) for slot in slots]
         held = self.wrapped.home.address("held gradients", unit)
         return _C.UpdateJob(
             STATELESS.name, pieces, self.arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
@@ -114,7 +114,9 @@ class Fused:
             addresses[name] = home.address(PURPOSE_OF[key], unit, spare)
             if outside is not None:
                 value = self.state.shown.unsettled(outside.parameter)[key]
-                addresses[name] = value.data_ptr() - outside.offset // outside.dtype.itemsize * value.element_size()
+                addresses[name] = (
+                    value.data_ptr() - outside.home_offset // outside.dtype.itemsize * value.element_size()
+                )
             elif state_dtype == "8bit":
                 addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit, spare)
         working = home.address("working copies", unit, spare)
@@ -134,10 +136,10 @@ class Fused:
         number = 0
         for slot in self.members.slots():
             self._numbers[slot.index] = number
-            number += -(-slot.like.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
+            number += -(-slot.shape.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
 
     def _piece(self, slot: HomeParameter, scalars: _C.UpdateScalars) -> Piece:
-        offset = slot.offset // slot.dtype.itemsize
+        offset = slot.home_offset // slot.dtype.itemsize
         if self.state.dtype == "fp32":
             return (offset, slot.like.numel(), scalars)
-        return (offset, slot.like.numel(), scalars, self._numbers[slot.index], slot.first_block)
+        return (offset, slot.like.numel(), scalars, self._numbers[slot.index] + slot.first, slot.first_block)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from noria import _C
+from noria.custody import Wrapped
 from noria.home import HomeParameter, StatePlace
 from noria.kernels import rule_of
 from noria.modes import plainly
@@ -16,7 +17,25 @@ from noria.updates.members import Members
 from noria.updates.state import OptimizerState
 from noria.updates.worker import dtype_at_home, is_array
 
-__all__ = ["HomeState"]
+__all__ = ["HomeState", "part_values", "whole_values"]
+
+
+def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with all of its tensors, where ranks share the model; collective then."""
+    if wrapped.ranks is None:
+        return values
+    whole = wrapped.ranks.whole
+    return {key: whole(slot, value) if is_array(key, value) else value for key, value in values.items()}
+
+
+def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
+    """Of whole tensors in a parameter's state, this rank's parts, where ranks share the model."""
+    if not slot.cuts:
+        return values
+    return {
+        key: slot.part_of(value) if is_array(key, value) and value.shape == slot.shape else value
+        for key, value in values.items()
+    }
 
 
 class HomeState:
@@ -43,8 +62,8 @@ class HomeState:
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
-            if are_low_bits(low) and low.shape == slot.like.shape:
-                self.wrapped.set_low_bits(slot, low)  # of an earlier wrap call
+            if are_low_bits(low) and low.shape == slot.shape:
+                self.wrapped.set_low_bits(slot, slot.part_of(low))  # of an earlier wrap call
             self.adopt(slot)
 
     def settle(self, parameter: Any) -> None:
@@ -67,6 +86,7 @@ class HomeState:
         if not dict.__contains__(self.shown, slot.parameter):
             return
         state = self.shown.unsettled(slot.parameter)
+        state.update(part_values(slot, state))
         encoded: set[str] = set()  # keys of scales that belong to codes made here
         for key, value in list(state.items()):
             if not is_array(key, value) or key in encoded:
@@ -142,9 +162,11 @@ class HomeState:
     def plain(self, parameter: Any, values: Any) -> Any:
         """A parameter's state as torch's own optimizer keeps it: fp32, whatever the fused kernels keep."""
         slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        if slot is None or not isinstance(values, dict) or self.dtype == "fp32" or not self.members.fuses(slot.unit):
+        if slot is None or not isinstance(values, dict):
             return values
-        return plain_values(values, widen=True)
+        if self.dtype != "fp32" and self.members.fuses(slot.unit):
+            values = plain_values(values, widen=True)
+        return whole_values(self.wrapped, slot, values)
 
     def _copied(self, parameter: Any, values: Any) -> Any:
         """As `plain`, for a copy of the optimizer, which is to know the masters as well."""
@@ -152,4 +174,5 @@ class HomeState:
         slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if slot is None or not slot.has_master or not isinstance(values, dict):
             return plain
-        return {**plain, "low_bits": self.wrapped.low_bits(slot).clone()}
+        low = whole_values(self.wrapped, slot, {"low_bits": self.wrapped.low_bits(slot)})["low_bits"]
+        return {**plain, "low_bits": low.clone()}

@@ -75,7 +75,7 @@ class InsideBackward:
             is_fit = self.members.refusal_of(number, group) is None
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
-                scalars = used.get((slot.unit, slot.offset // slot.dtype.itemsize)) if parameter.numel() else None
+                scalars = used.get((slot.unit, slot.home_offset // slot.dtype.itemsize)) if parameter.numel() else None
                 says = custody.gradient_is(slot.index)
                 is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
                 if is_used != (says == "held") or says == "foreign":

@@ -15,7 +15,7 @@ from noria.kernels import rule_of
 from noria.moments import are_low_bits, plain_values
 from noria.optimizer import original_class
 from noria.stand_ins import exchange
-from noria.updates.home_state import HomeState
+from noria.updates.home_state import HomeState, part_values, whole_values
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
 
@@ -36,8 +36,11 @@ def state_dict(members: Members, home_state: HomeState) -> dict[str, Any]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = members.wrapped.slot_of[parameter]
-            if slot.has_master and number in result["state"]:
-                result["state"][number] = {**result["state"][number], "low_bits": members.wrapped.low_bits(slot)}
+            if number in result["state"]:
+                values = result["state"][number]
+                if slot.has_master:
+                    values = {**values, "low_bits": members.wrapped.low_bits(slot)}
+                result["state"][number] = whole_values(members.wrapped, slot, values)
             number += 1
     return result
 
@@ -56,6 +59,7 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
         state_dict = changed if changed is not None else state_dict
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.inference_mode(False), torch.no_grad():
+        state_dict = _parts_of(members, state_dict, parameters)
         _refuse_broken(members, state_dict, parameters)
         state_dict, low_bits = _without_low_bits(state_dict, parameters)
         loaded = _loaded_by_torch(members, state, state_dict)
@@ -70,6 +74,18 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
             if low is not None and slot.has_master:
                 wrapped.set_low_bits(slot, low)
             state.adopt(slot)
+
+
+def _parts_of(members: Members, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """What this rank has at home of a whole state."""
+    if members.wrapped.ranks is None:
+        return state_dict
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = dict(state_dict["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if isinstance(state.get(number), dict):
+            state[number] = part_values(members.wrapped.slot_of[parameter], state[number])
+    return {**state_dict, "state": state}
 
 
 def _refuse_broken(members: Members, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> None:

@@ -77,7 +77,8 @@ TEST_F(CollectLaneTest, a_reduction_is_filled_first_and_added_to_last) {
     Collective collective;
     collective.reduction.all = rank.bytes();
     collective.reduction.shard = Bytes{kShard * 4};
-    collective.reduction.onto = reinterpret_cast<const std::byte*>(onto.data());
+    collective.reduction.add.push_back({rank.bytes() + (&rank - ranks_.data()) * kShard * 4,
+                                        reinterpret_cast<const std::byte*>(onto.data()), Bytes{kShard * 4}});
     for (int other = 0; other < kRanks; ++other) {  // every second shard is zero, the others as `filled` says
       const auto* from = other % 2 == 0 ? nullptr : reinterpret_cast<const std::byte*>(filled.data());
       collective.reduction.fill.push_back({rank.bytes() + 4 * at(other, 0), from, Bytes{kShard * 4}});

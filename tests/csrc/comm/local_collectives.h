@@ -96,11 +96,13 @@ class LocalCollectives final : public Collectives {
         }
       }
     });
-    for (std::size_t i = 0; i < count; ++i) {
-      if (reduced.onto != nullptr) sum[i] += reinterpret_cast<const float*>(reduced.onto)[i];
-    }
     std::memcpy(reduced.all + static_cast<std::size_t>(rank_) * count * sizeof(float), sum.data(),
                 count * sizeof(float));
+    for (const CopySpan& each : reduced.add) {
+      auto* to = reinterpret_cast<float*>(each.to);
+      const auto* from = reinterpret_cast<const float*>(each.from);
+      for (std::int64_t k = 0; k < each.bytes.count / 4; ++k) to[k] += from[k];
+    }
   }
 
   std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) override {

@@ -1,0 +1,90 @@
+"""Ranks that share a model: each has one part of every unit at home, and all of it on its device while it computes.
+
+torch's process group decides: where one of several ranks has been made before `noria.wrap`, they share. noria makes
+groups of its own from it, so that its collectives never meet the user's; all ranks call `wrap`, and whatever else is
+said to be a collective, in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from noria import _C
+from noria._errors import usage_error
+
+if TYPE_CHECKING:
+    from noria.home import HomeParameter
+
+__all__ = ["Ranks", "num_ranks"]
+
+
+def num_ranks() -> int:
+    """Of the process group that there is; 1 without."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """`lane_groups` are those of the collect lane, for device memory and for numbers; `group`, by gloo, is for what the
+    calling thread moves from host memory to host memory. A group that two threads used would mix up what they do."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    lane_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+    @staticmethod
+    def meet(device: torch.device) -> Ranks | None:
+        """Groups over all ranks, or None where there is but one. Collective."""
+        if num_ranks() == 1:
+            return None
+        group, numbers = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        memory = dist.new_group(backend="nccl") if device.type == "cuda" else numbers
+        return Ranks(dist.get_rank(), num_ranks(), group, (memory, numbers))
+
+    def collectives(self, device: torch.device) -> _C.Collectives:
+        memory, numbers = self.lane_groups
+        return _C.make_c10d_collectives(memory.group_name, numbers.group_name, str(device))
+
+    def agree(self, lines: Sequence[str]) -> None:
+        """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
+        everybodys: list[list[str]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(everybodys, list(lines), self.group)
+        for rank, its in enumerate(everybodys):
+            if its == everybodys[0]:
+                continue
+            number = next(
+                (n for n, (a, b) in enumerate(zip(everybodys[0], its, strict=False)) if a != b),
+                min(len(everybodys[0]), len(its)),
+            )
+            first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
+            raise usage_error(
+                "the same model, optimizer and policy on all ranks",
+                f"on rank 0: {first}; on rank {rank}: {other}",
+                "build them alike on all ranks, from the same seed and settings",
+            )
+
+    def from_first(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, on the CPU; elsewhere only shape, strides and dtype of `value` count. Collective."""
+        if self.rank == 0:
+            value = value.detach().to("cpu", copy=True)
+        else:
+            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
+        dist.broadcast(flat, 0, self.group)
+        return value
+
+    def whole(self, slot: HomeParameter, part: torch.Tensor) -> torch.Tensor:
+        """A full tensor on the CPU, from what each rank has of it. Collective."""
+        counts = [slot.count_on(rank) for rank in range(self.size)]
+        padded = torch.zeros(max(counts), dtype=part.dtype)
+        padded[: part.numel()] = part
+        everybodys = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather([each.view(torch.uint8) for each in everybodys], padded.view(torch.uint8), self.group)
+        flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
+        return flat.as_strided(slot.shape, slot.strides)
