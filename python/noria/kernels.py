@@ -75,9 +75,10 @@ class FusedRule:
                 raise usage_error(*_of_shape(slot, SCALES_KEY[key], (slot.num_blocks,), scales), remedy)
         if missing and not self.begins_anew and any(key not in _NORIAS_OWN for key in values):
             needed = [*self.keys, *(["step"] if self.counts_steps else [])]
+            present = [str(key) for key, value in values.items() if value is not None]
             raise usage_error(
-                f'{", ".join(needed)} of "{slot.name}" in the optimizer\'s state, or nothing',
-                f"{', '.join(map(str, values))} without {', '.join(missing)}",
+                f'{_quoted(needed)} of "{slot.name}" in the optimizer\'s state, or nothing',
+                f"{_quoted(present) or 'nothing'} without {_quoted(missing)}",
                 remedy,
             )
 
@@ -89,6 +90,10 @@ class FusedRule:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
         return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor, seed=seed)
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
 
 
 def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: Any) -> tuple[str, str]:

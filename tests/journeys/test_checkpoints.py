@@ -910,9 +910,9 @@ BROKEN = {
     "a number": (put("exp_avg_sq", torch.tensor(5.0)), ["exp_avg_sq of", "(32, 16)", "found shape ()"]),
     "no tensor": (put("exp_avg", 5.0), ["exp_avg of", "(32, 16)", "found 5.0"]),
     "larger": (put("exp_avg", torch.zeros(2, 32, 16)), ["exp_avg of", "(32, 16)", "found shape (2, 32, 16)"]),
-    "no second moment": (without("exp_avg_sq"), ["without exp_avg_sq"]),
-    "no step": (without("step"), ["without step"]),
-    "another optimizer's": (of_another_optimizer, ["momentum_buffer without step, exp_avg, exp_avg_sq"]),
+    "no second moment": (without("exp_avg_sq"), ['without "exp_avg_sq"']),
+    "no step": (without("step"), ['without "step"']),
+    "another optimizer's": (of_another_optimizer, ['"momentum_buffer" without "step", "exp_avg", "exp_avg_sq"']),
 }
 broken = pytest.mark.parametrize("what", BROKEN)
 
