@@ -30,6 +30,12 @@ auto without_gil(Question question) {
 
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
 
+std::vector<std::byte*> pointers(const std::vector<std::int64_t>& addresses) {
+  std::vector<std::byte*> found;
+  for (std::int64_t address : addresses) found.push_back(pointer(address));
+  return found;
+}
+
 std::vector<UnitId> unit_ids(const std::vector<std::int32_t>& units) {
   std::vector<UnitId> ids;
   for (std::int32_t unit : units) ids.emplace_back(unit);
@@ -236,11 +242,17 @@ void bind_custody(py::module_& m) {
       .def("set_accumulating", &Custody::set_accumulating, NoGil())
       .def(
           "hold_all",
-          [](Custody& self, const std::vector<std::int64_t>& addresses) {
-            std::vector<std::byte*> held;
-            for (std::int64_t address : addresses) held.push_back(pointer(address));
-            self.hold_all(held);
-          },
+          [](Custody& self, const std::vector<std::int64_t>& addresses) { self.hold_all(pointers(addresses)); },
+          NoGil())
+      .def(
+          "hold_unsummed",
+          [](Custody& self, const std::vector<std::int64_t>& addresses) { self.hold_unsummed(pointers(addresses)); },
+          NoGil())
+      .def(
+          "holds_unsummed", [](Custody& self) { return self.engine().holds_unsummed(); }, NoGil())
+      .def("set_unsynced", &Custody::set_unsynced, NoGil())
+      .def(
+          "access_held", [](Custody& self, std::int32_t unit) { self.engine().access_held(UnitId(unit), nullptr); },
           NoGil())
       .def(
           "holds_all", [](Custody& self) { return self.engine().holds_all(); }, NoGil())

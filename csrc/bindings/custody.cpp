@@ -438,7 +438,7 @@ void Custody::task_ended(int task) {
 void Custody::finish_backward() {
   if (!interrupted_) entered_.clear();
   engine_.end_pass(current_stream());
-  if (is_shared_) share_arrivals();
+  if (is_shared_ && !unsynced_) share_arrivals();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
     if (!std::exchange(each.arrived, false)) continue;
@@ -454,6 +454,31 @@ void Custody::finish_backward() {
     announce(entered_.back(), Phase::forward);
   }
   raise_lost_writes();
+}
+
+bool Custody::adds_to_held(int index) const {
+  const Parameter& into = parameter(index);
+  if (!is_shared_) return into.arrived || gradient_is(index) == GradientIs::held;
+  return engine_.is_unsummed(into.unit, Bytes{into.facts.gradient_offset},
+                             Bytes{into.facts.variable.numel() * into.facts.variable.element_size()});
+}
+
+void Custody::set_unsynced(bool unsynced) {
+  unsynced_ = unsynced;
+  engine_.set_unsynced(unsynced);
+}
+
+void Custody::refuse_unsummed() const {
+  for (const Parameter& each : parameters_) {
+    if (!is_shared_ || each.facts.gradient_offset < 0 ||
+        gradient_is(static_cast<int>(&each - parameters_.data())) != GradientIs::held)
+      continue;
+    const Bytes bytes{each.facts.variable.numel() * each.facts.variable.element_size()};
+    if (!engine_.is_unsummed(each.unit, Bytes{each.facts.gradient_offset}, bytes)) continue;
+    throw UsageError("a backward outside of no_sync() before optimizer.step()",
+                     "gradients of \"" + each.facts.name + "\" that are not summed over the ranks",
+                     "leave no_sync() before the last backward of a step");
+  }
 }
 
 // A gradient that any rank has had is everybody's.
@@ -514,7 +539,7 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
   const auto slot = static_cast<std::size_t>(index);
   if (into.written) {
     into.buffer.add_(gradient);
-  } else if (!is_shared_ && (into.arrived || gradient_is(index) == GradientIs::held)) {
+  } else if (adds_to_held(index)) {
     at::add_out(into.buffer, held_[slot]->inner(), gradient);
   } else {
     held_[slot]->reuse(into.facts.variable.grad());
@@ -551,6 +576,7 @@ void Custody::gradient_is_written(UnitId unit) {
 void Custody::begin_step() {
   refuse_open_home();
   forget_failed_backward();
+  refuse_unsummed();
   engine_.begin_step(current_stream());
 }
 

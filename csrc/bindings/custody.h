@@ -94,6 +94,9 @@ class Custody final : public Custodian {
   /// From now on passes accumulate, or no longer do (update="backward").
   void set_accumulating(bool accumulating);
   void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, current_stream()); }
+  void hold_unsummed(const std::vector<std::byte*>& memory) { engine_.hold_unsummed(memory, current_stream()); }
+  /// From now on gradients stay this rank's own, or are summed over all ranks.
+  void set_unsynced(bool unsynced);
   bool is_held_back(int index) const;
   /// `step` after passes that have only accumulated: updates with what the user has not cleared since.
   void update_held();
@@ -162,6 +165,8 @@ class Custody final : public Custodian {
   void arm();
   void task_ended(int task);
   void finish_backward();
+  bool adds_to_held(int index) const;
+  void refuse_unsummed() const;
   void share_arrivals();
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
@@ -201,6 +206,7 @@ class Custody final : public Custodian {
   const bool updates_in_backward_;
   const bool is_shared_;  // by ranks: each has a part of every unit
   bool accumulates_ = false;
+  bool unsynced_ = false;
   Engine engine_;  // last: it calls back into everything above
 };
 

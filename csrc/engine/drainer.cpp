@@ -14,7 +14,11 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
   custodian_.open_gradients(unit, memory);
   std::vector<Access> accesses = {{buffer, issuer_.next_version(buffer), Access::Mode::write}};
   // Accumulation reads what is held and adds to it on the compute lane, so the drain is always a plain copy.
-  if (lane_ == nullptr) accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
+  if (lane_ == nullptr) {
+    accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
+  } else if (owner.unsummed != nullptr) {
+    accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
+  }
   return accesses;
 }
 
@@ -27,8 +31,18 @@ void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
 std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
-    if (!open.arrived.empty()) {
-      const Bytes bytes = lane_ != nullptr ? sum(unit, open) : drain(unit, open);
+    const auto index = static_cast<std::size_t>(unit.value);
+    if (!open.arrived.empty() || (!unsynced_ && !unsummed_[index].empty())) {
+      const EngineUnit& owner = units_[index];
+      Bytes bytes;
+      if (lane_ == nullptr) {
+        bytes = drain(unit, open, owner.held, owner.facts.held);
+      } else if (unsynced_) {
+        bytes = drain(unit, open, owner.unsummed, owner.unsummed_buffer);
+        for (const auto& [begin, end] : open.arrived) unsummed_[index].add(begin, end);
+      } else {
+        bytes = sum(unit, open);
+      }
       drained_ += bytes;
       drained.emplace_back(unit, bytes);
       landed_.insert(unit);
@@ -39,19 +53,18 @@ std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   return drained;
 }
 
-Bytes Drainer::drain(UnitId unit, const Open& open) {
-  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+Bytes Drainer::drain(UnitId unit, const Open& open, std::byte* to, BufferId into) {
   Op op;
   op.lane = Lane::drain;
   op.verb = Verb::drain;
   op.unit = unit;
   Transfer transfer;
   for (const auto& [start, end] : open.arrived) {
-    transfer.copies.push_back({owner.held + start.count, leases_.at(open.offset + start), end - start});
+    transfer.copies.push_back({to + start.count, leases_.at(open.offset + start), end - start});
     op.bytes += end - start;
   }
   op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
-                 {owner.facts.held, issuer_.next_version(owner.facts.held), Access::Mode::write}};
+                 {into, issuer_.next_version(into), Access::Mode::write}};
   const Bytes bytes = op.bytes;
   issuer_.submit(std::move(op), std::move(transfer));
   return bytes;
@@ -79,9 +92,19 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.shard = shard;
   reduction.type = owner.type;
   reduction.scratch = scratch_;
-  for (const auto& [from, to] : open.arrived.missing({}, whole)) {
-    reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
+  Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
+  for (const auto& [begin_missing, end_missing] : open.arrived.missing({}, whole)) {
+    for (const auto& [from, to] : unsummed.missing(begin_missing, end_missing)) {
+      reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
+    }
+    for (const auto& [from, to] : unsummed.within(begin_missing, end_missing)) {
+      reduction.fill.push_back({leases_.at(open.offset + from), owner.unsummed + from.count, to - from});
+    }
   }
+  if (!unsummed.empty()) {
+    reduce.accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
+  }
+  unsummed.clear();
   for (const auto& [from, to] : summed.within(begin, begin + shard)) {
     reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
   }
@@ -104,8 +127,21 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   return shard;
 }
 
+std::vector<UnitId> Drainer::left_unsummed() const {
+  std::vector<UnitId> left;
+  for (std::size_t i = 0; i < unsummed_.size() && !unsynced_; ++i) {
+    if (!unsummed_[i].empty()) left.emplace_back(static_cast<std::int32_t>(i));
+  }
+  return left;
+}
+
+bool Drainer::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
+  return !unsummed_[static_cast<std::size_t>(unit.value)].within(offset, offset + bytes).empty();
+}
+
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
   summed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
+  unsummed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
 }
 
 void Drainer::abandon() {

@@ -31,7 +31,8 @@ class Drainer {
         custodian_(custodian),
         lane_(lane),
         scratch_(scratch),
-        summed_(units.size()) {}
+        summed_(units.size()),
+        unsummed_(units.size()) {}
 
   /// Leases a gradient buffer; returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);
@@ -43,6 +44,12 @@ class Drainer {
   /// Queues the drain of every open buffer and gives the buffers back; returns what was drained of which unit. The
   /// compute ticket must have been given.
   std::vector<std::pair<UnitId, Bytes>> drain_open();
+  /// From now on gradients stay this rank's own, in `unsummed`; or are summed over the ranks, with what is there.
+  void set_unsynced(bool unsynced) { unsynced_ = unsynced; }
+  /// Units of which something has not been summed, though gradients are now.
+  std::vector<UnitId> left_unsummed() const;
+  /// True where later gradients of these bytes are added to what is there.
+  bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
   /// The user has cleared these bytes of a unit's gradient: later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
 
@@ -61,7 +68,7 @@ class Drainer {
     Ranges arrived;
   };
   void close(UnitId unit, const Open& open);
-  Bytes drain(UnitId unit, const Open& open);
+  Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
 
   Issuer& issuer_;
@@ -71,7 +78,9 @@ class Drainer {
   Custodian& custodian_;
   CollectLane* const lane_;
   std::byte* const scratch_;
-  std::vector<Ranges> summed_;  // by unit: of its gradients, what this rank's shard is a part of
+  std::vector<Ranges> summed_;    // by unit: of its gradients, what this rank's shard is a part of
+  std::vector<Ranges> unsummed_;  // by unit: what lies in `unsummed`
+  bool unsynced_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
   Bytes drained_;

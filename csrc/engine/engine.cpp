@@ -337,8 +337,53 @@ std::vector<UnitId> Engine::end_pass(Stream stream) {
   return end_pass_unlocked(stream);
 }
 
+// What only earlier passes have brought: as if a visit without modules had come to it.
+void Engine::sum_rest(Stream stream) {
+  for (UnitId unit : drainer_.left_unsummed()) {
+    Visit visit;
+    visit.phase = Phase::backward;
+    visit.gradients = {unit};
+    following_ = {};
+    following_.plan = std::make_shared<const PassPlan>(plan({visit}, {}));
+    play_until(0);
+    enter_visit(stream);
+    close_visit(stream);
+  }
+}
+
+void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  end_passes(stream);
+  NORIA_INVARIANT(options_.lane && !holds_unsummed_ && !phase_ && memory.size() == units_.size(),
+                  "memory for gradients that are not summed comes once, between passes");
+  holds_unsummed_ = true;
+  Bytes end;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    EngineUnit& unit = units_[i];
+    if (unit.facts.gradients == Bytes{0}) continue;
+    const UnitId id(static_cast<std::int32_t>(i));
+    unit.unsummed = memory[i];
+    unit.unsummed_buffer = buffers_.intern(
+        {{Place::Kind::host, kUnsummedRegion}, end, unit.facts.gradients, Format::travel, Purpose::held_gradient, id});
+    end += unit.facts.gradients;
+    custodian_.held_moved(id, unit.unsummed);
+  }
+}
+
+void Engine::set_unsynced(bool unsynced) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(!unsynced || holds_unsummed_, "there is no memory for gradients that are not summed");
+  drainer_.set_unsynced(unsynced);
+}
+
+bool Engine::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
+  const std::lock_guard lock(mutex_);
+  return drainer_.is_unsummed(unit, offset, bytes);
+}
+
 std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   close_visit(stream);
+  if (phase_ == Phase::backward) sum_rest(stream);
   const Phase phase = *phase_;
   phase_.reset();
   now_lies_behind(Behind::nothing);

@@ -33,7 +33,9 @@
 // Note [Shards]. Where ranks share the home, each has one part of every unit: of its trainable bytes, and of its frozen
 // ones, as many for each rank. A fetch is a copy of this rank's part and a gather of the others'; gradients are summed
 // over the ranks before this rank's part is drained. Both are ops of the collect lane, issued where one device fetches
-// and drains, so ranks that run the same modules meet in the same order. Nobody sees what is held.
+// and drains, so ranks that run the same modules meet in the same order. Nobody sees what is held. Gradients of a pass
+// that is not synced (`set_unsynced`) are drained whole, to memory of their own; the next pass that is adds to them,
+// and sums up at its end what it has not come to.
 //
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
@@ -197,6 +199,11 @@ class Engine {
   /// All of them have been loaded.
   void mend();
 
+  /// Memory for gradients that are not summed over the ranks, by unit. Ends a forward that is open.
+  void hold_unsummed(const std::vector<std::byte*>& memory, Stream stream);
+  bool holds_unsummed() const { return holds_unsummed_; }
+  void set_unsynced(bool unsynced);
+  bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
   /// Everybody's numbers, by rank; where ranks share the home. Blocks until all that they do together is done.
   std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
 
@@ -300,6 +307,7 @@ class Engine {
   void finish_user_op(Op op, Stream stream);
   void continue_on(Stream stream);
   void land(const std::vector<UnitId>& units, Stream stream);
+  void sum_rest(Stream stream);
   void expect(const Signature& signature);
   PassPlan plan(std::vector<Visit> visits, std::vector<Visit> next);
   std::vector<UnitId> end_pass_unlocked(Stream stream);
@@ -392,6 +400,7 @@ class Engine {
   std::int64_t last_step_us_ = 0;
   LaneStats launching_updates_;
   std::shared_ptr<Trace> trace_;
+  bool holds_unsummed_ = false;
   bool closed_ = false;
 };
 

@@ -18,7 +18,8 @@ enum HomeRegion : std::int32_t {
   kSpareWorkingRegion,
   kSpareStateRegion,
   kSumRegion,
-  kRingRegion
+  kRingRegion,
+  kUnsummedRegion
 };
 
 /// Working copy and state of a unit once more; see engine/engine.h, Note [Drafts].
@@ -42,7 +43,10 @@ struct EngineUnit {
   std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null when frozen, and while the gradient
                                // ring has none of it
   std::optional<Spare> spare;  // none: the unit is never drafted
-  BufferId sum;                // of the squares of what is held, as sum ops write it
+  // Where ranks share the home: facts.gradients bytes that are not summed over them yet; null until some are wanted.
+  std::byte* unsummed = nullptr;
+  BufferId unsummed_buffer;
+  BufferId sum;                          // of the squares of what is held, as sum ops write it
   ElementType type = ElementType::fp32;  // of gradients that ranks sum
 };
 

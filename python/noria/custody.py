@@ -18,7 +18,7 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import GRADIENT_RING, Home, HomeParameter, held_region
+from noria.home import GRADIENT_RING, UNSUMMED, Home, HomeParameter, Region, held_region
 from noria.limits import check_fits, host_limits
 from noria.modes import plainly
 from noria.partition import HookSpec
@@ -99,6 +99,23 @@ def _unpickled_hook() -> Callable[..., None]:
     return _no_hook
 
 
+class _NoSync:
+    """`model.no_sync`. That of a copy of the model does nothing: the copy is an ordinary model."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self._wrapped = weakref.ref(wrapped)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        wrapped = self._wrapped()
+        return contextlib.nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def __deepcopy__(self, memo: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> Any:
+        return (getattr, (contextlib, "nullcontext"))
+
+
 class Wrapped:
     """Owns the home, the engine's Custody and the module hooks; knows every parameter by its object."""
 
@@ -129,6 +146,10 @@ class Wrapped:
         self._to_load: set[Any] = set()  # of a torn home: slots and optimizers that have not been loaded since
         self._torn = ""
         self.ranks = ranks
+        self._num_unsynced = 0  # blocks of model.no_sync() that are open
+        if ranks is not None:
+            for root in plan.partition.roots:
+                root.__dict__["no_sync"] = _NoSync(self)
         self.shows_gradients = ranks is None and not self.updates_in_backward
         self.trace: _C.Trace | None = None
         self.pid = os.getpid()
@@ -623,20 +644,45 @@ class Wrapped:
         """update="backward" that accumulates: memory for all gradients, taken the first time, in place of the ring."""
         if self.custody.holds_all():
             return
-        region, budget = held_region(self.units), host_budget(self.policy)
-        more = [(region.purpose, region.bytes)]  # the ring is given back only after it
+        region = held_region(self.units)  # the ring is given back only after it
+        self._take_later(region, self.custody.hold_all)
+        self.home.give_back(GRADIENT_RING)
+        self.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in self.plan.regions]
+
+    def _take_later(self, region: Region, use: Callable[[list[int]], None]) -> None:
+        """More memory for gradients, once training has begun."""
+        budget = host_budget(self.policy)
+        more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in self.plan.regions]
         if refusal := check_fits(home + more, budget, []) or check_fits(more, budget, host_limits()):
             raise refusal
-        self.custody.idle()  # updates still read the ring
+        self.custody.idle()  # updates still read what it may replace
         held = self.home.take_held(region, self.backend)
         try:
-            self.custody.hold_all(held)
+            use(held)
         except BaseException:
             self.home.give_back(region.purpose)
             raise
-        self.home.give_back(GRADIENT_RING)
-        self.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in self.plan.regions]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`with model.no_sync():` around each backward of a step but its last: gradients stay this rank's own, whole,
+        until that one sums them up. The first time it takes memory for all of them. Which backward runs inside counts;
+        on all ranks alike."""
+        if in_backward():
+            raise usage_error("model.no_sync() around a backward", "it inside of one", "enter it before backward()")
+        self.recover()
+        if not self.custody.holds_unsummed():
+            region = Region.of(UNSUMMED, (unit.gradients for unit in self.units))
+            self._take_later(region, self.custody.hold_unsummed)
+            self.plan.regions = [*self.plan.regions, region]
+        self._num_unsynced += 1
+        self.custody.set_unsynced(True)
+        try:
+            yield
+        finally:
+            self._num_unsynced -= 1
+            self.custody.set_unsynced(self._num_unsynced > 0)
 
     def refuse_between_steps(self, what: str, *, mends: bool = False) -> None:
         """Between a backward that has updated and its step() nothing may look or write. Where that step will never
@@ -696,5 +742,6 @@ class Wrapped:
         self._handles.clear()
         self._inner_handles.clear()
         for root in self.partition.roots:
+            root.__dict__.pop("no_sync", None)
             for module in root.modules():
                 _WRAPPED.pop(module, None)

@@ -25,6 +25,7 @@ from noria.policy import format_bytes
 
 __all__ = [
     "GRADIENT_RING",
+    "UNSUMMED",
     "Home",
     "HomeParameter",
     "HomeUnit",
@@ -36,6 +37,9 @@ __all__ = [
 
 GRADIENT_RING = "gradient ring"
 """Purpose of the arena that update="backward" has in place of held gradients."""
+
+UNSUMMED = "unsummed gradients"
+"""Purpose of the arena for whole gradients of one rank, which `model.no_sync()` wants."""
 
 
 @dataclasses.dataclass
@@ -250,7 +254,7 @@ def _align(num_bytes: int) -> int:
 
 
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
-_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device"}
+_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device", UNSUMMED: "device"}
 
 
 class Home:
@@ -323,7 +327,7 @@ class Home:
             )
 
     def take_held(self, region: Region, backend: _C.Backend) -> list[int]:
-        """Memory for all gradients, in place of the ring; by unit, where they go. Nobody uses the ring any more."""
+        """Memory for all gradients, once training has begun; by unit, where they go."""
         self.regions[region.purpose] = region
         try:
             self._take_arena(region, backend, lambda done: None)

@@ -46,9 +46,20 @@ class Norms:
                 _refuse_nonfinite(norm, norm_type)
             factor = _clip_factor(norm, max_norm)
             if factor != 1.0:
-                for slot in slots:
-                    slot.parameter.grad.mul_(factor)  # type: ignore[union-attr]
+                self._scale(slots, factor)
             return norm.to(slots[0].parameter.device) if slots else norm
+
+    def _scale(self, slots: Iterable[HomeParameter], factor: float) -> None:
+        if self.wrapped.shows_gradients:
+            for slot in slots:
+                slot.parameter.grad.mul_(factor)  # type: ignore[union-attr]
+            return
+        accessed: set[int] = set()
+        for slot in slots:
+            if slot.unit not in accessed:
+                accessed.add(slot.unit)
+                self.wrapped.custody.access_held(slot.unit)
+            self.wrapped.home.held(slot).mul_(factor)
 
     def clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """torch's own, but for gradients of 16 bits, whose norm torch would give in as many: it is taken in fp32."""
