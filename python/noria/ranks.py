@@ -7,7 +7,9 @@ said to be a collective, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,19 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _timeout() -> datetime.timedelta | None:
+    """How long the default group waits for a rank: a new group would have torch's default instead."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for this device
+            options = getattr(world._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                timeout: datetime.timedelta = options._timeout
+                return timeout
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """`lane_groups` are those of the collect lane, for device memory and for numbers; `group`, by gloo, is for what the
@@ -43,8 +58,9 @@ class Ranks:
         """Groups over all ranks, or None where there is but one. Collective."""
         if num_ranks() == 1:
             return None
-        group, numbers = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-        memory = dist.new_group(backend="nccl") if device.type == "cuda" else numbers
+        patience = _timeout()
+        group, numbers = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+        memory = dist.new_group(backend="nccl", timeout=patience) if device.type == "cuda" else numbers
         return Ranks(dist.get_rank(), num_ranks(), group, (memory, numbers))
 
     def collectives(self, device: torch.device) -> _C.Collectives:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import noria
@@ -117,3 +118,28 @@ def units_that_the_last_backward_leaves_out(rank: int, size: int) -> None:
 
 def test_gradients_of_units_that_the_last_backward_leaves_out_are_summed_too():
     on_ranks(2, units_that_the_last_backward_leaves_out)
+
+
+def one_hangs(rank: int, size: int) -> float:
+    torch.manual_seed(0)
+    model = Net()
+    ours = sgd(model.parameters())
+    noria.wrap(model, ours, device="cpu", window=2)
+    loss_of(model, rank).backward()
+    ours.step()
+    ours.zero_grad()
+    if rank == 1:
+        time.sleep(3600)
+    began = time.monotonic()
+    with pytest.raises(noria._C.MachineError, match=r"rank 0 of 2.*hung for longer"):
+        for number in range(3):
+            loss_of(model, number).backward()
+            ours.step()
+            ours.zero_grad()
+    return time.monotonic() - began
+
+
+def test_a_rank_that_hangs_fails_the_others_within_the_groups_own_timeout():
+    timeout_s = 5.0
+    waited_s = on_ranks(2, one_hangs, timeout_s=timeout_s, dying=(1,))[0]
+    assert waited_s < 10 * timeout_s
