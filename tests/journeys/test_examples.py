@@ -3,11 +3,13 @@
 import json
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import noria
+import psutil
 import pytest
 import torch
 from noria import _C
@@ -164,6 +166,46 @@ def tensors(checkpoint: dict) -> dict[str, torch.Tensor]:
     states = checkpoint["optimizer"]["state"]
     named = {f"{index}.{key}": value for index, state in states.items() for key, value in state.items()}
     return checkpoint["model"] | named
+
+
+SHARED = "--steps 24 --save-every 6 --layers 9 --width 64 --vocab 300 --text-bytes 60000"
+
+
+def shared_gpt(checkpoint: Path, *, kill_at: str | None = None) -> tuple[int, str]:
+    """The README's line on two ranks: exit status and what it printed. `kill_at`: rank 1 is killed at this line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/04_sharded_gpt.py", *SHARED.split(), "--checkpoint", str(checkpoint)]
+    printed = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torchrun:
+        for line in torchrun.stdout:
+            printed.append(line)
+            if kill_at is not None and line.startswith(kill_at):
+                ranks = {each.environ().get("RANK"): each for each in psutil.Process(torchrun.pid).children()}
+                ranks["1"].kill()
+    return torchrun.returncode, "".join(printed)
+
+
+def test_ranks_that_share_a_gpt_are_killed_and_end_with_the_same_bits(tmp_path):
+    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
+    status, printed = shared_gpt(whole)
+    assert status == 0, printed
+    homes = re.findall(r"rank (\d): (\d+) bytes at home, (\d+) planned", printed)
+    assert [rank for rank, _, _ in homes] == ["0", "1"]
+    assert all(taken == planned for _, taken, planned in homes)
+    losses = re.findall(r"step +(\d+)  loss (\S+),", printed)
+    assert float(losses[-1][1]) < float(losses[0][1])
+
+    status, printed = shared_gpt(killed, kill_at="step    6  saved")
+    assert status != 0 and "step   24" not in printed, printed
+    begun = torch.load(killed, weights_only=True)
+    assert 6 <= begun["step"] < 24
+    status, printed = shared_gpt(killed)
+    assert status == 0, printed
+    assert f"resumed after step {begun['step']}" in printed and "step    5" not in printed
+    assert all(line in losses for line in re.findall(r"step +(\d+)  loss (\S+),", printed))
+    first, second = torch.load(whole, weights_only=True), torch.load(killed, weights_only=True)
+    assert any(not torch.equal(begun["model"][name], value) for name, value in first["model"].items())
+    assert_same_bits(tensors(first), tensors(second))
 
 
 def test_a_local_model_directory_brings_its_own_weights_and_tokenizer(run, tmp_path, monkeypatch):
