@@ -96,11 +96,11 @@ def summary(report: noria.Report) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/sharded_gpt.pt"), help="a path all ranks see")
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--width", type=int, default=192, help="a multiple of 64")
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--text-bytes", type=int, default=500_000)
     return parser.parse_args()
