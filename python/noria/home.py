@@ -186,6 +186,8 @@ def describe_units(
     share them, of which this one is `rank`."""
     described: list[HomeUnit] = []
     index = 0
+    # A part is not to end inside of a block of codes: then moments are the same however many ranks share them.
+    alignment = _C.TENSOR_ALIGNMENT if num_parts == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
     for spec in units:
         order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
         parameters: list[HomeParameter] = []
@@ -214,10 +216,10 @@ def describe_units(
                     )
                 )
                 index += 1
-                weights = _align(weights + parameter.numel() * travels_in.itemsize)
+                weights = _align(weights + parameter.numel() * travels_in.itemsize, alignment)
             if trainable and members:
                 weights = max(weights, _C.TENSOR_ALIGNMENT)  # a unit of empty parameters is a unit too
-            weights = begin + _align(-(-(weights - begin) // num_parts)) * num_parts
+            weights = begin + _align(-(-(weights - begin) // num_parts), alignment) * num_parts
             if trainable:
                 gradients = weights
             if num_parts > 1:
@@ -228,7 +230,7 @@ def describe_units(
             slot.first_block = first_block
             slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
             first_block += slot.num_blocks
-        weights = max(weights, _C.TENSOR_ALIGNMENT * num_parts)
+        weights = max(weights, alignment * num_parts)
         described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_parts))
     return described
 
@@ -249,9 +251,11 @@ def _travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.d
     return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
 
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+def _align(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
 
+
+_SHARED_ALIGNMENT = _C.STATE_BLOCK * torch.float32.itemsize
 
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
 _USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device", UNSUMMED: "device"}

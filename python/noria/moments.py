@@ -74,10 +74,10 @@ def moment_bytes(unit: HomeUnit, dtype: torch.dtype | None, state_dtype: str) ->
 
 
 def scale_bytes(unit: HomeUnit, state_dtype: str) -> int:
-    """Of the scales beside one moment."""
-    if state_dtype != "8bit":
+    """Of the scales beside one moment; some also where a rank's part of the unit has no elements."""
+    if state_dtype != "8bit" or not unit.home_gradients:
         return 0
-    num_bytes = 4 * sum(slot.num_blocks for slot in unit.parameters)
+    num_bytes = max(4 * sum(slot.num_blocks for slot in unit.parameters), 1)
     return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
 
 

@@ -142,4 +142,5 @@ class Fused:
         offset = slot.home_offset // slot.dtype.itemsize
         if self.state.dtype == "fp32":
             return (offset, slot.like.numel(), scalars)
-        return (offset, slot.like.numel(), scalars, self._numbers[slot.index] + slot.first, slot.first_block)
+        first = slot.first if slot.like.numel() else 0
+        return (offset, slot.like.numel(), scalars, self._numbers[slot.index] + first, slot.first_block)
