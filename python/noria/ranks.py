@@ -22,12 +22,16 @@ from noria._errors import usage_error
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
-__all__ = ["Ranks", "num_ranks"]
+__all__ = ["Ranks", "num_ranks", "own_rank"]
 
 
 def num_ranks() -> int:
     """Of the process group that there is; 1 without."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def _timeout() -> datetime.timedelta | None:

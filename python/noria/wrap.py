@@ -25,7 +25,7 @@ from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
 from noria.plan import WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy
-from noria.ranks import Ranks
+from noria.ranks import Ranks, num_ranks, own_rank
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
@@ -96,7 +96,8 @@ def plan(
     would, but for that.
     """
     roots, updaters = _checked(model, optimizer)
-    return make_plan(roots, updaters, make_policy(policy, policy_fields), values=False)
+    chosen = make_policy(policy, policy_fields)
+    return make_plan(roots, updaters, chosen, values=False, rank=own_rank(), num_ranks=num_ranks())
 
 
 def wrap(
