@@ -208,11 +208,15 @@ def _kernel_name(
 
 def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
     """What ranks that share a model must have alike, one thing a line."""
-    lines = [f"policy {planned.policy}"]
+    alike = dataclasses.replace(planned.policy, device=planned.device.type, trace=None)
+    lines = [f"policy {alike}"]
     for unit in planned.units:
         for slot in unit.parameters:
             kind = "trainable" if slot.trainable else "frozen"
-            lines.append(f'unit "{unit.name}": {kind} "{slot.name}" {tuple(slot.shape)} {slot.dtype}')
+            lies = f"strides {slot.strides} {slot.parameter.dtype}"
+            lines.append(f'unit "{unit.name}": {kind} "{slot.name}" {tuple(slot.shape)} {lies}')
+    for root in planned.partition.roots:
+        lines += [f'buffer "{name}" {tuple(each.shape)} {each.dtype}' for name, each in root.named_buffers()]
     lines += [f'module "{hook.name}" needs units {list(hook.needs)}' for hook in planned.partition.hooks]
     lines.append(f"a window of {planned.window} units in {planned.arena_bytes} bytes")
     for optimizer, kernel in zip(optimizers, planned.kernels, strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria import _C
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
@@ -120,15 +120,23 @@ def wrap(
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
     ranks = Ranks.meet(compute_device(chosen))
-    if ranks is None:
-        planned = make_plan(roots, updaters, chosen)
-    else:
-        planned = make_plan(roots, updaters, chosen, values=ranks.rank == 0, rank=ranks.rank, num_ranks=ranks.size)
-        ranks.agree(fingerprint(planned, updaters))
+    planned = make_plan(roots, updaters, chosen) if ranks is None else _agreed_plan(roots, updaters, chosen, ranks)
     with plainly():
         wrapped = _carry_out(planned, roots, updaters, ranks)
     _LIVE.add(wrapped)
     return (model, optimizer) if optimizer is not None else model
+
+
+def _agreed_plan(roots: list[nn.Module], updaters: list[Optimizer], policy: Policy, ranks: Ranks) -> WrapPlan:
+    """What one rank refuses, all do: none is left waiting for the others."""
+    try:
+        planned = make_plan(roots, updaters, policy, values=ranks.rank == 0, rank=ranks.rank, num_ranks=ranks.size)
+    except Exception as refusal:
+        with contextlib.suppress(UsageError):  # the others' refusal is this one
+            ranks.agree([f"wrap refused: {refusal}"])
+        raise
+    ranks.agree(["wrap", *fingerprint(planned, updaters)])
+    return planned
 
 
 def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None) -> Wrapped:
