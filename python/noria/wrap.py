@@ -155,6 +155,9 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     # Values first: a parameter's old memory is free as soon as it has moved.
     nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
     values = [(slot, slot.parameter.data) for unit in units for slot in unit.parameters]
+    for slot, value in values:
+        if value.is_meta:
+            _leave_meta(slot.parameter)
     custody = _C.Custody(
         units=units,
         backend=backend,
@@ -175,7 +178,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         wrapped.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:
-        _move_buffers(root, device, policy.dtype)
+        _move_buffers(root, device, policy.dtype, ranks)
     for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
         arena = home.arenas.get("optimizer state")
         updates = Updates(wrapped, updater, kernel, predicted, arena)
@@ -207,12 +210,25 @@ def _begin_backward(wrapped: Wrapped) -> None:
             )
 
 
-def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Buffers are not streamed: they live on the device, in the dtype that `model.bfloat16()` would give them."""
+def _leave_meta(parameter: nn.Parameter) -> None:
+    """The same object, on the CPU, still without memory."""
+    data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+    data.untyped_storage().resize_(0)
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other.__class__ = type(parameter)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)
+
+
+def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None, ranks: Ranks | None = None) -> None:
+    """Buffers are not streamed: they live on the device, in the dtype that `model.bfloat16()` would give them; where
+    ranks share the model, with rank 0's values."""
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            if buffer.device != device or buffer.dtype != wanted:
+            if ranks is not None:
+                buffer = ranks.from_first(buffer.contiguous())
+            if ranks is not None or buffer.device != device or buffer.dtype != wanted:
                 module._buffers[name] = buffer.to(device=device, dtype=wanted)
 
 
