@@ -65,3 +65,26 @@ def on_ranks(
             each.join(TIMEOUT_S)
     assert not failures, "\n".join(failures)
     return [found.get(rank) for rank in range(size)]
+
+
+def _in_turn(rank: int, size: int, acts: dict[str, tuple[Callable[..., Any], Any]]) -> dict[str, str]:
+    found = {}
+    for name, (act, args) in acts.items():
+        failure = ""
+        try:
+            act(rank, size, *args)
+        except Exception:
+            failure = f"rank {rank}:\n{traceback.format_exc()}"
+        everybodys = [""] * size
+        try:
+            dist.all_gather_object(everybodys, failure)
+        except Exception as error:
+            raise AssertionError(f"ranks parted in {name!r}; {failure or 'no failure here'}") from error
+        found[name] = "\n".join(filter(None, everybodys))
+    return found
+
+
+def in_turn_on_ranks(size: int, acts: dict[str, tuple[Callable[..., Any], Any]]) -> dict[str, str]:
+    """Several acts, each with its arguments, one after the other in the same processes, whose start takes longer than
+    most acts. By name, the tracebacks of the ranks that raised, or nothing."""
+    return on_ranks(size, _in_turn, acts)[0]
