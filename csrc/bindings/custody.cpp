@@ -53,8 +53,7 @@ constexpr const char* kWhyDead =
 
 constexpr const char* kWhyShared =
     "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
-    "a "
-    "logger, zero_grad(set_to_none=False)); remedy: clip with optimizer.clip_grad_norm_ or wrap with max_grad_norm";
+    "a logger, zero_grad(set_to_none=False)); remedy: clip with optimizer.clip_grad_norm_ or wrap with max_grad_norm";
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
@@ -347,6 +346,11 @@ void Custody::arm() {
   if (signature.accumulating && kStorageCanRefuse && !updates_in_backward_) guard_gradients();
 }
 
+void Custody::refuse_foreign(const Parameter& refused) {
+  throw UsageError("no p.grad of the user's own where ranks share the model", "one on \"" + refused.facts.name + "\"",
+                   "clear it: every rank updates its part of the gradient that backward() has summed");
+}
+
 // Of what has been accumulated no update may use what p.grad does not show any more.
 void Custody::drop_cleared_gradients() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -356,10 +360,7 @@ void Custody::drop_cleared_gradients() {
     const Bytes bytes{each.facts.variable.numel() * each.facts.variable.element_size()};
     if (is == GradientIs::none) engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset}, bytes);
     if (is != GradientIs::foreign) continue;
-    if (is_shared_) {
-      throw UsageError("no p.grad of the user's own where ranks share the model", "one on \"" + each.facts.name + "\"",
-                       "clear it: every rank updates its part of the gradient that backward() has summed");
-    }
+    if (is_shared_) refuse_foreign(each);
     throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
                      "clear it, or wrap with update=\"auto\"");
   }
@@ -561,6 +562,7 @@ GradientIs Custody::gradient_is(int index) const {
 
 void Custody::take_foreign_gradient(int index) {
   const Parameter& from = parameter(index);
+  if (is_shared_) refuse_foreign(from);
   engine_.access_held(from.unit, current_stream());
   const at::NoGradGuard no_grad;
   HeldGradient& held = *held_[static_cast<std::size_t>(index)];
@@ -583,6 +585,7 @@ void Custody::begin_step() {
 std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
   refuse_open_home();
   forget_failed_backward();
+  refuse_unsummed();
   return engine_.sum_gradients(std::move(jobs), current_stream());
 }
 

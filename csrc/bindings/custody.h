@@ -170,6 +170,7 @@ class Custody final : public Custodian {
   void share_arrivals();
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
+  [[noreturn]] static void refuse_foreign(const Parameter& refused);
   void drop_cleared_gradients();
   void check_gradients_to_update();
   void refuse_open_home() const;

@@ -412,6 +412,8 @@ class Wrapped:
 
     def over_ranks(self, sums: dict[int, float]) -> dict[int, float]:
         """Each summed over the ranks, in their order. Collective."""
+        if not sums:
+            return sums  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
         everybodys = torch.tensor(self.custody.exchange(bits.tolist()), dtype=torch.int64).view(torch.float64)
         totals = [0.0] * len(sums)

@@ -23,7 +23,7 @@ from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
-from noria.updates.worker import predict_state
+from noria.updates.worker import part_values, predict_state
 
 __all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
@@ -224,7 +224,8 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
         numbers = {slot.parameter: slot.index for unit in planned.units for slot in unit.parameters}
         for number, group in enumerate(optimizer.param_groups):
             held = [numbers[parameter] for parameter in group["params"]]
-            lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held}")
+            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held} with {hyper}")
     lines.append(f"drafts of units {sorted(planned.drafted)}")
     return lines
 
@@ -251,8 +252,8 @@ def _check_states(
         for group in optimizer.param_groups if kernel == "fused" else ():
             for parameter in group["params"]:
                 if parameter in slots and parameter in optimizer.state:
-                    rule = rule_of(type(optimizer), group)
-                    rule.refuse_broken_state(slots[parameter], optimizer.state[parameter])
+                    rule, slot = rule_of(type(optimizer), group), slots[parameter]
+                    rule.refuse_broken_state(slot, part_values(slot, optimizer.state[parameter]))
 
 
 def _check_updates_in_backward(

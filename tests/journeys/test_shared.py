@@ -667,7 +667,6 @@ def test_clip_grad_norm_of_the_optimizer_is_of_the_whole_gradient():
     assert_fine("clips by call, it does not")
 
 
-@pytest.mark.xfail(strict=True, reason="the factor is multiplied into p.grad, at which nobody may look")
 def test_clip_grad_norm_of_the_optimizer_clips_where_the_norm_is_larger():
     assert_fine("clips by call, it bites")
 
@@ -895,3 +894,32 @@ def waits_for_rank_that_hangs(rank: int, size: int) -> tuple[float, str]:
 def test_a_rank_that_hangs_makes_the_others_raise_after_the_timeout_of_the_process_group():
     seconds, message = on_ranks(2, waits_for_rank_that_hangs, timeout_s=4.0, dying=(1,))[0]
     assert seconds < 20 and "a rank has died, raised, or hung" in message
+
+
+# ---- what the optimizer brings along, and gradients of the user's own ---------------------------------------------
+
+
+def state_of_before_and_gradients_of_the_users(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    sides = [(plain, sgd(plain.parameters())), (model, sgd(model.parameters()))]
+    for side, optimizer in sides:  # alike on all ranks
+        loss_of(side, 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    noria.wrap(*sides[1], device="cpu", window=2)
+    for side, optimizer in ((DistributedDataParallel(plain), sides[0][1]), sides[1]):
+        loss_of(side, 100 * rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    loss_of(model, rank).backward()
+    model.head.weight.grad = torch.ones(model.head.weight.shape)
+    with pytest.raises(noria.UsageError, match=r"p\.grad of the user's own where ranks share.*head\.weight"):
+        sides[1][1].step()
+    assert_same_bits(model.state_dict(), plain.state_dict())
+
+
+def test_state_of_before_wrap_is_gone_on_with_and_gradients_of_the_users_are_refused():
+    on_ranks(2, state_of_before_and_gradients_of_the_users)

@@ -15,9 +15,9 @@ from noria.modes import plainly
 from noria.moments import MOMENT_OF, PURPOSE_OF, SCALES_KEY, are_low_bits, encode, moment_dtype, plain_values
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
-from noria.updates.worker import dtype_at_home, is_array
+from noria.updates.worker import dtype_at_home, is_array, part_values
 
-__all__ = ["HomeState", "part_values", "whole_values"]
+__all__ = ["HomeState", "whole_values"]
 
 
 def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
@@ -26,16 +26,6 @@ def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) 
         return values
     whole = wrapped.ranks.whole
     return {key: whole(slot, value) if is_array(key, value) else value for key, value in values.items()}
-
-
-def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """Of whole tensors in a parameter's state, this rank's parts, where ranks share the model."""
-    if not slot.cuts:
-        return values
-    return {
-        key: slot.part_of(value) if is_array(key, value) and value.shape == slot.shape else value
-        for key, value in values.items()
-    }
 
 
 class HomeState:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from noria import _C
+from noria._errors import usage_error
 from noria.home import HomeParameter
 from noria.modes import plainly
 from noria.optimizer import refuse_inside_backward
@@ -35,6 +36,12 @@ class Norms:
         refuse_inside_backward("optimizer.clip_grad_norm_()")
         self.wrapped.recover()
         slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
+        if self.wrapped.ranks is not None and (float(norm_type) != 2.0 or not self.members.takes_factor()):
+            raise usage_error(
+                "the 2-norm of gradients that noria's kernels update, where ranks share the model",
+                f"norm_type={norm_type} of {self.members.cls.__name__}",
+                "clip by norm_type=2.0, and give bfloat16 models dtype=torch.bfloat16",
+            )
         if float(norm_type) != 2.0 or not self.members.takes_factor():
             return self.clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = _C.STORAGE_CAN_REFUSE

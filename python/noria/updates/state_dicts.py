@@ -15,9 +15,10 @@ from noria.kernels import rule_of
 from noria.moments import are_low_bits, plain_values
 from noria.optimizer import original_class
 from noria.stand_ins import exchange
-from noria.updates.home_state import HomeState, part_values, whole_values
+from noria.updates.home_state import HomeState, whole_values
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
+from noria.updates.worker import part_values
 
 __all__ = ["load_state_dict", "state_dict"]
 

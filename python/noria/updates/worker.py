@@ -75,6 +75,16 @@ def is_array(key: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and key not in _COUNTERS
 
 
+def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
+    """Of whole tensors in a parameter's state, this rank's parts, where ranks share the model."""
+    if not slot.cuts:
+        return values
+    return {
+        key: slot.part_of(value) if is_array(key, value) and value.shape == slot.shape else value
+        for key, value in values.items()
+    }
+
+
 def dtype_at_home(slot: HomeParameter, value: torch.Tensor) -> torch.dtype:
     """Of a tensor in a parameter's state: beside an fp32 master floats are fp32, whatever the model's were."""
     return torch.float32 if slot.has_master and value.is_floating_point() else value.dtype
