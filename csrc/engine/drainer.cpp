@@ -91,7 +91,8 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.all = leases_.at(open.offset);
   reduction.shard = shard;
   reduction.type = owner.type;
-  reduction.scratch = scratch_;
+  const bool is_narrow = owner.type == ElementType::bf16 || owner.type == ElementType::fp16;
+  reduction.scratch = is_narrow ? scratch_ : nullptr;
   Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
   for (const auto& [begin_missing, end_missing] : open.arrived.missing({}, whole)) {
     for (const auto& [from, to] : unsummed.missing(begin_missing, end_missing)) {

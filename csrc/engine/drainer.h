@@ -20,8 +20,8 @@ namespace noria {
 
 class Drainer {
  public:
-  /// `lane` null: nobody shares the home. Else gradients are summed over the ranks first, in fp32 where there is
-  /// `scratch` (4 bytes for each element of the largest unit's, on the device).
+  /// `lane` null: nobody shares the home. Else gradients are summed over the ranks first, those of 16 bits in fp32
+  /// where there is `scratch` (4 bytes for each element of the largest unit's, on the device).
   Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian,
           CollectLane* lane, std::byte* scratch)
       : issuer_(issuer),

@@ -25,9 +25,10 @@ from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
 from noria.updates.worker import part_values, predict_state
 
-__all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
+__all__ = ["REDUCE_SCRATCH", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
+REDUCE_SCRATCH = "sums over ranks in fp32"
 # Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
 # updates which take longer than backward can go on behind the next forward and do not hold backward up.
 _RING_SLOTS = 4
@@ -65,12 +66,14 @@ class WrapPlan:
     """The table of buffers that the passes' ops refer to."""
     ring: Ring | None = None
     """Of gradients, under update="backward"."""
+    reduce_bytes: int = 0
+    """Where gradients of 16 bits are summed over ranks in fp32."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
     @property
     def device_bytes(self) -> int:
-        return self.arena_bytes + self.nan_bytes
+        return self.arena_bytes + self.nan_bytes + self.reduce_bytes
 
     @property
     def home_bytes(self) -> int:
@@ -84,6 +87,8 @@ class WrapPlan:
         rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
         if self.nan_bytes:
             rows.append((str(self.device), "NaN range for evicted units", self.nan_bytes))
+        if self.reduce_bytes:
+            rows.append((str(self.device), REDUCE_SCRATCH, self.reduce_bytes))
         return rows
 
     def __str__(self) -> str:
@@ -147,7 +152,8 @@ def make_plan(
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
-    arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes)
+    reduce_bytes = _reduce_bytes(units) if num_ranks > 1 and policy.reduce_dtype is not None else 0
+    arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes + reduce_bytes)
     result = WrapPlan(
         policy,
         device,
@@ -168,6 +174,7 @@ def make_plan(
         unpredicted,
         table,
         ring,
+        reduce_bytes,
     )
     _check_host(policy, result)
     entry: list[tuple[int, int]] = []
@@ -204,6 +211,14 @@ def _kernel_name(
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
             )
     return name
+
+
+def _reduce_bytes(units: list[HomeUnit]) -> int:
+    """4 for each element of the largest unit's gradients of 16 bits."""
+    narrow = [
+        unit.gradients for unit in units if any(slot.trainable and slot.dtype.itemsize == 2 for slot in unit.parameters)
+    ]
+    return 2 * max(narrow, default=0)
 
 
 def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
@@ -488,7 +503,7 @@ def _request(device: torch.device, arena: int, window: int, visits: Any, after: 
 
 
 def _budget(
-    policy: Policy, device: torch.device, units: list[HomeUnit], facts: list[Any], visits: list[Any], nan_bytes: int
+    policy: Policy, device: torch.device, units: list[HomeUnit], facts: list[Any], visits: list[Any], other_bytes: int
 ) -> tuple[int, int]:
     """Arena and window; raises when the largest visit does not fit, naming what would."""
     least_arena, least_window = _C.smallest_budget(visits, facts)
@@ -514,14 +529,15 @@ def _budget(
     else:
         budget = device_budget(policy, everything)
     if budget is not None:
-        if budget < least_arena + nan_bytes:
+        if budget < least_arena + other_bytes:
             largest = max(facts, key=lambda unit: unit.weights + unit.gradients)
             raise usage_error(
-                f"device_memory of at least {format_bytes(least_arena + nan_bytes)} ({least_arena + nan_bytes} bytes)",
+                f"device_memory of at least {format_bytes(least_arena + other_bytes)} "
+                f"({least_arena + other_bytes} bytes)",
                 f"{format_bytes(budget)}; the largest unit is {largest.name}",
                 "raise device_memory, or name smaller units",
             )
-        arena = min(arena, budget - nan_bytes)
+        arena = min(arena, budget - other_bytes)
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 

@@ -113,6 +113,10 @@ class Policy:
     up to the order of summation; `optimizer.grad_norm` is what it found. Where noria's kernels update, `p.grad` itself
     stays as it was. Several optimizers: each clips by the norm of its own parameters."""
 
+    reduce_dtype: torch.dtype | None = None
+    """Where ranks share the model, in which dtype their gradients of 16 bits are multiplied by 1 / N and summed: None,
+    their own; torch.float32, in device memory of its own, 4 bytes for each element of the largest unit's."""
+
     check: str = "auto"
     """How closely use of evicted units is watched. "operators" sees every operator outside the blocks, in
     every pass; "auto" does so until the model's passes are known; "off" never."""
@@ -145,6 +149,10 @@ class Policy:
                 'max_grad_norm under update="auto" or "blocking"',
                 'update="backward", which updates before the norm is known',
                 "choose one of the two",
+            )
+        if self.reduce_dtype is not None and self.reduce_dtype is not torch.float32:
+            raise usage_error(
+                "reduce_dtype=None or torch.float32", f"reduce_dtype={self.reduce_dtype!r}", "choose one of these"
             )
         _check_choice("check", self.check, ["auto", "operators", "off"])
         _check_trace(self.trace)

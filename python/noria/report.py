@@ -10,7 +10,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
-from noria.plan import STAGING_RING
+from noria.plan import REDUCE_SCRATCH, STAGING_RING
 from noria.policy import format_bytes
 
 __all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
@@ -242,8 +242,11 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
         taken[("host", STAGING_RING)] = wrapped.backend.staging_bytes
     device = str(wrapped.device)
     taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
+    beside = wrapped.backend.allocated - wrapped.custody.arena_bytes
     if wrapped.plan.nan_bytes:
-        taken[(device, "NaN range for evicted units")] = wrapped.backend.allocated - wrapped.custody.arena_bytes
+        taken[(device, "NaN range for evicted units")] = beside - wrapped.plan.reduce_bytes
+    if wrapped.plan.reduce_bytes:
+        taken[(device, REDUCE_SCRATCH)] = beside - wrapped.plan.nan_bytes
     rows = [
         LedgerRow(place, purpose, planned, taken.pop((place, purpose), 0))
         for place, purpose, planned in wrapped.plan.rows()

@@ -170,7 +170,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
-        reduce_scratch=0,
+        reduce_scratch=backend.allocate(planned.reduce_bytes) if planned.reduce_bytes else 0,
     )
     wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
     while values:

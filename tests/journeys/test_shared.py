@@ -289,12 +289,12 @@ def alone() -> Iterator[None]:
         yield
 
 
-def share_gradients(parameters: Any, size: int) -> None:
+def share_gradients(parameters: Any, size: int, in_fp32: bool) -> None:
     """What shared ranks do, by hand."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
-                gradient = parameter.grad * (1.0 / size)
+                gradient = (parameter.grad.float() if in_fp32 else parameter.grad) * (1.0 / size)
                 dist.all_reduce(gradient)
                 parameter.grad.copy_(gradient)
 
@@ -308,6 +308,7 @@ TWINS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] 
     "lion": (lion, {"window": 2}),
     "bfloat16": (sgd, {"window": 2, "dtype": torch.bfloat16}),
     "bfloat16, adamw": (adamw, {"window": 2, "dtype": torch.bfloat16}),
+    "bfloat16, summed in fp32": (adamw, {"window": 2, "dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
     "bfloat16, adamw, drafts": (adamw, {"draft_memory": "64MiB", "dtype": torch.bfloat16}),
     "bfloat16, adamw, blocking": (adamw, {"window": 2, "dtype": torch.bfloat16, "update": "blocking"}),
 }
@@ -327,11 +328,13 @@ def like_twin(rank: int, size: int, name: str) -> None:
             loss = loss_of(model, 100 * rank + number)
             loss.backward()
             if is_twin:
-                share_gradients(model.parameters(), size)
+                share_gradients(model.parameters(), size, in_fp32="reduce_dtype" in policy)
             updater.step()
             updater.zero_grad()
             seen[f"loss {number}"] = loss.detach()
         found.append({**seen, **model.state_dict(), **state_tensors(updater)})
+    report = noria.report(model)
+    assert report.ledger_agrees, str(report)
     assert_same_bits(*reversed(found))
 
 
@@ -348,7 +351,7 @@ def accumulates(rank: int, size: int, policy: dict[str, Any]) -> None:
         for part in range(3):
             for each in (plain, model):
                 loss_of(each, 100 * rank + 10 * number + part).backward()
-            share_gradients(plain.parameters(), size)
+            share_gradients(plain.parameters(), size, in_fp32=False)
             for p in plain.parameters():
                 held[p] = held[p] + p.grad if p in held else p.grad
                 p.grad = None
@@ -373,7 +376,7 @@ def clips(rank: int, size: int, by_call: bool, max_norm: float) -> None:
     for number in range(STEPS):
         for each in (plain, model):
             loss_of(each, 100 * rank + number).backward()
-        share_gradients(plain.parameters(), size)
+        share_gradients(plain.parameters(), size, in_fp32=False)
         gradients = [p.grad for p in plain.parameters()]
         expected = torch.tensor(math.sqrt(sum(float(g.double().square().sum()) for g in gradients)))
         if by_call:

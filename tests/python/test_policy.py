@@ -89,6 +89,7 @@ WRONG = {
     "update": ["inside", "async", None],
     "draft_memory": [-1, True, "lots", 0.5, None],
     "max_grad_norm": [0, -1.0, True, "1", float("nan"), 10**400],
+    "reduce_dtype": [torch.bfloat16, "float32", 32],
     "check": ["on", True, None],
     "trace": ["", 3, True],
 }
@@ -106,6 +107,7 @@ RIGHT = {
     "update": ["auto", "backward", "blocking"],
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "max_grad_norm": [None, 1, 0.5, float("inf")],
+    "reduce_dtype": [None, torch.float32],
     "check": ["auto", "operators", "off"],
     "trace": [None, "trace.json"],
 }
