@@ -101,7 +101,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
         const bool is_seen = engine.held != nullptr && !is_shared_;
         std::byte* const memory = is_seen ? backend->device_address(engine.held + facts.gradient_offset) : nullptr;
         held = std::make_unique<HeldGradient>(
-            memory, variable.numel() * variable.element_size(), device, variable,
+            memory, facts.bytes().count, device, variable,
             // With the home: a gradient that the user kept outlives this object.
             [self = self_, unit = parameter.unit, held_home] {
               if (*self == nullptr) return;
@@ -343,7 +343,7 @@ void Custody::arm() {
   }
   engine_.begin_pass(signature, current_stream());
   // Should this backward raise, drains may still be on their way when the user edits what is held.
-  if (signature.accumulating && kStorageCanRefuse && !updates_in_backward_) guard_gradients();
+  if (signature.accumulating && kStorageCanRefuse && shows_gradients()) guard_gradients();
 }
 
 void Custody::refuse_foreign(const Parameter& refused) {
@@ -357,8 +357,9 @@ void Custody::drop_cleared_gradients() {
     const Parameter& each = parameters_[i];
     if (each.facts.gradient_offset < 0) continue;
     const GradientIs is = gradient_is(static_cast<int>(i));
-    const Bytes bytes{each.facts.variable.numel() * each.facts.variable.element_size()};
-    if (is == GradientIs::none) engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset}, bytes);
+    if (is == GradientIs::none) {
+      engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes());
+    }
     if (is != GradientIs::foreign) continue;
     if (is_shared_) refuse_foreign(each);
     throw UsageError("no p.grad of the user's own under update=\"backward\"", "one on \"" + each.facts.name + "\"",
@@ -460,8 +461,7 @@ void Custody::finish_backward() {
 bool Custody::adds_to_held(int index) const {
   const Parameter& into = parameter(index);
   if (!is_shared_) return into.arrived || gradient_is(index) == GradientIs::held;
-  return engine_.is_unsummed(into.unit, Bytes{into.facts.gradient_offset},
-                             Bytes{into.facts.variable.numel() * into.facts.variable.element_size()});
+  return engine_.is_unsummed(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
 }
 
 void Custody::set_unsynced(bool unsynced) {
@@ -474,8 +474,7 @@ void Custody::refuse_unsummed() const {
     if (!is_shared_ || each.facts.gradient_offset < 0 ||
         gradient_is(static_cast<int>(&each - parameters_.data())) != GradientIs::held)
       continue;
-    const Bytes bytes{each.facts.variable.numel() * each.facts.variable.element_size()};
-    if (!engine_.is_unsummed(each.unit, Bytes{each.facts.gradient_offset}, bytes)) continue;
+    if (!engine_.is_unsummed(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) continue;
     throw UsageError("a backward outside of no_sync() before optimizer.step()",
                      "gradients of \"" + each.facts.name + "\" that are not summed over the ranks",
                      "leave no_sync() before the last backward of a step");
@@ -547,8 +546,7 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
     into.buffer.copy_(gradient, /*non_blocking=*/true);
   }
   into.written = into.arrived = true;
-  engine_.gradient_arrived(into.unit, Bytes{into.facts.gradient_offset},
-                           Bytes{into.facts.variable.numel() * into.facts.variable.element_size()});
+  engine_.gradient_arrived(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
 }
 
 // ---- the optimizer ----------------------------------------------------------------------------------------------
@@ -743,7 +741,7 @@ void Custody::held_moved(UnitId unit, std::byte* held) {
 
 void Custody::close_gradients(UnitId unit) {
   gradients_[static_cast<std::size_t>(unit.value)]->evict();
-  if (!kStorageCanRefuse || updates_in_backward_ || is_shared_) return;
+  if (!kStorageCanRefuse || !shows_gradients()) return;
   // What is drained now is added to what the loop sees in p.grad already, and may be drafted before the backward has
   // ended: a hook of the user's that writes there says so from here on too.
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

@@ -38,6 +38,8 @@ struct CustodyParameter {
   at::ScalarType dtype = at::kFloat;  // of the working copy
   std::int64_t offset = 0;            // bytes, in the unit's working copy
   std::int64_t gradient_offset = -1;  // bytes, in the unit's gradient layout
+
+  Bytes bytes() const { return {variable.numel() * variable.element_size()}; }
 };
 
 struct CustodyUnit {
@@ -177,6 +179,8 @@ class Custody final : public Custodian {
   void refuse_other_process() const;
   void make_accumulators();
   void forget_failed_backward();
+  /// The user's loop sees in p.grad what is held, and may edit it.
+  bool shows_gradients() const { return !updates_in_backward_ && !is_shared_; }
   Parameter& parameter(int index) { return parameters_[static_cast<std::size_t>(index)]; }
   const Parameter& parameter(int index) const { return parameters_[static_cast<std::size_t>(index)]; }
 
