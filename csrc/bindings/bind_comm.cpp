@@ -4,9 +4,9 @@
 #include <string>
 #include <utility>
 
-#include "base/errors.h"
 #include "base/words.h"
 #include "bindings/c10d_collectives.h"
+#include "bindings/element_types.h"
 #include "comm/collect_lane.h"
 
 namespace py = pybind11;
@@ -17,14 +17,6 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
-
-ElementType parse_element_type(const std::string& text) {
-  if (text == "fp32") return ElementType::fp32;
-  if (text == "fp64") return ElementType::fp64;
-  if (text == "fp16") return ElementType::fp16;
-  if (text == "bf16") return ElementType::bf16;
-  throw UsageError("one of fp32, fp64, fp16, bf16", "\"" + text + "\"", "use a floating dtype");
-}
 
 }  // namespace
 
@@ -54,7 +46,7 @@ void bind_comm(py::module_& m) {
           [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard,
              const std::string& type, std::int64_t scratch, std::int64_t onto) {
             Collective collective;
-            collective.reduction = {pointer(all), Bytes{shard}, parse_element_type(type), pointer(scratch), {}, {}};
+            collective.reduction = {pointer(all), Bytes{shard}, element_type(type), pointer(scratch), {}, {}};
             if (onto != 0) {
               const Bytes own = Bytes{shard} * self.rank();
               collective.reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});

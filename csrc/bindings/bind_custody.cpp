@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings/custody.h"
+#include "bindings/element_types.h"
 #include "bindings/lane_stats.h"
 #include "bindings/python_errors.h"
 #include "bindings/watched.h"
@@ -46,19 +47,6 @@ std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
   std::vector<std::int32_t> units;
   for (UnitId id : ids) units.push_back(id.value);
   return units;
-}
-
-ElementType element_type(at::ScalarType type) {
-  switch (type) {
-  case at::kDouble:
-    return ElementType::fp64;
-  case at::kHalf:
-    return ElementType::fp16;
-  case at::kBFloat16:
-    return ElementType::bf16;
-  default:
-    return ElementType::fp32;
-  }
 }
 
 /// Home buffers are ranges of regions, one for each purpose, spare ones apart; a region is a place of its own.
@@ -103,7 +91,6 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
       parameter.offset = each.attr("offset").cast<std::int64_t>();
       parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
-      if (parameter.gradient_offset == 0) unit.engine.type = element_type(parameter.dtype);  // the others have the same
       unit.parameters.push_back(std::move(parameter));
     }
     units.push_back(std::move(unit));
@@ -134,7 +121,12 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   }
   if (collectives) {
     std::vector<std::string> names;
-    for (const CustodyUnit& unit : units) names.push_back(unit.engine.facts.name);
+    for (CustodyUnit& unit : units) {
+      names.push_back(unit.engine.facts.name);
+      for (const CustodyParameter& parameter : unit.parameters) {  // all have the same
+        if (parameter.gradient_offset == 0) unit.engine.type = element_type(parameter.dtype);
+      }
+    }
     options.lane = std::make_shared<CollectLane>(backend, collectives, std::move(names));
     options.reduce_scratch = pointer(reduce_scratch);
   }

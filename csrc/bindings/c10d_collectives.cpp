@@ -14,24 +14,11 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "bindings/element_types.h"
 #include "bindings/torch_compat.h"
 
 namespace noria {
 namespace {
-
-at::ScalarType scalar_type(ElementType type) {
-  switch (type) {
-  case ElementType::fp32:
-    return at::kFloat;
-  case ElementType::fp64:
-    return at::kDouble;
-  case ElementType::fp16:
-    return at::kHalf;
-  case ElementType::bf16:
-    return at::kBFloat16;
-  }
-  return at::kFloat;
-}
 
 // Renamed in torch 2.13.
 void gather_into(c10d::ProcessGroup& group, at::Tensor& all, at::Tensor& own) {
