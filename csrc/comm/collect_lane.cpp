@@ -1,18 +1,13 @@
 #include "comm/collect_lane.h"
 
-#include <array>
 #include <condition_variable>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include "base/errors.h"
 
 namespace noria {
 namespace {
-
-// In place of a verb: numbers are exchanged.
-constexpr std::int64_t kExchange = -1;
 
 constexpr const char* kRemedy =
     "let every rank run the same modules in the same order, and step as often; a rank without data takes part with a "
@@ -52,69 +47,68 @@ CollectLane::CollectLane(std::shared_ptr<Backend> backend, std::shared_ptr<Colle
       size_(collectives_->size()),
       thread_("collect") {}
 
-Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits) {
-  const Ticket ticket = backend_->open(label);
-  thread_.enqueue({[this, label, ticket, collective = std::move(collective), waits = std::move(waits)] {
+void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
+  thread_.enqueue({[this, act = std::move(act), failed] {
                      try {
-                       run(label, collective, waits);
-                       backend_->give(ticket, collectives_->stream());
+                       if (failure_) std::rethrow_exception(failure_);
+                       act();
                      } catch (...) {
                        if (!failure_) failure_ = std::current_exception();
-                       backend_->give_failed(ticket, std::current_exception());
+                       failed(std::current_exception());
                      }
                    },
-                   [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); }});
-  return ticket;
+                   failed});
 }
 
-void CollectLane::run(const OpLabel& label, const Collective& collective, const std::vector<Ticket>& waits) {
-  if (failure_) std::rethrow_exception(failure_);
-  for (const Ticket& wait : waits) thread_.await_issued(wait);
-  agree(label);
-  backend_->wait(waits, collectives_->stream(), label);
-  for (const Gather& each : collective.gathers) collectives_->gather(each);
-  if (collective.reduction.all != nullptr) collectives_->reduce(collective.reduction);
+Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits) {
+  const Ticket ticket = backend_->open(label);
+  enqueue(
+      [this, label, ticket, collective = std::move(collective), waits = std::move(waits)] {
+        for (const Ticket& wait : waits) thread_.await_issued(wait);
+        agree({label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce, label.unit.value});
+        backend_->wait(waits, collectives_->stream(), label);
+        for (const Gather& each : collective.gathers) collectives_->gather(each);
+        if (collective.reduction.all != nullptr) collectives_->reduce(collective.reduction);
+        backend_->give(ticket, collectives_->stream());
+      },
+      [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); });
+  return ticket;
 }
 
 std::vector<std::int64_t> CollectLane::exchange(std::vector<std::int64_t> numbers) {
   const auto answer = std::make_shared<Answer>();
-  thread_.enqueue({[this, answer, numbers = std::move(numbers)] {
-                     try {
-                       if (failure_) std::rethrow_exception(failure_);
-                       OpLabel label;
-                       label.unit = UnitId(static_cast<std::int32_t>(numbers.size()));
-                       agree(label);
-                       answer->give(collectives_->exchange(numbers), nullptr);
-                     } catch (...) {
-                       if (!failure_) failure_ = std::current_exception();
-                       answer->give({}, std::current_exception());
-                     }
-                   },
-                   [answer](std::exception_ptr error) { answer->give({}, std::move(error)); }});
+  enqueue(
+      [this, answer, numbers = std::move(numbers)] {
+        agree({Intent::Act::exchange, static_cast<std::int64_t>(numbers.size())});
+        answer->give(collectives_->exchange(numbers), nullptr);
+      },
+      [answer](std::exception_ptr error) { answer->give({}, std::move(error)); });
   return answer->await();
 }
 
-void CollectLane::agree(const OpLabel& label) {
-  const std::int64_t verb = label.lane == Lane::collect ? static_cast<std::int64_t>(label.verb) : kExchange;
-  constexpr std::size_t kNumbers = 2;
-  const std::array<std::int64_t, kNumbers> own{verb, label.unit.value};
-  const std::vector<std::int64_t> all = collectives_->exchange({own.begin(), own.end()});
+void CollectLane::agree(const Intent& own) {
+  const std::vector<std::int64_t> all = collectives_->exchange({static_cast<std::int64_t>(own.act), own.subject});
   for (std::size_t other = 0; other < static_cast<std::size_t>(size_); ++other) {
-    const std::int64_t* its = all.data() + kNumbers * other;
-    if (its[0] == own[0] && its[1] == own[1]) continue;
+    const Intent its{static_cast<Intent::Act>(all[2 * other]), all[2 * other + 1]};
+    if (its == own) continue;
     throw UsageError("ranks that do the same",
-                     "rank " + std::to_string(rank_) + " about to " + describe(own[0], own[1]) + " and rank " +
-                         std::to_string(other) + " to " + describe(its[0], its[1]),
+                     "rank " + std::to_string(rank_) + " about to " + describe(own) + " and rank " +
+                         std::to_string(other) + " to " + describe(its),
                      kRemedy);
   }
 }
 
-std::string CollectLane::describe(std::int64_t verb, std::int64_t unit) const {
-  if (verb == kExchange) return "exchange " + std::to_string(unit) + " numbers (in step(), or at the end of a pass)";
-  const std::string name = unit >= 0 && unit < static_cast<std::int64_t>(names_.size())
-                               ? "\"" + names_[static_cast<std::size_t>(unit)] + "\""
-                               : "unit " + std::to_string(unit);
-  return std::string(to_string(static_cast<Verb>(verb))) + " " + name;
+std::string CollectLane::describe(const Intent& intent) const {
+  const auto index = static_cast<std::size_t>(intent.subject);
+  switch (intent.act) {
+  case Intent::Act::gather:
+    return "gather \"" + names_.at(index) + "\"";
+  case Intent::Act::reduce:
+    return "reduce \"" + names_.at(index) + "\"";
+  case Intent::Act::exchange:
+    break;
+  }
+  return "exchange " + std::to_string(intent.subject) + " numbers, as at the end of a backward or in step()";
 }
 
 }  // namespace noria

@@ -44,16 +44,26 @@ class CollectLane {
   void close() { thread_.close(); }
 
  private:
-  void run(const OpLabel& label, const Collective& collective, const std::vector<Ticket>& waits);
-  void agree(const OpLabel& label);
-  std::string describe(std::int64_t verb, std::int64_t unit) const;
+  /// What a rank is about to do, as it tells the others.
+  struct Intent {
+    enum class Act : std::uint8_t { gather, reduce, exchange };
+    Act act;
+    std::int64_t subject;  // the unit, or how many numbers
+    bool operator==(const Intent&) const = default;
+  };
+  using Failed = std::function<void(std::exception_ptr)>;
+
+  /// Queues `act`; `failed` hears of it if it throws, if the lane has failed before, or if it is closed.
+  void enqueue(std::function<void()> act, const Failed& failed);
+  void agree(const Intent& own);
+  std::string describe(const Intent& intent) const;
 
   const std::shared_ptr<Backend> backend_;
   const std::shared_ptr<Collectives> collectives_;
   const std::vector<std::string> names_;
   const int rank_;
   const int size_;
-  std::exception_ptr failure_;  // lane thread only
+  std::exception_ptr failure_;  // the first; lane thread only
   HostLane thread_;             // last: it is gone before what it uses
 };
 
