@@ -175,7 +175,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
     while values:
         slot, value = values.pop(0)
-        wrapped.write(slot, value if ranks is None else ranks.from_first(value))
+        wrapped.values.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
@@ -259,11 +259,11 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
-    values = {slot.index: wrapped.whole(slot) for slot in wrapped.slots}
+    values = {slot.index: wrapped.values.whole(slot) for slot in wrapped.slots}
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:
-                updates.optimizer.state[slot.parameter]["low_bits"] = wrapped.low_bits(slot)
+                updates.optimizer.state[slot.parameter]["low_bits"] = wrapped.values.masters.low_bits(slot)
         unfacade(updates.optimizer)
     wrapped.remove_hooks()
     with plainly():
@@ -291,7 +291,7 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
     wrapped = wrapped_by(module)
     if wrapped is None:
         raise usage_error("a wrapped model or a module inside of one", type(module).__qualname__, "noria.wrap it first")
-    with wrapped.materialized(wrapped.unit_indices(module), read_only):
+    with wrapped.values.materialized(wrapped.unit_indices(module), read_only):
         yield module
 
 

@@ -330,10 +330,10 @@ def test_drafts_come_back_when_the_clip_stops_biting():
     steps(3)
     updates.max_grad_norm = 1e-3
     steps(10)
-    assert not wrapped.drafts_pay and any("drafts have stopped" in note for note in noria.report(model).notes)
+    assert not wrapped.drafts.pay and any("drafts have stopped" in note for note in noria.report(model).notes)
     updates.max_grad_norm = 1e3
     steps(12)
-    assert wrapped.drafts_pay and not any("drafts have stopped" in note for note in noria.report(model).notes)
+    assert wrapped.drafts.pay and not any("drafts have stopped" in note for note in noria.report(model).notes)
     kept = noria.report(model).drafts["kept"]
     steps(2)
     assert noria.report(model).drafts["kept"] > kept

@@ -91,7 +91,7 @@ class ByTorch:
             if slot.index in updated:
                 self.state.adopt(slot)
                 if slot.has_master:
-                    self.wrapped.round_master(slot)
+                    self.wrapped.values.masters.round(slot)
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
         held = self.wrapped.home.held(slot)

@@ -25,7 +25,7 @@ class Drafts:
 
     def expect(self) -> None:
         """Tells the engine what `step()` would do as things are now, so that it may be done during backward."""
-        may_draft = self.members.kernel == "fused" and self.wrapped.drafts_pay
+        may_draft = self.members.kernel == "fused" and self.wrapped.drafts.pay
         drafted = self.wrapped.plan.drafted if may_draft else frozenset()
         told = self._expect_drafts(drafted) if drafted else set()
         if self.norms.wants_sums and _C.STORAGE_CAN_REFUSE and self.members.takes_factor():

@@ -44,7 +44,7 @@ def take_gradients(members: Members, state: HomeState) -> Jobs:
             state.check(slot, group)
             if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
                 state.shown.unsettled(parameter)  # made now, so that it keeps torch's order
-            members.wrapped.confirm_low_bits(slot)
+            members.wrapped.values.masters.confirm_low_bits(slot)
             take_foreign(members.wrapped, slot)
             by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():

@@ -53,13 +53,13 @@ class HomeState:
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
             if are_low_bits(low) and low.shape == slot.shape:
-                self.wrapped.set_low_bits(slot, slot.part_of(low))  # of an earlier wrap call
+                self.wrapped.values.masters.set_low_bits(slot, slot.part_of(low))  # of an earlier wrap call
             self.adopt(slot)
 
     def settle(self, parameter: Any) -> None:
         """Before a look at a parameter's state, or at all of it: None."""
         wrapped = self.wrapped
-        wrapped._check_alive()
+        wrapped.check_alive()
         if not self.is_loading:
             wrapped.refuse_between_steps("a look at optimizer.state")
         if parameter is None:
@@ -164,5 +164,5 @@ class HomeState:
         slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
         if slot is None or not slot.has_master or not isinstance(values, dict):
             return plain
-        low = whole_values(self.wrapped, slot, {"low_bits": self.wrapped.low_bits(slot)})["low_bits"]
+        low = whole_values(self.wrapped, slot, {"low_bits": self.wrapped.values.masters.low_bits(slot)})["low_bits"]
         return {**plain, "low_bits": low.clone()}

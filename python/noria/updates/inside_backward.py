@@ -43,7 +43,7 @@ class InsideBackward:
                     "set it before noria.wrap",
                 )
             self.state.check(slot, self.members.optimizer.param_groups[number])
-            self.wrapped.confirm_low_bits(slot)
+            self.wrapped.values.masters.confirm_low_bits(slot)
             return self.steps.prepare(slot, rule)
 
         with plainly():
@@ -118,11 +118,11 @@ class InsideBackward:
         refuse_inside_backward("optimizer.accumulate()")
         self.wrapped.recover()
         wrapped = self.wrapped
-        wrapped.hold_all_gradients()
-        wrapped.num_accumulating += 1
+        wrapped.gradients.hold_all()
+        wrapped.gradients.num_accumulating += 1
         wrapped.custody.set_accumulating(True)
         try:
             yield
         finally:
-            wrapped.num_accumulating -= 1
-            wrapped.custody.set_accumulating(wrapped.num_accumulating > 0)
+            wrapped.gradients.num_accumulating -= 1
+            wrapped.custody.set_accumulating(wrapped.gradients.num_accumulating > 0)

@@ -40,7 +40,7 @@ def state_dict(members: Members, home_state: HomeState) -> dict[str, Any]:
             if number in result["state"]:
                 values = result["state"][number]
                 if slot.has_master:
-                    values = {**values, "low_bits": members.wrapped.low_bits(slot)}
+                    values = {**values, "low_bits": members.wrapped.values.masters.low_bits(slot)}
                 result["state"][number] = whole_values(members.wrapped, slot, values)
             number += 1
     return result
@@ -73,7 +73,7 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
             wrapped.custody.access_home(slot.unit, True)
             low = low_bits.get(parameter)
             if low is not None and slot.has_master:
-                wrapped.set_low_bits(slot, low)
+                wrapped.values.masters.set_low_bits(slot, low)
             state.adopt(slot)
 
 

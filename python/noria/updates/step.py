@@ -131,7 +131,7 @@ class Updates:
             wrapped.custody.end_step(wrapped.policy.update == "blocking")
         finally:
             wrapped.custody.guard_gradients()  # of those that the pool still reads, where an update by torch raised
-        wrapped.judge_drafts(would_hold=norms.max_grad_norm is not None and factor == expected)
+        wrapped.drafts.judge(would_hold=norms.max_grad_norm is not None and factor == expected)
         self.num_steps += 1
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Updates:
         try:
             load_state_dict(self._members, self._state, state_dict)
             self._steps.forget_prepared()
-            self.wrapped.is_loaded(self)
+            self.wrapped.loaded.note(self)
             for after in self.optimizer._optimizer_load_state_dict_post_hooks.values():
                 after(self.optimizer)
         finally:

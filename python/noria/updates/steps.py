@@ -59,7 +59,7 @@ class Steps:
 
     def expect(self, slot: HomeParameter, rule: FusedRule) -> int | None:
         """As `count` will, without counting. None: state will be made or moved first."""
-        if rule not in self.wrapped.plan.fused[slot.unit] or slot.index in self.wrapped.loaded_low_bits:
+        if rule not in self.wrapped.plan.fused[slot.unit] or slot.index in self.wrapped.values.masters.loaded_low_bits:
             return None
         if not rule.keys:
             return 1
@@ -91,7 +91,7 @@ class Steps:
         """A draft was committed: what views the unit's state views it where it lies now."""
         home = self.wrapped.home
         for slot in self.wrapped.units[unit].parameters:
-            self.wrapped.move_views(slot)
+            self.wrapped.values.move_views(slot)
             for key in keys_of(self.wrapped.plan.fused[unit][0].keys, self.state.dtype):
                 adopted = self._adopted[(slot.index, key)]
                 is_moment = key in MOMENT_OF

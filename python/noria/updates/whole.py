@@ -119,7 +119,7 @@ class Whole:
                 if home._version != version:
                     updated.append(slot.index)
                     if slot.has_master:
-                        self.wrapped.round_master(slot)
+                        self.wrapped.values.masters.round(slot)
                 if home.grad is not gradient:
                     like = slot.parameter
                     like.grad = None if home.grad is None else home.grad.to(device=like.device, dtype=like.dtype)

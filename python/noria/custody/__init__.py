@@ -1,0 +1,11 @@
+"""One `wrap` call: the models' parameters in custody, one idea a file.
+
+`wrapped` holds what is shared, and says when nothing may look or write; `passes` are the hooks that announce the use of
+parameters; `values` reads and writes what the home has of them; `state_dicts` are the hooks through which
+`model.state_dict()` does; `gradients` is memory for gradients that is taken later; `drafts` says whether they pay.
+"""
+
+from noria.custody.hooks import in_backward
+from noria.custody.wrapped import Wrapped, wrapped_by
+
+__all__ = ["Wrapped", "in_backward", "wrapped_by"]

@@ -1,0 +1,62 @@
+"""What is hung on the user's modules. A copy of the module (`deepcopy`, `pickle`) is an ordinary model, so these do
+nothing there. Hooks are hidden from torch.compile: blocks compile inside of them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["Hook", "NoSync", "in_backward"]
+
+
+def in_backward() -> bool:
+    """True on a thread that is running a backward: in a hook, or in what a checkpoint computes again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+class Hook:
+    """A hook of one wrap call."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = torch._dynamo.disable(call)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return (_unpickled_hook, ())
+
+
+def _no_hook(*args: Any) -> None:
+    pass
+
+
+def _unpickled_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+class NoSync:
+    """`model.no_sync`."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self._wrapped = weakref.ref(wrapped)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        wrapped = self._wrapped()
+        return contextlib.nullcontext() if wrapped is None else wrapped.gradients.no_sync()
+
+    def __deepcopy__(self, memo: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> Any:
+        return (getattr, (contextlib, "nullcontext"))

@@ -1,0 +1,194 @@
+"""The hooks of a wrapped model's modules: they announce passes, and the use of parameters, to the engine.
+
+Hooks are thin: translate, call one verb, return.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from noria.custody.hooks import Hook, in_backward
+from noria.partition import HookSpec
+from noria.record import OperatorWatch, tensors_of
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["Passes"]
+
+
+def _num_calls_on_stack(module: nn.Module) -> int:
+    """How many calls of this module are under way on this thread (0 where torch.compile has replaced their frames)."""
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class _EnteredRoot:
+    module: nn.Module
+    is_visible: bool
+    handled: BaseException | None  # what the caller was handling already: any other one was raised inside
+
+
+class Passes:
+    """Of one wrap call."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self.custody = wrapped.custody
+        self._handles: list[Any] = []
+        self._inner_handles: dict[int, list[Any]] = {}
+        self._operator_hooks: dict[tuple[int, ...], int] = {}
+        self._entered_roots: list[_EnteredRoot] = []
+        self._known_roots: set[tuple[int, bool, bool]] = set()
+        storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in wrapped.slots}
+        self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
+        self._needs_watch = False
+        for spec in wrapped.partition.hooks:
+            self._install_hook(spec)
+        # Last, so that on a root with a hook of its own the pass is what begins first and ends last.
+        for number, root in enumerate(wrapped.partition.roots):
+            enter, leave = self._root_hooks(number)
+            self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True))
+            self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
+
+    def in_forward(self) -> bool:
+        self.forget_dead_forward()
+        return bool(self._entered_roots)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for handles in self._inner_handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        self._inner_handles.clear()
+
+    def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.wrapped.check_alive()
+            if in_backward():
+                return  # recomputed inside of a backward
+            self.forget_dead_forward(module)
+            self.wrapped.settle_writes()
+            self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
+            if len(self._entered_roots) > 1:
+                return
+            self._forget_inner_hooks()
+            training, grad = module.training, torch.is_grad_enabled()
+            self.custody.begin_forward(number, training, grad)
+            if self._wants_watch(number, training, grad):
+                self.watch.start()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
+                return
+            entered = self._entered_roots.pop()
+            if self._entered_roots:
+                return
+            self.watch.stop()
+            if sys.exception() is not entered.handled:  # it raised
+                self.custody.abandon_forward()
+                return
+            self._known_roots.add((number, module.training, torch.is_grad_enabled()))
+            self._needs_watch |= self.watch.num_seen > 0
+            self.custody.end_forward(tensors_of(output))
+            if torch.is_grad_enabled():
+                for updates in self.wrapped.optimizers:
+                    updates.expect()
+
+        return enter, leave
+
+    def forget_dead_forward(self, entering: nn.Module | None = None) -> None:
+        """A forward that KeyboardInterrupt or SystemExit has ended called no hook. It is known by what is missing on
+        the call stack; `entering` is being called just now."""
+        if not self._entered_roots:
+            return
+        outermost = self._entered_roots[0]
+        num_expected = 1 if entering is outermost.module else 0
+        if _num_calls_on_stack(outermost.module) > num_expected or (not outermost.is_visible and not num_expected):
+            return
+        self._entered_roots.clear()
+        self.watch.stop()
+        self.custody.abandon_forward()
+
+    def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
+        check = self.wrapped.policy.check
+        if check == "off":
+            return False
+        return check == "operators" or self._needs_watch or (number, training, grad) not in self._known_roots
+
+    def _install_hook(self, spec: HookSpec) -> None:
+        custody, watch = self.custody, self.watch
+        hook = custody.add_hook(spec.name, list(spec.needs))
+
+        # Around blocks a module may use parameters of its own at any time: there the watch stays on.
+        suspends = set(self.wrapped.unit_indices(spec.module)) <= set(spec.needs)
+        entered: list[int] = []
+        with_more: dict[frozenset[int], int] = {}  # hooks for calls that are handed parameters of other units
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.wrapped.check_alive()
+            chosen = hook
+            handed = watch.units_handed((*args, *kwargs.values()))
+            if handed and not handed.issubset(spec.needs):
+                key = frozenset(handed)
+                if key not in with_more:
+                    with_more[key] = custody.add_hook(spec.name, sorted(handed.union(spec.needs)))
+                chosen = with_more[key]
+            entered.append(chosen)
+            custody.enter(chosen)
+            if suspends:
+                watch.suspend()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if suspends:
+                watch.resume()
+            custody.leave(entered.pop() if entered else hook, tensors_of(output))
+
+        self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
+        self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))
+        if self.wrapped.policy.check == "off" or not spec.is_block:
+            return
+
+        def inner(module: nn.Module, args: Any, output: Any) -> None:
+            custody.inner_outputs(hook, tensors_of(output))
+
+        for module in spec.module.modules():
+            if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
+                self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(Hook(inner)))
+
+    def _forget_inner_hooks(self) -> None:
+        """After the first backward: a block whose own outputs announce its backward needs no hooks inside."""
+        if not self._inner_handles or self.wrapped.policy.check == "operators":
+            return
+        if not any(done["phase"] == "backward" for done in self.custody.passes()):
+            return
+        for hook, handles in self._inner_handles.items():
+            if not self.custody.inner_was_first(hook):
+                for handle in handles:
+                    handle.remove()
+        self._inner_handles.clear()
+
+    def _visit_for_operator(self, units: tuple[int, ...]) -> int:
+        hook = self._operator_hooks.get(units)
+        if hook is None:
+            name = "operator on " + ", ".join(self.wrapped.units[unit].name for unit in units)
+            hook = self._operator_hooks[units] = self.custody.add_hook(name, list(units))
+        self.custody.visit_for_operator(hook)
+        return hook
+
+    def _hook_operator_outputs(self, hook: int, outputs: list[torch.Tensor]) -> None:
+        self.custody.inner_outputs(hook, outputs)

@@ -1,0 +1,102 @@
+"""The hooks through which `model.state_dict()` and `model.load_state_dict()` read and write the home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from noria._errors import usage_error
+from noria.custody.hooks import Hook
+from noria.home import HomeParameter
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["StateDicts"]
+
+
+class StateDicts:
+    """Of one wrap call's models."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self._handles: list[Any] = []
+        self._loads: list[list[int]] = []  # units whose home a load_state_dict has opened
+        for root in wrapped.partition.roots:
+            for module in root.modules():
+                self._install(module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _install(self, module: nn.Module) -> None:
+        own = {
+            name: self.wrapped.slot_of[parameter]
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter in self.wrapped.slot_of
+        }
+        self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._refuse_assign)))
+        if own:
+            self._handles.append(module._register_state_dict_hook(Hook(self._give_state(own))))
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take_state(own))))
+            self._handles.append(module.register_load_state_dict_post_hook(Hook(self._state_taken(own))))
+
+    def _give_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+            for name, slot in own.items():
+                replaced = module._parameters.get(name) is not slot.parameter
+                if replaced or prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
+                    continue  # the user's own now, left out, or asked for as it is (keep_vars)
+                state_dict[prefix + name] = self.wrapped.values.current(slot)
+
+        return give
+
+    def _refuse_assign(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise usage_error(
+                "load_state_dict(assign=False)",
+                "assign=True, which would replace the parameters that noria holds",
+                "leave assign out: values are copied into the home",
+            )
+
+    def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+            self.wrapped.recover()
+            self.wrapped.refuse_between_steps("model.load_state_dict()", mends=True)
+            units = sorted({slot.unit for slot in own.values()})
+            if self.wrapped.ranks is None:
+                self.wrapped.custody.open_home(units, True)
+                self._loads.append(units)
+            else:
+                for unit in units:
+                    self.wrapped.custody.access_home(unit, True)
+            for name, slot in own.items():
+                value = state_dict.get(prefix + name)
+                if isinstance(value, torch.Tensor) and value.shape == slot.shape:
+                    self.wrapped.values.write(slot, value)
+                    self.wrapped.loaded.note(slot.index)
+                    # torch copies it onto itself
+                    state_dict[prefix + name] = (
+                        self.wrapped.home.working(slot) if self.wrapped.ranks is None else slot.parameter
+                    )
+
+        return take
+
+    def _state_taken(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
+        def taken(module: nn.Module, incompatible_keys: Any) -> None:
+            self.end_loads()
+
+        return taken
+
+    def end_loads(self) -> None:
+        """torch copies a module's own values as soon as its pre-hooks return: what is open now is done. A loader that
+        raised, or one that goes around `load_state_dict`, does not get here by itself."""
+        while self._loads:
+            self.wrapped.custody.close_home(self._loads.pop(), True)

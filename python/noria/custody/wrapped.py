@@ -1,0 +1,211 @@
+"""One `wrap` call: what its parts share, and when nothing may look or write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria._errors import usage_error
+from noria.custody.drafts import DraftJudge
+from noria.custody.gradients import LaterGradients
+from noria.custody.hooks import NoSync, in_backward
+from noria.custody.loaded import Loaded
+from noria.custody.passes import Passes
+from noria.custody.state_dicts import StateDicts
+from noria.custody.values import Values
+from noria.home import Home, HomeParameter
+
+if TYPE_CHECKING:
+    from noria.plan import WrapPlan
+    from noria.ranks import Ranks
+    from noria.updates import Updates
+
+__all__ = ["Wrapped", "wrapped_by"]
+
+Given = ParamSpec("Given")
+
+# By module, of every module of a wrapped model. Weak on both sides: a wrap call lives as long as its models.
+_WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
+
+
+def wrapped_by(module: nn.Module) -> Wrapped | None:
+    """The wrap call that a model, or a module inside of one, belongs to."""
+    found = _WRAPPED.get(module)
+    return found() if found is not None else None
+
+
+class Wrapped:
+    """Owns the home, the engine's Custody and the module hooks; knows every parameter by its object."""
+
+    def __init__(
+        self,
+        plan: WrapPlan,
+        home: Home,
+        custody: _C.Custody,
+        backend: _C.Backend,
+        pool: _C.HostOptimizer | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.plan = plan
+        self.partition = plan.partition
+        self.units = plan.units
+        self.policy = plan.policy
+        self.device = plan.device
+        self.home = home
+        self.custody = custody
+        home.is_moved = custody.is_moved
+        self.backend = backend
+        self.pool = pool
+        self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
+        self.slot_of: dict[nn.Parameter, HomeParameter] = {slot.parameter: slot for slot in self.slots}
+        self.optimizers: list[Updates] = []
+        self.updates_in_backward = plan.policy.update == "backward"
+        self.ranks = ranks
+        self.shows_gradients = ranks is None and not self.updates_in_backward
+        self.trace: _C.Trace | None = None
+        self.pid = os.getpid()
+        self.closed = False
+        self.values = Values(self)
+        self.gradients = LaterGradients(self)
+        self.drafts = DraftJudge(self)
+        self.loaded = Loaded(self)
+        self.passes = Passes(self)
+        self.state_dicts = StateDicts(self)
+        for root in self.partition.roots:
+            if ranks is not None:
+                root.__dict__["no_sync"] = NoSync(self)
+            for module in root.modules():
+                _WRAPPED[module] = weakref.ref(self)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter exit what this needs may be gone; atexit came before
+            self.shutdown()
+
+    def unit_indices(self, module: nn.Module) -> list[int]:
+        return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})
+
+    # ---- when nothing may look or write ----
+
+    def check_alive(self) -> None:
+        if os.getpid() != self.pid:
+            raise usage_error(
+                "a wrapped model used in the process that wrapped it",
+                f"it in process {os.getpid()}, forked from {self.pid}",
+                "wrap inside the child, or let data loader workers leave the model alone",
+            )
+        if self.closed:
+            raise usage_error("a model that is wrapped", "one whose engine was shut down", "wrap it again")
+
+    def refuse_when_busy(self, call: str) -> None:
+        if self.passes.in_forward() or in_backward() or self.values.is_materialized:
+            raise usage_error(
+                f"{call} between passes",
+                "it inside of a forward, a backward or `with noria.materialize(...)`",
+                "call it after backward(), outside of the block",
+            )
+
+    def refuse_between_steps(self, what: str, *, mends: bool = False) -> None:
+        """Between a backward that has updated and its step() nothing may look or write. Where that step will never
+        come, the home is torn: then only who `mends` it may go on, by a value of its own."""
+        if self.updates_in_backward:
+            if not in_backward():
+                self.custody.recover()  # from a backward that raised
+            self.custody.refuse_unclaimed(what)
+        if not mends and (torn := self.custody.torn()):
+            raise usage_error(
+                f"{what} of one step",
+                f"weights and optimizer state of different steps: {torn}",
+                "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
+            )
+
+    def recover(self) -> None:
+        """After a pass that raised: what it had begun is forgotten, gradients that had landed stay."""
+        self.check_alive()
+        if in_backward():
+            return  # it is alive
+        self.passes.forget_dead_forward()
+        self.custody.recover()
+        self.settle_writes()
+
+    def settle_writes(self) -> None:
+        """Before the home is used: what has been written to it is known, and what a broken load left open closed."""
+        self.state_dicts.end_loads()
+        self.values.settle_writes()
+
+    # ---- what others call back ----
+
+    def run_update(self, unit: int) -> None:
+        """What the engine calls when somebody needs a unit whose update was deferred to the launching thread."""
+        for updates in self.optimizers:
+            updates.run(unit)
+
+    def drops_draft(self, unit: int) -> Callable[[], None]:
+        """For tensors that view the unit's state: their first write is an edit that no draft has seen."""
+        return self.while_open(lambda wrapped: wrapped.custody.access_home(unit, False))
+
+    def weakly(self, act: Callable[Concatenate[Wrapped, Given], None]) -> Callable[Given, None]:
+        """`act` on this object, for whoever must not keep it alive. Once it is gone nothing happens."""
+        reference = weakref.ref(self)
+
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+            wrapped = reference()
+            if wrapped is not None:
+                act(wrapped, *args, **kwargs)
+
+        return call
+
+    def while_open(self, act: Callable[[Wrapped], None]) -> Callable[[], None]:
+        """For callbacks of tensors that outlive this object, its engine or its process."""
+
+        def call(wrapped: Wrapped) -> None:
+            if not wrapped.closed and os.getpid() == wrapped.pid:
+                act(wrapped)
+
+        return self.weakly(call)
+
+    # ---- ranks ----
+
+    def over_ranks(self, sums: dict[int, float]) -> dict[int, float]:
+        """Each summed over the ranks, in their order. Collective."""
+        if not sums:
+            return sums  # on all ranks: whose gradient is there has been agreed on
+        bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
+        everybodys = torch.tensor(self.custody.exchange(bits.tolist()), dtype=torch.int64).view(torch.float64)
+        totals = [0.0] * len(sums)
+        for its in everybodys.view(-1, len(sums)).tolist():
+            totals = [total + each for total, each in zip(totals, its, strict=True)]
+        return dict(zip(sums, totals, strict=True))
+
+    # ---- end ----
+
+    def write_trace(self) -> None:
+        if self.trace is not None and self.policy.trace is not None:
+            path = os.fspath(self.policy.trace)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.trace.chrome_json([unit.name for unit in self.units]))
+
+    def shutdown(self) -> None:
+        """Ends the engine's threads. A forked child never joins what it does not have."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        with contextlib.suppress(Exception):
+            self.custody.idle()
+        self.write_trace()
+        self.custody.close()
+        self.custody.clear_callbacks()
+
+    def remove_hooks(self) -> None:
+        self.passes.remove()
+        self.state_dicts.remove()
+        for root in self.partition.roots:
+            root.__dict__.pop("no_sync", None)
+            for module in root.modules():
+                _WRAPPED.pop(module, None)
