@@ -18,27 +18,71 @@ if TYPE_CHECKING:
 __all__ = ["LaterGradients"]
 
 
+class _Mode:
+    """A mode of the engine's that is on while blocks of it are open, and that takes its memory the first time."""
+
+    def __init__(self, take: Callable[[], None], turn: Callable[[bool], None]) -> None:
+        self._take = take
+        self._turn = turn
+        self._num_open = 0
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        self._take()
+        self._num_open += 1
+        self._turn(True)
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._turn(self._num_open > 0)
+
+
 class LaterGradients:
     """Of one wrap call."""
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
-        self.num_accumulating = 0  # blocks of optimizer.accumulate() that are open
-        self._num_unsynced = 0  # blocks of model.no_sync() that are open
+        self._accumulating = _Mode(self._hold_all, wrapped.custody.set_accumulating)
+        self._unsynced = _Mode(self._hold_unsummed, wrapped.custody.set_unsynced)
 
-    def hold_all(self) -> None:
-        """update="backward" that accumulates: memory for all gradients, taken the first time, in place of the ring."""
-        if self.wrapped.custody.holds_all():
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """`with optimizer.accumulate():`, where updates are made inside backward."""
+        return self._blocks(self._accumulating, "optimizer.accumulate()")
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """`with model.no_sync():` around each backward of a step but its last: gradients stay this rank's own, whole,
+        until that one sums them up. The first time it takes memory for all of them. Which backward runs inside counts;
+        on all ranks alike."""
+        return self._blocks(self._unsynced, "model.no_sync()")
+
+    @contextlib.contextmanager
+    def _blocks(self, mode: _Mode, call: str) -> Iterator[None]:
+        if in_backward():
+            raise usage_error(f"{call} around a backward", "it inside of one", "enter it before backward()")
+        self.wrapped.recover()
+        with mode.block():
+            yield
+
+    def _hold_all(self) -> None:
+        """In place of the ring."""
+        wrapped = self.wrapped
+        if wrapped.custody.holds_all():
             return
-        region = held_region(self.wrapped.units)  # the ring is given back only after it
-        self._take_later(region, self.wrapped.custody.hold_all)
-        self.wrapped.home.give_back(GRADIENT_RING)
-        self.wrapped.plan.regions = [
-            region if each.purpose == GRADIENT_RING else each for each in self.wrapped.plan.regions
-        ]
+        region = held_region(wrapped.units)  # the ring is given back only after it
+        self._take(region, wrapped.custody.hold_all)
+        wrapped.home.give_back(GRADIENT_RING)
+        wrapped.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in wrapped.plan.regions]
 
-    def _take_later(self, region: Region, use: Callable[[list[int]], None]) -> None:
-        """More memory for gradients, once training has begun."""
+    def _hold_unsummed(self) -> None:
+        wrapped = self.wrapped
+        if wrapped.custody.holds_unsummed():
+            return
+        region = Region.of(UNSUMMED, (unit.gradients for unit in wrapped.units))
+        self._take(region, wrapped.custody.hold_unsummed)
+        wrapped.plan.regions = [*wrapped.plan.regions, region]
+
+    def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:
         budget = host_budget(self.wrapped.policy)
         more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in self.wrapped.plan.regions]
@@ -51,23 +95,3 @@ class LaterGradients:
         except BaseException:
             self.wrapped.home.give_back(region.purpose)
             raise
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """`with model.no_sync():` around each backward of a step but its last: gradients stay this rank's own, whole,
-        until that one sums them up. The first time it takes memory for all of them. Which backward runs inside counts;
-        on all ranks alike."""
-        if in_backward():
-            raise usage_error("model.no_sync() around a backward", "it inside of one", "enter it before backward()")
-        self.wrapped.recover()
-        if not self.wrapped.custody.holds_unsummed():
-            region = Region.of(UNSUMMED, (unit.gradients for unit in self.wrapped.units))
-            self._take_later(region, self.wrapped.custody.hold_unsummed)
-            self.wrapped.plan.regions = [*self.wrapped.plan.regions, region]
-        self._num_unsynced += 1
-        self.wrapped.custody.set_unsynced(True)
-        try:
-            yield
-        finally:
-            self._num_unsynced -= 1
-            self.wrapped.custody.set_unsynced(self._num_unsynced > 0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.home import HomeParameter
 from noria.kernels import FusedRule, rule_of
 from noria.modes import plainly
-from noria.optimizer import refuse_inside_backward
 from noria.updates.fused import Fused
 from noria.updates.home_state import HomeState
 from noria.updates.members import Members
@@ -110,19 +108,7 @@ class InsideBackward:
             )
         return refusal
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
         if not self.wrapped.updates_in_backward:
-            yield
-            return
-        refuse_inside_backward("optimizer.accumulate()")
-        self.wrapped.recover()
-        wrapped = self.wrapped
-        wrapped.gradients.hold_all()
-        wrapped.gradients.num_accumulating += 1
-        wrapped.custody.set_accumulating(True)
-        try:
-            yield
-        finally:
-            wrapped.gradients.num_accumulating -= 1
-            wrapped.custody.set_accumulating(wrapped.gradients.num_accumulating > 0)
+            return contextlib.nullcontext()
+        return self.wrapped.gradients.accumulate()
