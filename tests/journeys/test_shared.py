@@ -140,26 +140,40 @@ class Pictures(nn.Module):
 # ---- loops ------------------------------------------------------------------------------------------------------
 
 
-def plain_loop(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Tensor]:
-    losses = {}
-    for number in range(STEPS):
-        loss = loss_of(model, 100 * rank + number)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[f"loss {number}"] = loss.detach()
-    return losses
+def usual_loss(model: Any, rank: int, number: int) -> torch.Tensor:
+    return loss_of(model, 100 * rank + number)
 
 
-def loop_of_other_shapes(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Tensor]:
+def loss_of_other_shapes(model: Any, rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    batch = torch.randint(0, VOCAB, (1 + rank + number % 2, 4 + 3 * rank), generator=generator)
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
+
+
+def usual_loop(
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    *,
+    loss_at: Callable[..., torch.Tensor] = usual_loss,
+    schedule: Callable[[Any], Any] | None = None,
+    thrown_away: tuple[int, ...] = (),
+) -> dict[str, torch.Tensor]:
+    """`thrown_away`: steps whose gradients are for nothing."""
     losses = {}
+    scheduler = None if schedule is None else schedule(optimizer)
     for number in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * rank + number)
-        batch = torch.randint(0, VOCAB, (1 + rank + number % 2, 4 + 3 * rank), generator=generator)
-        loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+        loss = loss_at(model, rank, number)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if number not in thrown_away:
+            optimizer.step()
+        (model if thrown_away else optimizer).zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         losses[f"loss {number}"] = loss.detach()
     return losses
 
@@ -181,39 +195,13 @@ def loop_with_looks(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Te
     return seen
 
 
-def loop_on_a_schedule(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Tensor]:
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
-    losses = {}
-    for number in range(STEPS):
-        loss = loss_of(model, 100 * rank + number)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses[f"loss {number}"] = loss.detach()
-    return losses
-
-
-def loop_that_skips(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Tensor]:
-    """One of the backwards is for nothing: its gradients are thrown away."""
-    losses = {}
-    for number in range(STEPS):
-        loss = loss_of(model, 100 * rank + number)
-        loss.backward()
-        if number != 1:
-            optimizer.step()
-        model.zero_grad()
-        losses[f"loss {number}"] = loss.detach()
-    return losses
-
-
 # ---- against DistributedDataParallel ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
     model: Callable[[], nn.Module] = Net
-    loop: Callable[..., dict[str, torch.Tensor]] = plain_loop
+    loop: Callable[..., dict[str, torch.Tensor]] = usual_loop
     policy: dict[str, Any] = dataclasses.field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     hostility: dict[str, Any] = dataclasses.field(default_factory=lambda: HOSTILE)
@@ -234,11 +222,15 @@ COURSES = {
     "parameters that one rank does not use": Course(choosing, policy={"window": 2}, unused=True),
     "recomputed blocks": Course(Recomputed, policy={"window": 2}),
     "channels last": Course(Pictures, policy={"window": 2}),
-    "other shapes on each rank": Course(loop=loop_of_other_shapes, policy={"window": 2}),
+    "other shapes on each rank": Course(
+        loop=functools.partial(usual_loop, loss_at=loss_of_other_shapes), policy={"window": 2}
+    ),
     "eval passes": Course(loop=loop_with_looks, policy={"window": 2}),
     "eval passes and drafts": Course(loop=loop_with_looks, policy={"draft_memory": "64MiB"}),
-    "a schedule": Course(loop=loop_on_a_schedule, policy={"window": 2}),
-    "gradients thrown away": Course(loop=loop_that_skips, policy={"draft_memory": "64MiB"}),
+    "a schedule": Course(loop=functools.partial(usual_loop, schedule=one_cycle), policy={"window": 2}),
+    "gradients thrown away": Course(
+        loop=functools.partial(usual_loop, thrown_away=(1,)), policy={"draft_memory": "64MiB"}
+    ),
     "doubles, which torch updates": Course(lambda: Net(blocks=2).double(), policy={"window": 2}),
     "a tied head": Course(tied, policy={"window": 2}),
     "a block that runs twice": Course(Twice, policy={"window": 2}),
@@ -468,14 +460,14 @@ def unwraps(rank: int, size: int) -> None:
         if shared:
             noria.wrap(model, optimizer, device="cpu", window=2)
         trained = model if shared else DistributedDataParallel(model)
-        plain_loop(trained, optimizer, rank)
+        usual_loop(trained, optimizer, rank)
         if shared:
             loss_of(model, rank).backward()
             noria.unwrap(model, optimizer)
             assert type(optimizer) is torch.optim.SGD
             assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
         trained = DistributedDataParallel(model) if shared else trained
-        plain_loop(trained, optimizer, rank + 1)
+        usual_loop(trained, optimizer, rank + 1)
         found.append({**model.state_dict(), **state_tensors(optimizer)})
     assert_same_bits(*found)
 
@@ -485,7 +477,7 @@ def halves_the_home(rank: int, size: int, policy: dict[str, Any]) -> None:
     for shared in (False, True):
         with contextlib.nullcontext() if shared else alone():
             model, optimizer = wrapped_net(lambda: Net(width=64), adamw, **policy)
-        plain_loop(model, optimizer, rank)
+        usual_loop(model, optimizer, rank)
         report = noria.report(model)
         assert report.ledger_agrees, str(report)
         rows.append({row.purpose: row.taken for row in report.ledger if row.place == "host" and row.taken})
