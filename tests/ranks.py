@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -53,8 +55,18 @@ def on_ranks(
             each.start()
         found = {}
         failures = []
-        for _ in range(size - len(dying)):
-            rank, answer, failure = answers.get(timeout=TIMEOUT_S + timeout_s)
+        deadline = time.monotonic() + TIMEOUT_S + timeout_s
+        while len(found) < size - len(dying):
+            try:
+                rank, answer, failure = answers.get(timeout=1.0)
+            except queue.Empty:
+                crashed = [r for r, each in enumerate(ranks) if r not in dying and r not in found and each.exitcode]
+                failures += [f"rank {r} ended with {ranks[r].exitcode}" for r in crashed]
+                if time.monotonic() > deadline:
+                    failures.append("no answer in time")
+                if failures:
+                    break
+                continue
             found[rank] = answer
             if failure is not None:
                 failures.append(f"rank {rank}:\n{failure}")

@@ -46,10 +46,14 @@ void bind_comm(py::module_& m) {
           [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard,
              const std::string& type, std::int64_t scratch, std::int64_t onto) {
             Collective collective;
-            collective.reduction = {pointer(all), Bytes{shard}, element_type(type), pointer(scratch), {}, {}};
+            Reduction& reduction = collective.reduction;
+            reduction.all = pointer(all);
+            reduction.shard = Bytes{shard};
+            reduction.type = element_type(type);
+            reduction.scratch = pointer(scratch);
             if (onto != 0) {
               const Bytes own = Bytes{shard} * self.rank();
-              collective.reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});
+              reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});
             }
             return self.submit({OpId(op), Lane::collect, Verb::reduce, UnitId(unit)}, std::move(collective), {});
           },

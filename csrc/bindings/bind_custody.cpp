@@ -91,6 +91,7 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
       parameter.offset = each.attr("offset").cast<std::int64_t>();
       parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
+      if (parameter.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{parameter.gradient_offset});
       unit.parameters.push_back(std::move(parameter));
     }
     units.push_back(std::move(unit));
@@ -227,8 +228,10 @@ void bind_custody(py::module_& m) {
            })
       .def(
           "expect_in_backward",
-          [](Custody& self, std::int32_t unit, UpdateJob job) {
-            self.engine().expect_in_backward(UnitId(unit), std::move(job));
+          [](Custody& self, std::int32_t unit, UpdateJob job, const std::vector<std::int64_t>& gradients) {
+            std::vector<Bytes> offsets;
+            for (const std::int64_t offset : gradients) offsets.push_back(Bytes{offset});
+            self.engine().expect_in_backward(UnitId(unit), {std::move(job), std::move(offsets)});
           },
           NoGil())
       .def("set_accumulating", &Custody::set_accumulating, NoGil())
@@ -258,7 +261,7 @@ void bind_custody(py::module_& m) {
              std::vector<std::pair<std::int32_t, std::vector<std::pair<std::int64_t, UpdateScalars>>>> result;
              for (const auto& each : taken) {
                auto& pieces = result.emplace_back(each.unit.value, 0).second;
-               for (const UpdatePiece& piece : each.pieces) pieces.emplace_back(piece.offset, piece.scalars);
+               for (const auto& [offset, scalars] : each.pieces) pieces.emplace_back(offset.count, scalars);
              }
              return result;
            })

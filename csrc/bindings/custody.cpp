@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "base/errors.h"
 #include "bindings/grad_hooks.h"
@@ -439,8 +441,11 @@ void Custody::task_ended(int task) {
 
 void Custody::finish_backward() {
   if (!interrupted_) entered_.clear();
+  if (is_shared_ && !unsynced_) {
+    engine_.end_sums(current_stream());
+    share_arrivals();
+  }
   engine_.end_pass(current_stream());
-  if (is_shared_ && !unsynced_) share_arrivals();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
     if (!std::exchange(each.arrived, false)) continue;
@@ -481,20 +486,25 @@ void Custody::refuse_unsummed() const {
   }
 }
 
-// A gradient that any rank has had is everybody's.
+// A gradient that any rank has had is everybody's; also of backwards that were not synced.
 void Custody::share_arrivals() {
   constexpr std::size_t kBits = 32;
   std::vector<std::int64_t> own((parameters_.size() + kBits - 1) / kBits, 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].arrived) own[i / kBits] |= std::int64_t{1} << (i % kBits);
+    const bool is_held = parameters_[i].facts.gradient_offset >= 0 && gradient_is(static_cast<int>(i)) == GradientIs::held;
+    if (parameters_[i].arrived || is_held) own[i / kBits] |= std::int64_t{1} << (i % kBits);
   }
   const std::size_t num_words = own.size();
   const std::vector<std::int64_t> all = engine_.exchange(std::move(own));
+  std::map<UnitId, std::set<Bytes>> came;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& each = parameters_[i];
     for (std::size_t word = i / kBits; word < all.size(); word += num_words) {
-      if ((all[word] >> (i % kBits) & 1) != 0) parameters_[i].arrived = true;
+      if ((all[word] >> (i % kBits) & 1) != 0) each.arrived = true;
     }
+    if (each.arrived && each.facts.variable.numel() > 0) came[each.unit].insert(Bytes{each.facts.gradient_offset});
   }
+  engine_.gradients_came(came);
 }
 
 variable_list Custody::catch_gradient(int index, const variable_list& gradients) {

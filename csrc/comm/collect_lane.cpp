@@ -68,7 +68,9 @@ Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vec
         agree({label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce, label.unit.value});
         backend_->wait(waits, collectives_->stream(), label);
         for (const Gather& each : collective.gathers) collectives_->gather(each);
-        if (collective.reduction.all != nullptr) collectives_->reduce(collective.reduction);
+        const Reduction& reduction = collective.reduction;
+        if (reduction.arrived) reduction.arrived_anywhere->add_all(collectives_->exchange(reduction.arrived->words()));
+        if (reduction.all != nullptr) collectives_->reduce(reduction);
         backend_->give(ticket, collectives_->stream());
       },
       [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); });

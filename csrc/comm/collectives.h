@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/bytes.h"
@@ -22,6 +23,23 @@ struct Gather {
   Bytes shard;
 };
 
+/// A set of parameters, by their number in a unit, as bits.
+class ParameterSet {
+ public:
+  explicit ParameterSet(std::size_t num_parameters) : words_((num_parameters + kBits - 1) / kBits, 0) {}
+  void add(std::size_t parameter) { words_[parameter / kBits] |= std::int64_t{1} << (parameter % kBits); }
+  bool contains(std::size_t parameter) const { return (words_[parameter / kBits] >> (parameter % kBits) & 1) != 0; }
+  const std::vector<std::int64_t>& words() const { return words_; }
+  /// Those of several sets of as many parameters, behind each other.
+  void add_all(const std::vector<std::int64_t>& words) {
+    for (std::size_t i = 0; i < words.size(); ++i) words_[i % words_.size()] |= words[i];
+  }
+
+ private:
+  static constexpr std::size_t kBits = 32;
+  std::vector<std::int64_t> words_;
+};
+
 /// One shard of `shard` bytes for each rank, by rank. Each element is multiplied by 1 / size and summed over the ranks;
 /// afterwards this rank's own shard holds its part of the sum, plus what `add` says, and the others hold anything.
 struct Reduction {
@@ -31,6 +49,10 @@ struct Reduction {
   std::byte* scratch = nullptr;  // 4 bytes for each element of `all`: multiplied and summed in fp32 there
   std::vector<CopySpan> fill;    // before all else, where no gradient has come; `from` null: zeros
   std::vector<CopySpan> add;     // after the sum, elements onto those in the own shard; the device can read `from`
+  // Whose gradients this rank has, and where those of any rank are entered before the ticket is given. Null: nobody
+  // asks; on all ranks alike.
+  std::shared_ptr<const ParameterSet> arrived;
+  std::shared_ptr<ParameterSet> arrived_anywhere;
 };
 
 class Collectives {

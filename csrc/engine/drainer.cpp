@@ -1,5 +1,7 @@
 #include "engine/drainer.h"
 
+#include <utility>
+
 #include "base/errors.h"
 
 namespace noria {
@@ -105,6 +107,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   if (!unsummed.empty()) {
     reduce.accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
   }
+  if (tells_arrivals_) tell_arrivals(unit, open, reduction);
   unsummed.clear();
   for (const auto& [from, to] : summed.within(begin, begin + shard)) {
     reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
@@ -127,6 +130,25 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   issuer_.submit(std::move(drain), std::move(transfer));
   return shard;
 }
+
+void Drainer::tell_arrivals(UnitId unit, const Open& open, Reduction& reduction) {
+  const auto index = static_cast<std::size_t>(unit.value);
+  const std::vector<Bytes>& offsets = units_[index].gradient_offsets;
+  const auto own = std::make_shared<ParameterSet>(offsets.size());
+  for (std::size_t i = 0; i < offsets.size(); ++i) {
+    const Bytes end = offsets[i] + Bytes{1};
+    if (!open.arrived.within(offsets[i], end).empty() || !unsummed_[index].within(offsets[i], end).empty()) own->add(i);
+  }
+  if (!arrivals_[index]) arrivals_[index] = std::make_shared<ParameterSet>(offsets.size());
+  reduction.arrived = own;
+  reduction.arrived_anywhere = arrivals_[index];
+}
+
+std::shared_ptr<const ParameterSet> Drainer::take_arrivals(UnitId unit) {
+  return std::exchange(arrivals_[static_cast<std::size_t>(unit.value)], nullptr);
+}
+
+void Drainer::forget_sums(UnitId unit) { summed_[static_cast<std::size_t>(unit.value)].clear(); }
 
 std::vector<UnitId> Drainer::left_unsummed() const {
   std::vector<UnitId> left;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <set>
 #include <utility>
 #include <vector>
@@ -21,9 +22,10 @@ namespace noria {
 class Drainer {
  public:
   /// `lane` null: nobody shares the home. Else gradients are summed over the ranks first, those of 16 bits in fp32
-  /// where there is `scratch` (4 bytes for each element of the largest unit's, on the device).
+  /// where there is `scratch` (4 bytes for each element of the largest unit's, on the device). `tells_arrivals`: sums
+  /// say whose gradients have come.
   Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian,
-          CollectLane* lane, std::byte* scratch)
+          CollectLane* lane, std::byte* scratch, bool tells_arrivals)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
@@ -31,8 +33,10 @@ class Drainer {
         custodian_(custodian),
         lane_(lane),
         scratch_(scratch),
+        tells_arrivals_(tells_arrivals),
         summed_(units.size()),
-        unsummed_(units.size()) {}
+        unsummed_(units.size()),
+        arrivals_(units.size()) {}
 
   /// Leases a gradient buffer; returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);
@@ -48,10 +52,16 @@ class Drainer {
   void set_unsynced(bool unsynced) { unsynced_ = unsynced; }
   /// Units of which something has not been summed, though gradients are now.
   std::vector<UnitId> left_unsummed() const;
+  bool is_unsynced() const { return unsynced_; }
   /// True where later gradients of these bytes are added to what is there.
   bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
   /// The user has cleared these bytes of a unit's gradient: later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
+  /// What was summed of a unit has been used up.
+  void forget_sums(UnitId unit);
+  /// Whose gradients its sums since the last call have brought, from any rank; known once these are done. Null: there
+  /// was no sum.
+  std::shared_ptr<const ParameterSet> take_arrivals(UnitId unit);
 
   /// Gives the buffers back without draining them: what arrived is lost (the pass raised).
   void abandon();
@@ -70,6 +80,7 @@ class Drainer {
   void close(UnitId unit, const Open& open);
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
+  void tell_arrivals(UnitId unit, const Open& open, Reduction& reduction);
 
   Issuer& issuer_;
   Leases& leases_;
@@ -78,8 +89,10 @@ class Drainer {
   Custodian& custodian_;
   CollectLane* const lane_;
   std::byte* const scratch_;
+  const bool tells_arrivals_;
   std::vector<Ranges> summed_;    // by unit: of its gradients, what this rank's shard is a part of
   std::vector<Ranges> unsummed_;  // by unit: what lies in `unsummed`
+  std::vector<std::shared_ptr<ParameterSet>> arrivals_;  // by unit
   bool unsynced_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;

@@ -36,7 +36,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       issuer_(*backend_, buffers_),
       leases_(backend_, options_.budget.arena),
       fetcher_(issuer_, leases_, units_, options_.device, options_.lane.get()),
-      drainer_(issuer_, leases_, units_, options_.device, custodian_, options_.lane.get(), options_.reduce_scratch),
+      drainer_(issuer_, leases_, units_, options_.device, custodian_, options_.lane.get(), options_.reduce_scratch,
+               options_.ring.has_value()),
       pending_(units_.size(), false),
       early_(units_.size()),
       moved_(units_.size(), false),
@@ -44,7 +45,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
   if (!options_.ring) return;
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
-  in_backward_->jobs.resize(units_.size());
+  in_backward_->expected.resize(units_.size());
   in_backward_->arriving.resize(units_.size());
   in_backward_->come.resize(units_.size());
   in_backward_->slot.resize(units_.size());
@@ -241,7 +242,7 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     const Buffer buffer = buffers_[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
     settle(buffer.unit);  // an update that still has to read what is held now, if no fetch of the unit asked for it
-    hold(buffer.unit);
+    if (!drainer_.is_unsynced()) hold(buffer.unit);
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   auto begun = issuer_.begin(open.op);
@@ -349,6 +350,14 @@ void Engine::sum_rest(Stream stream) {
     enter_visit(stream);
     close_visit(stream);
   }
+}
+
+void Engine::end_sums(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::backward) return;
+  continue_on(stream);
+  close_visit(stream);
+  sum_rest(stream);
 }
 
 void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream) {

@@ -35,7 +35,8 @@
 // over the ranks before this rank's part is drained. Both are ops of the collect lane, issued where one device fetches
 // and drains, so ranks that run the same modules meet in the same order. Nobody sees what is held. Gradients of a pass
 // that is not synced (`set_unsynced`) are drained whole, to memory of their own; the next pass that is adds to them,
-// and sums up at its end what it has not come to.
+// and sums up at its end what it has not come to. An update inside backward that follows a sum learns from it, when it
+// begins, which gradients any rank has had.
 //
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
@@ -157,8 +158,13 @@ class Engine {
   /// and state lie where the spare ones were.
   bool update_on_pool(UnitId unit, UpdateJob job, int priority);
   // ---- update="backward" ----
+  /// An update, and where in facts.gradients the gradient of each of its pieces lies.
+  struct ExpectedUpdate {
+    UpdateJob job;
+    std::vector<Bytes> gradients;
+  };
   /// The update of this unit in the backward that begins; pieces whose gradients do not come are left out.
-  void expect_in_backward(UnitId unit, UpdateJob job);
+  void expect_in_backward(UnitId unit, ExpectedUpdate update);
   /// From now on passes accumulate, or no longer do.
   void set_accumulating(bool accumulating);
   bool holds_all() const;
@@ -176,7 +182,8 @@ class Engine {
   void update_held();
   struct Updated {
     UnitId unit;
-    std::vector<UpdatePiece> pieces;
+    std::vector<std::pair<Bytes, UpdateScalars>> pieces;  // offset of the gradient
+    std::set<Bytes> come;                                 // of these gradients, what this rank knew when it was issued
   };
   std::vector<Updated> take_updated(const std::set<UnitId>& units);
 
@@ -204,6 +211,10 @@ class Engine {
   bool holds_unsummed() const { return holds_unsummed_; }
   void set_unsynced(bool unsynced);
   bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
+  /// In a backward that ends: nothing more is summed after this, so that ranks can tell each other what has come.
+  void end_sums(Stream stream);
+  /// After that: gradients that some rank has had, by unit and offset.
+  void gradients_came(const std::map<UnitId, std::set<Bytes>>& came);
   /// Everybody's numbers, by rank; where ranks share the home. Blocks until all that they do together is done.
   std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
 
@@ -268,7 +279,7 @@ class Engine {
     std::optional<GradientRing> ring;  // none: every unit has held memory of its own
     bool accumulating = false;
     bool is_counted = false;                      // this pass: a backward, or a forward that one may follow
-    std::vector<std::optional<UpdateJob>> jobs;   // expected
+    std::vector<std::optional<ExpectedUpdate>> expected;
     std::vector<std::set<Bytes>> arriving;        // offsets of gradients that wait for their drain
     std::vector<std::set<Bytes>> come;            // of those drained since, that no update has used
     std::vector<std::optional<int>> slot;         // in the ring; none: it has none now, or a place of its own
@@ -330,6 +341,7 @@ class Engine {
   void drain_open();
   std::optional<int> take_slot();
   void hold(UnitId unit);
+  Bytes held_bytes(UnitId unit) const;
   void release_held(UnitId unit);
   void refuse_updated(UnitId unit, const std::string& what);
   void note_visits(ItineraryId forward);

@@ -12,10 +12,11 @@ constexpr const char* kRemedy = "wrap with update=\"auto\", which holds every gr
 
 }  // namespace
 
-void Engine::expect_in_backward(UnitId unit, UpdateJob job) {
+void Engine::expect_in_backward(UnitId unit, ExpectedUpdate update) {
   const std::lock_guard lock(mutex_);
-  NORIA_INVARIANT(in_backward_ && job.in_place(), "an update inside backward is in place, and has a ring");
-  in_backward_->jobs[static_cast<std::size_t>(unit.value)] = std::move(job);
+  NORIA_INVARIANT(in_backward_ && update.job.in_place(), "an update inside backward is in place, and has a ring");
+  NORIA_INVARIANT(update.job.pieces.size() == update.gradients.size(), "each piece is of one gradient");
+  in_backward_->expected[static_cast<std::size_t>(unit.value)] = std::move(update);
 }
 
 void Engine::set_accumulating(bool accumulating) {
@@ -41,16 +42,18 @@ void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
     if (unit.facts.gradients == Bytes{0}) continue;
     const UnitId id(static_cast<std::int32_t>(i));
     unit.held = held[i];
-    unit.facts.held = facts_[i].held = buffers_.intern(
-        {{Place::Kind::host, kHeldRegion}, end, unit.facts.gradients, Format::travel, Purpose::held_gradient, id});
-    end += unit.facts.gradients;
-    custodian_.held_moved(id, unit.held);
+    const Bytes bytes = held_bytes(id);
+    unit.facts.held = facts_[i].held =
+        buffers_.intern({{Place::Kind::host, kHeldRegion}, end, bytes, Format::travel, Purpose::held_gradient, id});
+    end += bytes;
+    if (!options_.lane) custodian_.held_moved(id, unit.held);
   }
 }
 
 bool Engine::is_held_back(UnitId unit, Bytes offset) const {
   const std::lock_guard lock(mutex_);
-  return in_backward_ && in_backward_->come[static_cast<std::size_t>(unit.value)].contains(offset);
+  return in_backward_ && (in_backward_->come[static_cast<std::size_t>(unit.value)].contains(offset) ||
+                          drainer_.is_unsummed(unit, offset, Bytes{1}));
 }
 
 void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
@@ -69,7 +72,7 @@ std::vector<UnitId> Engine::unclaimed() const {
 
 void Engine::forget_expected() {
   const std::lock_guard lock(mutex_);
-  for (auto& job : in_backward_->jobs) job.reset();
+  for (auto& update : in_backward_->expected) update.reset();
 }
 
 void Engine::update_held() {
@@ -129,11 +132,16 @@ void Engine::hold(UnitId unit) {
   held.held = ring.at(*slot);
   held.facts.held = facts_[index].held = buffers_.intern({{Place::Kind::host, kRingRegion},
                                                           ring.offset(*slot),
-                                                          held.facts.gradients,
+                                                          held_bytes(unit),
                                                           Format::travel,
                                                           Purpose::held_gradient,
                                                           unit});
-  custodian_.held_moved(unit, held.held);
+  if (!options_.lane) custodian_.held_moved(unit, held.held);  // else this rank adds to what is not summed
+}
+
+Bytes Engine::held_bytes(UnitId unit) const {
+  const Bytes whole = facts_[static_cast<std::size_t>(unit.value)].gradients;
+  return options_.lane ? Shards{options_.lane->rank(), options_.lane->size()}.bytes_of(whole) : whole;
 }
 
 void Engine::release_held(UnitId unit) {
@@ -179,6 +187,7 @@ void Engine::begin_updating(std::optional<ItineraryId> expected) {
     }
   }
   std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
+  for (std::size_t i = 0; i < units_.size(); ++i) drainer_.take_arrivals(UnitId(static_cast<std::int32_t>(i)));
   if (mode.accumulating) return;  // it takes its own part off what the forwards have made
   for (std::size_t i = 0; i < units_.size(); ++i) {
     // After a backward that has taken the count along nobody knows: the unit is updated at the end.
@@ -223,14 +232,28 @@ void Engine::update_in_backward(UnitId unit) {
     return;
   }
   const EngineUnit& updated = unit_of(unit);
-  NORIA_INVARIANT(mode.jobs[index].has_value(), "nobody has said how to update " + updated.facts.name);
-  UpdateJob job = *mode.jobs[index];
+  NORIA_INVARIANT(mode.expected[index].has_value(), "nobody has said how to update " + updated.facts.name);
+  const ExpectedUpdate& expected = *mode.expected[index];
+  UpdateJob job = expected.job;
   job.gradient = updated.held;
-  std::erase_if(job.pieces, [&](const UpdatePiece& piece) {
-    return piece.count == 0 || !come.contains(Bytes{piece.offset * job.gradient_item_bytes()});
-  });
-  NORIA_INVARIANT(job.pieces.size() == come.size(), "a gradient came that no update wants");
-  mode.unclaimed.push_back({unit, job.pieces});
+  Updated& claimed = mode.unclaimed.emplace_back(Updated{unit, {}, come});
+  const bool is_known = !options_.lane || !phase_;  // else other ranks may have gradients that this one has not
+  job.pieces.clear();
+  std::vector<std::optional<std::size_t>> asked;  // by piece: whose arrival decides
+  for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
+    const bool has_come = come.contains(expected.gradients[i]);
+    if (is_known && !has_come) continue;
+    job.pieces.push_back(expected.job.pieces[i]);
+    claimed.pieces.emplace_back(expected.gradients[i], expected.job.pieces[i].scalars);
+    asked.push_back(has_come ? std::nullopt : std::optional(updated.parameter_at(expected.gradients[i])));
+  }
+  NORIA_INVARIANT(!is_known || job.pieces.size() == come.size(), "a gradient came that no update wants");
+  if (!is_known) {
+    job.wants = [arrived = drainer_.take_arrivals(unit), asked](std::size_t piece) {
+      return !asked[piece] || (arrived && arrived->contains(*asked[piece]));
+    };
+  }
+  drainer_.forget_sums(unit);
   mode.is_updated[index] = true;
   issuer_.next_version(updated.facts.working);
   Op op = update_op(unit);
@@ -244,6 +267,23 @@ void Engine::update_in_backward(UnitId unit) {
 
 void Engine::end_updating() {
   if (!in_backward_->accumulating) update_rest();
+}
+
+void Engine::gradients_came(const std::map<UnitId, std::set<Bytes>>& came) {
+  const std::lock_guard lock(mutex_);
+  if (!in_backward_) return;
+  for (const auto& [unit, offsets] : came) {
+    const auto index = static_cast<std::size_t>(unit.value);
+    if (!in_backward_->is_updated[index]) in_backward_->come[index].insert(offsets.begin(), offsets.end());
+  }
+  // Updates of this backward have left out what nobody had: so does what is told of them.
+  for (Updated& each : in_backward_->unclaimed) {
+    const auto found = came.find(each.unit);
+    std::erase_if(each.pieces, [&](const auto& piece) {
+      const bool is_come = found != came.end() && found->second.contains(piece.first);
+      return !is_come && !each.come.contains(piece.first);
+    });
+  }
 }
 
 void Engine::update_rest() {
@@ -261,6 +301,7 @@ void Engine::abandon_updating() {
             std::to_string(units_.size()) + " units";
   }
   for (auto& offsets : mode.arriving) offsets.clear();
+  for (std::size_t i = 0; i < units_.size() && mode.ring; ++i) drainer_.forget_sums(UnitId(static_cast<std::int32_t>(i)));
   if (!mode.ring) return;  // what had been accumulated is still held
   for (std::size_t i = 0; i < units_.size(); ++i) {
     mode.come[i].clear();

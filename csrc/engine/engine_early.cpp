@@ -83,7 +83,10 @@ void Engine::drain_open() {
   const std::int64_t visit = book_.position();
   for (const auto& [unit, bytes] : drainer_.drain_open()) {
     const auto index = static_cast<std::size_t>(unit.value);
-    if (in_backward_) in_backward_->come[index].merge(std::exchange(in_backward_->arriving[index], {}));
+    if (in_backward_) {
+      std::set<Bytes> arrived = std::exchange(in_backward_->arriving[index], {});
+      if (!drainer_.is_unsynced()) in_backward_->come[index].merge(arrived);
+    }
     auto& expected = early_[index];
     if (expected && expected->ticket) drop_early(unit);  // more came than was foreseen
     if (!is_early_) continue;

@@ -1,9 +1,11 @@
 // A unit as the engine sees it: what the planner knows of it, where its home is, and where a draft of its update goes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "comm/collectives.h"
 #include "plan/planner.h"
@@ -48,6 +50,13 @@ struct EngineUnit {
   BufferId unsummed_buffer;
   BufferId sum;                          // of the squares of what is held, as sum ops write it
   ElementType type = ElementType::fp32;  // of gradients that ranks sum
+  std::vector<Bytes> gradient_offsets;   // of its trainable parameters' gradients in facts.gradients; they rise
+
+  /// Which of them lies there; of several, those before it are empty.
+  std::size_t parameter_at(Bytes gradient_offset) const {
+    const auto after = std::upper_bound(gradient_offsets.begin(), gradient_offsets.end(), gradient_offset);
+    return static_cast<std::size_t>(after - gradient_offsets.begin()) - 1;
+  }
 };
 
 }  // namespace noria

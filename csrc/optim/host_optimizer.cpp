@@ -152,6 +152,14 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
+  if (update.job.wants) {
+    std::vector<UpdatePiece> wanted;
+    for (std::size_t i = 0; i < update.job.pieces.size(); ++i) {
+      if (update.job.wants(i)) wanted.push_back(update.job.pieces[i]);
+    }
+    update.job.pieces = std::move(wanted);
+  }
+
   const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
   // A draft is held a second time, between work and note: a gradient that is written then would be noted and not used.
   const bool is_noted = update.job.note && update.job.task == UpdateTask::update;

@@ -33,6 +33,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -100,6 +101,7 @@ struct UpdateJob {
   GradientNote note;                  // null: nobody will ask
   GradientSums sums;                  // null: nobody will ask
   std::shared_ptr<LookCounts> looks;  // of the jobs that look; may be null
+  std::function<bool(std::size_t)> wants;  // of a piece, asked when all waits have passed; null: all are wanted
 
   bool in_place() const;
   StateFormat state_format() const;  // fp32 where the rule keeps nothing

@@ -168,10 +168,10 @@ class Ring:
     @staticmethod
     def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:
         """No slots where there is room for all in as much memory."""
-        sizes = [unit.gradients if unit.index in in_parts else 0 for unit in units]
-        slot_bytes = max((unit.gradients for unit in units if unit.index not in in_parts), default=0)
-        if sum(sizes) + num_slots * slot_bytes >= sum(unit.gradients for unit in units):
-            sizes, num_slots = [unit.gradients for unit in units], 0
+        sizes = [unit.home_gradients if unit.index in in_parts else 0 for unit in units]
+        slot_bytes = max((unit.home_gradients for unit in units if unit.index not in in_parts), default=0)
+        if sum(sizes) + num_slots * slot_bytes >= sum(unit.home_gradients for unit in units):
+            sizes, num_slots = [unit.home_gradients for unit in units], 0
         return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots)
 
 

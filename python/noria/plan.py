@@ -138,7 +138,7 @@ def make_plan(
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
     if num_ranks > 1:
-        _check_shared(policy, units, optimizers, kernels)
+        _check_shared(units, optimizers, kernels)
     ring: Ring | None = None
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
@@ -316,12 +316,8 @@ def _fp32_states(
     return notes
 
 
-def _check_shared(policy: Policy, units: list[HomeUnit], optimizers: list[Optimizer], kernels: list[str]) -> None:
+def _check_shared(units: list[HomeUnit], optimizers: list[Optimizer], kernels: list[str]) -> None:
     """What ranks cannot share."""
-    if policy.update == "backward":
-        raise usage_error(
-            'update="auto" or "blocking" where ranks share the model', 'update="backward"', "leave it out"
-        )
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
         if kernel != "fused":
             reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'

@@ -259,6 +259,8 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
+    if wrapped.ranks is not None:
+        held_back.clear()  # each rank has a part
     values = {slot.index: wrapped.values.whole(slot) for slot in wrapped.slots}
     for updates in wrapped.optimizers:
         for slot in updates.slots():

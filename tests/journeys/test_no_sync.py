@@ -15,14 +15,14 @@ from tests.journeys.pairs import HOSTILE, Net, loss_of, sgd
 from tests.ranks import on_ranks
 
 
-def no_sync_like_ddp(rank: int, size: int) -> None:
+def no_sync_like_ddp(rank: int, size: int, update: str) -> None:
     torch.manual_seed(0)
     plain, model = Net(), Net()
     model.load_state_dict(plain.state_dict())
     ddp = DistributedDataParallel(plain)
     optimizer, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2)
+        noria.wrap(model, ours, device="cpu", window=2, update=update)
     for side, updates in ((ddp, optimizer), (model, ours)):
         for number in range(3):
             for micro in range(2):
@@ -38,8 +38,9 @@ def no_sync_like_ddp(rank: int, size: int) -> None:
         ours.step()
 
 
-def test_micro_batches_without_sync_have_the_bits_of_ddp():
-    on_ranks(2, no_sync_like_ddp)
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_micro_batches_without_sync_have_the_bits_of_ddp(update):
+    on_ranks(2, no_sync_like_ddp, update)
 
 
 class Shorter(Net):
@@ -54,13 +55,13 @@ class Shorter(Net):
         return self.head(x)
 
 
-def units_that_the_last_backward_leaves_out(rank: int, size: int) -> None:
+def units_that_the_last_backward_leaves_out(rank: int, size: int, update: str) -> None:
     torch.manual_seed(0)
     plain, model = Shorter(), Shorter()
     model.load_state_dict(plain.state_dict())
     optimizer, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2)
+        noria.wrap(model, ours, device="cpu", window=2, update=update)
     for number in range(3):
         for side in (plain, model):
             side.num_used = 5
@@ -77,5 +78,6 @@ def units_that_the_last_backward_leaves_out(rank: int, size: int) -> None:
     assert_same_bits(model.state_dict(), plain.state_dict())
 
 
-def test_gradients_of_units_that_the_last_backward_leaves_out_are_summed_too():
-    on_ranks(2, units_that_the_last_backward_leaves_out)
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_gradients_of_units_that_the_last_backward_leaves_out_are_summed_too(update):
+    on_ranks(2, units_that_the_last_backward_leaves_out, update)

@@ -234,6 +234,20 @@ COURSES = {
     "doubles, which torch updates": Course(lambda: Net(blocks=2).double(), policy={"window": 2}),
     "a tied head": Course(tied, policy={"window": 2}),
     "a block that runs twice": Course(Twice, policy={"window": 2}),
+    **{
+        f"updates inside backward, {name}": Course(make, policy={"window": 2, "update": "backward"}, **more)
+        for name, (make, more) in {
+            "a plain net": (Net, {}),
+            "late": (Net, {"hostility": LATE_UPDATES}),
+            "on a schedule": (Net, {"loop": loop_on_a_schedule}),
+            "uneven sizes": (uneven, {}),
+            "frozen blocks": (adapted, {}),
+            "parameters that one rank does not use": (choosing, {"unused": True}),
+            "recomputed blocks": (Recomputed, {}),
+            "a tied head": (tied, {}),
+            "a block that runs twice": (Twice, {}),
+        }.items()
+    },
 }
 
 
@@ -298,6 +312,9 @@ TWINS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] 
     "adamw, moments of 8 bits": (adamw, {"window": 2, "state_dtype": "8bit"}),
     "adamw, moments of 8 bits, bfloat16": (adamw, {"window": 2, "state_dtype": "8bit", "dtype": torch.bfloat16}),
     "lion": (lion, {"window": 2}),
+    "adamw, inside backward": (adamw, {"window": 2, "update": "backward"}),
+    "adamw, inside backward, moments of 8 bits": (adamw, {"window": 2, "update": "backward", "state_dtype": "8bit"}),
+    "bfloat16, adamw, inside backward": (adamw, {"window": 2, "update": "backward", "dtype": torch.bfloat16}),
     "bfloat16": (sgd, {"window": 2, "dtype": torch.bfloat16}),
     "bfloat16, adamw": (adamw, {"window": 2, "dtype": torch.bfloat16}),
     "bfloat16, summed in fp32": (adamw, {"window": 2, "dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
@@ -314,7 +331,8 @@ def like_twin(rank: int, size: int, name: str) -> None:
         model = Net(blocks=2, width=29)  # parameters of several blocks of codes
         updater = optimizer(model.parameters())
         with alone() if is_twin else on_machine(hostility=HOSTILE):
-            noria.wrap(model, updater, device="cpu", **policy)
+            # The twin's gradients are edited by hand, so its updates come after backward.
+            noria.wrap(model, updater, device="cpu", **({**policy, "update": "auto"} if is_twin else policy))
         seen: dict[str, torch.Tensor] = {}
         for number in range(STEPS):
             loss = loss_of(model, 100 * rank + number)
@@ -341,8 +359,9 @@ def accumulates(rank: int, size: int, policy: dict[str, Any]) -> None:
     for number in range(STEPS):
         held: dict[Any, torch.Tensor] = {}
         for part in range(3):
-            for each in (plain, model):
-                loss_of(each, 100 * rank + 10 * number + part).backward()
+            loss_of(plain, 100 * rank + 10 * number + part).backward()
+            with ours.accumulate() if part < 2 else contextlib.nullcontext():
+                loss_of(model, 100 * rank + 10 * number + part).backward()
             share_gradients(plain.parameters(), size, in_fp32=False)
             for p in plain.parameters():
                 held[p] = held[p] + p.grad if p in held else p.grad
@@ -517,7 +536,6 @@ def refuses(rank: int, size: int) -> None:
         net.blocks[1].norm.double()
         return net
 
-    assert 'update="backward"' in wrap(update="backward")
     assert 'kernel="torch"' in wrap(kernel="torch")
     assert "Adagrad" in wrap(optimizer=torch.optim.Adagrad)
     found = wrap(mixed)
@@ -615,6 +633,7 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{f"twin: {name}": (like_twin, (name,)) for name in TWINS},
     "accumulates": (accumulates, ({"window": 2},)),
     "accumulates with drafts": (accumulates, ({"draft_memory": "64MiB"},)),
+    "accumulates, then updates inside backward": (accumulates, ({"window": 2, "update": "backward"},)),
     "clips in step, it bites": (clips, (False, 0.05)),
     "clips in step, it does not": (clips, (False, 1e6)),
     "clips by call, it bites": (clips, (True, 0.05)),
@@ -648,7 +667,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_is_given_the_same_gradients
     assert_fine(f"twin: {name}")
 
 
-@pytest.mark.parametrize("name", ["accumulates", "accumulates with drafts"])
+@pytest.mark.parametrize("name", ["accumulates", "accumulates with drafts", "accumulates, then updates inside backward"])
 def test_gradients_of_several_backwards_are_summed_one_backward_after_the_other(name):
     assert_fine(name)
 

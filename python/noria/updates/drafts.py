@@ -40,13 +40,17 @@ class Drafts:
         def next_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
             return self.steps.expect(slot, rule) if slot.unit in drafted else None
 
-        pieces = self.fused.expected_pieces(next_step, self.norms.expected_factor)
-        whole = [unit for unit, members in pieces.items() if len(members) == len(self.wrapped.units[unit].parameters)]
-        for unit in whole:
+        expected = self.fused.expected_pieces(next_step, self.norms.expected_factor)
+        whole = {
+            unit: pieces
+            for unit, (slots, pieces) in expected.items()
+            if len(slots) == len(self.wrapped.units[unit].parameters)
+        }
+        for unit, pieces in whole.items():
             rule = self.wrapped.plan.fused[unit][0]
             here, there = (self.fused.arrays(unit, rule, None, spare) for spare in (False, True))
             held = self.wrapped.home.address("held gradients", unit)
-            job = _C.UpdateJob(rule.name, pieces[unit], here, gradient=held, to=there, sums=self.norms.wants_sums)
+            job = _C.UpdateJob(rule.name, pieces, here, gradient=held, to=there, sums=self.norms.wants_sums)
             self.wrapped.custody.expect_update(unit, job)
         return set(whole)
 

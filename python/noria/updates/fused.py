@@ -81,20 +81,22 @@ class Fused:
 
     def expected_pieces(
         self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
-    ) -> dict[int, list[Piece]]:
-        """By unit, updates with the hyperparameters as they are now. `step_of`, of the group's number, the parameter
+    ) -> dict[int, tuple[list[HomeParameter], list[Piece]]]:
+        """By unit, what is updated, and updates with the hyperparameters as they are now. `step_of`, of the group's number, the parameter
         and its rule: None leaves the parameter out, and its unit incomplete."""
         self.number_elements()
         scalars = self.scalars(factor)
-        pieces: dict[int, list[Piece]] = {}
+        expected: dict[int, tuple[list[HomeParameter], list[Piece]]] = {}
         for number, group in enumerate(self.members.optimizer.param_groups):
             rule = rule_of(self.members.cls, group)
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of.get(parameter)
                 step = None if slot is None else step_of(number, slot, rule)
                 if slot is not None and step is not None:
-                    pieces.setdefault(slot.unit, []).append(self._piece(slot, scalars(number, rule, group, step)))
-        return pieces
+                    slots, pieces = expected.setdefault(slot.unit, ([], []))
+                    slots.append(slot)
+                    pieces.append(self._piece(slot, scalars(number, rule, group, step)))
+        return expected
 
     def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
         """Of the squares of their gradients."""

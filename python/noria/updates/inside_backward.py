@@ -32,7 +32,7 @@ class InsideBackward:
         self.state.follow()
 
         def ready_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
-            if not slot.trainable:
+            if not slot.trainable or not slot.shape.numel():
                 return None
             if rule not in self.wrapped.plan.fused[slot.unit]:
                 raise usage_error(
@@ -46,13 +46,13 @@ class InsideBackward:
 
         with plainly():
             self.members.check_options()
-            for unit, pieces in self.fused.expected_pieces(ready_step, 1.0).items():
+            for unit, (slots, pieces) in self.fused.expected_pieces(ready_step, 1.0).items():
                 rule = self.wrapped.plan.fused[unit][0]
                 # Its gradient's address is known when it comes; until then any that is not null will do.
                 arrays = self.fused.arrays(unit, rule, None)
                 anywhere = self.wrapped.home.address("working copies", unit)
                 job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
-                self.wrapped.custody.expect_in_backward(unit, job)
+                self.wrapped.custody.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
 
     def claim(self) -> UsageError | None:
@@ -73,7 +73,7 @@ class InsideBackward:
             is_fit = self.members.refusal_of(number, group) is None
             for parameter in group["params"]:
                 slot = self.wrapped.slot_of[parameter]
-                scalars = used.get((slot.unit, slot.home_offset // slot.dtype.itemsize)) if parameter.numel() else None
+                scalars = used.get((slot.unit, slot.gradient_offset)) if parameter.numel() else None
                 says = custody.gradient_is(slot.index)
                 is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
                 if is_used != (says == "held") or says == "foreign":

@@ -275,7 +275,10 @@ void BareEngine::expect_updates(double lr) {
 void BareEngine::expect_in_backward() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     UpdateJob job = job_of(unit, kRate, 1);
-    if (!job.pieces.empty()) engine_.expect_in_backward(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
+    std::vector<Bytes> gradients;
+    for (const UpdatePiece& piece : job.pieces) gradients.push_back(Bytes{piece.offset * job.gradient_item_bytes()});
+    if (gradients.empty()) continue;
+    engine_.expect_in_backward(UnitId(static_cast<std::int32_t>(unit)), {std::move(job), std::move(gradients)});
   }
 }
 
