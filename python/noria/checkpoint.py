@@ -31,13 +31,28 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     would refuse: it reads plain values and tensors, and runs no code from a file.
 
     Where ranks share the model, all of them call this, and rank 0 writes the file: the same as one process would, so
-    any number of ranks may load it.
+    any number of ranks may load it. Only rank 0 gathers all of it in host memory. When this returns the file is there,
+    for all ranks; where rank 0 fails, all of them raise.
     """
-    contents = {**extra, "model": _state_of(model)}
-    if optimizer is not None:
-        contents["optimizer"] = _state_of(optimizer)
-    if not _writes(model):
+    wrapped = wrapped_by(_as_list(model)[0])
+    ranks = None if wrapped is None else wrapped.ranks
+    with contextlib.nullcontext() if wrapped is None else wrapped.together.on_first():
+        contents = {**extra, "model": _state_of(model)}
+        if optimizer is not None:
+            contents["optimizer"] = _state_of(optimizer)
+    if ranks is None:
+        _write(path, contents)
         return
+    failure = None
+    if ranks.rank == 0:
+        try:
+            _write(path, contents)
+        except Exception as error:
+            failure = error
+    ranks.raise_of_first(failure, "noria.save")
+
+
+def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
     temporary = f"{os.fspath(path)}.part"
     torch.save(contents, temporary)
     try:
@@ -74,12 +89,6 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     for target, state in pairs:
         target.load_state_dict(state)
     return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
-
-
-def _writes(model: Models) -> bool:
-    """Of ranks that share the model, the first."""
-    wrapped = wrapped_by(_as_list(model)[0])
-    return wrapped is None or wrapped.ranks is None or wrapped.ranks.rank == 0
 
 
 def _as_list(value: Any) -> list[Any]:

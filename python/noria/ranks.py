@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from noria import _C
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 
 if TYPE_CHECKING:
     from noria.home import HomeParameter
@@ -89,6 +89,22 @@ class Ranks:
                 "build them alike on all ranks, from the same seed and settings",
             )
 
+    def raise_of_first(self, error: Exception | None, call: str) -> None:
+        """What rank 0 failed with is raised on all ranks. None of them comes back before rank 0 is done. Collective."""
+        is_usage = isinstance(error, UsageError)
+        told = self.word_of_first(error and (is_usage, str(error) if is_usage else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        if told is not None:
+            is_usage, text = told
+            raise UsageError(text) if is_usage else RuntimeError(f"{call} on rank 0 failed: {text}")
+
+    def word_of_first(self, word: Any) -> Any:
+        """What rank 0 says. Collective."""
+        told = [word]
+        dist.broadcast_object_list(told, 0, self.group)
+        return told[0]
+
     def from_first(self, value: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on the CPU; elsewhere only shape, strides and dtype of `value` count. Collective."""
         if self.rank == 0:
@@ -99,12 +115,19 @@ class Ranks:
         dist.broadcast(flat, 0, self.group)
         return value
 
-    def whole(self, slot: HomeParameter, part: torch.Tensor) -> torch.Tensor:
-        """A full tensor on the CPU, from what each rank has of it. Collective."""
+    def whole(self, slot: HomeParameter, part: torch.Tensor, *, on_first: bool = False) -> torch.Tensor:
+        """A full tensor on the CPU, from what each rank has of it. `on_first`: on rank 0 alone; elsewhere one without
+        memory. Collective."""
         counts = [slot.count_on(rank) for rank in range(self.size)]
         padded = torch.zeros(max(counts), dtype=part.dtype)
         padded[: part.numel()] = part
-        everybodys = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather([each.view(torch.uint8) for each in everybodys], padded.view(torch.uint8), self.group)
+        everybodys = [torch.empty_like(padded) for _ in counts] if not on_first or self.rank == 0 else []
+        received = [each.view(torch.uint8) for each in everybodys]
+        if not on_first:
+            dist.all_gather(received, padded.view(torch.uint8), self.group)
+        else:
+            dist.gather(padded.view(torch.uint8), received or None, 0, self.group)
+        if not everybodys:
+            return torch.empty_strided(slot.shape, slot.strides, dtype=part.dtype, device="meta")
         flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
         return flat.as_strided(slot.shape, slot.strides)

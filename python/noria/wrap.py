@@ -261,7 +261,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
     if wrapped.ranks is not None:
         held_back.clear()  # each rank has a part
-    values = {slot.index: wrapped.values.whole(slot) for slot in wrapped.slots}
+    values = {slot.index: wrapped.together.values(slot) for slot in wrapped.slots}
     for updates in wrapped.optimizers:
         for slot in updates.slots():
             if slot.has_master and slot.parameter in updates.optimizer.state:

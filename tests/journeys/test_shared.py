@@ -762,7 +762,6 @@ def saves(rank: int, size: int, folder: str, name: str) -> None:
     model, updater = wrapped_net(kept_net, optimizer, window=2, **policy)
     together(model, updater, [rank], size, range(2))
     noria.save(path, model, updater, step=2)
-    dist.barrier()
     together(model, updater, [rank], size, range(2, 4))
     expected = values_of(model, updater)
     if rank == 0:

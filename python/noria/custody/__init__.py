@@ -1,8 +1,9 @@
 """One `wrap` call: the models' parameters in custody, one idea a file.
 
 `wrapped` holds what is shared, and says when nothing may look or write; `passes` are the hooks that announce the use of
-parameters; `values` reads and writes what the home has of them; `state_dicts` are the hooks through which
-`model.state_dict()` does; `gradients` is memory for gradients that is taken later; `drafts` says whether they pay.
+parameters; `values` reads and writes what the home has of them, with `masters`; `state_dicts` are the hooks through
+which `model.state_dict()` does; `together` is what ranks that share the model do on the calling thread; `gradients` is
+memory for gradients that is taken later; `loaded` says what must be loaded first, `drafts` whether drafts pay.
 """
 
 from noria.custody.hooks import in_backward

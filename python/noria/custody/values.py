@@ -44,17 +44,12 @@ class Values:
         self.wrapped.refuse_between_steps("a look at weights")
         self.custody.access_home(slot.unit, False)
         if self.wrapped.ranks is not None:
-            return self.whole(slot)
+            return self.wrapped.together.values(slot)
         view = self._views.get(slot.index)
         if view is None:
             view = self._views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
         _C.watch(view)
         return view
-
-    def whole(self, slot: HomeParameter) -> torch.Tensor:
-        """The working copy; collective where ranks share the model."""
-        working = self.home.working(slot)
-        return working if self.wrapped.ranks is None else self.wrapped.ranks.whole(slot, working)
 
     def move_views(self, slot: HomeParameter) -> None:
         """The unit lies elsewhere now; so do the bytes that the user's tensors show."""

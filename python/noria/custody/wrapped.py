@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
-import torch
 from torch import nn
 
 from noria import _C
@@ -19,6 +18,7 @@ from noria.custody.hooks import NoSync, in_backward
 from noria.custody.loaded import Loaded
 from noria.custody.passes import Passes
 from noria.custody.state_dicts import StateDicts
+from noria.custody.together import Together
 from noria.custody.values import Values
 from noria.home import Home, HomeParameter
 
@@ -72,6 +72,7 @@ class Wrapped:
         self.trace: _C.Trace | None = None
         self.pid = os.getpid()
         self.closed = False
+        self.together = Together(self)
         self.values = Values(self)
         self.gradients = LaterGradients(self)
         self.drafts = DraftJudge(self)
@@ -169,19 +170,6 @@ class Wrapped:
                 act(wrapped)
 
         return self.weakly(call)
-
-    # ---- ranks ----
-
-    def over_ranks(self, sums: dict[int, float]) -> dict[int, float]:
-        """Each summed over the ranks, in their order. Collective."""
-        if not sums:
-            return sums  # on all ranks: whose gradient is there has been agreed on
-        bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
-        everybodys = torch.tensor(self.custody.exchange(bits.tolist()), dtype=torch.int64).view(torch.float64)
-        totals = [0.0] * len(sums)
-        for its in everybodys.view(-1, len(sums)).tolist():
-            totals = [total + each for total, each in zip(totals, its, strict=True)]
-        return dict(zip(sums, totals, strict=True))
 
     # ---- end ----
 

@@ -22,10 +22,8 @@ __all__ = ["HomeState", "whole_values"]
 
 def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state with all of its tensors, where ranks share the model; collective then."""
-    if wrapped.ranks is None:
-        return values
-    whole = wrapped.ranks.whole
-    return {key: whole(slot, value) if is_array(key, value) else value for key, value in values.items()}
+    whole = wrapped.together.whole
+    return {key: whole(slot, value, key) if is_array(key, value) else value for key, value in values.items()}
 
 
 class HomeState:

@@ -108,8 +108,7 @@ class Norms:
         jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in by_unit.items()]
         for (_, members), found in zip(by_unit.items(), self.wrapped.custody.sum_gradients(jobs), strict=True):
             sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
-        if self.wrapped.ranks is not None:
-            sums = self.wrapped.over_ranks(sums)
+        sums = self.wrapped.together.sum(sums)
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
 
 

@@ -1,0 +1,102 @@
+"""What the calling thread does together with all ranks that share the model: gathering tensors, adding up numbers.
+
+Each time they first tell each other what, by the engine's exchange of numbers, which stands in one line with what its
+lane does: a rank that does something else, such as `if rank == 0: model.state_dict()`, makes all of them raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from noria._errors import UsageError, usage_error
+from noria.home import HomeParameter
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["Together"]
+
+_TEXT_BYTES = 248
+_NUM_WORDS = _TEXT_BYTES // 8 + 1  # and a checksum of all of it
+
+
+class Together:
+    """Of one wrap call. Without ranks nothing is exchanged."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self._on_first: dict[int, torch.Tensor] | None = None  # by slot, values that are there already
+
+    def whole(self, slot: HomeParameter, part: torch.Tensor, what: str) -> torch.Tensor:
+        """The whole tensor on the CPU, of this rank's part; what it has at home where there are no ranks."""
+        ranks = self.wrapped.ranks
+        if ranks is None:
+            return part
+        self._exchange(f'gather {what} of "{slot.name}"', ())
+        return ranks.whole(slot, part, on_first=self._on_first is not None)
+
+    def values(self, slot: HomeParameter) -> torch.Tensor:
+        """The whole working copy."""
+        known = None if self._on_first is None else self._on_first.get(slot.index)
+        if known is None:
+            known = self.whole(slot, self.wrapped.home.working(slot), "values")
+            if self._on_first is not None:
+                self._on_first[slot.index] = known
+        return known
+
+    @contextlib.contextmanager
+    def on_first(self) -> Iterator[None]:
+        """Inside, whole tensors are gathered on rank 0 alone, tied ones once; elsewhere they are without memory."""
+        self._on_first = {}
+        try:
+            yield
+        finally:
+            self._on_first = None
+
+    def sum(self, sums: dict[int, float]) -> dict[int, float]:
+        """Each summed over the ranks, in their order."""
+        if not sums or self.wrapped.ranks is None:
+            return sums  # on all ranks: whose gradient is there has been agreed on
+        bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
+        totals = [0.0] * len(sums)
+        for its in self._exchange("sum up squares of gradients", bits.tolist()):
+            numbers = torch.tensor(its, dtype=torch.int64).view(torch.float64).tolist()
+            totals = [total + each for total, each in zip(totals, numbers, strict=True)]
+        return dict(zip(sums, totals, strict=True))
+
+    def _exchange(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's numbers, by rank. Raises UsageError on all ranks where one is about to do something else."""
+        own = _words(what)
+        try:
+            found = self.wrapped.custody.exchange([*own, *numbers])
+        except UsageError as error:
+            error.add_note(f"noria: this rank was about to {what}")
+            raise
+        size = len(own) + len(numbers)
+        everybodys = [found[begin : begin + size] for begin in range(0, len(found), size)]
+        for rank, its in enumerate(everybodys):
+            if its[: len(own)] != everybodys[0][: len(own)]:
+                first, other = (_text(each[: len(own)]) for each in (everybodys[0], its))
+                raise usage_error(
+                    "ranks that do the same",
+                    f"rank 0 about to {first} and rank {rank} to {other}",
+                    "let all ranks call what is collective, in the same order: state_dict() and noria.save among it",
+                )
+        return [its[len(own) :] for its in everybodys]
+
+
+def _words(text: str) -> list[int]:
+    data = text.encode()
+    padded = data[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    words = [int.from_bytes(padded[at : at + 8], "little", signed=True) for at in range(0, _TEXT_BYTES, 8)]
+    return [*words, zlib.crc32(data)]
+
+
+def _text(words: Sequence[int]) -> str:
+    data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[:-1])
+    return data.rstrip(b"\0").decode(errors="replace")
