@@ -17,6 +17,7 @@ from noria._C import UsageError
 from noria.checkpoint import load, save
 from noria.policy import Policy
 from noria.report import report
+from noria.sharded import sharded_state
 from noria.wrap import materialize, plan, unwrap, wrap
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "plan",
     "report",
     "save",
+    "sharded_state",
     "testing",
     "unwrap",
     "wrap",

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from noria._errors import usage_error
 from noria.custody import wrapped_by
+from noria.folders import load_folder
 
 __all__ = ["load", "save"]
 
@@ -72,9 +73,14 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     """Reads such a file into the model, then the optimizer (or the lists of them that were saved); returns what else
     was saved. The file is mapped, not read as a whole: values stream into the home.
 
+    A folder is one that `torch.distributed.checkpoint.save` has written of `noria.sharded_state`: then model and
+    optimizer must be wrapped, and each rank reads what it has at home.
+
     Raises UsageError for a file without a model, or without an optimizer where one is given, or with another number of
-    them.
+    them; for a folder, before anything is changed, where names or shapes are others.
     """
+    if os.path.isdir(path):
+        return load_folder(path, model, optimizer)
     contents = _read(path)
     pairs: list[tuple[Any, dict[str, Any]]] = []
     for name, wanted in (("model", model), ("optimizer", optimizer)):

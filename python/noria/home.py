@@ -80,13 +80,19 @@ class HomeParameter:
         """Elements that a rank has of it at home."""
         return self.cuts[rank] - (self.cuts[rank - 1] if rank else 0)
 
+    @staticmethod
+    def flat(value: torch.Tensor) -> torch.Tensor:
+        """A dense tensor's elements in the order of storage."""
+        return value.as_strided((value.numel(),), (1,)) if value.numel() else value.flatten()
+
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """What the home has of a whole value."""
         if not self.cuts:
             return value
-        dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype).copy_(value)
-        flat = dense.as_strided((dense.numel(),), (1,)) if dense.numel() else dense.flatten()
-        return flat[self.first : self.first + self.like.numel()]
+        dense = value
+        if value.stride() != self.strides or value.device.type != "cpu":
+            dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype).copy_(value)
+        return self.flat(dense)[self.first : self.first + self.like.numel()]
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from noria.limits import check_fits, host_limits, margin_of, tightest
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
-from noria.updates.worker import part_values, predict_state
+from noria.updates.worker import is_array, part_values, predict_state
 
 __all__ = ["REDUCE_SCRATCH", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
@@ -386,6 +386,8 @@ def _regions(
             unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
         for index, tensors in (predicted or {}).items():
             for key, tensor in tensors.items():
+                if not is_array(key, tensor):
+                    continue
                 places[(index, key)] = StatePlace(end, tuple(tensor.shape), tensor.dtype)
                 end += -(-tensor.nbytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
     regions.append(Region.of("optimizer state", [end]))

@@ -11,6 +11,7 @@ PUBLIC = {
     "plan",
     "report",
     "save",
+    "sharded_state",
     "testing",
     "unwrap",
     "wrap",

@@ -30,6 +30,7 @@ class Values:
         self.masters = Masters(wrapped.home)
         self._views: dict[int, torch.Tensor] = {}  # by slot, what `state_dict()` shows
         self._written_views: set[int] = set()  # by slot: the user has had write access to its view
+        self._give: Callable[[HomeParameter], torch.Tensor] | None = None
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # of the blocks that are open, by slot
 
     @property
@@ -41,6 +42,8 @@ class Values:
         """The parameter's current value: a CPU tensor that views the home, the same object for tied names. Where ranks
         share the model: a copy, from all of them."""
         self.wrapped.check_alive()
+        if self._give is not None:
+            return self._give(slot)
         self.wrapped.refuse_between_steps("a look at weights")
         self.custody.access_home(slot.unit, False)
         if self.wrapped.ranks is not None:
@@ -50,6 +53,15 @@ class Values:
             view = self._views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
         _C.watch(view)
         return view
+
+    @contextlib.contextmanager
+    def giving(self, give: Callable[[HomeParameter], torch.Tensor]) -> Iterator[None]:
+        """Inside, `state_dict()` has these in the place of values."""
+        self._give = give
+        try:
+            yield
+        finally:
+            self._give = None
 
     def move_views(self, slot: HomeParameter) -> None:
         """The unit lies elsewhere now; so do the bytes that the user's tensors show."""
@@ -80,7 +92,10 @@ class Values:
 
     def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
-        value = slot.part_of(value)
+        self.write_part(slot, slot.part_of(value))
+
+    def write_part(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        """As `write`, of what the home has of a value."""
         with torch.no_grad():
             if slot.has_master:
                 self.masters.set(

@@ -23,6 +23,7 @@ from noria.updates.home_state import HomeState
 from noria.updates.inside_backward import InsideBackward
 from noria.updates.members import Members
 from noria.updates.norms import Norms
+from noria.updates.parts import StateParts
 from noria.updates.state_dicts import load_state_dict, state_dict
 from noria.updates.steps import Steps
 from noria.updates.whole import Whole
@@ -55,6 +56,7 @@ class Updates:
         self._norms = norms = Norms(members, fused)
         self._drafts = Drafts(members, steps, fused, norms)
         self._inside_backward = InsideBackward(members, state, steps, fused)
+        self._parts = StateParts(members, state)
         self._whole = Whole(members, state, self._by_torch, norms)
 
     @property
@@ -168,12 +170,29 @@ class Updates:
         self._state.is_loading = True  # it may be what mends a torn home
         try:
             load_state_dict(self._members, self._state, state_dict)
-            self._steps.forget_prepared()
-            self.wrapped.loaded.note(self)
-            for after in self.optimizer._optimizer_load_state_dict_post_hooks.values():
-                after(self.optimizer)
+            self._is_loaded()
         finally:
             self._state.is_loading = False
+
+    def parts(self) -> dict[str, Any]:
+        """As `state_dict`, for `torch.distributed.checkpoint`: by name, of what this process has at home."""
+        self.wrapped.recover()
+        self._state.is_loading = True  # it may be for a load
+        try:
+            self._state.follow()
+            return self._parts.state_dict()
+        finally:
+            self._state.is_loading = False
+
+    def load_parts(self, state_dict: dict[str, Any]) -> None:
+        self._parts.load(state_dict)
+        self._is_loaded()
+
+    def _is_loaded(self) -> None:
+        self._steps.forget_prepared()
+        self.wrapped.loaded.note(self)
+        for after in self.optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(self.optimizer)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         params = group.get("params") if isinstance(group, dict) else None

@@ -21,8 +21,8 @@ _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """What the separable classes keep as tensors, of one number, whatever the parameter is."""
 
 
-def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, torch.Tensor]] | None:
-    """What the optimizer will keep: {slot index: {key: a tensor without memory}}, for arrays.
+def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, Any]] | None:
+    """What the optimizer will keep: {slot index: {key: value}}, where arrays are tensors without memory.
 
     The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
     other class nothing is said. None when it cannot say.
@@ -64,10 +64,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
         step_of(type(worker))(worker)
     except Exception:  # some optimizers look at values; what they keep is then only known after the first step
         return None
-    return {
-        index: {key: value for key, value in worker.state[stand_in].items() if is_array(key, value)}
-        for index, stand_in in stand_ins.items()
-    }
+    return {index: dict(worker.state[stand_in]) for index, stand_in in stand_ins.items()}
 
 
 def is_array(key: str, value: Any) -> bool:
@@ -80,7 +77,7 @@ def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
     if not slot.cuts:
         return values
     return {
-        key: slot.part_of(value) if is_array(key, value) and value.shape == slot.shape else value
+        key: slot.part_of(value).clone() if is_array(key, value) and value.shape == slot.shape else value
         for key, value in values.items()
     }
 

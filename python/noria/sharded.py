@@ -1,0 +1,176 @@
+"""A wrapped model and its optimizer for `torch.distributed.checkpoint`: each rank writes and reads its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from noria._errors import usage_error
+from noria.custody import Wrapped, wrapped_by
+from noria.home import HomeParameter
+from noria.optimizer import WrappedOptimizer
+from noria.parts import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from noria.updates import Updates
+
+__all__ = ["sharded_state"]
+
+
+def sharded_state(
+    model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None = None
+) -> dict[str, Any]:
+    """What `torch.distributed.checkpoint.save` and `load` are given, all by itself or with other entries beside:
+
+        dcp.save({**noria.sharded_state(model, optimizer), "step": step}, checkpoint_id=folder)
+        dcp.load(noria.sharded_state(model, optimizer), checkpoint_id=folder)
+
+    "model" and, with an optimizer, "optimizer": objects with a `state_dict()` and a `load_state_dict()`; of lists, as
+    `noria.wrap` takes them, entries "0", "1", ... in them. Each rank writes what it has at home, and reads so much;
+    what lies in the folder is whole tensors, in pieces, under the names that `get_state_dict` of
+    `torch.distributed.checkpoint.state_dict` gives them: any number of ranks may load it, or noria without ranks, or
+    plain torch. A load writes into the home. Raises UsageError for what is not wrapped.
+    """
+    entries: dict[str, Any] = {}
+    models = [_ModelParts(_owner_of(each), each) for each in _as_list(model)]
+    entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
+    if optimizer is not None:
+        updates = [_OptimizerParts(_updates_of(each)) for each in _as_list(optimizer)]
+        entries["optimizer"] = _Several(updates) if isinstance(optimizer, list | tuple) else updates[0]
+    return entries
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _owner_of(model: nn.Module) -> Wrapped:
+    wrapped = wrapped_by(model)
+    if wrapped is None or all(model is not root for root in wrapped.partition.roots):
+        raise usage_error("a wrapped model", type(model).__qualname__, "give what noria.wrap was given")
+    return wrapped
+
+
+def _updates_of(optimizer: Any) -> Updates:
+    updates = optimizer._noria if isinstance(optimizer, WrappedOptimizer) else None
+    if updates is None:
+        raise usage_error("a wrapped optimizer", type(optimizer).__qualname__, "give what noria.wrap was given")
+    return updates
+
+
+class _Several:
+    def __init__(self, members: Sequence[Any]) -> None:
+        self._members = members
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): each.state_dict() for number, each in enumerate(self._members)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for number, each in enumerate(self._members):
+            each.load_state_dict(state_dict[str(number)])
+
+
+class _OptimizerParts:
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._updates.parts()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = state_dict.setdefault("state", {}).items()
+        _refuse_incomplete({f"{key} of {name}": each for name, values in states for key, each in values.items()})
+        self._updates.load_parts(state_dict)
+
+
+class _ModelParts:
+    def __init__(self, wrapped: Wrapped, model: nn.Module) -> None:
+        self._wrapped = wrapped
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        self._wrapped.recover()
+        with self._wrapped.values.giving(self._part):
+            found = self._model.state_dict()
+        for name, module, key in self._buffers():
+            if name in found:
+                found[name] = self._buffer(module, key)
+        return dict(found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        _refuse_incomplete(state_dict)
+        for path, module in self._model.named_modules():
+            name = f"{path}._extra_state" if path else "_extra_state"
+            if name in state_dict:
+                module.set_extra_state(state_dict[name])
+        self._wrapped.custody.bump_versions([self._wrapped.slot_of[p].index for p in self._model.parameters()])
+
+    def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            for key, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield f"{path}.{key}" if path else key, module, key
+
+    def _part(self, slot: HomeParameter) -> Part:
+        wrapped = self._wrapped
+
+        def read() -> torch.Tensor:
+            return slot.flat(wrapped.home.working(slot))
+
+        def write(flat: torch.Tensor) -> None:
+            wrapped.refuse_between_steps("a load of weights", mends=True)
+            wrapped.custody.access_home(slot.unit, True)
+            wrapped.values.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
+            wrapped.loaded.note(slot.index)
+
+        def before_read() -> None:
+            wrapped.refuse_between_steps("a save of weights")
+            wrapped.custody.access_home(slot.unit, False)
+
+        return Part.of(
+            slot.shape,
+            slot.strides,
+            slot.dtype,
+            first=slot.first,
+            count=slot.like.numel(),
+            read=read,
+            write=write,
+            before_read=before_read,
+            landing_dtype=torch.float32 if slot.has_master else None,
+        )
+
+    def _buffer(self, module: nn.Module, key: str) -> Part:
+        """All ranks read it; rank 0 writes it."""
+        wrapped, buffer = self._wrapped, module._buffers[key]
+        assert buffer is not None
+        shape = buffer.shape
+        strides = torch.empty(shape, device="meta").stride()
+
+        def write(flat: torch.Tensor) -> None:
+            with torch.no_grad():
+                buffer.copy_(flat.view(shape))
+            wrapped.loaded.note((module, key))
+
+        return Part.of(
+            shape,
+            strides,
+            buffer.dtype,
+            read=lambda: buffer.detach().to("cpu").reshape(-1),
+            write=write,
+            before_read=lambda: wrapped.refuse_between_steps("a save of buffers"),
+            is_saved=wrapped.ranks is None or wrapped.ranks.rank == 0,
+        )
+
+
+def _refuse_incomplete(entries: dict[str, Any]) -> None:
+    for name, each in entries.items():
+        if isinstance(each, Part) and not each.has_arrived:
+            raise usage_error(
+                "a checkpoint with all of what is loaded", f'"{name}" of which some is missing', "load another one"
+            )

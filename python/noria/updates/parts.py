@@ -1,0 +1,158 @@
+"""An optimizer's state as parts, for `torch.distributed.checkpoint`: by the names of parameters, as
+`torch.distributed.checkpoint.state_dict.get_state_dict` has it, with the masters' low bits beside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from noria._errors import usage_error
+from noria.home import HomeParameter
+from noria.kernels import rule_of
+from noria.moments import ROUNDING_STEP, SCALES_KEY, plain_values
+from noria.parts import Part
+from noria.updates.home_state import HomeState
+from noria.updates.members import Members
+from noria.updates.worker import dtype_at_home, is_array, predict_state
+
+__all__ = ["StateParts"]
+
+
+class StateParts:
+    """Of one optimizer. A parameter without state is saved with zeros, as after no step: so does torch."""
+
+    def __init__(self, members: Members, state: HomeState) -> None:
+        self.members = members
+        self.wrapped = members.wrapped
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state.settle(None)
+        entries: dict[str, dict[str, Any]] = {}
+        groups = []
+        unknown = self._unknown_yet()
+        for group in self.members.optimizer.param_groups:
+            slots = [self.wrapped.slot_of[parameter] for parameter in group["params"]]
+            for slot in slots:
+                if slot.trainable and (found := self._entries(slot, group, unknown)):
+                    entries[slot.name] = found
+            hyper = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**hyper, "params": [slot.name for slot in slots]})
+        return {"state": entries, "param_groups": groups}
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Parts have come by themselves; this takes the rest."""
+        optimizer, shown = self.members.optimizer, self.state.shown
+        for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in its.items() if key != "params"})
+        for slot in self.members.slots():
+            its = state_dict["state"].get(slot.name)
+            if its is None:
+                dict.pop(shown, slot.parameter, None)
+                continue
+            rest = {key: value for key, value in its.items() if not isinstance(value, Part)}
+            if rest or any(key != "low_bits" for key in its):
+                shown.unsettled(slot.parameter).update(copy.deepcopy(rest))
+
+    def _unknown_yet(self) -> dict[int, dict[str, Any]]:
+        """What torch will keep of parameters that it has not updated yet."""
+        by_torch = [slot for slot in self.members.slots() if slot.trainable and not self.members.fuses(slot.unit)]
+        if all(dict.get(self.state.shown, slot.parameter) for slot in by_torch):
+            return {}
+        predicted = predict_state(self.members.optimizer, by_torch)
+        if predicted is None:
+            raise usage_error(
+                f"an optimizer whose state is known before its first step: {self.members.cls.__name__}'s is not",
+                "no state of it yet",
+                "save with noria.save and load with noria.load, or take a step first",
+            )
+        return predicted
+
+    def _entries(self, slot: HomeParameter, group: dict[str, Any], unknown: dict[int, Any]) -> dict[str, Any]:
+        kept = {
+            key: value
+            for key, value in (dict.get(self.state.shown, slot.parameter) or {}).items()
+            if value is not None and key not in SCALES_KEY.values()
+        }
+        entries: dict[str, Any] = {}
+        if self.members.fuses(slot.unit):
+            rule = rule_of(self.members.cls, group)
+            for key in rule.keys:
+                held = kept.pop(key, None)
+                is_float = isinstance(held, torch.Tensor) and held.is_floating_point()
+                narrow = torch.bfloat16 if self.state.dtype == "bf16" else torch.float32
+                dtype = held.dtype if is_float and held is not None else narrow
+                entries[key] = self._part(slot, key, dtype, self._fused_reader(slot, key), torch.float32)
+            begun = bool(kept) or dict.__contains__(self.state.shown, slot.parameter)
+            if rule.counts_steps:
+                entries["step"] = torch.as_tensor(kept.pop("step", 0.0), dtype=torch.float32).clone()
+            elif rule.keys and self.state.dtype != "fp32":
+                entries[ROUNDING_STEP] = kept.pop(ROUNDING_STEP, 1 if begun else 0)
+        elif not kept:
+            for key, value in unknown.get(slot.index, {}).items():
+                dtype = dtype_at_home(slot, value) if isinstance(value, torch.Tensor) else None
+                if is_array(key, value):
+                    entries[key] = self._part(slot, key, dtype, _no_state(slot), dtype)
+                else:
+                    entries[key] = copy.deepcopy(value)
+        for key, value in kept.items():
+            if is_array(key, value) and value.shape == slot.like.shape:
+                entries[key] = self._part(slot, key, value.dtype, _reader(value), value.dtype)
+            else:
+                entries[key] = copy.deepcopy(value)
+        if slot.has_master:
+            masters = self.wrapped.values.masters
+            entries["low_bits"] = self._part(
+                slot, "low_bits", torch.int16, lambda: slot.flat(masters.low_bits(slot)), torch.int16
+            )
+        return entries
+
+    def _fused_reader(self, slot: HomeParameter, key: str) -> Callable[[], torch.Tensor]:
+        def read() -> torch.Tensor:
+            kept = dict.get(self.state.shown, slot.parameter) or {}
+            if kept.get(key) is None:
+                return torch.zeros(slot.like.numel())
+            own = {name: kept[name] for name in (key, SCALES_KEY[key]) if name in kept}
+            return slot.flat(plain_values(own)[key])
+
+        return read
+
+    def _part(self, slot: HomeParameter, key: str, dtype: Any, read: Callable[[], torch.Tensor], landing: Any) -> Part:
+        def write(flat: torch.Tensor) -> None:
+            self.wrapped.refuse_between_steps("a load of optimizer state", mends=True)
+            self.wrapped.custody.access_home(slot.unit, True)
+            value = flat.as_strided(slot.like.shape, slot.like.stride())
+            with torch.no_grad():
+                if key == "low_bits":
+                    self.wrapped.values.masters.set_low_bits(slot, value)
+                else:
+                    self.state.shown.unsettled(slot.parameter)[key] = value
+                    self.state.adopt(slot)
+
+        return Part.of(
+            slot.shape,
+            slot.strides,
+            dtype,
+            first=slot.first,
+            count=slot.like.numel(),
+            read=read,
+            write=write,
+            before_read=lambda: self.wrapped.refuse_between_steps("a save of optimizer state"),
+            landing_dtype=landing,
+        )
+
+
+def _no_state(slot: HomeParameter) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        raise usage_error(
+            f'optimizer state of "{slot.name}" to save', "none before its first step", "take a step first"
+        )
+
+    return read
+
+
+def _reader(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: HomeParameter.flat(value.detach().to("cpu"))

@@ -1,0 +1,266 @@
+"""Checkpoints of parts, by torch.distributed.checkpoint: saved by any number of ranks, loaded by any other, by noria
+without ranks, and by plain torch."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import noria
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from noria.testing import assert_same_bits
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tests.journeys.pairs import Net, adamw, lion
+from tests.journeys.test_shared import Pictures, adapted, sgd, tied, together, uneven, values_of
+from tests.ranks import in_turn_on_ranks
+
+
+def with_buffers() -> nn.Module:
+    net = Net(blocks=2)
+    net.register_buffer("scale", torch.full((3, 2), 2.0))
+    net.blocks[0].register_buffer("count", torch.tensor(7))
+    return net
+
+
+def wide() -> nn.Module:
+    return Net(blocks=2, width=29)
+
+
+COURSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "momentum": (wide, sgd, {}),
+    "adamw": (wide, adamw, {}),
+    "lion, moments of 16 bits": (wide, lion, {"state_dtype": "bf16"}),
+    "bfloat16": (wide, adamw, {"dtype": torch.bfloat16}),
+    "bfloat16, moments of 8 bits": (wide, adamw, {"dtype": torch.bfloat16, "state_dtype": "8bit"}),
+    "channels last": (Pictures, adamw, {}),
+    "tied": (tied, sgd, {}),
+    "frozen units": (adapted, adamw, {"dtype": torch.bfloat16}),
+    "a scalar and nothing": (uneven, sgd, {}),
+    "buffers": (with_buffers, sgd, {}),
+}
+
+SOME = ("bfloat16, moments of 8 bits", "channels last", "a scalar and nothing", "buffers")
+
+
+def made(name: str, seed: int = 0, **more: Any) -> tuple[nn.Module, Any]:
+    make, optimizer, policy = COURSES[name]
+    torch.manual_seed(seed)
+    model = make()
+    updater = optimizer([p for p in model.parameters() if p.requires_grad])
+    noria.wrap(model, updater, device="cpu", window=2, **policy, **more)
+    return model, updater
+
+
+def save(folder: str, model: Any, updater: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({**noria.sharded_state(model, updater), "step": 2}, checkpoint_id=folder)
+
+
+def load(folder: str, model: Any, updater: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(noria.sharded_state(model, updater), checkpoint_id=folder)
+
+
+def folder_of(root: str, name: str, size: int) -> str:
+    return os.path.join(root, f"{name} by {size}")
+
+
+def loads_and_saves(rank: int, size: int, root: str, name: str, froms: tuple[int, ...]) -> None:
+    expected = torch.load(os.path.join(root, name + ".expected"))
+    model, updater = made(name, seed=rank + 5)
+    for other in froms:
+        load(folder_of(root, name, other), model, updater)
+        assert_same_bits(values_of(model, updater), expected)
+        assert updater.param_groups[0]["lr"] == 0.07
+        if other == froms[-1]:
+            save(folder_of(root, name, size), model, updater)
+        updater.param_groups[0]["lr"] = 0.1
+        together(model, updater, [rank], size, range(1))
+
+
+def resumes(rank: int, size: int, root: str, name: str) -> None:
+    """Saved between two steps; others that load it go on with the same bits."""
+    model, updater = made(name)
+    together(model, updater, [rank], size, range(2))
+    folder = os.path.join(root, "resumed " + name)
+    save(folder, model, updater)
+    together(model, updater, [rank], size, range(2, 4))
+    other, its = made(name, seed=rank + 5)
+    load(folder, other, its)
+    together(other, its, [rank], size, range(2, 4))
+    assert_same_bits(values_of(other, its), values_of(model, updater))
+
+
+def saves_before_a_step(rank: int, size: int, root: str) -> None:
+    """Zeros stand for the state of no step, and a run that loads them goes on as one that begins."""
+    model, updater = made("adamw")
+    folder = os.path.join(root, "before a step")
+    save(folder, model, updater)
+    other, its = made("adamw", seed=rank + 5)
+    load(folder, other, its)
+    for each in (model, updater), (other, its):
+        together(*each, [rank], size, range(2))
+    assert_same_bits(values_of(other, its), values_of(model, updater))
+
+
+def refuses(rank: int, size: int, root: str) -> None:
+    """What does not fit is refused before anything is changed."""
+    model, updater = made("adamw", seed=rank + 5)
+    together(model, updater, [rank], size, range(1))
+    before = values_of(model, updater)
+    narrow, its = Net(blocks=2, width=13), None
+    noria.wrap(narrow, device="cpu")
+    for folder, each, of_it, theirs, ours in (
+        ("channels last", model, updater, "Missing key.*embed.weight", 'a checkpoint with "model.*; found one without'),
+        ("momentum", model, updater, r"Missing key.*exp_avg", 'a checkpoint with "optimizer.state.*exp_avg'),
+        ("adamw", narrow, its, r"Size mismatch.*embed.weight", r'"model.embed.weight" with shape \(23, 13\)'),
+        ("tied", model, None, r"Size mismatch.*embed.weight", r"found shape \(23, 16\)"),
+        ("buffers", narrow, None, r"Size mismatch", '"model.(scale|blocks.0.count)" in'),
+    ):
+        path = folder_of(root, folder, 1)
+        with pytest.raises(dcp.api.CheckpointException, match=theirs):
+            dcp.load(noria.sharded_state(each, of_it), checkpoint_id=path)
+        with pytest.raises(noria.UsageError, match=ours):
+            noria.load(path, each, of_it)
+    assert_same_bits(values_of(model, updater), before)
+    with pytest.raises(noria.UsageError, match="a wrapped model"):
+        noria.sharded_state(nn.Linear(2, 2))
+    with pytest.raises(noria.UsageError, match="a wrapped optimizer"):
+        noria.sharded_state(model, sgd(nn.Linear(2, 2).parameters()))
+
+
+def loads_folders(rank: int, size: int, root: str) -> None:
+    """noria.load reads what policies without low bits have saved, hyperparameters that this run has not, and extras."""
+    for kept, name in (("adamw", "bfloat16"), ("bfloat16, moments of 8 bits", "adamw")):
+        model, updater = made(name, seed=rank + 5)
+        updater.param_groups[0]["initial_lr"] = 3.0
+        assert noria.load(folder_of(root, kept, 1), model, updater) == {"step": 2}
+        assert updater.param_groups[0]["lr"] == 0.07 and updater.param_groups[0]["initial_lr"] == 3.0
+        expected = torch.load(os.path.join(root, kept + ".expected"))
+        found = values_of(model, updater)
+        for key, value in expected.items():
+            if key in found:
+                assert_same_bits({key: found[key]}, {key: value.to(found[key].dtype)})
+        together(model, updater, [rank], size, range(1))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Runs of one process, each saved as one process saves it."""
+    root = str(tmp_path_factory.mktemp("parts"))
+    for name in COURSES:
+        model, updater = made(name)
+        together(model, updater, [0], 1, range(2))
+        updater.param_groups[0]["lr"] = 0.07
+        save(folder_of(root, name, 1), model, updater)
+        torch.save(values_of(model, updater), os.path.join(root, name + ".expected"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root):
+    def on(size: int, *froms: int) -> Any:
+        return {name: (loads_and_saves, (root, name, froms)) for name in (COURSES if size == 2 else SOME)}
+
+    more = {f"resumes: {name}": (resumes, (root, name)) for name in SOME}
+    more |= {
+        "before a step": (saves_before_a_step, (root,)),
+        "refuses": (refuses, (root,)),
+        "folders": (loads_folders, (root,)),
+    }
+    found = {4: in_turn_on_ranks(4, on(4, 1))}
+    found[3] = in_turn_on_ranks(3, on(3, 4))
+    found[2] = in_turn_on_ranks(
+        2, on(2, 1) | {f"back: {name}": (loads_and_saves, (root, name, (3,))) for name in SOME} | more
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_two_ranks_load_what_one_process_has_saved(found, name):
+    assert not found[2][name], found[2][name]
+
+
+@pytest.mark.parametrize(("size", "what"), [(4, ""), (3, ""), (2, "back: ")], ids=["1 to 4", "4 to 3", "3 to 2"])
+@pytest.mark.parametrize("name", SOME)
+def test_any_number_of_ranks_loads_what_any_other_has_saved(found, name, size, what):
+    assert not found[size][what + name], found[size][what + name]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_as_many_ranks_go_on_with_the_same_bits(found, name):
+    assert not found[2][f"resumes: {name}"], found[2][f"resumes: {name}"]
+
+
+def test_what_is_saved_before_the_first_step_goes_on_as_one_that_begins(found):
+    assert not found[2]["before a step"], found[2]["before a step"]
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(found):
+    assert not found[2]["refuses"], found[2]["refuses"]
+
+
+def test_noria_load_reads_folders_of_other_policies(found):
+    assert not found[2]["folders"], found[2]["folders"]
+
+
+@pytest.mark.parametrize("name", COURSES)
+@pytest.mark.usefixtures("one_thread", "found")
+def test_one_process_loads_what_ranks_have_saved(root, name):
+    expected = torch.load(os.path.join(root, name + ".expected"))
+    for size in (1, 2, 3, 4) if name in SOME else (1, 2):
+        model, updater = made(name, seed=5)
+        load(folder_of(root, name, size), model, updater)
+        assert_same_bits(values_of(model, updater), expected)
+        other, its = made(name, seed=6)
+        assert noria.load(folder_of(root, name, size), other, its) == {"step": 2}
+        assert_same_bits(values_of(other, its), expected)
+
+
+@pytest.mark.parametrize("name", COURSES)
+@pytest.mark.usefixtures("found")
+def test_plain_torch_reads_whole_tensors_under_the_original_names(root, name, tmp_path):
+    expected = torch.load(os.path.join(root, name + ".expected"))
+    make = COURSES[name][0]
+    for size in (1, 4 if name in SOME else 2):
+        dcp_to_torch_save(folder_of(root, name, size), tmp_path / "whole.pt")
+        whole = torch.load(tmp_path / "whole.pt")
+        model = make()
+        assert whole["model"].keys() == model.state_dict().keys() and whole["step"] == 2
+        assert_same_bits(whole["model"], {key: expected[key] for key in whole["model"]})
+        names = [key for key, p in model.named_parameters() if p.requires_grad]
+        for number, key in enumerate(names):
+            values = whole["optimizer"]["state"].get(key, {})
+            its = {f"{number}.{entry}": value for entry, value in values.items() if isinstance(value, torch.Tensor)}
+            assert its
+            assert_same_bits(its, {entry: expected[entry] for entry in its})
+
+
+@pytest.mark.usefixtures("one_thread", "found")
+def test_plain_torch_goes_on_with_the_same_bits(root):
+    sides = []
+    for is_plain in (True, False):
+        if is_plain:
+            torch.manual_seed(8)
+            model = wide()
+            updater = sgd(model.parameters())
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, updater), strict=True))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(state, checkpoint_id=folder_of(root, "momentum", 2))
+            set_state_dict(model, updater, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            model, updater = made("momentum", seed=9)
+            load(folder_of(root, "momentum", 2), model, updater)
+        together(model, updater, [0], 1, range(2, 4))
+        sides.append(values_of(model, updater))
+    assert_same_bits(*sides)
