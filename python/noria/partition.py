@@ -64,15 +64,12 @@ class Partition:
 def partition(
     models: nn.Module | Sequence[nn.Module],
     units: str | Sequence[type[nn.Module] | str] = "auto",
-    *,
-    values: bool = True,
 ) -> Partition:
     """Units and hooks of one model or several; with several, names start with "0.", "1.", ...
 
     `units` as in `Policy.units`; patterns are matched with the names that each model itself gives its
-    modules. Raises UsageError for parameters that cannot be moved (meta, sparse, lazy, overlapping, of
-    another type) and for a class or pattern that matches no module with parameters. `values=False`: for planning only,
-    which needs none, so meta parameters are taken too.
+    modules. Raises UsageError for parameters that cannot be moved (sparse, lazy, overlapping, of another
+    type) and for a class or pattern that matches no module with parameters.
     """
     roots = [models] if isinstance(models, nn.Module) else list(models)
     prefixes = [""] if len(roots) == 1 else [str(index) for index in range(len(roots))]
@@ -80,7 +77,7 @@ def partition(
     for root, prefix in zip(roots, prefixes, strict=True):
         for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-    _refuse_immovable(names, values)
+    _refuse_immovable(names)
     builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
     for root, prefix in zip(roots, prefixes, strict=True):
         builder.add_root(root, prefix)
@@ -163,10 +160,10 @@ def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Modu
             yield module
 
 
-def _refuse_immovable(names: dict[nn.Parameter, list[str]], values: bool) -> None:
+def _refuse_immovable(names: dict[nn.Parameter, list[str]]) -> None:
     places: dict[torch.device, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():
-        flaw = _flaw(parameter, values)
+        flaw = _flaw(parameter)
         if flaw is not None:
             found, remedy = flaw
             raise usage_error("dense parameters in ordinary memory", f'"{name}" {found}', remedy)
@@ -185,14 +182,12 @@ def _refuse_immovable(names: dict[nn.Parameter, list[str]], values: bool) -> Non
                 )
 
 
-def _flaw(parameter: nn.Parameter, values: bool) -> tuple[str, str] | None:
+def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
     """What keeps a parameter from being moved, and the remedy."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "not initialised yet", "run one forward pass on the CPU before wrapping"
     if type(parameter) is not nn.Parameter:
         return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
-    if values and parameter.device.type == "meta":
-        return "on the meta device", "materialise and initialise the model on the CPU first"
     if parameter.layout is not torch.strided:
         return f"with layout {parameter.layout}", "use a dense parameter"
     if parameter.is_quantized:

@@ -121,14 +121,16 @@ def make_plan(
     optimizers: list[Optimizer],
     policy: Policy,
     *,
+    is_carried_out: bool = True,
     values: bool = True,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> WrapPlan:
-    """`values=False`: nothing but planning will follow, so parameters may be on the meta device. `num_ranks`: share the
-    model."""
+    """`is_carried_out`: more than planning will follow. `values`: this rank's count. `num_ranks`: share the model."""
     device = compute_device(policy)
-    parts = partition(roots, policy.units, values=values)
+    parts = partition(roots, policy.units)
+    if is_carried_out and values:
+        _refuse_lost_buffers(roots)
     units = describe_units(parts.units, policy.dtype, rank, num_ranks)
     if not units:
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
@@ -176,7 +178,7 @@ def make_plan(
         ring,
         reduce_bytes,
     )
-    _check_host(policy, result)
+    _check_host(policy, result, is_carried_out)
     entry: list[tuple[int, int]] = []
     for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
         planned = _C.plan_pass(_request(device, arena, window, visits, after, entry), facts, table)
@@ -211,6 +213,20 @@ def _kernel_name(
                 ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
             )
     return name
+
+
+def _refuse_lost_buffers(roots: list[nn.Module]) -> None:
+    """What is on the meta device is to be loaded."""
+    for root in roots:
+        for path, module in root.named_modules():
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.is_meta:
+                    raise usage_error(
+                        "values for buffers that are in no checkpoint",
+                        f'"{path}.{name}" on the meta device, persistent=False'.replace('".', '"'),
+                        "compute it before noria.wrap, on the CPU",
+                    )
 
 
 def _reduce_bytes(units: list[HomeUnit]) -> int:
@@ -539,13 +555,15 @@ def _budget(
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 
-def _check_host(policy: Policy, planned: WrapPlan) -> None:
-    """Refuses a home that does not fit this machine. A model without memory may be meant for another: a note then."""
+def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool) -> None:
+    """Refuses a home that does not fit this machine. A model without memory may be planned for another: a note then."""
     rows = [(region.purpose, region.bytes) for region in planned.regions]
     if planned.device.type == "cuda":
         rows.append((STAGING_RING, _C.STAGING_BYTES))  # should the driver refuse to pin the home
     budget = host_budget(policy)
-    without_memory = any(slot.parameter.is_meta for unit in planned.units for slot in unit.parameters)
+    without_memory = not is_carried_out and any(
+        slot.parameter.is_meta for unit in planned.units for slot in unit.parameters
+    )
     if refusal := check_fits(rows, budget, [] if without_memory else host_limits()):
         raise refusal
     if without_memory and (refusal := check_fits(rows, budget, host_limits())):

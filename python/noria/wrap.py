@@ -97,7 +97,7 @@ def plan(
     """
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
-    return make_plan(roots, updaters, chosen, values=False, rank=own_rank(), num_ranks=num_ranks())
+    return make_plan(roots, updaters, chosen, is_carried_out=False, rank=own_rank(), num_ranks=num_ranks())
 
 
 def wrap(
@@ -158,6 +158,10 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     for slot, value in values:
         if value.is_meta:
             _leave_meta(slot.parameter)
+    buffers = [each for root in roots for each in _buffers_of(root)]
+    missing = [value.is_meta for _, value in values] + [buffer.is_meta for _, _, _, buffer in buffers]
+    if ranks is not None:
+        missing = ranks.word_of_first(missing)
     custody = _C.Custody(
         units=units,
         backend=backend,
@@ -175,10 +179,16 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
     wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
     while values:
         slot, value = values.pop(0)
-        wrapped.values.write(slot, value if ranks is None else ranks.from_first(value))
+        if missing.pop(0):
+            wrapped.loaded.missing[slot.index] = slot.name
+        else:
+            wrapped.values.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
+    wrapped.loaded.missing |= {
+        (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
+    }
     for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
         arena = home.arenas.get("optimizer state")
         updates = Updates(wrapped, updater, kernel, predicted, arena)
@@ -220,16 +230,24 @@ def _leave_meta(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, other)
 
 
+def _buffers_of(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Module, name in it, name in the model, buffer."""
+    for path, module in root.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield module, name, f"{path}.{name}" if path else name, buffer
+
+
 def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None, ranks: Ranks | None = None) -> None:
     """Buffers are not streamed: they live on the device, in the dtype that `model.bfloat16()` would give them; where
-    ranks share the model, with rank 0's values."""
-    for module in root.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            if ranks is not None:
-                buffer = ranks.from_first(buffer.contiguous())
-            if ranks is not None or buffer.device != device or buffer.dtype != wanted:
-                module._buffers[name] = buffer.to(device=device, dtype=wanted)
+    ranks share the model, with rank 0's values. Those without values get some memory."""
+    for module, name, _, buffer in list(_buffers_of(root)):
+        wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+        if buffer.is_meta:
+            buffer = torch.empty(buffer.shape, dtype=wanted, device=device)
+        if ranks is not None:
+            buffer = ranks.from_first(buffer.contiguous())
+        if buffer is not module._buffers[name] or buffer.device != device or buffer.dtype != wanted:
+            module._buffers[name] = buffer.to(device=device, dtype=wanted)
 
 
 def unwrap(model: Any, optimizer: Any = None) -> Any:

@@ -149,7 +149,6 @@ def test_parameters_that_cannot_move():
         with refused(*words):
             noria.wrap(model, device="cpu")
 
-    check(nn.Linear(3, 3, device="meta"), "meta device")
     check(nn.LazyLinear(3), "not initialised")
     shared = nn.Module()
     shared.first = nn.Parameter(torch.zeros(8))

@@ -404,7 +404,6 @@ def expanded():
 
 
 BAD_PARAMETERS = {
-    "meta": lambda: nn.Parameter(torch.ones(2, device="meta")),
     "sparse": lambda: nn.Parameter(torch.eye(3).to_sparse()),
     "not initialised": lambda: nn.UninitializedParameter(),
     "Odd": lambda: nn.Parameter(torch.ones(2).as_subclass(Odd)),

@@ -79,6 +79,7 @@ class Passes:
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(module: nn.Module, args: Any) -> None:
             self.wrapped.check_alive()
+            self.wrapped.loaded.refuse_missing("a forward")
             if in_backward():
                 return  # recomputed inside of a backward
             self.forget_dead_forward(module)
@@ -141,6 +142,7 @@ class Passes:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.wrapped.check_alive()
+            self.wrapped.loaded.refuse_missing("a forward")
             chosen = hook
             handed = watch.units_handed((*args, *kwargs.values()))
             if handed and not handed.issubset(spec.needs):

@@ -41,6 +41,8 @@ class StateDicts:
             if parameter in self.wrapped.slot_of
         }
         self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._refuse_assign)))
+        if module._buffers:
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._note_buffers)))
         if own:
             self._handles.append(module._register_state_dict_hook(Hook(self._give_state(own))))
             self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take_state(own))))
@@ -65,6 +67,12 @@ class StateDicts:
                 "assign=True, which would replace the parameters that noria holds",
                 "leave assign out: values are copied into the home",
             )
+
+    def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == buffer.shape:  # torch copies it
+                self.wrapped.loaded.note((module, name))
 
     def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
         def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -119,6 +119,8 @@ class Wrapped:
             if not in_backward():
                 self.custody.recover()  # from a backward that raised
             self.custody.refuse_unclaimed(what)
+        if not mends:
+            self.loaded.refuse_missing(what)
         if not mends and (torn := self.custody.torn()):
             raise usage_error(
                 f"{what} of one step",

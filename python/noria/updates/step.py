@@ -85,6 +85,7 @@ class Updates:
         wrapped = self.wrapped
         refuse_inside_backward("optimizer.step()")
         wrapped.recover()
+        wrapped.loaded.refuse_missing("optimizer.step()")
         self._state.follow()
         if self._members.kernel == "whole":
             result = self._whole.step(closure)

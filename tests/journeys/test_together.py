@@ -1,0 +1,228 @@
+"""What ranks that share a model do together on the calling thread: saves that rank 0 alone gathers, models that no rank
+has built with values, and ranks that do not do the same, which hear of it at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import noria
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from noria.custody.together import Together
+from noria.testing import assert_same_bits
+from torch import nn
+
+from tests.journeys.pairs import Net, adamw, loss_of
+from tests.journeys.test_shared import Normed, tied, values_of
+from tests.ranks import in_turn_on_ranks
+
+
+def made(make: Callable[[], nn.Module] = Net, device: str = "cpu", **policy: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = make()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- noria.save -------------------------------------------------------------------------------------------------
+
+
+def gathers_on_first(rank: int, size: int, folder: str) -> None:
+    model, optimizer = made(tied, dtype=torch.bfloat16)
+    step(model, optimizer, rank)
+    path = os.path.join(folder, "tied")
+    gathered: list[str] = []
+    whole = Together.whole
+
+    def watched(self: Any, slot: Any, part: torch.Tensor, what: str) -> torch.Tensor:
+        found = whole(self, slot, part, what)
+        assert found.is_meta == (rank != 0)
+        gathered.append(f"{what} of {slot.name}")
+        return found
+
+    with mock.patch.object(Together, "whole", watched):
+        noria.save(path, model, optimizer)
+    assert len(gathered) == len(set(gathered)) == 4 * sum(1 for _ in model.parameters())
+    saved = torch.load(path)["model"]  # it is there as soon as save has returned, on all ranks
+    assert saved["embed.weight"].data_ptr() == saved["head.weight"].data_ptr()
+    assert_same_bits(model.state_dict(), saved)
+
+
+def save_fails(rank: int, size: int, folder: str) -> None:
+    model, optimizer = made()
+    with pytest.raises(Exception) as caught:
+        noria.save(os.path.join(folder, "not there", "file"), model, optimizer)
+    assert "not there" in str(caught.value) and ("on rank 0 failed" in str(caught.value)) == (rank != 0)
+    with pytest.raises(noria.UsageError, match="'strange'"):
+        noria.save(os.path.join(folder, "strange"), model, optimizer, strange=object())
+    assert not os.path.exists(os.path.join(folder, "strange"))
+    step(model, optimizer, rank)
+
+
+# ---- ranks that do not do the same ------------------------------------------------------------------------------
+
+
+def first_alone(rank: int, size: int) -> None:
+    """`if rank == 0: model.state_dict()`, and the others go on."""
+    model, optimizer = made()
+    step(model, optimizer, rank)
+    with pytest.raises(noria.UsageError, match="ranks that do the same") as caught:
+        if rank == 0:
+            model.state_dict()
+        for number in range(2):
+            step(model, optimizer, number)
+    if rank == 0:
+        assert 'about to gather values of "embed.weight"' in "".join(caught.value.__notes__)
+
+
+def other_calls(rank: int, size: int) -> None:
+    model, optimizer = made()
+    step(model, optimizer, rank)
+    with pytest.raises(noria.UsageError) as caught:
+        model.state_dict() if rank == 0 else optimizer.state_dict()
+    for part in ('rank 0 about to gather values of "embed.weight"', 'rank 1 to gather exp_avg of "embed.weight"'):
+        assert part in str(caught.value)
+    with pytest.raises(noria.UsageError) as caught:
+        model.blocks[rank].state_dict()
+    assert '"blocks.0.' in str(caught.value) and '"blocks.1.' in str(caught.value)
+    step(model, optimizer, rank)  # they agree again
+
+
+def clips_alone(rank: int, size: int) -> None:
+    model, optimizer = made()
+    loss_of(model, rank).backward()
+    with pytest.raises(noria.UsageError) as caught:
+        optimizer.clip_grad_norm_(1.0) if rank == 0 else noria.unwrap(model, optimizer)
+    assert "ranks that do the same" in str(caught.value)
+
+
+# ---- models without values --------------------------------------------------------------------------------------
+
+
+class Shifted(Normed):
+    """What no checkpoint has is computed on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.shift = torch.ones(2, 16)
+
+
+def refused(act: Callable[[], Any], *names: str) -> None:
+    with pytest.raises(noria.UsageError) as caught:
+        act()
+    for name in (*names, "meta device"):
+        assert name in str(caught.value)
+
+
+def all_meta(rank: int, size: int, folder: str, by: str) -> None:
+    model, optimizer = made(Shifted, "meta" if by != "rank 0" or rank == 0 else "cpu")
+    shown = model.get_parameter("embed.weight")
+    assert not shown.is_meta
+    for act in (
+        lambda: loss_of(model, 1),
+        lambda: model.blocks[0](torch.zeros(2, 6, 16)),
+        model.state_dict,
+        optimizer.step,
+        lambda: noria.save(os.path.join(folder, "nothing"), model),
+        lambda: noria.unwrap(model, optimizer),
+    ):
+        refused(act, '"embed.weight"')
+    kept = torch.load(os.path.join(folder, "kept"))
+    last = {key: value for key, value in kept["model"].items() if key != "norm.running_var"}
+    if by == "noria.load":
+        noria.load(os.path.join(folder, "kept"), model, optimizer)
+    elif by == "dcp.load":
+        dcp.load(noria.sharded_state(model, optimizer), checkpoint_id=os.path.join(folder, "parts"))
+    else:
+        model.load_state_dict(last, strict=False)
+        refused(lambda: loss_of(model, 1), '"norm.running_var"')
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+    expected = torch.load(os.path.join(folder, "kept.expected"))
+    step(model, optimizer, rank)
+    own = dict(model.named_buffers()) if rank else {}  # which go on from rank 0's
+    found = {key: value for key, value in values_of(model, optimizer).items() if key not in own}
+    assert_same_bits(found, {key: expected[key] for key in expected if key not in own})
+
+
+def keeps(rank: int, size: int, folder: str) -> None:
+    model, optimizer = made(Shifted)
+    step(model, optimizer, rank)
+    noria.save(os.path.join(folder, "kept"), model, optimizer)
+    dcp.save(noria.sharded_state(model, optimizer), checkpoint_id=os.path.join(folder, "parts"))
+    step(model, optimizer, rank)
+    expected = values_of(model, optimizer)
+    if rank == 0:
+        torch.save(expected, os.path.join(folder, "kept.expected"))
+
+
+def lost_buffer(rank: int, size: int) -> None:
+    with pytest.raises(noria.UsageError, match='"shift"'):
+        made(Normed, "meta")
+
+
+WAYS = ("noria.load", "dcp.load", "load_state_dict", "rank 0")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("together"))
+    acts: dict[str, Any] = {
+        "gathers on first": (gathers_on_first, (folder,)),
+        "save fails": (save_fails, (folder,)),
+        "first alone": (first_alone, ()),
+        "other calls": (other_calls, ()),
+        "clips alone": (clips_alone, ()),
+        "keeps": (keeps, (folder,)),
+        "lost buffer": (lost_buffer, ()),
+        **{f"meta: {by}": (all_meta, (folder, by)) for by in WAYS},
+    }
+    return in_turn_on_ranks(2, acts)
+
+
+NAMES = {
+    "gathers on first": "a save gathers on rank 0 alone, tied values once, and is there when it returns",
+    "save fails": "where rank 0 cannot write all ranks raise",
+    "first alone": "a rank that calls state_dict alone and those that go on raise",
+    "other calls": "ranks that call other things are told both",
+    "clips alone": "a rank that clips while another unwraps is told",
+    "keeps": "a model with values is kept for those without",
+    "lost buffer": "buffers without values that no checkpoint has are refused",
+    **{f"meta: {by}": f"values that no rank has built come by {by}" for by in WAYS},
+}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=NAMES.get)
+def test_ranks(found, name):
+    assert not found[name], found[name]
+
+
+def test_one_process_loads_what_was_built_without_values(tmp_path):
+    model, optimizer = made(Shifted)
+    step(model, optimizer, 1)
+    noria.save(tmp_path / "kept", model, optimizer)
+    other, its = made(Shifted, "meta")
+    refused(lambda: loss_of(other, 1), '"embed.weight"')
+
+    def look() -> None:
+        with noria.materialize(other.blocks[0]):
+            pass
+
+    refused(look, '"embed.weight"')
+    noria.load(tmp_path / "kept", other, its)
+    for each in (model, optimizer), (other, its):
+        step(*each, 2)
+    assert_same_bits(values_of(other, its), values_of(model, optimizer))
