@@ -170,9 +170,12 @@ py::dict sums_dict(const StepSums& sums) {
   result["forward_fetched"] = sums.forward_fetched.count;
   result["backward_fetched"] = sums.backward_fetched.count;
   result["drained"] = sums.drained.count;
+  result["reduced"] = sums.reduced.count;
   result["forward_fetch_us"] = sums.forward_fetch_us;
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
+  result["forward_collect_us"] = sums.forward_collect_us;
+  result["backward_collect_us"] = sums.backward_collect_us;
   result["update_us"] = sums.update_us;
   result["update_behind_forward_us"] = sums.update_behind_forward_us;
   result["update_behind_backward_us"] = sums.update_behind_backward_us;

@@ -146,10 +146,10 @@ void bind_backend(py::module_& m) {
           py::arg("unit") = -1, Release())
       .def(
           "open",
-          [](Backend& b, std::int64_t op, const std::string& verb, std::int32_t unit) {
-            return b.open(make_label(op, "compute", verb, unit));
-          },
-          py::arg("op") = -1, py::arg("verb") = "forward", py::arg("unit") = -1, Release())
+          [](Backend& b, std::int64_t op, const std::string& verb, std::int32_t unit, const std::string& lane,
+             std::int64_t bytes) { return b.open(make_label(op, lane, verb, unit), Bytes{bytes}); },
+          py::arg("op") = -1, py::arg("verb") = "forward", py::arg("unit") = -1, py::arg("lane") = "compute",
+          py::arg("bytes") = 0, Release())
       .def(
           "give", [](Backend& b, const Ticket& ticket, Address stream) { b.give(ticket, as_stream(stream)); },
           py::arg("ticket"), py::arg("stream") = 0, Release())
@@ -162,9 +162,10 @@ void bind_backend(py::module_& m) {
       .def(
           "wait",
           [](Backend& b, const std::vector<Ticket>& tickets, Address stream, std::int64_t op, const std::string& verb,
-             std::int32_t unit) { b.wait(tickets, as_stream(stream), make_label(op, "compute", verb, unit)); },
+             std::int32_t unit,
+             const std::string& lane) { b.wait(tickets, as_stream(stream), make_label(op, lane, verb, unit)); },
           py::arg("tickets"), py::arg("stream") = 0, py::kw_only(), py::arg("op") = -1, py::arg("verb") = "forward",
-          py::arg("unit") = -1, Release())
+          py::arg("unit") = -1, py::arg("lane") = "compute", Release())
       .def("idle", &Backend::idle, Release())
       .def("close", &Backend::close, Release())
       .def(

@@ -61,7 +61,7 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
 }
 
 Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits) {
-  const Ticket ticket = backend_->open(label);
+  const Ticket ticket = backend_->open(label, collective.received(size_));
   enqueue(
       [this, label, ticket, collective = std::move(collective), waits = std::move(waits)] {
         for (const Ticket& wait : waits) thread_.await_issued(wait);

@@ -24,6 +24,13 @@ namespace noria {
 struct Collective {
   std::vector<Gather> gathers;
   Reduction reduction;
+
+  /// What a rank gets from the others at least; as much it sends.
+  Bytes received(int size) const {
+    Bytes bytes = reduction.received(size);
+    for (const Gather& each : gathers) bytes += each.received(size);
+    return bytes;
+  }
 };
 
 class CollectLane {

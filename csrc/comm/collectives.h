@@ -21,6 +21,9 @@ enum class ElementType : std::uint8_t { fp32, fp64, fp16, bf16 };
 struct Gather {
   std::byte* all = nullptr;
   Bytes shard;
+
+  /// What a rank gets from the others at least; as much it sends.
+  Bytes received(int size) const { return shard * (size - 1); }
 };
 
 /// A set of parameters, by their number in a unit, as bits.
@@ -53,6 +56,12 @@ struct Reduction {
   // asks; on all ranks alike.
   std::shared_ptr<const ParameterSet> arrived;
   std::shared_ptr<ParameterSet> arrived_anywhere;
+
+  /// What a rank gets from the others at least; as much it sends.
+  Bytes received(int size) const {
+    const bool is_narrow = type == ElementType::fp16 || type == ElementType::bf16;
+    return shard * ((size - 1) * (scratch != nullptr && is_narrow ? 2 : 1));
+  }
 };
 
 class Collectives {

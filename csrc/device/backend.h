@@ -132,8 +132,9 @@ class Backend {
   /// is not done and its own ticket fails with the same error.
   virtual Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) = 0;
 
-  /// Compute ops are the caller's: opened here, given when the caller's kernels have been launched.
-  virtual Ticket open(const OpLabel& label) = 0;
+  /// Ops of the compute and collect lanes are the caller's: opened here, given when the caller's kernels have been
+  /// launched. `bytes`: what the op moves, for the numbers.
+  virtual Ticket open(const OpLabel& label, Bytes bytes = {}) = 0;
   virtual void give(const Ticket& ticket, Stream stream) = 0;
   /// Gives the ticket as failed, so that no lane waits for ever on a visit that raised.
   virtual void give_failed(const Ticket& ticket, std::exception_ptr error) = 0;
@@ -147,9 +148,9 @@ class Backend {
   virtual void close() = 0;
 
   // ---- what happened ----
-  /// Complete when the lane is idle. A compute op is busy from the end of its waits until it is given.
+  /// Complete when the lane is idle. An op that was opened is busy from the end of its waits until it is given.
   virtual LaneStats stats(Lane lane) const = 0;
-  /// Spans of fetch and drain ops go here from now on (null: nowhere); compute spans are the caller's to add.
+  /// Spans of fetch, drain and collect ops go here from now on (null: nowhere); compute spans are the caller's to add.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
   /// True when a device reads registered memory by itself: then a forked child must not share it, for copy-on-write
   /// would move pages under a running transfer.

@@ -1,7 +1,8 @@
 // The verbs of device/backend.h on the CUDA runtime. The only file that sees it.
 //
 // Ownership: two non-blocking streams (copy engines are per direction, more streams add nothing), a host thread for
-//   each that never takes the GIL, three threads that follow the device for the numbers, and a pool of events.
+//   each that never takes the GIL, a thread for each lane that follows the device for the numbers, and a pool of
+//   events.
 // Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets),
 //   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
 //   wait for an event that has not been recorded.
@@ -140,9 +141,10 @@ class EventPool {
 /// A point in a stream. Issued when its event has been recorded; before that there is no event.
 class CudaTicket final : public TicketState {
  public:
-  CudaTicket(const OpLabel& op, int device, std::shared_ptr<EventPool> events)
+  CudaTicket(const OpLabel& op, int device, std::shared_ptr<EventPool> events, Bytes bytes = {})
       : TicketState(op),
         device_(device),
+        bytes_(bytes),
         events_(std::move(events)),
         issued_(op) {}
   ~CudaTicket() override {
@@ -179,6 +181,7 @@ class CudaTicket final : public TicketState {
   }
   void fail(std::exception_ptr error) { issued_.fail(std::move(error)); }
   std::int64_t opened_ns() const { return opened_ns_; }
+  Bytes bytes() const { return bytes_; }
   /// Only after `wait_issued`.
   void hold_back(cudaStream_t stream) const {
     check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent", device_);
@@ -186,6 +189,7 @@ class CudaTicket final : public TicketState {
 
  private:
   const int device_;
+  const Bytes bytes_;
   const std::int64_t opened_ns_ = now_ns();
   const std::shared_ptr<EventPool> events_;
   cudaEvent_t event_ = nullptr;  // these two are written before `issued_` passes, and read only after
@@ -220,7 +224,7 @@ class CudaBackend final : public Backend {
   std::string pci_bus_id() const override;
 
   Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) override;
-  Ticket open(const OpLabel& label) override;
+  Ticket open(const OpLabel& label, Bytes bytes) override;
   void give(const Ticket& ticket, Stream stream) override;
   void give_failed(const Ticket& ticket, std::exception_ptr error) override;
   void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) override;
@@ -258,6 +262,7 @@ class CudaBackend final : public Backend {
   void make_rings();
   cudaError_t free_rings();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
+  LaneFollower& follower_of(Lane lane);
   void hold_compute(cudaStream_t stream, Verb verb);
 
   const CudaBackendOptions options_;
@@ -265,7 +270,7 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<EventPool> events_;
   LaneLedger ledger_;
   Delays compute_delays_;
-  LaneFollower compute_follower_;
+  LaneFollower compute_follower_, collect_follower_;
   CopyLane fetch_, drain_;
   bool closed_ = false;
   std::mutex close_mutex_;
@@ -310,6 +315,7 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
       events_(std::make_shared<EventPool>(device_)),
       compute_delays_(options.hostility, Lane::compute),
       compute_follower_(Lane::compute, ledger_, [device = device_] { use_device(device); }),
+      collect_follower_(Lane::collect, ledger_, [device = device_] { use_device(device); }),
       fetch_(Lane::fetch, options, ledger_),
       drain_(Lane::drain, options, ledger_) {
   OnDevice on(device_);
@@ -557,7 +563,7 @@ void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vect
   }
 }
 
-// ---- the compute lane ----
+// ---- ops of the caller's ----
 
 CudaTicket& CudaBackend::as_cuda_ticket(const Ticket& ticket) const {
   auto* on_device = dynamic_cast<CudaTicket*>(ticket.get());
@@ -573,13 +579,19 @@ static cudaStream_t native(Stream stream) {
   return static_cast<cudaStream_t>(stream == nullptr ? kDefaultStream : stream);
 }
 
-Ticket CudaBackend::open(const OpLabel& label) { return std::make_shared<CudaTicket>(label, device_, events_); }
+LaneFollower& CudaBackend::follower_of(Lane lane) {
+  return lane == Lane::collect ? collect_follower_ : compute_follower_;
+}
+
+Ticket CudaBackend::open(const OpLabel& label, Bytes bytes) {
+  return std::make_shared<CudaTicket>(label, device_, events_, bytes);
+}
 
 void CudaBackend::give(const Ticket& ticket, Stream stream) {
   CudaTicket& on_device = as_cuda_ticket(ticket);
   try {
     OnDevice on(device_);
-    compute_follower_.follow({ticket->label, 0, {}, on_device.opened_ns(), ticket, {}});
+    follower_of(ticket->label.lane).follow({ticket->label, 0, {}, on_device.opened_ns(), ticket, on_device.bytes()});
     on_device.record(native(stream));
   } catch (...) {
     on_device.fail(std::current_exception());  // nobody may wait for ever; the caller hears it too
@@ -600,7 +612,7 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
     op.waits.push_back({ticket, now_ns()});
     hold_back(waiting, ticket);
   }
-  compute_follower_.follow(std::move(op));
+  follower_of(waiter.lane).follow(std::move(op));
   if (stream == nullptr) {  // Note [The null stream]: the caller waits too
     for (const Ticket& ticket : tickets) ticket->wait_passed();
     compute_delays_.sleep(waiter.verb);
@@ -650,6 +662,7 @@ void CudaBackend::close() {
     attempt(cudaStreamDestroy(lane->stream));
   }
   compute_follower_.close();
+  collect_follower_.close();
   attempt(free_rings());
   events_->close();
   check(first, "closing the lanes", device_);

@@ -177,25 +177,25 @@ std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waite
   return std::max(since_ns, until_ns);
 }
 
-// ---- the compute lane ----
+// ---- ops of the caller's ----
 
-Ticket HostBackend::open(const OpLabel& label) {
+Ticket HostBackend::open(const OpLabel& label, Bytes bytes) {
   auto ticket = std::make_shared<HostTicket>(label);
   std::lock_guard lock(mutex_);
-  computing_since_ns_[label.op] = now_ns();
+  open_[label.op] = {now_ns(), bytes, {}};
   return ticket;
 }
 
 void HostBackend::give(const Ticket& ticket, Stream stream) {
   HostTicket& host = as_host_ticket(ticket);
   if (stream == nullptr) {
-    compute_given(ticket->label);
+    given(ticket->label);
     host.pass();
     return;
   }
   ComputeStream& compute = compute_stream(stream);
   compute.thread.enqueue({[this, &compute, &host, ticket] {
-                            compute_given(ticket->label);
+                            given(ticket->label);
                             if (auto error = compute.error()) {
                               host.fail(std::move(error));
                             } else {
@@ -208,7 +208,7 @@ void HostBackend::give(const Ticket& ticket, Stream stream) {
 void HostBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
   {
     std::lock_guard lock(mutex_);
-    computing_since_ns_.erase(ticket->label.op);
+    open_.erase(ticket->label.op);
   }
   as_host_ticket(ticket).fail(std::move(error));
 }
@@ -221,7 +221,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
       since_ns = stood_until(ticket, waiter, since_ns);
     }
     compute_delays_.sleep(waiter.verb);
-    compute_resumed(waiter);
+    resumed(waiter, tickets);
     return;
   }
   ComputeStream& compute = compute_stream(stream);
@@ -236,28 +236,30 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
       idle_since_ns = stood_until(ticket, waiter, idle_since_ns);
     }
     compute_delays_.sleep(waiter.verb);
-    compute_resumed(waiter);
+    resumed(waiter, tickets);
   });
 }
 
-void HostBackend::compute_resumed(const OpLabel& label) {
+void HostBackend::resumed(const OpLabel& label, const std::vector<Ticket>& waits) {
   std::lock_guard lock(mutex_);
-  const auto found = computing_since_ns_.find(label.op);
-  if (found != computing_since_ns_.end()) found->second = now_ns();
+  const auto found = open_.find(label.op);
+  if (found == open_.end()) return;
+  found->second.since_ns = now_ns();
+  found->second.waits = ids_of(waits);
 }
 
-void HostBackend::compute_given(const OpLabel& label) {
+void HostBackend::given(const OpLabel& label) {
   const std::int64_t end_ns = now_ns();
-  std::int64_t start_ns = end_ns;
+  OpenOp op{end_ns, {}, {}};
   {
     std::lock_guard lock(mutex_);
-    const auto found = computing_since_ns_.find(label.op);
-    if (found != computing_since_ns_.end()) {
-      start_ns = found->second;
-      computing_since_ns_.erase(found);
+    const auto found = open_.find(label.op);
+    if (found != open_.end()) {
+      op = std::move(found->second);
+      open_.erase(found);
     }
   }
-  ledger_.worked(label, start_ns, end_ns, {});
+  ledger_.transferred(label, op.since_ns, end_ns, op.bytes, std::move(op.waits));
 }
 
 Stream HostBackend::create_stream() {

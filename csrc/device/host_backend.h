@@ -43,7 +43,7 @@ class HostBackend final : public Backend {
   std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
 
   Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) override;
-  Ticket open(const OpLabel& label) override;
+  Ticket open(const OpLabel& label, Bytes bytes) override;
   void give(const Ticket& ticket, Stream stream) override;
   void give_failed(const Ticket& ticket, std::exception_ptr error) override;
   void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) override;
@@ -70,8 +70,8 @@ class HostBackend final : public Backend {
   void run(TransferLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
            std::int64_t submitted_ns);
   std::int64_t stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns);
-  void compute_resumed(const OpLabel& label);
-  void compute_given(const OpLabel& label);
+  void resumed(const OpLabel& label, const std::vector<Ticket>& waits);
+  void given(const OpLabel& label);
 
   const HostBackendOptions options_;
   LaneLedger ledger_;
@@ -83,7 +83,12 @@ class HostBackend final : public Backend {
   Bytes allocated_;
   std::int64_t num_allocations_ = 0;
   std::map<Stream, std::unique_ptr<ComputeStream>> streams_;
-  std::unordered_map<OpId, std::int64_t> computing_since_ns_;  // of compute ops that are open
+  struct OpenOp {
+    std::int64_t since_ns = 0;  // opened, or the end of its waits
+    Bytes bytes;
+    std::vector<OpId> waits;
+  };
+  std::unordered_map<OpId, OpenOp> open_;
 };
 
 }  // namespace noria

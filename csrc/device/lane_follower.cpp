@@ -34,7 +34,6 @@ void LaneFollower::follow(FollowedOp op) {
 
 void LaneFollower::observe(const FollowedOp& op) {
   free_ns_ = std::max(free_ns_, op.told_ns);
-  std::vector<OpId> ids;
   for (const auto& [ticket, issued_ns] : op.waits) {
     std::int64_t passed_ns = issued_ns;
     if (!ticket->passed()) {
@@ -43,17 +42,13 @@ void LaneFollower::observe(const FollowedOp& op) {
     }
     if (passed_ns > free_ns_) ledger_.stalled(lane_, ticket->label.verb, op.label.verb, passed_ns - free_ns_);
     free_ns_ = std::max(free_ns_, passed_ns);
-    ids.push_back(ticket->label.op);
+    waited_.push_back(ticket->label.op);
   }
   if (!op.ticket) return;
   const std::int64_t start_ns = std::max(free_ns_, op.begun_ns);
   op.ticket->wait_passed();
   free_ns_ = std::max(start_ns, now_ns());
-  if (lane_ == Lane::compute) {
-    ledger_.worked(op.label, start_ns, free_ns_, op.bytes);
-  } else {
-    ledger_.transferred(op.label, start_ns, free_ns_, op.bytes, std::move(ids));
-  }
+  ledger_.transferred(op.label, start_ns, free_ns_, op.bytes, std::exchange(waited_, {}));
 }
 
 }  // namespace noria

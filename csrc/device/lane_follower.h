@@ -44,7 +44,8 @@ class LaneFollower {
 
   const Lane lane_;
   LaneLedger& ledger_;
-  std::int64_t free_ns_ = 0;  // when the lane's last op was over; follower's thread only
+  std::int64_t free_ns_ = 0;  // when the lane's last op was over; follower's thread only, as the next
+  std::vector<OpId> waited_;  // what the lane has waited for since
   HostLane thread_;
 };
 

@@ -39,6 +39,7 @@ void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_
 void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
                              std::vector<OpId> waits) {
   worked(label, start_ns, end_ns, bytes);
+  if (label.lane == Lane::compute) return;
   std::shared_ptr<Trace> trace;
   {
     std::lock_guard lock(mutex_);

@@ -28,7 +28,7 @@ class LaneLedger {
   void works(Lane lane, std::int64_t start_ns, std::int64_t due_ns = std::numeric_limits<std::int64_t>::max());
   void stopped(Lane lane);
   void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes);
-  /// `worked`, and a span in the trace.
+  /// `worked`, and a span in the trace, but for an op of the compute lane, whose spans are the caller's.
   void transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
                    std::vector<OpId> waits);
 

@@ -115,6 +115,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   if (!reduction.add.empty()) {
     reduce.accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
   }
+  reduced_ += collective.received(shards.size);
   issuer_.submit(std::move(reduce), *lane_, std::move(collective));
   summed.add({}, whole);
 

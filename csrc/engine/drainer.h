@@ -70,6 +70,8 @@ class Drainer {
   std::vector<UnitId> take_landed();
 
   Bytes drained() const { return drained_; }
+  /// From other ranks, to be summed.
+  Bytes reduced() const { return reduced_; }
 
  private:
   struct Open {
@@ -96,7 +98,7 @@ class Drainer {
   bool unsynced_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
-  Bytes drained_;
+  Bytes drained_, reduced_;
 };
 
 }  // namespace noria

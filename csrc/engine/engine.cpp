@@ -115,6 +115,7 @@ void Engine::expect(const Signature& signature) {
   }
   prepared_.reset();
   count_.drained_before = drainer_.drained();
+  count_.reduced_before = drainer_.reduced();
   if (following_.plan) count_.planned = following_.plan->num_fetches;
 }
 
@@ -427,6 +428,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   sums_.backward_stall_us += count_.stall_us;
   sums_.backward_fetched += fetched;
   sums_.drained += drainer_.drained() - count_.drained_before;
+  sums_.reduced += drainer_.reduced() - count_.reduced_before;
 
   last_backward_ = itinerary;
 

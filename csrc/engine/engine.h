@@ -99,8 +99,9 @@ struct StepSums {
   std::int64_t wall_us = 0;
   std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
-  Bytes forward_fetched, backward_fetched, drained;
+  Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: got from other ranks, to be summed
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
+  std::int64_t forward_collect_us = 0, backward_collect_us = 0;
   std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
   std::int64_t update_behind_forward_us = 0, update_behind_backward_us = 0, update_exposed_us = 0;
 };
@@ -262,7 +263,7 @@ class Engine {
     std::optional<std::int64_t> planned;
     std::int64_t unplanned_visits = 0;
     std::int64_t visit_us = 0, stall_us = 0;
-    Bytes drained_before;
+    Bytes drained_before, reduced_before;
   };
 
   /// What becomes of a unit's gradients as soon as they have landed: a draft, or sums.

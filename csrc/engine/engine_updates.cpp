@@ -257,9 +257,12 @@ StepSums Engine::step_sums() const {
   sums.forward_fetched -= first.forward_fetched;
   sums.backward_fetched -= first.backward_fetched;
   sums.drained -= first.drained;
+  sums.reduced -= first.reduced;
   sums.forward_fetch_us -= first.forward_fetch_us;
   sums.backward_fetch_us -= first.backward_fetch_us;
   sums.drain_us -= first.drain_us;
+  sums.forward_collect_us -= first.forward_collect_us;
+  sums.backward_collect_us -= first.backward_collect_us;
   sums.update_us -= first.update_us;
   sums.update_behind_forward_us -= first.update_behind_forward_us;
   sums.update_behind_backward_us -= first.update_behind_backward_us;
@@ -269,14 +272,22 @@ StepSums Engine::step_sums() const {
 
 StepSums Engine::sums_so_far() const {
   StepSums sums = sums_;
-  const std::int64_t fetch_us = backend_->stats(Lane::fetch).busy_us;
-  const Bytes fetched = sums.forward_fetched + sums.backward_fetched;
-  if (fetched > Bytes{0}) {  // the lane counts its time as a whole; bytes say how to share it
-    const double per_byte = static_cast<double>(fetch_us) / static_cast<double>(fetched.count);
-    sums.forward_fetch_us = static_cast<std::int64_t>(per_byte * static_cast<double>(sums.forward_fetched.count));
-    sums.backward_fetch_us = static_cast<std::int64_t>(per_byte * static_cast<double>(sums.backward_fetched.count));
-  }
+  // A lane counts its time as a whole; bytes say how to share it.
+  const auto share = [this](Lane lane, Bytes of_forward, Bytes of_backward) -> std::pair<std::int64_t, std::int64_t> {
+    const Bytes all = of_forward + of_backward;
+    if (all == Bytes{0}) return {0, 0};
+    const double per_byte = static_cast<double>(backend_->stats(lane).busy_us) / static_cast<double>(all.count);
+    return {static_cast<std::int64_t>(per_byte * static_cast<double>(of_forward.count)),
+            static_cast<std::int64_t>(per_byte * static_cast<double>(of_backward.count))};
+  };
+  std::tie(sums.forward_fetch_us, sums.backward_fetch_us) =
+      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched);
   sums.drain_us = backend_->stats(Lane::drain).busy_us;
+  if (options_.lane) {
+    const std::int64_t others = options_.lane->size() - 1;
+    std::tie(sums.forward_collect_us, sums.backward_collect_us) =
+        share(Lane::collect, sums.forward_fetched * others, sums.backward_fetched * others + sums.reduced);
+  }
   UpdateTime now = update_time_;
   now.goes_on(now.now(), update_us());
   sums.update_behind_forward_us = now.forward_us();

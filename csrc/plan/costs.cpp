@@ -26,18 +26,23 @@ double duration_us(const Op& op, const Costs& costs) {
   return by_lane(costs.latency_us, op.lane) + (bandwidth_gib_s > 0 ? 1e6 * gib / bandwidth_gib_s : 0.0);
 }
 
-double blocking_bound_us(const StepTimes& t) {
-  return std::max(t.forward_us, t.forward_fetch_us) + std::max({t.backward_us, t.drain_us, t.backward_fetch_us}) +
-         t.update_us;
+namespace {
+
+double forward_of(const StepTimes& t) { return std::max({t.forward_us, t.forward_fetch_us, t.forward_collect_us}); }
+
+double backward_of(const StepTimes& t) {
+  return std::max({t.backward_us, t.drain_us, t.backward_fetch_us, t.backward_collect_us});
 }
 
-double deferred_bound_us(const StepTimes& t) {
-  return std::max({t.forward_us, t.update_us, t.forward_fetch_us}) +
-         std::max({t.backward_us, t.drain_us, t.backward_fetch_us});
-}
+}  // namespace
+
+double blocking_bound_us(const StepTimes& t) { return forward_of(t) + backward_of(t) + t.update_us; }
+
+double deferred_bound_us(const StepTimes& t) { return std::max(forward_of(t), t.update_us) + backward_of(t); }
 
 double drafting_bound_us(const StepTimes& t) {
-  return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us, t.drain_us});
+  return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us, t.drain_us,
+                   t.forward_collect_us + t.backward_collect_us});
 }
 
 }  // namespace noria

@@ -1,8 +1,9 @@
 // How long things take, for predictions; and the bound that no schedule of a mode can beat.
 //
 // Units: microseconds, GiB/s. The bounds are those of docs/journey.md: with F, B compute of forward and backward, U
-// host update, f_F and f_B fetches of each, d drains. blocking: max(F, f_F) + max(B, d, f_B) + U; deferred: max(F, U,
-// f_F) + max(B, d, f_B).
+// host update, f_F and f_B fetches of each, d drains, c_F and c_B what ranks send each other. blocking: max(F, f_F,
+// c_F)
+// + max(B, d, f_B, c_B) + U; deferred: max(F, U, f_F, c_F) + max(B, d, f_B, c_B).
 #pragma once
 
 #include <map>
@@ -24,6 +25,7 @@ double duration_us(const Op& op, const Costs& costs);
 struct StepTimes {
   double forward_us = 0, backward_us = 0, update_us = 0;
   double forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
+  double forward_collect_us = 0, backward_collect_us = 0;
 };
 double blocking_bound_us(const StepTimes& times);
 double deferred_bound_us(const StepTimes& times);

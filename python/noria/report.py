@@ -20,6 +20,9 @@ __all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTi
 class LaneReport:
     """Microseconds since the wrap call. `stalled_us`: by "giver -> waiter", time that ops of this lane lost waiting.
 
+    `collect` is there where ranks share the model. Its `bytes` are what this rank got from the others at least, and
+    so what it sent; it is busy from when all ranks are ready for an op until the op is over.
+
     The compute lane's times are the host's, and so measured only where the host computes (device "cpu").
     """
 
@@ -228,7 +231,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
 
 def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
-    for lane in ("compute", "fetch", "drain", "update"):
+    for lane in ("compute", "fetch", "drain", *(("collect",) if wrapped.ranks is not None else ()), "update"):
         stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
         busy = wrapped.custody.compute_us if lane == "compute" else stats["busy_us"]
         stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
@@ -267,6 +270,8 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         per_step["forward_fetch_us"],
         per_step["backward_fetch_us"],
         per_step["drain_us"],
+        per_step["forward_collect_us"],
+        per_step["backward_collect_us"],
     )
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update

@@ -47,7 +47,7 @@ class Registry final : public Backend {
   std::int64_t num_events() const override { return 0; }
   std::byte* device_address(std::byte* home_memory) const override { return home_memory; }
   Ticket submit(const OpLabel&, Transfer, std::vector<Ticket>) override { return nullptr; }
-  Ticket open(const OpLabel&) override { return nullptr; }
+  Ticket open(const OpLabel&, Bytes) override { return nullptr; }
   void give(const Ticket&, Stream) override {}
   void give_failed(const Ticket&, std::exception_ptr) override {}
   void wait(const std::vector<Ticket>&, Stream, const OpLabel&) override {}

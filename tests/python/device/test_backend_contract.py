@@ -479,6 +479,25 @@ def test_a_span_lies_between_the_end_of_its_waits_and_its_own_end(machine):
     assert len(trace.spans()) == 2
 
 
+def test_ops_of_the_collect_lane_are_its_own_and_no_compute(machine):
+    backend, trace = machine.backend(), _C.Trace(100)
+    backend.set_trace(trace)
+    stream = machine.stream(backend)
+    arrived = _C.HostTicket(op=10) if machine.module is _C else machine.module.HostTicket(op=10)
+    arrived.pass_()
+    gathered = backend.open(11, "gather", 3, lane="collect", bytes=3000)
+    backend.wait([arrived], stream, op=11, verb="gather", unit=3, lane="collect")
+    backend.give(gathered, stream)
+    gathered.wait_passed()
+    until(lambda: trace.spans())
+    stats = backend.stats("collect")
+    assert (stats["num_ops"], stats["bytes"]) == (1, 3000)
+    assert backend.stats("compute")["num_ops"] == 0
+    [span] = trace.spans()
+    assert (span.op, span.lane, span.verb, span.unit, span.bytes) == (11, "collect", "gather", 3, 3000)
+    assert list(span.waits) == [10]
+
+
 # ---- the hostile setting ----
 
 
