@@ -29,11 +29,13 @@ std::vector<EngineUnit> engine_units(const std::vector<CustodyUnit>& units) {
   return result;
 }
 
-std::string evicted_message(const std::string& unit) {
-  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
-         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with "
-         "noria.materialize(model):`; if the model itself uses it outside of its module, or only in some passes, wrap "
-         "with check=\"operators\"";
+std::string evicted_message(const std::string& unit, bool is_shared) {
+  const std::string instead =
+      is_shared ? "values are in model.state_dict(), which all ranks call, and go back by load_state_dict()"
+                : "read and edit parameters inside `with noria.materialize(model):`";
+  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit + " is evicted: use " +
+         (is_shared ? "state_dict()" : "noria.materialize") + "); remedy: " + instead +
+         "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
 // All bytes 0xff are NaN in every floating dtype.
@@ -78,8 +80,8 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
     const bool is_whole = engine.working != nullptr && !is_shared_;
     homes_.push_back(is_whole ? backend->device_address(engine.working) : nullptr);
     is_staged_.push_back(is_whole && homes_.back() == nullptr);
-    weights_.push_back(
-        std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back()), nan_range));
+    weights_.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, device,
+                                                     evicted_message(names_.back(), is_shared_), nan_range));
     gradients_.push_back(engine.facts.gradients == Bytes{0}
                              ? nullptr
                              : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
