@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from noria import _C
 from noria._errors import UsageError, usage_error
+from noria.policy import format_bytes
 
 if TYPE_CHECKING:
     from noria.home import HomeParameter
@@ -32,6 +33,18 @@ def num_ranks() -> int:
 
 def own_rank() -> int:
     return dist.get_rank() if num_ranks() > 1 else 0
+
+
+@contextlib.contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Around a collective: that it fails is told with the rank and its name, as the collect lane does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _C.MachineError(
+            f"rank {dist.get_rank()} of {num_ranks()}: {what} failed; a rank has died, raised, or hung for longer than "
+            f"the process group's timeout ({error})"
+        ) from error
 
 
 def _timeout() -> datetime.timedelta | None:
@@ -63,8 +76,9 @@ class Ranks:
         if num_ranks() == 1:
             return None
         patience = _timeout()
-        group, numbers = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
-        memory = dist.new_group(backend="nccl", timeout=patience) if device.type == "cuda" else numbers
+        with collective("a meeting of all ranks, in noria.wrap,"):
+            group, numbers = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+            memory = dist.new_group(backend="nccl", timeout=patience) if device.type == "cuda" else numbers
         return Ranks(dist.get_rank(), num_ranks(), group, (memory, numbers))
 
     def collectives(self, device: torch.device) -> _C.Collectives:
@@ -74,7 +88,8 @@ class Ranks:
     def agree(self, lines: Sequence[str]) -> None:
         """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
         everybodys: list[list[str]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(everybodys, list(lines), self.group)
+        with collective("an all-gather of what ranks agree about"):
+            dist.all_gather_object(everybodys, list(lines), self.group)
         for rank, its in enumerate(everybodys):
             if its == everybodys[0]:
                 continue
@@ -102,7 +117,8 @@ class Ranks:
     def word_of_first(self, word: Any) -> Any:
         """What rank 0 says. Collective."""
         told = [word]
-        dist.broadcast_object_list(told, 0, self.group)
+        with collective("a broadcast of what rank 0 says"):
+            dist.broadcast_object_list(told, 0, self.group)
         return told[0]
 
     def from_first(self, value: torch.Tensor) -> torch.Tensor:
@@ -112,7 +128,8 @@ class Ranks:
         else:
             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
-        dist.broadcast(flat, 0, self.group)
+        with collective(f"a broadcast of {format_bytes(value.nbytes)}"):
+            dist.broadcast(flat, 0, self.group)
         return value
 
     def whole(self, slot: HomeParameter, part: torch.Tensor, *, on_first: bool = False) -> torch.Tensor:
@@ -123,10 +140,13 @@ class Ranks:
         padded[: part.numel()] = part
         everybodys = [torch.empty_like(padded) for _ in counts] if not on_first or self.rank == 0 else []
         received = [each.view(torch.uint8) for each in everybodys]
+        what = f"of {format_bytes(padded.nbytes * len(counts))}"
         if not on_first:
-            dist.all_gather(received, padded.view(torch.uint8), self.group)
+            with collective(f"an all-gather {what}"):
+                dist.all_gather(received, padded.view(torch.uint8), self.group)
         else:
-            dist.gather(padded.view(torch.uint8), received or None, 0, self.group)
+            with collective(f"a gather {what}"):
+                dist.gather(padded.view(torch.uint8), received or None, 0, self.group)
         if not everybodys:
             return torch.empty_strided(slot.shape, slot.strides, dtype=part.dtype, device="meta")
         flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])

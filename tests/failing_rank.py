@@ -1,0 +1,113 @@
+"""One of several ranks that train together, one of which fails at a given moment: the script of tests/journeys/test_rank_failures.py.
+
+The moment is the n-th call of a function of noria's or of this loop, of one name or of any: whatever the other threads
+do then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import noria
+import torch
+import torch.distributed as dist
+
+from tests.journeys.pairs import Net, loss_of, sgd
+
+STEPS = 3
+WATCHED = (str(Path(noria.__file__).parent), str(Path(__file__).parent))
+
+
+class Mishap(Exception):
+    """What a rank raises by itself."""
+
+
+class Moment:
+    """Counts calls, and acts at one of them."""
+
+    def __init__(self, described: str) -> None:
+        self.how, self.name, number = described.split(":")
+        self.number = int(number)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or self.name not in ("any", code.co_name) or not code.co_filename.startswith(WATCHED):
+            return
+        self.number -= 1
+        if self.number != 0:
+            return
+        print("failing in", code.co_qualname, flush=True)
+        if self.how == "raise":
+            sys.setprofile(None)
+            raise Mishap("of this rank's own")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}[self.how])
+
+
+class Model(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        if logits.requires_grad:
+            logits.register_hook(on_gradient)
+        return logits
+
+
+def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone()
+
+
+def on_loss(loss: torch.Tensor) -> None:
+    """What a loop does between forward and backward."""
+
+
+def train(rank: int, checkpoint: Path, policy: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Model(blocks=3)
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    for number in range(STEPS):
+        with model.no_sync():
+            loss_of(model, 10 * number + rank).backward()
+        loss = loss_of(model, 100 * number + rank)
+        on_loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        noria.save(checkpoint, model, optimizer, step=number + 1)
+        print("step", number + 1, flush=True)
+
+
+POLICIES: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.1}, {"draft_memory": "64MiB"}, {"update": "blocking"}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--policy", type=int, default=0)
+    parser.add_argument("--fails", help="kill, hang or raise, the name of a function, and the number of its call")
+    args = parser.parse_args()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{args.folder}/meeting",
+        rank=args.rank,
+        world_size=args.size,
+        timeout=datetime.timedelta(seconds=args.timeout),
+    )
+    if args.fails:
+        sys.setprofile(Moment(args.fails))
+    train(args.rank, args.folder / "checkpoint.pt", POLICIES[args.policy])
+    sys.setprofile(None)
+    print("finished", flush=True)
+
+
+if __name__ == "__main__":
+    main()
