@@ -171,9 +171,10 @@ def tensors(checkpoint: dict) -> dict[str, torch.Tensor]:
 SHARED = "--steps 24 --save-every 6 --layers 9 --width 64 --vocab 300 --text-bytes 60000"
 
 
-def shared_gpt(checkpoint: Path, *, kill_at: str | None = None) -> tuple[int, str]:
-    """The README's line on two ranks: exit status and what it printed. `kill_at`: rank 1 is killed at this line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def shared_gpt(checkpoint: Path, *options: str, kill_at: str | None = None, rank: str = "1") -> tuple[int, str]:
+    """The README's line on two ranks, with more options for torchrun: exit status and what it printed. `kill_at`: this
+    rank is killed at this line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     command += ["examples/04_sharded_gpt.py", *SHARED.split(), "--checkpoint", str(checkpoint)]
     printed = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torchrun:
@@ -181,14 +182,22 @@ def shared_gpt(checkpoint: Path, *, kill_at: str | None = None) -> tuple[int, st
             printed.append(line)
             if kill_at is not None and line.startswith(kill_at):
                 ranks = {each.environ().get("RANK"): each for each in psutil.Process(torchrun.pid).children()}
-                ranks["1"].kill()
+                ranks[rank].kill()
     return torchrun.returncode, "".join(printed)
 
 
-def test_ranks_that_share_a_gpt_are_killed_and_end_with_the_same_bits(tmp_path):
-    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
-    status, printed = shared_gpt(whole)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What the README's line printed where nobody was killed, and its checkpoint."""
+    path = tmp_path_factory.mktemp("shared") / "whole.pt"
+    status, printed = shared_gpt(path)
     assert status == 0, printed
+    return printed, torch.load(path, weights_only=True)
+
+
+def test_ranks_that_share_a_gpt_are_killed_and_end_with_the_same_bits(shared, tmp_path):
+    printed, first = shared
+    killed = tmp_path / "killed.pt"
     homes = re.findall(r"rank (\d): (\d+) bytes at home, (\d+) planned", printed)
     assert [rank for rank, _, _ in homes] == ["0", "1"]
     assert all(taken == planned for _, taken, planned in homes)
@@ -203,9 +212,18 @@ def test_ranks_that_share_a_gpt_are_killed_and_end_with_the_same_bits(tmp_path):
     assert status == 0, printed
     assert f"resumed after step {begun['step']}" in printed and "step    5" not in printed
     assert all(line in losses for line in re.findall(r"step +(\d+)  loss (\S+),", printed))
-    first, second = torch.load(whole, weights_only=True), torch.load(killed, weights_only=True)
     assert any(not torch.equal(begun["model"][name], value) for name, value in first["model"].items())
-    assert_same_bits(tensors(first), tensors(second))
+    assert_same_bits(tensors(first), tensors(torch.load(killed, weights_only=True)))
+
+
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.long), "1"])
+def test_torchrun_restarts_ranks_that_share_a_gpt_and_they_end_with_the_same_bits(shared, tmp_path, rank):
+    killed = tmp_path / "killed.pt"
+    status, printed = shared_gpt(killed, "--max-restarts", "1", kill_at="step    6  saved", rank=rank)
+    assert status == 0, printed
+    before, _, after = printed.partition("resumed after step ")
+    assert "step    6  saved" in before and int(after.split()[0]) in range(6, 24) and "step   24  saved" in after
+    assert_same_bits(tensors(shared[1]), tensors(torch.load(killed, weights_only=True)))
 
 
 def test_a_local_model_directory_brings_its_own_weights_and_tokenizer(run, tmp_path, monkeypatch):
