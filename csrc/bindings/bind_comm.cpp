@@ -26,10 +26,10 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("size", &Collectives::size);
   m.def(
       "make_c10d_collectives",
-      [](const std::string& group, const std::string& numbers, const std::string& device) {
-        return make_c10d_collectives(group, numbers, c10::Device(device));
+      [](const std::string& shards, const std::string& across, const std::string& numbers, const std::string& device) {
+        return make_c10d_collectives(shards, across, numbers, c10::Device(device));
       },
-      py::arg("group"), py::arg("numbers"), py::arg("device"), NoGil());
+      py::arg("shards"), py::arg("across"), py::arg("numbers"), py::arg("device"), NoGil());
 
   py::class_<CollectLane, std::shared_ptr<CollectLane>>(m, "CollectLane")
       .def(py::init<std::shared_ptr<Backend>, std::shared_ptr<Collectives>, std::vector<std::string>>(),
@@ -52,7 +52,7 @@ void bind_comm(py::module_& m) {
             reduction.type = element_type(type);
             reduction.scratch = pointer(scratch);
             if (onto != 0) {
-              const Bytes own = Bytes{shard} * self.rank();
+              const Bytes own = Bytes{shard} * self.shards().rank;
               reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});
             }
             return self.submit({OpId(op), Lane::collect, Verb::reduce, UnitId(unit)}, std::move(collective), {});

@@ -109,7 +109,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
                                       const std::optional<RingOfSlots>& ring,
                                       const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch) {
   BufferTable buffers;
-  const Shards shards = collectives ? Shards{collectives->rank(), collectives->size()} : Shards{};
+  const Shards shards = collectives ? collectives->shards() : Shards{};
   std::vector<CustodyUnit> units = read_units(described, buffers, shards);
   const c10::Device on(device);
   EngineOptions options;

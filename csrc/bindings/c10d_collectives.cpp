@@ -37,38 +37,52 @@ void reduce_into(c10d::ProcessGroup& group, at::Tensor& own, at::Tensor& all) {
 #endif
 }
 
+void sum_over(c10d::ProcessGroup& group, at::Tensor& own) {
+  std::vector<at::Tensor> tensors{own};
+  group.allreduce(tensors)->wait();
+}
+
 class C10dCollectives final : public Collectives {
  public:
-  C10dCollectives(const std::string& group, const std::string& numbers, c10::Device device)
-      : group_(c10d::resolve_process_group(group)),
-        numbers_(c10d::resolve_process_group(numbers)),
+  C10dCollectives(const std::string& shards, const std::string& across, const std::string& numbers, c10::Device device)
+      : within_(resolve(shards)),
+        across_(resolve(across)),
+        numbers_(resolve(numbers)),
         device_(device) {
     if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_);
   }
 
-  int rank() const override { return group_->getRank(); }
-  int size() const override { return group_->getSize(); }
+  int rank() const override { return numbers_->getRank(); }
+  int size() const override { return numbers_->getSize(); }
+  Shards shards() const override {
+    const int num_replicas = across_ ? across_->getSize() : 1;
+    return within_ ? Shards{within_->getRank(), within_->getSize(), num_replicas} : Shards{0, 1, num_replicas};
+  }
   Stream stream() const override { return stream_ ? stream_->native_handle() : nullptr; }
 
   void gather(const Gather& gathered) override {
-    together("an all-gather of " + to_string(gathered.shard * size()), [&] {
-      at::Tensor all = over(gathered.all, at::kByte, gathered.shard * size());
-      at::Tensor own = all.narrow(0, rank() * gathered.shard.count, gathered.shard.count);
-      gather_into(*group_, all, own);
+    if (!within_) return;
+    const Shards own_of = shards();
+    const Bytes whole = gathered.shard * own_of.size;
+    together("an all-gather of " + to_string(whole), [&] {
+      at::Tensor all = over(gathered.all, at::kByte, whole);
+      at::Tensor own = all.narrow(0, own_of.begin_of(whole).count, gathered.shard.count);
+      gather_into(*within_, all, own);
     });
   }
 
   void reduce(const Reduction& reduced) override {
-    together("a reduce-scatter of " + to_string(reduced.shard * size()), [&] {
+    const Bytes whole = reduced.shard * shards().size;
+    together("a sum of " + to_string(whole), [&] {
       for (const CopySpan& each : reduced.fill) {
         at::Tensor to = over(each.to, at::kByte, each.bytes);
         if (each.from == nullptr) to.zero_();
         else to.copy_(over(each.from, at::kByte, each.bytes), /*non_blocking=*/true);
       }
       const at::ScalarType type = scalar_type(reduced.type);
-      const at::Tensor all = over(reduced.all, type, reduced.shard * size());
-      const std::int64_t count = all.numel() / size();
-      const auto own_of = [&](const at::Tensor& of) { return of.narrow(0, rank() * count, count); };
+      const at::Tensor all = over(reduced.all, type, whole);
+      const std::int64_t count = all.numel() / shards().size;
+      const auto own_of = [&](const at::Tensor& of) { return of.narrow(0, shards().rank * count, count); };
       at::Tensor summed = all;
       if (reduced.scratch != nullptr) {
         summed = over(reduced.scratch, at::kFloat, Bytes{4 * all.numel()});
@@ -77,7 +91,8 @@ class C10dCollectives final : public Collectives {
       // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
       at::mul_out(summed, summed, at::native::wrapped_scalar_tensor(1.0 / size()));
       at::Tensor own = own_of(summed);
-      reduce_into(*group_, own, summed);
+      if (within_) reduce_into(*within_, own, summed);
+      if (across_) sum_over(*across_, own);
       if (reduced.scratch != nullptr) own_of(all).copy_(own);
       for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
     });
@@ -95,6 +110,10 @@ class C10dCollectives final : public Collectives {
   }
 
  private:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  static Group resolve(const std::string& name) { return name.empty() ? Group() : c10d::resolve_process_group(name); }
+
   at::Tensor over(const std::byte* memory, at::ScalarType type, Bytes bytes) const {
     const auto count = bytes.count / static_cast<std::int64_t>(c10::elementSize(type));
     return at::from_blob(
@@ -115,16 +134,16 @@ class C10dCollectives final : public Collectives {
     }
   }
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_, numbers_;
+  const Group within_, across_, numbers_;  // the first two null where this rank is alone in them
   const c10::Device device_;
   std::optional<c10::Stream> stream_;
 };
 
 }  // namespace
 
-std::shared_ptr<Collectives> make_c10d_collectives(const std::string& group, const std::string& numbers,
-                                                   c10::Device device) {
-  return std::make_shared<C10dCollectives>(group, numbers, device);
+std::shared_ptr<Collectives> make_c10d_collectives(const std::string& shards, const std::string& across,
+                                                   const std::string& numbers, c10::Device device) {
+  return std::make_shared<C10dCollectives>(shards, across, numbers, device);
 }
 
 }  // namespace noria

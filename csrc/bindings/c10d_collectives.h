@@ -2,7 +2,8 @@
 //
 // Ownership: shares the groups with whoever made them, so that none goes while an op runs. Order: as collectives.h
 // says; on CUDA on a stream of its own. Note [Sums]: the factor 1 / size is multiplied in before the sum, as
-// DistributedDataParallel does it, and the order of the sum is the group's: over two ranks there is only one.
+// DistributedDataParallel does it, and the order of the sum is the groups': over two ranks there is only one. Shards
+// are summed inside the replica before they are across replicas, so that the links between these carry one shard.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,8 +15,10 @@
 
 namespace noria {
 
-/// Groups by the names under which torch has registered them: `group` moves device memory, `numbers` host memory.
-std::shared_ptr<Collectives> make_c10d_collectives(const std::string& group, const std::string& numbers,
-                                                   c10::Device device);
+/// Groups by the names under which torch has registered them. `shards`, of this rank's replica, and `across`, of those
+/// with the same shard, move device memory, and are empty where this rank would be alone; `numbers`, of all, moves host
+/// memory.
+std::shared_ptr<Collectives> make_c10d_collectives(const std::string& shards, const std::string& across,
+                                                   const std::string& numbers, c10::Device device);
 
 }  // namespace noria

@@ -45,6 +45,7 @@ CollectLane::CollectLane(std::shared_ptr<Backend> backend, std::shared_ptr<Colle
       names_(std::move(names)),
       rank_(collectives_->rank()),
       size_(collectives_->size()),
+      shards_(collectives_->shards()),
       thread_("collect") {}
 
 void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
@@ -61,7 +62,7 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
 }
 
 Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits) {
-  const Ticket ticket = backend_->open(label, collective.received(size_));
+  const Ticket ticket = backend_->open(label, collective.received(shards_));
   enqueue(
       [this, label, ticket, collective = std::move(collective), waits = std::move(waits)] {
         for (const Ticket& wait : waits) thread_.await_issued(wait);

@@ -26,9 +26,9 @@ struct Collective {
   Reduction reduction;
 
   /// What a rank gets from the others at least; as much it sends.
-  Bytes received(int size) const {
-    Bytes bytes = reduction.received(size);
-    for (const Gather& each : gathers) bytes += each.received(size);
+  Bytes received(const Shards& shards) const {
+    Bytes bytes = reduction.received(shards);
+    for (const Gather& each : gathers) bytes += each.received(shards);
     return bytes;
   }
 };
@@ -41,6 +41,7 @@ class CollectLane {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  Shards shards() const { return shards_; }
 
   /// Queues `collective` after `waits`. Does not synchronize.
   Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits);
@@ -48,7 +49,11 @@ class CollectLane {
   std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
 
   void idle() { thread_.idle(); }
-  void close() { thread_.close(); }
+  /// Lets go of the collectives as well.
+  void close() {
+    thread_.close();
+    collectives_.reset();
+  }
 
  private:
   /// What a rank is about to do, as it tells the others.
@@ -66,10 +71,11 @@ class CollectLane {
   std::string describe(const Intent& intent) const;
 
   const std::shared_ptr<Backend> backend_;
-  const std::shared_ptr<Collectives> collectives_;
+  std::shared_ptr<Collectives> collectives_;
   const std::vector<std::string> names_;
   const int rank_;
   const int size_;
+  const Shards shards_;
   std::exception_ptr failure_;  // the first; lane thread only
   HostLane thread_;             // last: it is gone before what it uses
 };

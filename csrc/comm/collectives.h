@@ -17,13 +17,24 @@ namespace noria {
 
 enum class ElementType : std::uint8_t { fp32, fp64, fp16, bf16 };
 
-/// One shard of `shard` bytes for each rank, by rank; this rank's own is filled, and afterwards all are.
+/// Ranks that share a home: each has one part of every unit. `rank` and `size` are among those of one replica of the
+/// model, which may be fewer than all; see engine/engine.h, Note [Shards].
+struct Shards {
+  int rank = 0;
+  int size = 1;
+  int num_replicas = 1;
+  Bytes bytes_of(Bytes whole) const { return {whole.count / size}; }
+  Bytes begin_of(Bytes whole) const { return bytes_of(whole) * rank; }
+};
+
+/// One shard of `shard` bytes for each rank of the replica, in their order; this rank's own is filled, and afterwards
+/// all are.
 struct Gather {
   std::byte* all = nullptr;
   Bytes shard;
 
   /// What a rank gets from the others at least; as much it sends.
-  Bytes received(int size) const { return shard * (size - 1); }
+  Bytes received(const Shards& shards) const { return shard * (shards.size - 1); }
 };
 
 /// A set of parameters, by their number in a unit, as bits.
@@ -43,8 +54,9 @@ class ParameterSet {
   std::vector<std::int64_t> words_;
 };
 
-/// One shard of `shard` bytes for each rank, by rank. Each element is multiplied by 1 / size and summed over the ranks;
-/// afterwards this rank's own shard holds its part of the sum, plus what `add` says, and the others hold anything.
+/// One shard of `shard` bytes for each rank of the replica, in their order. Each element is multiplied by 1 / size and
+/// summed over them, then over the ranks of other replicas with the same shard; afterwards this rank's own shard holds
+/// its part of the sum, plus what `add` says, and the others hold anything.
 struct Reduction {
   std::byte* all = nullptr;
   Bytes shard;
@@ -58,9 +70,11 @@ struct Reduction {
   std::shared_ptr<ParameterSet> arrived_anywhere;
 
   /// What a rank gets from the others at least; as much it sends.
-  Bytes received(int size) const {
+  Bytes received(const Shards& shards) const {
     const bool is_narrow = type == ElementType::fp16 || type == ElementType::bf16;
-    return shard * ((size - 1) * (scratch != nullptr && is_narrow ? 2 : 1));
+    const Bytes summed = shard * (scratch != nullptr && is_narrow ? 2 : 1);
+    const std::int64_t across = 2 * summed.count * (shards.num_replicas - 1) / shards.num_replicas;
+    return summed * (shards.size - 1) + Bytes{across};
   }
 };
 
@@ -73,6 +87,7 @@ class Collectives {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  virtual Shards shards() const = 0;
   virtual Stream stream() const = 0;
 
   virtual void gather(const Gather& gathered) = 0;

@@ -74,7 +74,7 @@ Bytes Drainer::drain(UnitId unit, const Open& open, std::byte* to, BufferId into
 
 Bytes Drainer::sum(UnitId unit, const Open& open) {
   const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
-  const Shards shards{lane_->rank(), lane_->size()};
+  const Shards shards = lane_->shards();
   const Bytes whole = owner.facts.gradients;
   const Bytes shard = shards.bytes_of(whole);
   const Bytes begin = shards.begin_of(whole);
@@ -115,7 +115,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   if (!reduction.add.empty()) {
     reduce.accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
   }
-  reduced_ += collective.received(shards.size);
+  reduced_ += collective.received(shards);
   issuer_.submit(std::move(reduce), *lane_, std::move(collective));
   summed.add({}, whole);
 

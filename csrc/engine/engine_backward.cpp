@@ -141,7 +141,7 @@ void Engine::hold(UnitId unit) {
 
 Bytes Engine::held_bytes(UnitId unit) const {
   const Bytes whole = facts_[static_cast<std::size_t>(unit.value)].gradients;
-  return options_.lane ? Shards{options_.lane->rank(), options_.lane->size()}.bytes_of(whole) : whole;
+  return options_.lane ? options_.lane->shards().bytes_of(whole) : whole;
 }
 
 void Engine::release_held(UnitId unit) {

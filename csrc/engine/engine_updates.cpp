@@ -284,7 +284,7 @@ StepSums Engine::sums_so_far() const {
       share(Lane::fetch, sums.forward_fetched, sums.backward_fetched);
   sums.drain_us = backend_->stats(Lane::drain).busy_us;
   if (options_.lane) {
-    const std::int64_t others = options_.lane->size() - 1;
+    const std::int64_t others = options_.lane->shards().size - 1;
     std::tie(sums.forward_collect_us, sums.backward_collect_us) =
         share(Lane::collect, sums.forward_fetched * others, sums.backward_fetched * others + sums.reduced);
   }

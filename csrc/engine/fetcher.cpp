@@ -14,7 +14,7 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const Held into{offset, buffer, version};
   resident_.emplace(unit, into);
   ++num_fetches_;
-  if (lane_ != nullptr) {
+  if (lane_ != nullptr && lane_->shards().size > 1) {
     fetched_ += fetch_shards(source, into, unit);
     return;
   }
@@ -31,7 +31,7 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
 }
 
 Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId unit) {
-  const Shards shards{lane_->rank(), lane_->size()};
+  const Shards shards = lane_->shards();
   Op fetch;
   fetch.lane = Lane::fetch;
   fetch.verb = Verb::fetch;

@@ -31,14 +31,6 @@ struct Spare {
   BufferId state_buffer;
 };
 
-/// Ranks that share a home: each has one part of every unit. See engine/engine.h, Note [Shards].
-struct Shards {
-  int rank = 0;
-  int size = 1;
-  Bytes bytes_of(Bytes whole) const { return {whole.count / size}; }
-  Bytes begin_of(Bytes whole) const { return bytes_of(whole) * rank; }
-};
-
 struct EngineUnit {
   UnitFacts facts;
   std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered host memory

@@ -566,8 +566,9 @@ class Collectives:
     @property
     def size(self) -> int: ...
 
-def make_c10d_collectives(group: str, numbers: str, device: str) -> Collectives:
-    """Of torch's process groups of these names; `group` moves device memory, `numbers` host memory."""
+def make_c10d_collectives(shards: str, across: str, numbers: str, device: str) -> Collectives:
+    """Of torch's process groups of these names. `shards`, of this rank's replica, and `across`, of those with the same
+    shard, move device memory, and are "" where this rank would be alone; `numbers`, of all, moves host memory."""
 
 class CollectLane:
     def __init__(self, backend: Backend, collectives: Collectives, names: Sequence[str]) -> None: ...

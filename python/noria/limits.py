@@ -6,16 +6,26 @@ All of it is read from files under one root, which tests replace. What a file do
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from noria._errors import UsageError, usage_error
 from noria.policy import format_bytes
 
 __all__ = [
+    "Found",
+    "Free",
     "Limit",
     "check_fits",
+    "find",
     "host_limits",
+    "least",
     "margin_of",
     "num_numa_nodes",
     "numa_node",
@@ -28,11 +38,13 @@ ROOT = Path("/")
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """`free`: bytes that may still be taken under it. `source`: the file, or the command, that says so."""
+    """`free`: bytes that may still be taken under it. `source`: the file, or the command, that says so. `is_own`: of
+    this process alone; the others are shared with those beside it."""
 
     name: str
     source: str
     free: int
+    is_own: bool = False
 
     def __str__(self) -> str:
         return f"{format_bytes(self.free)} free under {self.name} ({self.source})"
@@ -54,12 +66,66 @@ def host_limits(root: Path = ROOT) -> list[Limit]:
     for name, used, command in (("Max address space", "VmSize", "ulimit -v"), ("Max data size", "VmData", "ulimit -d")):
         limit = _process_limit(root, name)
         if limit is not None:
-            found.append(Limit(f"{name.lower()} of the process", command, max(limit - status.get(used, 0), 0)))
+            found.append(Limit(f"{name.lower()} of the process", command, max(limit - status.get(used, 0), 0), True))
     return found
 
 
 def tightest(limits: Sequence[Limit]) -> Limit | None:
     return min(limits, key=lambda limit: limit.free, default=None)
+
+
+# ---- what a plan goes by ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a process finds where it runs. `host`: a name that processes on one machine have alike; its launcher has
+    started `num_processes` there. `device`: free and total bytes, where it is CUDA's."""
+
+    host: str
+    num_processes: int
+    device: tuple[int, int] | None
+    limits: tuple[Limit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """The least that any process finds of those that share a model, so that all plan alike. `share`: of `host`, where
+    several processes of one machine take as much: what "auto" goes by."""
+
+    device: tuple[int, int] | None
+    host: Limit | None
+    share: Limit | None
+
+
+def find(device: torch.device) -> Found:
+    boot = "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id")[:1])
+    is_launched = dist.is_available() and dist.is_initialized()
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "") if is_launched else ""  # torchrun's
+    return Found(
+        f"{platform.node()} {boot}",
+        int(beside) if beside.isdigit() else 1,
+        torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
+        tuple(host_limits()),
+    )
+
+
+def least(everybodys: Sequence[Found]) -> Free:
+    """By rank."""
+    beside = Counter(each.host for each in everybodys)
+    devices = [each.device for each in everybodys if each.device is not None]
+    hosts, shares = [], []
+    for rank, each in enumerate(everybodys):
+        number = max(each.num_processes, beside[each.host])
+        on = f" on rank {rank}" if len(everybodys) > 1 else ""
+        for limit in each.limits:
+            hosts.append(dataclasses.replace(limit, name=limit.name + on))
+            shares.append(hosts[-1])
+            if number > 1 and not limit.is_own:
+                name = f"{limit.name}{on}, divided by the {number} processes there"
+                shares[-1] = dataclasses.replace(limit, name=name, free=limit.free // number)
+    device = (min(free for free, _ in devices), min(total for _, total in devices)) if devices else None
+    return Free(device, tightest(hosts), tightest(shares))
 
 
 def pinning_limit(root: Path = ROOT) -> int | None:
@@ -68,8 +134,9 @@ def pinning_limit(root: Path = ROOT) -> int | None:
     return _process_limit(root, "Max locked memory")
 
 
-def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, limits: Sequence[Limit]) -> UsageError | None:
-    """Why (purpose, bytes) of the home do not fit, or None. `budget`: what `host_memory` says; None for "auto"."""
+def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, free: Free | None) -> UsageError | None:
+    """Why (purpose, bytes) of the home do not fit, or None. `budget`: what `host_memory` says; None for "auto".
+    `free` None: nothing is known."""
     needed = sum(size for _, size in rows)
     each = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in rows if size)
     if budget is not None and needed > budget:
@@ -78,8 +145,8 @@ def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, limits: Sequ
             f"host_memory={format_bytes(budget)}",
             "raise host_memory, freeze parameters, or choose an optimizer with less state",
         )
-    limit = tightest(limits)
-    if limit is None:
+    limit = None if free is None else free.share if budget is None else free.host
+    if free is None or limit is None:
         return None
     margin = margin_of(limit.free) if budget is None else 0
     if needed + margin <= limit.free:
@@ -89,7 +156,7 @@ def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, limits: Sequ
         f"free host memory of at least {format_bytes(needed)} ({needed} bytes): {each}",
         f"{limit}{left}",
         "free memory or raise that limit, freeze parameters, or choose an optimizer with less state"
-        + (" (host_memory=<bytes> does without the margin)" if needed <= limit.free else ""),
+        + (" (host_memory=<bytes> does without the margin)" if needed <= (free.host or limit).free else ""),
     )
 
 

@@ -19,10 +19,11 @@ from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeUnit, Region, Ring, StatePlace, describe_units, held_region
 from noria.kernels import FusedRule, choose, fused_units, rule_of, why_not_fused
-from noria.limits import check_fits, host_limits, margin_of, tightest
+from noria.limits import Free, check_fits, find, least, margin_of
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
+from noria.ranks import Grid
 from noria.updates.worker import is_array, part_values, predict_state
 
 __all__ = ["REDUCE_SCRATCH", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
@@ -123,15 +124,17 @@ def make_plan(
     *,
     is_carried_out: bool = True,
     values: bool = True,
-    rank: int = 0,
-    num_ranks: int = 1,
+    grid: Grid | None = None,
+    free: Free | None = None,
 ) -> WrapPlan:
-    """`is_carried_out`: more than planning will follow. `values`: this rank's count. `num_ranks`: share the model."""
+    """`is_carried_out`: more than planning will follow. `values`: this rank's count. `grid`: of ranks that share the model.
+    `free`: what there is; None: what this process finds."""
     device = compute_device(policy)
+    free = free or least([find(device)])
     parts = partition(roots, policy.units)
     if is_carried_out and values:
         _refuse_lost_buffers(roots)
-    units = describe_units(parts.units, policy.dtype, rank, num_ranks)
+    units = describe_units(parts.units, policy.dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
     if not units:
         raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
@@ -139,14 +142,14 @@ def make_plan(
     _check_states(units, optimizers, kernels, fused)
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
-    if num_ranks > 1:
+    if grid is not None:
         _check_shared(units, optimizers, kernels)
     ring: Ring | None = None
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
         unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
     draftable = _spare_needs(units, optimizers, fused, policy)
-    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, device, unpredicted)
+    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, device, free, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     if policy.update == "backward":
         ring = _ring(parts, units)
@@ -154,8 +157,8 @@ def make_plan(
     nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
-    reduce_bytes = _reduce_bytes(units) if num_ranks > 1 and policy.reduce_dtype is not None else 0
-    arena, window = _budget(policy, device, units, facts, forward + backward, nan_bytes + reduce_bytes)
+    reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0
+    arena, window = _budget(policy, free, units, facts, forward + backward, nan_bytes + reduce_bytes)
     result = WrapPlan(
         policy,
         device,
@@ -178,7 +181,7 @@ def make_plan(
         ring,
         reduce_bytes,
     )
-    _check_host(policy, result, is_carried_out)
+    _check_host(policy, result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
     for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
         planned = _C.plan_pass(_request(device, arena, window, visits, after, entry), facts, table)
@@ -433,6 +436,7 @@ def _choose_drafts(
     fused: dict[int, tuple[FusedRule, ...]],
     policy: Policy,
     device: torch.device,
+    free: Free,
     notes: list[str],
 ) -> frozenset[int]:
     """Units that get spare buffers: as many as `draft_memory` has room for, spread evenly over the model, so that what
@@ -450,7 +454,7 @@ def _choose_drafts(
             notes.append(f"there are no drafts: {why_none}")
         return frozenset()
     if budget is None:
-        budget = _left_for_drafts(units, optimizers, kernels, fused, policy)
+        budget = _left_for_drafts(units, optimizers, kernels, fused, policy, free)
     share = min(budget / max(sum(needs.values()), 1), 1.0)
     chosen, taken, seen = [], 0, 0
     for index, need in needs.items():
@@ -478,13 +482,13 @@ def _left_for_drafts(
     kernels: list[str],
     fused: dict[int, tuple[FusedRule, ...]],
     policy: Policy,
+    free: Free,
 ) -> int:
     regions, _ = _regions(units, optimizers, kernels, fused, frozenset(), policy, [])
     home = sum(region.bytes for region in regions)
     left = [budget - home] if (budget := host_budget(policy)) is not None else []
-    least = tightest(host_limits())
-    if least is not None:
-        left.append(least.free - margin_of(least.free) - home)
+    if free.share is not None:
+        left.append(free.share.free - margin_of(free.share.free) - home)
     return max(min(left, default=0), 0)
 
 
@@ -517,7 +521,7 @@ def _request(device: torch.device, arena: int, window: int, visits: Any, after: 
 
 
 def _budget(
-    policy: Policy, device: torch.device, units: list[HomeUnit], facts: list[Any], visits: list[Any], other_bytes: int
+    policy: Policy, free: Free, units: list[HomeUnit], facts: list[Any], visits: list[Any], other_bytes: int
 ) -> tuple[int, int]:
     """Arena and window; raises when the largest visit does not fit, naming what would."""
     least_arena, least_window = _C.smallest_budget(visits, facts)
@@ -535,11 +539,10 @@ def _budget(
         leased = sorted((unit.weights for unit in units), reverse=True)[:window]
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
     budget: int | None
-    if device.type == "cuda":
+    if free.device is not None:
         # Half of the budget is left to activations, which torch's own allocator takes; the ledger shows ours.
-        free, total = torch.cuda.mem_get_info(device)
-        asked = device_budget(policy, total)
-        budget = (free if asked is None else asked) // 2
+        asked = device_budget(policy, free.device[1])
+        budget = (free.device[0] if asked is None else asked) // 2
     else:
         budget = device_budget(policy, everything)
     if budget is not None:
@@ -555,7 +558,7 @@ def _budget(
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 
-def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool) -> None:
+def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     """Refuses a home that does not fit this machine. A model without memory may be planned for another: a note then."""
     rows = [(region.purpose, region.bytes) for region in planned.regions]
     if planned.device.type == "cuda":
@@ -564,7 +567,7 @@ def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool) -> None
     without_memory = not is_carried_out and any(
         slot.parameter.is_meta for unit in planned.units for slot in unit.parameters
     )
-    if refusal := check_fits(rows, budget, [] if without_memory else host_limits()):
+    if refusal := check_fits(rows, budget, None if without_memory else free):
         raise refusal
-    if without_memory and (refusal := check_fits(rows, budget, host_limits())):
+    if without_memory and (refusal := check_fits(rows, budget, free)):
         planned.unpredicted.append(f"this machine would refuse it: {refusal}")

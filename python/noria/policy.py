@@ -70,7 +70,8 @@ class Policy:
 
     host_memory: str | int = "auto"
     """Budget for the home: "64GiB" or bytes. "auto": what the tightest limit on this process leaves
-    free (MemAvailable, control groups, ulimit -v), less 1/16 of it and at least 256 MiB."""
+    free (MemAvailable, control groups, ulimit -v), less 1/16 of it and at least 256 MiB. Several ranks on one
+    machine have an equal share each of what is free."""
 
     window: str | int = "auto"
     """Cap on how many units are leased at once, 2 or more. "auto": no cap but `device_memory`."""

@@ -1,16 +1,14 @@
 """Ranks that share a model: each has one part of every unit at home, and all of it on its device while it computes.
 
-torch's process group decides: where one of several ranks has been made before `noria.wrap`, they share. noria makes
-groups of its own from it, so that its collectives never meet the user's; all ranks call `wrap`, and whatever else is
-said to be a collective, in the same order.
+torch's process group decides: where one of several ranks has been made before `noria.wrap`, they share; with a mesh,
+its ranks do. noria makes groups of its own over them, so that its collectives never meet the user's; all of them call
+`wrap`, and whatever else is said to be a collective, in the same order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +16,56 @@ import torch.distributed as dist
 
 from noria import _C
 from noria._errors import UsageError, usage_error
-from noria.policy import format_bytes
+from noria.groups import Group
 
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
-__all__ = ["Ranks", "num_ranks", "own_rank"]
+__all__ = ["Grid", "Ranks", "grid_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Which ranks of the world share a model, and which of them this process is. A row is a replica, each rank of which
+    has one part; ranks of a column have the same part. `rank` and `size`: among all of them, in the world's order."""
+
+    rows: tuple[tuple[int, ...], ...]
+    own: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(sorted(each for row in self.rows for each in row))
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        return next(row for row in self.rows if self.own in row)
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        return tuple(sorted(row[self.shard_rank] for row in self.rows))
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.own)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def shard_rank(self) -> int:
+        return self.row.index(self.own)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        return f"a mesh of {self.num_replicas} x {self.num_shards} ranks, {[list(row) for row in self.rows]}"
 
 
 def num_ranks() -> int:
@@ -31,65 +73,83 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def own_rank() -> int:
-    return dist.get_rank() if num_ranks() > 1 else 0
+def grid_of(mesh: Any = None) -> Grid | None:
+    """`mesh`: a DeviceMesh of one dimension, or of two: replicas, then the shards of each; None for all ranks in one
+    row. None where nobody shares. Within rows ranks are in rising order, whatever theirs in the mesh: groups are."""
+    if mesh is None:
+        return Grid((tuple(range(num_ranks())),), dist.get_rank()) if num_ranks() > 1 else None
+    if not dist.is_available() or not dist.is_initialized():
+        raise usage_error("a process group before mesh=", "none", "call torch.distributed.init_process_group first")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    expected = "mesh=None or a torch.distributed.device_mesh.DeviceMesh"
+    if not isinstance(mesh, DeviceMesh):
+        raise usage_error(expected, f"mesh={mesh!r}", "make one by torch.distributed.device_mesh.init_device_mesh")
+    if mesh.ndim not in (1, 2):
+        raise usage_error(
+            "a mesh of one dimension, the shards, or of two, (replicas, shards)",
+            f"one of {mesh.ndim}",
+            'give the dimensions that share the model: mesh["dp"], or mesh["replicas", "shards"]',
+        )
+    rows = mesh.mesh.view(-1, mesh.mesh.shape[-1]).tolist()
+    if mesh.get_coordinate() is None:
+        raise usage_error(
+            f"a mesh with rank {dist.get_rank()} in it", f"one of the ranks {rows}", "let those ranks alone call it"
+        )
+    grid = Grid(tuple(sorted(tuple(sorted(row)) for row in rows)), dist.get_rank())
+    return grid if grid.size > 1 else None
 
 
-@contextlib.contextmanager
-def collective(what: str) -> Iterator[None]:
-    """Around a collective: that it fails is told with the rank and its name, as the collect lane does."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise _C.MachineError(
-            f"rank {dist.get_rank()} of {num_ranks()}: {what} failed; a rank has died, raised, or hung for longer than "
-            f"the process group's timeout ({error})"
-        ) from error
-
-
-def _timeout() -> datetime.timedelta | None:
-    """How long the default group waits for a rank: a new group would have torch's default instead."""
-    world = dist.group.WORLD
-    assert world is not None
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # it has no backend for this device
-            options = getattr(world._get_backend(torch.device(device)), "options", None)
-            if options is not None:
-                timeout: datetime.timedelta = options._timeout
-                return timeout
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
 class Ranks:
-    """`lane_groups` are those of the collect lane, for device memory and for numbers; `group`, by gloo, is for what the
-    calling thread moves from host memory to host memory. A group that two threads used would mix up what they do."""
+    """Those of a grid, met. `host` is for what the calling thread moves from host memory to host memory among all of
+    them, `host_shards` among those of its row. The collect lane has groups of its own: a group that two threads used
+    would mix up what they do."""
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    lane_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    def __init__(self, grid: Grid) -> None:
+        """Collective."""
+        self.grid = grid
+        self.rank, self.size = grid.rank, grid.size
+        self.shard_rank, self.num_shards, self.num_replicas = grid.shard_rank, grid.num_shards, grid.num_replicas
+        self.replica = [grid.members.index(each) for each in grid.row]
+        self._groups: list[Group] = []
+        self.host = self._group(grid.members)
+        try:
+            self.agree([str(grid)])
+            apart = self.num_replicas > 1 and self.num_shards > 1
+            self.host_shards = self._group(grid.row) if apart else self.host
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
-    def meet(device: torch.device) -> Ranks | None:
-        """Groups over all ranks, or None where there is but one. Collective."""
-        if num_ranks() == 1:
-            return None
-        patience = _timeout()
-        with collective("a meeting of all ranks, in noria.wrap,"):
-            group, numbers = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
-            memory = dist.new_group(backend="nccl", timeout=patience) if device.type == "cuda" else numbers
-        return Ranks(dist.get_rank(), num_ranks(), group, (memory, numbers))
+    def meet(mesh: Any = None) -> Ranks | None:
+        """None where nobody shares. Collective."""
+        grid = grid_of(mesh)
+        return None if grid is None else Ranks(grid)
+
+    def _group(self, ranks: Sequence[int], device: torch.device | None = None) -> Group:
+        self._groups.append(Group(ranks, device))
+        return self._groups[-1]
+
+    def close(self) -> None:
+        """Waits for nobody."""
+        for group in self._groups:
+            group.close()
 
     def collectives(self, device: torch.device) -> _C.Collectives:
-        memory, numbers = self.lane_groups
-        return _C.make_c10d_collectives(memory.group_name, numbers.group_name, str(device))
+        """Collective."""
+        numbers = self._group(self.grid.members)
+        on_host = device.type != "cuda"
+        shards = across = ""
+        if self.num_shards > 1:
+            shards = (numbers if on_host and self.num_replicas == 1 else self._group(self.grid.row, device)).name
+        if self.num_replicas > 1:
+            across = (numbers if on_host and self.num_shards == 1 else self._group(self.grid.column, device)).name
+        return _C.make_c10d_collectives(shards, across, numbers.name, str(device))
 
     def agree(self, lines: Sequence[str]) -> None:
         """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
-        everybodys: list[list[str]] = [[] for _ in range(self.size)]
-        with collective("an all-gather of what ranks agree about"):
-            dist.all_gather_object(everybodys, list(lines), self.group)
+        everybodys = self.host.gather_objects(list(lines))
         for rank, its in enumerate(everybodys):
             if its == everybodys[0]:
                 continue
@@ -116,10 +176,7 @@ class Ranks:
 
     def word_of_first(self, word: Any) -> Any:
         """What rank 0 says. Collective."""
-        told = [word]
-        with collective("a broadcast of what rank 0 says"):
-            dist.broadcast_object_list(told, 0, self.group)
-        return told[0]
+        return self.host.gather_objects(word)[0]
 
     def from_first(self, value: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on the CPU; elsewhere only shape, strides and dtype of `value` count. Collective."""
@@ -128,26 +185,27 @@ class Ranks:
         else:
             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
-        with collective(f"a broadcast of {format_bytes(value.nbytes)}"):
-            dist.broadcast(flat, 0, self.group)
+        self.host.broadcast(flat)
         return value
 
     def whole(self, slot: HomeParameter, part: torch.Tensor, *, on_first: bool = False) -> torch.Tensor:
-        """A full tensor on the CPU, from what each rank has of it. `on_first`: on rank 0 alone; elsewhere one without
-        memory. Collective."""
-        counts = [slot.count_on(rank) for rank in range(self.size)]
+        """A full tensor on the CPU, from what each rank of this one's replica has of it. `on_first`: on rank 0 alone;
+        elsewhere one without memory. Collective."""
+        if not on_first or self.rank == 0:
+            if self.num_shards == 1:
+                return part.clone()
+        elif 0 not in self.replica or self.num_shards == 1:
+            return _without_memory(slot, part)
+        counts = [slot.count_on(shard) for shard in range(self.num_shards)]
         padded = torch.zeros(max(counts), dtype=part.dtype)
         padded[: part.numel()] = part
-        everybodys = [torch.empty_like(padded) for _ in counts] if not on_first or self.rank == 0 else []
-        received = [each.view(torch.uint8) for each in everybodys]
-        what = f"of {format_bytes(padded.nbytes * len(counts))}"
-        if not on_first:
-            with collective(f"an all-gather {what}"):
-                dist.all_gather(received, padded.view(torch.uint8), self.group)
-        else:
-            with collective(f"a gather {what}"):
-                dist.gather(padded.view(torch.uint8), received or None, 0, self.group)
+        gather = self.host_shards.gather_on_first if on_first else self.host_shards.gather
+        everybodys = [each.view(part.dtype) for each in gather(padded.view(torch.uint8))]
         if not everybodys:
-            return torch.empty_strided(slot.shape, slot.strides, dtype=part.dtype, device="meta")
+            return _without_memory(slot, part)
         flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
         return flat.as_strided(slot.shape, slot.strides)
+
+
+def _without_memory(slot: HomeParameter, part: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(slot.shape, slot.strides, dtype=part.dtype, device="meta")

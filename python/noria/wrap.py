@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,14 +21,18 @@ from noria._errors import UsageError, usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
+from noria.limits import find, least
 from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
 from noria.plan import WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy
-from noria.ranks import Ranks, num_ranks, own_rank
+from noria.ranks import Ranks, grid_of
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["materialize", "plan", "unwrap", "wrap"]
 
@@ -88,16 +92,20 @@ def plan(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     policy: Policy | None = None,
     /,
+    *,
+    mesh: DeviceMesh | None = None,
     **policy_fields: Any,
 ) -> WrapPlan:
     """What `wrap` with the same arguments would do: units, memory to the byte, fetches per pass. Nothing is changed.
 
     A model made under `torch.device("meta")` is enough, so a plan takes no memory. Raises UsageError where `wrap`
-    would, but for that.
+    would, but for that. Where ranks share the model, of what this one would take, by what it finds itself; not
+    collective.
     """
+    grid = grid_of(mesh)
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
-    return make_plan(roots, updaters, chosen, is_carried_out=False, rank=own_rank(), num_ranks=num_ranks())
+    return make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
 
 
 def wrap(
@@ -105,55 +113,78 @@ def wrap(
     optimizer: Any = None,
     policy: Policy | None = None,
     /,
+    *,
+    mesh: DeviceMesh | None = None,
     **policy_fields: Any,
 ) -> Any:
     """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
     device memory from now on. Edits both objects in place and returns what it was given.
 
     `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher);
-    `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. Returns
-    `(model, optimizer)` as given, or the model alone without an optimizer. Raises UsageError before anything is
-    changed: nonsense policy, a budget that is too small (with what would fit), an optimizer with parameters that no
-    wrapped model has, a model that is wrapped already. The home is taken before anything moves, in parallel and with a
-    progress bar where that takes long; Ctrl-C until then leaves all as it was.
+    `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which ranks
+    share the model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards); without it
+    all ranks of the default process group do, where there is one. Returns `(model, optimizer)` as given, or the model
+    alone without an optimizer. Raises UsageError before anything is changed: nonsense policy, a budget that is too
+    small (with what would fit), an optimizer with parameters that no wrapped model has, a model that is wrapped
+    already, a mesh without this rank; and what one of the ranks that share refuses, all of them do. The home is taken
+    before anything moves, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it
+    was.
     """
-    roots, updaters = _checked(model, optimizer)
-    chosen = make_policy(policy, policy_fields)
-    ranks = Ranks.meet(compute_device(chosen))
-    planned = make_plan(roots, updaters, chosen) if ranks is None else _agreed_plan(roots, updaters, chosen, ranks)
-    with plainly():
-        wrapped = _carry_out(planned, roots, updaters, ranks)
+    ranks = Ranks.meet(mesh)
+    try:
+        with _refused_by_all(ranks):
+            roots, updaters = _checked(model, optimizer)
+            chosen = make_policy(policy, policy_fields)
+            found = find(compute_device(chosen))
+        everybodys = [found] if ranks is None else ranks.host.gather_objects(found)
+        with _refused_by_all(ranks) as lines:
+            values = ranks is None or ranks.rank == 0
+            grid = None if ranks is None else ranks.grid
+            planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=least(everybodys))
+            if ranks is not None:
+                lines += fingerprint(planned, updaters)
+        with plainly():
+            wrapped = _carry_out(planned, roots, updaters, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     _LIVE.add(wrapped)
     return (model, optimizer) if optimizer is not None else model
 
 
-def _agreed_plan(roots: list[nn.Module], updaters: list[Optimizer], policy: Policy, ranks: Ranks) -> WrapPlan:
-    """What one rank refuses, all do: none is left waiting for the others."""
+@contextlib.contextmanager
+def _refused_by_all(ranks: Ranks | None) -> Iterator[list[str]]:
+    """What one rank refuses, all do: none is left waiting for the others. All must come to the end of the block with
+    the same lines."""
+    lines = ["wrap"]
     try:
-        planned = make_plan(roots, updaters, policy, values=ranks.rank == 0, rank=ranks.rank, num_ranks=ranks.size)
+        yield lines
     except Exception as refusal:
-        with contextlib.suppress(UsageError):  # the others' refusal is this one
-            ranks.agree([f"wrap refused: {refusal}"])
+        if ranks is not None:
+            with contextlib.suppress(UsageError):  # the others' refusal is this one
+                ranks.agree([f"wrap refused: {refusal}"])
         raise
-    ranks.agree(["wrap", *fingerprint(planned, updaters)])
-    return planned
+    if ranks is not None:
+        ranks.agree(lines)
 
 
 def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None) -> Wrapped:
     policy, device, units = planned.policy, planned.device, planned.units
     settings = machine()
-    if device.type == "cuda":
-        backend = _C.make_cuda_backend(device.index, planned.device_bytes, settings.hostility)
-    else:
-        backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
     pool = None
-    if planned.fused:
-        pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
-    home = Home(units, planned.regions, backend)
+    with _refused_by_all(ranks):
+        if device.type == "cuda":
+            backend = _C.make_cuda_backend(device.index, planned.device_bytes, settings.hostility)
+        else:
+            backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
+        if planned.fused:
+            pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
+        home = Home(units, planned.regions, backend)
+        nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
     planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0
 
     # Values first: a parameter's old memory is free as soon as it has moved.
-    nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
     values = [(slot, slot.parameter.data) for unit in units for slot in unit.parameters]
     for slot, value in values:
         if value.is_meta:

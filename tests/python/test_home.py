@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-import sys
 import threading
 import time
 import types
@@ -124,7 +123,7 @@ def test_the_ring_is_a_line_of_plan_and_ledger():
 
 def test_what_the_machine_does_not_have_is_refused_before_anything_is_changed(monkeypatch):
     limit = Limit("the memory limit of the control group", "/sys/fs/cgroup/memory.max", 300 * MIB)
-    monkeypatch.setattr(sys.modules["noria.plan"], "host_limits", lambda: [limit])
+    monkeypatch.setattr("noria.limits.host_limits", lambda: [limit])
     model = nn.Linear(4096, 4096)  # 64 MiB; with AdamW the home has 256 MiB
     optimizer = torch.optim.AdamW(model.parameters())
     before = model.weight.data_ptr()

@@ -1,9 +1,21 @@
 """What this process may still take, read from a machine made of files."""
 
+import dataclasses
+
 import pytest
 from noria import _C
 from noria.doctor import diagnose
-from noria.limits import Limit, check_fits, host_limits, margin_of, numa_node, pinning_limit, tightest
+from noria.limits import (
+    Found,
+    Limit,
+    check_fits,
+    host_limits,
+    least,
+    margin_of,
+    numa_node,
+    pinning_limit,
+    tightest,
+)
 
 GIB = 1 << 30
 
@@ -42,7 +54,7 @@ def test_without_limits_what_is_available_is_the_limit(root):
 
 def test_nothing_is_known_of_a_machine_that_says_nothing(tmp_path):
     assert host_limits(tmp_path) == [] and tightest([]) is None
-    assert check_fits([("working copies", 1 << 50)], None, []) is None
+    assert check_fits([("working copies", 1 << 50)], None, None) is None
 
 
 def test_a_control_group_leaves_its_limit_less_what_is_used_but_for_the_file_cache(root):
@@ -80,15 +92,19 @@ def test_version_1_of_control_groups_is_read_too(root, path):
 
 def test_the_address_space_of_the_process_is_a_limit(root):
     limit_process(root, "Max address space", 10 * GIB)
-    assert tightest(host_limits(root)) == Limit("max address space of the process", "ulimit -v", 7 * GIB)
+    assert tightest(host_limits(root)) == Limit("max address space of the process", "ulimit -v", 7 * GIB, is_own=True)
     limit_process(root, "Max data size", 2 * GIB)
-    assert tightest(host_limits(root)) == Limit("max data size of the process", "ulimit -d", 1 * GIB)
+    assert tightest(host_limits(root)) == Limit("max data size of the process", "ulimit -d", 1 * GIB, is_own=True)
 
 
 def test_lockable_memory_refuses_nothing(root):
     limit_process(root, "Max locked memory", 8 << 20)
     assert pinning_limit(root) == 8 << 20
     assert tightest(host_limits(root)).name == "MemAvailable"
+
+
+def free_under(*limits):
+    return least([Found("here", 1, None, limits)])
 
 
 def test_auto_leaves_a_margin_and_bytes_do_not():
@@ -102,14 +118,43 @@ def test_auto_leaves_a_margin_and_bytes_do_not():
         (8 * GIB - 1, 100 * GIB, False),
         (100 * GIB, 8 * GIB - 1, False),
     ]:
-        assert (check_fits(rows, budget, [Limit("MemAvailable", "/proc/meminfo", free)]) is None) == fits
+        assert (check_fits(rows, budget, free_under(Limit("MemAvailable", "/proc/meminfo", free))) is None) == fits
     assert margin_of(GIB) == 256 << 20 and margin_of(64 * GIB) == 4 * GIB
+
+
+def test_ranks_go_by_the_least_that_one_of_them_finds():
+    memory, own = Limit("MemAvailable", "/proc/meminfo", 64 * GIB), Limit("address space", "ulimit -v", 9 * GIB, True)
+    small = Limit("MemAvailable", "/proc/meminfo", 24 * GIB)
+    everybodys = [
+        Found("a", 1, (5, 80), (memory,)),
+        Found("b", 2, (7, 40), (small,)),  # shares its machine with a process that shares no model
+        Found("a", 1, (6, 80), (memory, own)),
+    ]
+    free = least(everybodys)
+    assert free.device == (5, 40)
+    assert free.host == Limit("address space on rank 2", "ulimit -v", 9 * GIB, True)
+    assert free.share == free.host  # nobody shares it
+    free = least([dataclasses.replace(each, limits=each.limits[:1], device=None) for each in everybodys])
+    assert free.device is None and free.host == Limit("MemAvailable on rank 1", "/proc/meminfo", 24 * GIB)
+    name = "MemAvailable on rank 1, divided by the 2 processes there"
+    assert free.share == Limit(name, "/proc/meminfo", 12 * GIB)
+    rows = [("working copies", 16 * GIB)]
+    assert check_fits(rows, 16 * GIB, free) is None
+    refusal = str(check_fits(rows, None, free))
+    assert name in refusal and "host_memory=<bytes>" in refusal
+
+
+def test_many_processes_of_one_machine_share_what_is_free():
+    found = Found("a", 1, None, (Limit("MemAvailable", "/proc/meminfo", 64 * GIB),))
+    assert least([found]).share.free == 64 * GIB
+    assert least([found] * 4).share.free == 16 * GIB
+    assert least([dataclasses.replace(found, num_processes=8)]).share.free == 8 * GIB
 
 
 def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from():
     rows = [("working copies", 3 * GIB), ("held gradients", 0), ("optimizer state", 5 * GIB)]
     limits = [Limit("MemAvailable", "/proc/meminfo", 64 * GIB), Limit("the group's", "/sys/fs/cgroup/memory.max", GIB)]
-    text = str(check_fits(rows, None, limits))
+    text = str(check_fits(rows, None, free_under(*limits)))
     for part in (
         f"8.0 GiB ({8 * GIB} bytes): working copies 3.0 GiB, optimizer state 5.0 GiB",
         "found 1.0 GiB free under the group's (/sys/fs/cgroup/memory.max)",
@@ -117,7 +162,7 @@ def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from(
         "remedy: free memory or raise that limit",
     ):
         assert part in text
-    assert "does without" in str(check_fits(rows, None, [Limit("MemAvailable", "/proc/meminfo", 8 * GIB)]))
+    assert "does without" in str(check_fits(rows, None, free_under(Limit("MemAvailable", "/proc/meminfo", 8 * GIB))))
 
 
 def test_memory_lies_next_to_the_device_where_there_are_nodes(root):

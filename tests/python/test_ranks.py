@@ -1,6 +1,7 @@
 """Of every unit each rank has one part, and all parts together are the whole."""
 
 import datetime
+import types
 
 import noria
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria import _C
+from noria.groups import Group
 from noria.home import describe_units
 from noria.partition import partition
 from noria.ranks import Ranks
@@ -94,10 +96,8 @@ def test_one_rank_has_the_home_that_it_always_had(parameters, dtypes):
 
 
 def test_without_a_process_group_nobody_shares(monkeypatch):
-    assert Ranks.meet(torch.device("cpu")) is None
-    made = []
-    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options))
-    assert Ranks.meet(torch.device("cpu")) is None and not made
+    monkeypatch.setattr("noria.ranks.Group", None)  # none can be made
+    assert Ranks.meet() is None
 
 
 def test_a_group_of_one_shares_with_nobody(tmp_path):
@@ -112,27 +112,21 @@ def test_a_group_of_one_shares_with_nobody(tmp_path):
         dist.destroy_process_group()
 
 
-def test_own_groups_have_the_timeout_of_the_users(monkeypatch, tmp_path):
+def test_own_groups_have_the_timeout_of_the_users(tmp_path):
     timeout = datetime.timedelta(seconds=77)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, timeout=timeout)
     try:
-        monkeypatch.setattr("noria.ranks.num_ranks", lambda: 2)
-        ranks = Ranks.meet(torch.device("cpu"))
-        for group in (ranks.group, *ranks.lane_groups):
-            assert group._get_backend(torch.device("cpu")).options._timeout == timeout
+        group = Group([0])
+        assert group._group._get_backend(torch.device("cpu")).options._timeout == timeout
+        group.close()
     finally:
         dist.destroy_process_group()
 
 
-class _Group:
-    """Ranks whose lines are known."""
-
-    def __init__(self, monkeypatch, everybodys):
-        def gather(into, own, group):
-            into[:] = everybodys
-
-        monkeypatch.setattr(dist, "all_gather_object", gather)
-        self.ranks = Ranks(0, len(everybodys), None, (None, None))
+def ranks_that_say(everybodys):
+    ranks = object.__new__(Ranks)
+    ranks.host = types.SimpleNamespace(gather_objects=lambda own: everybodys)
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -143,12 +137,11 @@ class _Group:
         (["a", "b", "c"], ("on rank 0: nothing; on rank 2: c",)),
     ],
 )
-def test_the_first_difference_is_named(monkeypatch, other, parts):
-    group = _Group(monkeypatch, [["a", "b"], ["a", "b"], other])
+def test_the_first_difference_is_named(other, parts):
     with pytest.raises(noria.UsageError) as caught:
-        group.ranks.agree(["a", "b"])
+        ranks_that_say([["a", "b"], ["a", "b"], other]).agree(["a", "b"])
     assert all(part in str(caught.value) for part in parts)
 
 
-def test_ranks_with_the_same_lines_agree(monkeypatch):
-    _Group(monkeypatch, [["a", "b"]] * 3).ranks.agree(["a", "b"])
+def test_ranks_with_the_same_lines_agree():
+    ranks_that_say([["a", "b"]] * 3).agree(["a", "b"])

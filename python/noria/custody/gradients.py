@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from noria._errors import usage_error
 from noria.custody.hooks import in_backward
 from noria.home import GRADIENT_RING, UNSUMMED, Region, held_region
-from noria.limits import check_fits, host_limits
+from noria.limits import Free, check_fits, find, least
 from noria.policy import host_budget
 
 if TYPE_CHECKING:
@@ -82,11 +82,19 @@ class LaterGradients:
         self._take(region, wrapped.custody.hold_unsummed)
         wrapped.plan.regions = [*wrapped.plan.regions, region]
 
+    def _free(self) -> Free:
+        """Ranks that share the model all ask at once, before any takes, and get the same answer."""
+        ranks, found = self.wrapped.ranks, find(self.wrapped.device)
+        if ranks is None:
+            return least([found])
+        self.wrapped.custody.exchange([0])  # those that do something else meanwhile hear of it
+        return least(ranks.host.gather_objects(found))
+
     def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:
         budget = host_budget(self.wrapped.policy)
         more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in self.wrapped.plan.regions]
-        if refusal := check_fits(home + more, budget, []) or check_fits(more, budget, host_limits()):
+        if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, self._free()):
             raise refusal
         self.wrapped.custody.idle()  # updates still read what it may replace
         held = self.wrapped.home.take_held(region, self.wrapped.backend)

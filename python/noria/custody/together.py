@@ -59,13 +59,15 @@ class Together:
             self._on_first = None
 
     def sum(self, sums: dict[int, float]) -> dict[int, float]:
-        """Each summed over the ranks, in their order."""
-        if not sums or self.wrapped.ranks is None:
+        """Each summed over the ranks of this one's replica, in their order; replicas have the same."""
+        ranks = self.wrapped.ranks
+        if not sums or ranks is None:
             return sums  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
         totals = [0.0] * len(sums)
-        for its in self._exchange("sum up squares of gradients", bits.tolist()):
-            numbers = torch.tensor(its, dtype=torch.int64).view(torch.float64).tolist()
+        everybodys = self._exchange("sum up squares of gradients", bits.tolist())
+        for rank in ranks.replica:
+            numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()
             totals = [total + each for total, each in zip(totals, numbers, strict=True)]
         return dict(zip(sums, totals, strict=True))
 

@@ -191,6 +191,8 @@ class Wrapped:
         self.write_trace()
         self.custody.close()
         self.custody.clear_callbacks()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def remove_hooks(self) -> None:
         self.passes.remove()

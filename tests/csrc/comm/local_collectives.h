@@ -67,6 +67,7 @@ class LocalCollectives final : public Collectives {
 
   int rank() const override { return rank_; }
   int size() const override { return group_->size(); }
+  Shards shards() const override { return {rank_, size()}; }
   Stream stream() const override { return nullptr; }
 
   void gather(const Gather& gathered) override {

@@ -1,0 +1,132 @@
+"""Process groups of noria's own, over some ranks of the world; the others need not know of them.
+
+torch's `new_group` is no help here. Without `use_local_synchronization` the whole world has to call it. With it, a name
+comes from how many groups the process has, which is not the same on all ranks; and the name of a group that is gone
+comes again, with the addresses of its sockets still in the store. So names here count what these ranks have made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from noria import _C
+from noria.policy import format_bytes
+
+__all__ = ["Group"]
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+class Group:
+    """`ranks`: of the world, in rising order; all of them make it, and so often as the others. `device`: whose memory
+    it moves: the host's by gloo, CUDA's by NCCL. Its timeout is that of the default group."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device | None = None) -> None:
+        c10d: Any = dist.distributed_c10d
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        _made[self.ranks] += 1
+        self.name = f"noria/{'_'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        store = dist.PrefixStore(f"{self.name}/", c10d._get_default_store())
+        self._group: Any = c10d.ProcessGroup(store, self.rank, self.size)
+        self._is_nccl = device is not None and device.type == "cuda"
+        types = c10d.ProcessGroup.BackendType
+        if self._is_nccl:
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = _timeout() or options._timeout
+            backend = c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+        else:
+            backend = self._meet_by_gloo(c10d, store)
+        kind = types.NCCL if self._is_nccl else types.GLOO
+        backend._set_sequence_number_for_group()
+        self._group._set_default_backend(kind)
+        self._group._register_backend(torch.device("cuda" if self._is_nccl else "cpu"), kind, backend)
+        self._group._set_group_name(self.name)
+        c10d._register_process_group(self.name, self._group)  # where C++ finds it
+
+    def _meet_by_gloo(self, c10d: Any, store: Any) -> Any:
+        patience = _timeout() or c10d.default_pg_timeout
+        try:
+            return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
+        except RuntimeError as error:
+            raise _C.MachineError(
+                f"ranks {list(self.ranks)} of the world did not all meet within {patience}; they call noria.wrap "
+                f"together, with a mesh of the same ranks ({error})"
+            ) from error
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's, by rank; of one shape and dtype on all of them. Collective."""
+        everybodys = [torch.empty_like(own) for _ in self.ranks]
+        with self._together(f"an all-gather of {format_bytes(own.nbytes * self.size)}"):
+            self._group.allgather([everybodys], [own]).wait()
+        return everybodys
+
+    def gather_on_first(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """As `gather` on the first rank; none elsewhere. Collective."""
+        everybodys = [torch.empty_like(own) for _ in self.ranks] if self.rank == 0 else []
+        with self._together(f"a gather of {format_bytes(own.nbytes * self.size)}"):
+            self._group.gather([everybodys] if everybodys else [], [own], _to_first()).wait()
+        return everybodys
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Everybody's, by rank. Collective."""
+        data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        counts = [int(count) for count in self.gather(torch.tensor([data.numel()]))]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        everybodys = zip(self.gather(padded), counts, strict=True)
+        return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]
+
+    def broadcast(self, value: torch.Tensor) -> None:
+        """The first rank's into everybody's. Collective."""
+        with self._together(f"a broadcast of {format_bytes(value.nbytes)}"):
+            self._group.broadcast(value, 0).wait()
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Around a collective: that it fails is told with the rank and its name, as the collect lane does."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _C.MachineError(
+                f"rank {self.rank} of {self.size}: {what} failed; a rank has died, raised, or hung for longer than "
+                f"the process group's timeout ({error})"
+            ) from error
+
+    def close(self) -> None:
+        """Waits for nobody: also for after a failure, and for the end of the process."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        with contextlib.suppress(Exception):  # torch has forgotten all groups, or is itself about to end
+            dist.distributed_c10d._unregister_process_group(self.name)  # type: ignore[arg-type]
+        if self._is_nccl:
+            group.abort()
+
+
+def _to_first() -> Any:
+    options: Any = dist.distributed_c10d.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
+def _timeout() -> datetime.timedelta | None:
+    """How long the default group waits for a rank: a new group would have torch's default instead."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for this device
+            options = getattr(world._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                timeout: datetime.timedelta = options._timeout
+                return timeout
+    return None
