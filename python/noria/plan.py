@@ -127,8 +127,8 @@ def make_plan(
     grid: Grid | None = None,
     free: Free | None = None,
 ) -> WrapPlan:
-    """`is_carried_out`: more than planning will follow. `values`: this rank's count. `grid`: of ranks that share the model.
-    `free`: what there is; None: what this process finds."""
+    """`is_carried_out`: more than planning will follow. `values`: this rank's count. `grid`: of ranks that share the
+    model. `free`: what there is; None: what this process finds."""
     device = compute_device(policy)
     free = free or least([find(device)])
     parts = partition(roots, policy.units)

@@ -239,7 +239,7 @@ COURSES = {
         for name, (make, more) in {
             "a plain net": (Net, {}),
             "late": (Net, {"hostility": LATE_UPDATES}),
-            "on a schedule": (Net, {"loop": loop_on_a_schedule}),
+            "on a schedule": (Net, {"loop": functools.partial(usual_loop, schedule=one_cycle)}),
             "uneven sizes": (uneven, {}),
             "frozen blocks": (adapted, {}),
             "parameters that one rank does not use": (choosing, {"unused": True}),
@@ -667,7 +667,9 @@ def test_two_ranks_have_the_bits_of_one_process_that_is_given_the_same_gradients
     assert_fine(f"twin: {name}")
 
 
-@pytest.mark.parametrize("name", ["accumulates", "accumulates with drafts", "accumulates, then updates inside backward"])
+@pytest.mark.parametrize(
+    "name", ["accumulates", "accumulates with drafts", "accumulates, then updates inside backward"]
+)
 def test_gradients_of_several_backwards_are_summed_one_backward_after_the_other(name):
     assert_fine(name)
 

@@ -82,8 +82,8 @@ class Fused:
     def expected_pieces(
         self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
     ) -> dict[int, tuple[list[HomeParameter], list[Piece]]]:
-        """By unit, what is updated, and updates with the hyperparameters as they are now. `step_of`, of the group's number, the parameter
-        and its rule: None leaves the parameter out, and its unit incomplete."""
+        """By unit, what is updated, and updates with the hyperparameters as they are now. `step_of`, of the group's
+        number, the parameter and its rule: None leaves the parameter out, and its unit incomplete."""
         self.number_elements()
         scalars = self.scalars(factor)
         expected: dict[int, tuple[list[HomeParameter], list[Piece]]] = {}
