@@ -114,10 +114,14 @@ class Part(torch.Tensor):
         made._num_awaited = None  # nobody has asked to load
         return made
 
-    @property
-    def has_arrived(self) -> bool:
-        """All of this part has been read from a checkpoint."""
-        return self._num_awaited == 0
+    def finish(self, name: str) -> None:
+        """After a load, once no rank has failed: raises where some of this part has not come."""
+        if self._num_awaited != 0:
+            raise usage_error(
+                "a checkpoint with all of what is loaded", f'some of "{name}" missing', "load another one"
+            )
+        if not self._count:
+            self._write(torch.empty(0, dtype=self._landing_dtype))
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -139,8 +143,6 @@ class Part(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         self._num_awaited = self._count
-        if not self._count:
-            self._write(torch.empty(0, dtype=self._landing_dtype))
         return [_chunk(box) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:

@@ -86,7 +86,7 @@ class _OptimizerParts:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states = state_dict.setdefault("state", {}).items()
-        _refuse_incomplete({f"{key} of {name}": each for name, values in states for key, each in values.items()})
+        _finish({f"{key} of {name}": each for name, values in states for key, each in values.items()})
         self._updates.load_parts(state_dict)
 
 
@@ -105,12 +105,16 @@ class _ModelParts:
         return dict(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        _refuse_incomplete(state_dict)
+        _finish(state_dict)
         for path, module in self._model.named_modules():
             name = f"{path}._extra_state" if path else "_extra_state"
             if name in state_dict:
                 module.set_extra_state(state_dict[name])
-        self._wrapped.custody.bump_versions([self._wrapped.slot_of[p].index for p in self._model.parameters()])
+        slot_of = self._wrapped.slot_of
+        slots = [slot_of[parameter].index for parameter in self._model.parameters() if parameter in slot_of]
+        self._wrapped.custody.bump_versions(slots)
+        for part in (*slots, *((module, key) for _, module, key in self._buffers())):
+            self._wrapped.loaded.note(part)
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
         for path, module in self._model.named_modules(remove_duplicate=False):
@@ -127,7 +131,6 @@ class _ModelParts:
             wrapped.refuse_between_steps("a load of weights", mends=True)
             wrapped.custody.access_home(slot.unit, True)
             wrapped.values.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
-            wrapped.loaded.note(slot.index)
 
         def before_read() -> None:
             wrapped.refuse_between_steps("a save of weights")
@@ -155,7 +158,6 @@ class _ModelParts:
         def write(flat: torch.Tensor) -> None:
             with torch.no_grad():
                 buffer.copy_(flat.view(shape))
-            wrapped.loaded.note((module, key))
 
         return Part.of(
             shape,
@@ -168,9 +170,7 @@ class _ModelParts:
         )
 
 
-def _refuse_incomplete(entries: dict[str, Any]) -> None:
+def _finish(entries: dict[str, Any]) -> None:
     for name, each in entries.items():
-        if isinstance(each, Part) and not each.has_arrived:
-            raise usage_error(
-                "a checkpoint with all of what is loaded", f'"{name}" of which some is missing', "load another one"
-            )
+        if isinstance(each, Part):
+            each.finish(name)

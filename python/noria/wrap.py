@@ -128,7 +128,8 @@ def wrap(
     small (with what would fit), an optimizer with parameters that no wrapped model has, a model that is wrapped
     already, a mesh without this rank; and what one of the ranks that share refuses, all of them do. The home is taken
     before anything moves, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it
-    was.
+    was. What of a model was built under `torch.device("meta")` gets its values by a load, and until all have come the
+    model cannot be used.
     """
     ranks = Ranks.meet(mesh)
     try:

@@ -12,6 +12,7 @@ import noria
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -150,6 +151,10 @@ def loads_folders(rank: int, size: int, root: str) -> None:
         for key, value in expected.items():
             if key in found:
                 assert_same_bits({key: found[key]}, {key: value.to(found[key].dtype)})
+        wrapped = wrapped_by(model)
+        for slot in wrapped.slots if kept == "adamw" else ():  # masters have all of a value
+            part = {"part": slot.part_of(expected[slot.name])}
+            assert_same_bits({"part": wrapped.values.masters.whole(slot)}, part)
         together(model, updater, [rank], size, range(1))
 
 

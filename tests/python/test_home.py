@@ -139,6 +139,8 @@ def test_what_the_machine_does_not_have_is_refused_before_anything_is_changed(mo
         elsewhere = nn.Linear(4096, 4096)
     planned = noria.plan(elsewhere, torch.optim.AdamW(elsewhere.parameters()), device="cpu")
     assert any("this machine would refuse it" in note for note in planned.unpredicted)
+    with pytest.raises(noria.UsageError, match="the memory limit of the control group"):
+        noria.wrap(elsewhere, torch.optim.AdamW(elsewhere.parameters()), device="cpu")
 
 
 # ---- population ----------------------------------------------------------------------------------------------------
