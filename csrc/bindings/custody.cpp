@@ -596,6 +596,7 @@ std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<Un
   refuse_open_home();
   forget_failed_backward();
   refuse_unsummed();
+  if (jobs.empty()) return {};  // also without a pool
   return engine_.sum_gradients(std::move(jobs), current_stream());
 }
 

@@ -33,6 +33,7 @@ __all__ = [
     "StatePlace",
     "describe_units",
     "held_region",
+    "travel_dtype",
 ]
 
 GRADIENT_RING = "gradient ring"
@@ -203,7 +204,7 @@ def describe_units(
             begin = weights
             for i in members:
                 parameter, names = spec.parameters[i], spec.names[i]
-                travels_in = _travel_dtype(parameter, dtype)
+                travels_in = travel_dtype(parameter, dtype)
                 parameters.append(
                     HomeParameter(
                         parameter=parameter,
@@ -253,7 +254,7 @@ def _cut(slots: list[HomeParameter], begin: int, part: int, rank: int, num_parts
         slot.home_offset = begin // num_parts + min(max(inside, 0), part)
 
 
-def _travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+def travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
 

@@ -23,6 +23,7 @@ from noria.moments import ROUNDING_STEP, SCALES_KEY
 from noria.optim import Lion
 
 __all__ = [
+    "ELEMENTWISE",
     "SEPARABLE",
     "STATELESS",
     "FusedRule",
@@ -43,6 +44,10 @@ SEPARABLE = frozenset(
     if hasattr(torch.optim, name)
 ) | {Lion}
 """Classes that run unit by unit; compared by identity, for a subclass may look further."""
+
+ELEMENTWISE = SEPARABLE - {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+"""Those of them whose update of an element looks at that element alone: ranks may each run them on a part. Adafactor
+takes means over rows and columns, Muon multiplies matrices."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,14 +22,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from noria._errors import usage_error
 
-__all__ = ["HookSpec", "Partition", "UnitSpec", "partition"]
+__all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,30 @@ def partition(
     for root, prefix in zip(roots, prefixes, strict=True):
         builder.add_root(root, prefix)
     return builder.finish(roots, prefixes, names)
+
+
+def split_units(whole: Partition, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> Partition:
+    """Units whose trainable parameters are of several dtypes come apart, one for each; frozen ones stay with the first.
+    Whatever module needed such a unit needs all that has become of it."""
+    units: list[UnitSpec] = []
+    became: list[list[int]] = []
+    for unit in whole.units:
+        found = dict.fromkeys(dtype_of(each) for each in unit.parameters if each.requires_grad)
+        dtypes: list[torch.dtype | None] = [*found] or [None]
+        became.append(list(range(len(units), len(units) + len(dtypes))))
+        for dtype in dtypes:
+            own = [
+                (each, names)
+                for each, names in zip(unit.parameters, unit.names, strict=True)
+                if (dtype_of(each) == dtype if each.requires_grad else dtype is dtypes[0])
+            ]
+            name = unit.name if dtype is dtypes[0] else f"{unit.name} in {dtype}"
+            parameters, all_names = [each for each, _ in own], [names for _, names in own]
+            units.append(dataclasses.replace(unit, name=name, parameters=parameters, names=all_names))
+    hooks = [
+        dataclasses.replace(hook, needs=tuple(new for old in hook.needs for new in became[old])) for hook in whole.hooks
+    ]
+    return Partition(units, hooks, whole.roots)
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -17,11 +17,20 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.home import HomeUnit, Region, Ring, StatePlace, describe_units, held_region
-from noria.kernels import FusedRule, choose, fused_units, rule_of, why_not_fused
+from noria.home import (
+    HomeParameter,
+    HomeUnit,
+    Region,
+    Ring,
+    StatePlace,
+    describe_units,
+    held_region,
+    travel_dtype,
+)
+from noria.kernels import ELEMENTWISE, SEPARABLE, FusedRule, choose, fused_units, rule_of, why_not_fused
 from noria.limits import Free, check_fits, find, least, margin_of
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
-from noria.partition import Partition, partition
+from noria.partition import Partition, partition, split_units
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
 from noria.ranks import Grid
 from noria.updates.worker import is_array, part_values, predict_state
@@ -132,6 +141,8 @@ def make_plan(
     device = compute_device(policy)
     free = free or least([find(device)])
     parts = partition(roots, policy.units)
+    if grid is not None:  # a sum over ranks is of one dtype
+        parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
     if is_carried_out and values:
         _refuse_lost_buffers(roots)
     units = describe_units(parts.units, policy.dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
@@ -143,7 +154,7 @@ def make_plan(
     if policy.update == "backward":
         _check_updates_in_backward(units, optimizers, kernels, fused)
     if grid is not None:
-        _check_shared(units, optimizers, kernels)
+        _check_shared(optimizers)
     ring: Ring | None = None
     unpredicted: list[str] = []
     if policy.state_dtype != "fp32":
@@ -335,23 +346,15 @@ def _fp32_states(
     return notes
 
 
-def _check_shared(units: list[HomeUnit], optimizers: list[Optimizer], kernels: list[str]) -> None:
+def _check_shared(optimizers: list[Optimizer]) -> None:
     """What ranks cannot share."""
-    for optimizer, kernel in zip(optimizers, kernels, strict=True):
-        if kernel != "fused":
-            reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            looks = "looks" if type(optimizer) in SEPARABLE else "may look"
             raise usage_error(
-                "an optimizer that noria's kernels cover, where ranks share the model",
-                f"{type(optimizer).__name__}, which torch updates ({reason})",
-                "use AdamW, Adam, SGD or noria.optim.Lion",
-            )
-    for unit in units:
-        dtypes = sorted({str(slot.dtype) for slot in unit.parameters if slot.trainable})
-        if len(dtypes) > 1:
-            raise usage_error(
-                "trainable parameters of one dtype in each unit, where ranks share the model",
-                f'{" and ".join(dtypes)} in "{unit.name}"',
-                "convert the model to one dtype, or name units of one each by units=[...]",
+                "an optimizer that updates each element by itself, where ranks share the model",
+                f"{type(optimizer).__name__}, which {looks} at whole tensors, and a rank has but a part of each",
+                "use AdamW, another of torch.optim that works element by element, or noria.optim.Lion",
             )
 
 
@@ -395,22 +398,47 @@ def _regions(
         sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
         regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
     states: list[dict[tuple[int, str], StatePlace]] = []
-    end = 0
+    ends = _Ends(units)
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
         places: dict[tuple[int, str], StatePlace] = {}
         states.append(places)
         slots = [slot for unit in units for slot in unit.parameters if kernel != "fused" or unit.index not in fused]
+        slots_by_index = {slot.index: slot for slot in slots}
         predicted = predict_state(optimizer, slots) if slots else {}
         if predicted is None:
             unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
         for index, tensors in (predicted or {}).items():
             for key, tensor in tensors.items():
-                if not is_array(key, tensor):
-                    continue
-                places[(index, key)] = StatePlace(end, tuple(tensor.shape), tensor.dtype)
-                end += -(-tensor.nbytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
-    regions.append(Region.of("optimizer state", [end]))
+                if is_array(key, tensor):
+                    places[(index, key)] = ends.add(slots_by_index[index], tensor)
+    regions.append(Region.of("optimizer state", [ends.most]))
     return regions, states
+
+
+class _Ends:
+    """Places behind each other for what torch keeps, and where they end: on each of the ranks that share the model,
+    which do not have parts of the same parameters, and yet take as much."""
+
+    def __init__(self, units: list[HomeUnit]) -> None:
+        self._own = 0
+        self._ends = [0] * max((unit.num_parts for unit in units), default=1)
+
+    @property
+    def most(self) -> int:
+        return max(self._ends)
+
+    def add(self, slot: HomeParameter, whole: torch.Tensor) -> StatePlace:
+        is_cut = bool(slot.cuts) and whole.shape == slot.shape
+        shape = tuple(slot.like.shape if is_cut else whole.shape)
+        place = StatePlace(self._own, shape, whole.dtype)
+        self._own += _aligned(math.prod(shape) * whole.itemsize)
+        for rank in range(len(self._ends)):
+            self._ends[rank] += _aligned((slot.count_on(rank) if is_cut else whole.numel()) * whole.itemsize)
+        return place
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
 
 
 def _spare_needs(

@@ -36,6 +36,14 @@ def no_sync_like_ddp(rank: int, size: int, update: str) -> None:
         loss_of(model, rank).backward()
     with pytest.raises(noria.UsageError, match="outside of no_sync"):
         ours.step()
+    other = Net()
+    updated_by_torch = sgd(other.parameters())
+    noria.wrap(other, updated_by_torch, device="cpu", kernel="torch")
+    with other.no_sync():
+        loss_of(other, rank).backward()
+    for call in (updated_by_torch.step, lambda: updated_by_torch.clip_grad_norm_(1.0)):
+        with pytest.raises(noria.UsageError, match="outside of no_sync"):
+            call()
 
 
 @pytest.mark.parametrize("update", ["auto", "backward"])

@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria._errors import UsageError
-from noria.partition import Partition, partition
+from noria.partition import Partition, partition, split_units
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -410,6 +410,26 @@ BAD_PARAMETERS = {
     "strides": expanded,
     r"strides \(8, 1\)": lambda: nn.Parameter(torch.ones(4, 8)[:, :5]),
 }
+
+
+def test_a_unit_of_several_dtypes_comes_apart_and_its_hooks_need_all_of_it():
+    toy = Toy()
+    toy.blocks[1].up.double()
+    toy.blocks[1].down.bias.requires_grad_(False)
+    toy.blocks[2].requires_grad_(False).up.double()
+    whole = partition(toy)
+    found = split_units(whole, lambda parameter: parameter.dtype)
+    (block,) = [hook for hook in found.hooks if hook.name == "blocks.1"]
+    first, second = (found.units[index] for index in block.needs)
+    assert (first.name, second.name) == ("blocks.1", "blocks.1 in torch.float32")
+    assert [names for (names,) in first.names] == ["blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.bias"]
+    assert [names for (names,) in second.names] == ["blocks.1.down.weight"]
+    assert len(found.units) == len(whole.units) + 1  # what is frozen is not summed
+    for hook, before in zip(found.hooks, whole.hooks, strict=True):
+        held = {each for index in hook.needs for each in found.units[index].parameters}
+        assert held == {each for index in before.needs for each in whole.units[index].parameters}
+        assert hook.needs == tuple(sorted(hook.needs))
+    assert split_units(whole, lambda parameter: torch.float32) == whole
 
 
 @pytest.mark.parametrize("found", BAD_PARAMETERS)

@@ -36,14 +36,12 @@ class Norms:
         refuse_inside_backward("optimizer.clip_grad_norm_()")
         self.wrapped.recover()
         slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
-        if self.wrapped.ranks is not None and (float(norm_type) != 2.0 or not self.members.takes_factor()):
+        if self.wrapped.ranks is not None and float(norm_type) != 2.0:
             raise usage_error(
-                "the 2-norm of gradients that noria's kernels update, where ranks share the model",
-                f"norm_type={norm_type} of {self.members.cls.__name__}",
-                "clip by norm_type=2.0, and give bfloat16 models dtype=torch.bfloat16",
+                "the 2-norm, where ranks share the model", f"norm_type={norm_type}", "clip by norm_type=2.0"
             )
-        if float(norm_type) != 2.0 or not self.members.takes_factor():
-            return self.clip_by_torch(max_norm, norm_type, error_if_nonfinite)
+        if self.wrapped.ranks is None and (float(norm_type) != 2.0 or not self.members.takes_factor()):
+            return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = _C.STORAGE_CAN_REFUSE
         with plainly():
             for slot in slots:
@@ -68,7 +66,13 @@ class Norms:
                 self.wrapped.custody.access_held(slot.unit)
             self.wrapped.home.held(slot).mul_(factor)
 
-    def clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_at_step(self, max_norm: float) -> torch.Tensor:
+        """Where an update takes no factor."""
+        if self.wrapped.ranks is None:
+            return self._clip_by_torch(max_norm)
+        return self.clip_grad_norm_(max_norm, 2.0, False)
+
+    def _clip_by_torch(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """torch's own, but for gradients of 16 bits, whose norm torch would give in as many: it is taken in fp32."""
         parameters = [slot.parameter for slot in self.members.slots()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -104,12 +108,22 @@ class Norms:
         order = list(slots)
         for slot in order:
             by_unit.setdefault(slot.unit, []).append(slot)
-        sums: dict[int, float] = {}
-        jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in by_unit.items()]
-        for (_, members), found in zip(by_unit.items(), self.wrapped.custody.sum_gradients(jobs), strict=True):
+        sums = dict.fromkeys((slot.index for slot in order), 0.0)  # in an order that ranks have alike
+        fused = {unit: members for unit, members in by_unit.items() if self.members.fuses(unit)}
+        jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in fused.items()]
+        for members, found in zip(fused.values(), self.wrapped.custody.sum_gradients(jobs), strict=True):
             sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
+        for unit, members in by_unit.items():
+            if unit not in fused:
+                self.wrapped.custody.access_held(unit)
+                sums.update((slot.index, _sum_of_squares(self.wrapped.home.held(slot))) for slot in members)
         sums = self.wrapped.together.sum(sums)
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
+
+
+def _sum_of_squares(gradient: torch.Tensor) -> float:
+    """In fp64, a stretch at a time: a copy in fp64 of all of it may not fit."""
+    return sum(float(each.double().square().sum()) for each in gradient.split(1 << 20))
 
 
 def _refuse_nonfinite(norm: torch.Tensor, norm_type: float) -> None:

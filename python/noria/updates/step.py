@@ -115,7 +115,7 @@ class Updates:
         self._members.check_options()
         self._fused.number_elements()
         if norms.max_grad_norm is not None and not self.takes_factor():
-            norms.grad_norm = norms.clip_by_torch(norms.max_grad_norm)
+            norms.grad_norm = norms.clip_at_step(norms.max_grad_norm)
         jobs = take_gradients(self._members, self._state)
         factor, expected = norms.factor(jobs), norms.expected_factor
         ready = self._fused.ready(jobs, factor)

@@ -47,7 +47,7 @@ class Whole:
                     "one, which brings new gradients in the middle of the step",
                     "clip inside of the closure and leave max_grad_norm out",
                 )
-            self.norms.grad_norm = self.norms.clip_by_torch(self.norms.max_grad_norm)
+            self.norms.grad_norm = self.norms.clip_at_step(self.norms.max_grad_norm)
         step = step_of(original_class(type(optimizer)))
 
         def with_the_model() -> Any:
