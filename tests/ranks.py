@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 def _run(

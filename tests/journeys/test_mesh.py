@@ -14,6 +14,7 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from noria.limits import Limit
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
@@ -309,15 +310,25 @@ def loads_into_other_meshes(rank: int, size: int) -> None:
     noria.wrap(model, optimizer, mesh=in_replicas(), device="cpu", window=2)
     trained(model, optimizer, rank)
     noria.save(path, model, optimizer, step=STEPS)
-    dist.barrier()
+    in_parts = os.path.join(folder[0], "in parts")
+    dcp.save({**noria.sharded_state(model, optimizer), "step": STEPS}, checkpoint_id=in_parts)
     expected = {key: value.clone() for key, value in {**model.state_dict(), **state_tensors(optimizer)}.items()}
     gone_on = trained(model, optimizer, 7 + rank)
-    for mesh in (in_replicas((1, 4)), in_replicas((4, 1)), in_replicas(), None):
+    meshes = [in_replicas((1, 4)), in_replicas((4, 1)), in_replicas(), None]
+    some = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))["shards"]  # of the four, two
+    for saved, mesh in [
+        *((path, mesh) for mesh in meshes),
+        (in_parts, meshes[0]),
+        (in_parts, meshes[2]),
+        (in_parts, some),
+    ]:
+        if mesh is some and rank >= 2:
+            continue
         torch.manual_seed(9)
         other = Net()
         its = adamw(other.parameters())
         noria.wrap(other, its, mesh=mesh, device="cpu", window=2)
-        assert noria.load(path, other, its) == {"step": STEPS}
+        assert noria.load(saved, other, its) == {"step": STEPS}
         assert_same_bits({**other.state_dict(), **state_tensors(its)}, expected)
         if mesh is not None and mesh.shape == (2, 2):
             assert_same_bits(trained(other, its, 7 + rank), gone_on)

@@ -21,9 +21,10 @@ __all__ = ["HomeState", "whole_values"]
 
 
 def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with all of its tensors, where ranks share the model; collective then."""
-    whole = wrapped.together.whole
-    return {key: whole(slot, value, key) if is_array(key, value) else value for key, value in values.items()}
+    """A parameter's state with all of its tensors, where ranks share the model; collective then. In the order of the
+    names, for a state that was loaded may have another on each rank."""
+    arrays = sorted(key for key, value in values.items() if is_array(key, value))
+    return {**values, **{key: wrapped.together.whole(slot, values[key], key) for key in arrays}}
 
 
 class HomeState:
