@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.journeys.pairs import Net, adamw, lion
-from tests.journeys.test_shared import Pictures, adapted, sgd, tied, together, uneven, values_of
+from tests.journeys.test_shared import BY_TORCH, Pictures, adapted, sgd, tied, together, uneven, values_of
 from tests.ranks import in_turn_on_ranks
 
 
@@ -40,6 +40,8 @@ COURSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Op
     "lion, moments of 16 bits": (wide, lion, {"state_dtype": "bf16"}),
     "bfloat16": (wide, adamw, {"dtype": torch.bfloat16}),
     "bfloat16, moments of 8 bits": (wide, adamw, {"dtype": torch.bfloat16, "state_dtype": "8bit"}),
+    "RMSprop by torch": (wide, BY_TORCH["RMSprop"], {}),
+    "Adagrad by torch, bfloat16": (wide, BY_TORCH["Adagrad"], {"dtype": torch.bfloat16}),
     "channels last": (Pictures, adamw, {}),
     "tied": (tied, sgd, {}),
     "frozen units": (adapted, adamw, {"dtype": torch.bfloat16}),

@@ -60,9 +60,10 @@ class StateParts:
     def _unknown_yet(self) -> dict[int, dict[str, Any]]:
         """What torch will keep of parameters that it has not updated yet."""
         by_torch = [slot for slot in self.members.slots() if slot.trainable and not self.members.fuses(slot.unit)]
-        if all(dict.get(self.state.shown, slot.parameter) for slot in by_torch):
+        unknown = [slot for slot in by_torch if not dict.get(self.state.shown, slot.parameter)]
+        if not unknown:
             return {}
-        predicted = predict_state(self.members.optimizer, by_torch)
+        predicted = predict_state(self.members.optimizer, unknown)
         if predicted is None:
             raise usage_error(
                 f"an optimizer whose state is known before its first step: {self.members.cls.__name__}'s is not",

@@ -27,7 +27,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
     The optimizer's own code is run on tensors without memory: only torch's is known to have no other effect, so of any
     other class nothing is said. None when it cannot say.
     """
-    if type(optimizer) not in SEPARABLE:
+    if original_class(type(optimizer)) not in SEPARABLE:
         return None
     stand_ins: dict[int, nn.Parameter] = {}
     groups = []
