@@ -54,7 +54,7 @@ void Engine::begin_early_work(std::optional<ItineraryId> expected) {
   last_gradient_.assign(units_.size(), -1);
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = false;
   const auto known = expected ? is_last_.find(*expected) : is_last_.end();
-  is_early_ = known != is_last_.end() && known->second;
+  is_early_ = known != is_last_.end() && known->second && !drainer_.is_unsynced();
   if (!is_early_ && !in_backward_) return;
   if (is_early_) {
     std::int64_t index = 0;
