@@ -12,10 +12,10 @@
 namespace noria {
 namespace {
 
-// A float in [-0.5, 0.5), exactly, from any bits.
-float spread(std::uint32_t bits, std::uint32_t number) {
+// A float in [-0.5, 0.5), exactly, from any bits; `coarse`: so few digits that sums of some are exact.
+float spread(std::uint32_t bits, std::uint32_t number, bool coarse = false) {
   const std::uint32_t hash = (bits ^ (number * 0x9E3779B9U)) * 2654435761U;
-  return static_cast<float>(hash >> 8) * 0x1p-24F - 0.5F;
+  return coarse ? static_cast<float>(hash >> 20) * 0x1p-12F - 0.5F : static_cast<float>(hash >> 8) * 0x1p-24F - 0.5F;
 }
 
 float* floats(std::byte* memory) { return reinterpret_cast<float*>(memory); }
@@ -35,10 +35,12 @@ BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
 }
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-                       std::shared_ptr<HostOptimizer> optimizer, bool drafts, int ring_slots)
+                       std::shared_ptr<HostOptimizer> optimizer, bool drafts, int ring_slots,
+                       std::shared_ptr<Collectives> collectives)
     : machine_(std::move(machine)),
+      shards_(collectives ? Shards{collectives->rank(), collectives->size()} : Shards{}),
       // Braces: the units are laid out before the buffers that this interns are moved.
-      engine_{options(budget, prefetch_at_step, units, ring_slots),
+      engine_{options(budget, prefetch_at_step, units, ring_slots, collectives),
               machine_.backend,
               lay_out(units, drafts, ring_slots > 0),
               std::move(buffers_),
@@ -46,8 +48,16 @@ BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, 
               std::move(optimizer)} {}
 
 EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units,
-                                  int ring_slots) {
-  EngineOptions result{{Place::Kind::device, 0}, budget, prefetch_at_step, {}};
+                                  int ring_slots, const std::shared_ptr<Collectives>& collectives) {
+  EngineOptions result;
+  result.device = {Place::Kind::device, 0};
+  result.budget = budget;
+  result.prefetch_at_step = prefetch_at_step;
+  if (collectives) {
+    std::vector<std::string> names;
+    for (std::size_t unit = 0; unit < units.size(); ++unit) names.push_back("unit " + std::to_string(unit));
+    result.lane = std::make_shared<CollectLane>(machine_.backend, collectives, std::move(names));
+  }
   if (ring_slots == 0) return result;
   Bytes slot;
   for (const BareUnit& unit : units) slot = std::max(slot, kSlotBytes * unit.num_trainable);
@@ -58,8 +68,15 @@ EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const st
 }
 
 std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring) {
-  Bytes total;
-  for (const BareUnit& unit : units) total += kSlotBytes * unit.num_slots;
+  Bytes total, all_gradients;
+  for (const BareUnit& unit : units) {
+    total += shards_.bytes_of(kSlotBytes * unit.num_slots);
+    all_gradients += kSlotBytes * unit.num_trainable;
+  }
+  if (shards_.size > 1) {
+    unsummed_ = Arena(all_gradients);
+    unsummed_.register_with(machine_.backend);
+  }
   for (Arena& array : home_) {
     array = Arena(total);
     std::memset(array.data(), 0, static_cast<std::size_t>(total.count));
@@ -74,23 +91,32 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
   for (const BareUnit& described : units) {
     const UnitId id(static_cast<std::int32_t>(result.size()));
     const Bytes weights = kSlotBytes * described.num_slots;
+    const Bytes gradients = kSlotBytes * described.num_trainable;
+    const Bytes at_home = shards_.bytes_of(weights);
     Unit unit;
     unit.slots.resize(static_cast<std::size_t>(described.num_trainable));
     for (std::size_t i = 0; i < home_.size(); ++i) unit.home[i] = floats(home_[i].data() + start.count);
     const auto num_elements = static_cast<std::uint32_t>(described.num_slots * kSlotElements);
     unit.result.resize(num_elements);
-    for (std::uint32_t i = 0; i < num_elements; ++i) {
-      unit.home[0][i] = spread(i, static_cast<std::uint32_t>(id.value) + 1);
+    unit.num_at_home = num_elements / static_cast<std::uint32_t>(shards_.size);
+    const auto num_trained = static_cast<std::uint32_t>(described.num_trainable * kSlotElements);
+    std::size_t at = 0;
+    for (const auto& [begin, end] : {std::pair{0U, num_trained}, std::pair{num_trained, num_elements}}) {
+      const std::uint32_t part = (end - begin) / static_cast<std::uint32_t>(shards_.size);
+      const std::uint32_t own = begin + part * static_cast<std::uint32_t>(shards_.rank);
+      for (std::uint32_t i = own; i < own + part; ++i) {
+        unit.home[0][at++] = spread(i, static_cast<std::uint32_t>(id.value) + 1);
+      }
     }
     units_.push_back(std::move(unit));
 
     EngineUnit made;
-    made.facts = {"unit " + std::to_string(id.value), weights, kSlotBytes * described.num_trainable, {}, {}, {}};
+    made.facts = {"unit " + std::to_string(id.value), weights, gradients, {}, {}, {}};
     const auto range = [&](int region, Bytes offset, Bytes bytes, Purpose purpose) {
       return buffers_.intern({{Place::Kind::host, region}, offset, bytes, Format::travel, purpose, id});
     };
-    made.facts.working = range(kWorkingRegion, start, weights, Purpose::working_copy);
-    made.facts.held = range(kHeldRegion, start, made.facts.gradients, Purpose::held_gradient);
+    made.facts.working = range(kWorkingRegion, start, at_home, Purpose::working_copy);
+    made.facts.held = range(kHeldRegion, start, shards_.bytes_of(gradients), Purpose::held_gradient);
     made.facts.state = range(kStateRegion, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
     made.sum = range(kSumRegion, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
@@ -98,13 +124,13 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     if (drafts && described.num_trainable == described.num_slots) {
       Spare spare;
       spare.working = spare_[0].data() + start.count;
-      spare.working_buffer = range(kSpareWorkingRegion, start, weights, Purpose::working_copy);
+      spare.working_buffer = range(kSpareWorkingRegion, start, at_home, Purpose::working_copy);
       spare.state_buffer = range(kSpareStateRegion, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
       made.spare = spare;
       for (std::size_t i : {0U, 2U, 3U}) units_.back().spare[i] = floats(spare_[i].data() + start.count);
     }
     result.push_back(std::move(made));
-    start += weights;
+    start += at_home;
   }
   return result;
 }
@@ -160,21 +186,22 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
   engine_.expect_gradient(id, machine_.stream);
   Unit& into = units_[unit];
   Slot& state = into.slots.at(slot);
-  const Write write = state.written                 ? Write::onto_buffer
-                      : state.arrived || state.held ? Write::onto_held
-                                                    : Write::plain;
+  const Bytes offset = kSlotBytes * static_cast<std::int64_t>(slot);
+  const bool adds = shards_.size > 1 ? engine_.is_unsummed(id, offset, kSlotBytes) : state.arrived || state.held;
+  const Write write = state.written ? Write::onto_buffer : adds ? Write::onto_held : Write::plain;
   if (write == Write::plain) state.guarded = false;  // the drain waits for whoever reads what was held
   const std::size_t start = slot * kSlotElements;
-  compute([write, number = ++num_gradients_, result = into.result.data() + start, held = into.home[1] + start,
-           buffer = floats(into.buffer) + start] {
+  const float* onto = shards_.size > 1 ? into.unsummed : into.home[1];
+  compute([write, number = ++num_gradients_, result = into.result.data() + start, held = onto + start,
+           buffer = floats(into.buffer) + start, coarse = shards_.size > 1] {
     for (std::size_t i = 0; i < kSlotElements; ++i) {
-      const float gradient = spread(result[i], number);
+      const float gradient = spread(result[i], number, coarse);
       if (write == Write::onto_buffer) buffer[i] += gradient;
       else buffer[i] = write == Write::onto_held ? held[i] + gradient : gradient;
     }
   });
   state.written = state.arrived = true;
-  engine_.gradient_arrived(id, kSlotBytes * static_cast<std::int64_t>(slot), kSlotBytes);
+  engine_.gradient_arrived(id, offset, kSlotBytes);
 }
 
 void BareEngine::end_pass() {
@@ -218,8 +245,24 @@ void BareEngine::look(std::size_t unit, std::size_t slot) {
 
 void BareEngine::zero_grad() {
   for (Unit& unit : units_) {
+    const UnitId id(static_cast<std::int32_t>(&unit - units_.data()));
     for (Slot& slot : unit.slots) slot.held = false;  // still guarded: the user may have kept it
+    const Bytes gradients = kSlotBytes * static_cast<std::int64_t>(unit.slots.size());
+    if (shards_.size > 1) engine_.drop_gradient(id, {}, gradients);
   }
+}
+
+void BareEngine::set_unsynced(bool unsynced) {
+  if (unsynced && !engine_.holds_unsummed()) {
+    std::vector<std::byte*> memory;
+    std::byte* next = unsummed_.data();
+    for (const Unit& unit : units_) {
+      memory.push_back(next);
+      next += (kSlotBytes * static_cast<std::int64_t>(unit.slots.size())).count;
+    }
+    engine_.hold_unsummed(memory, machine_.stream);
+  }
+  engine_.set_unsynced(unsynced);
 }
 
 void BareEngine::update(std::size_t unit, bool on_pool) {
@@ -248,10 +291,15 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
   UpdateHyper hyper;
   hyper.lr = lr;
   hyper.weight_decay = 0.01;
+  const auto part = static_cast<std::int64_t>(updated.slots.size()) * kSlotElements / shards_.size;
+  const std::int64_t own = part * shards_.rank;
   for (std::size_t i = 0; i < updated.slots.size(); ++i) {
     const Slot& slot = updated.slots[i];
     if (more == 0 && !slot.held) continue;
-    job.pieces.push_back({static_cast<std::int64_t>(i) * kSlotElements, kSlotElements,
+    const std::int64_t start = static_cast<std::int64_t>(i) * kSlotElements;  // of what lies in the own part, if any
+    const std::int64_t begin = std::clamp(start, own, own + part);
+    const std::int64_t end = std::clamp(start + kSlotElements, own, own + part);
+    job.pieces.push_back({begin - own, end - begin,
                           update_scalars(job.rule, hyper, std::max<std::int64_t>(1, slot.num_updates + more))});
   }
   job.from = {updated.home[0], nullptr, nullptr, {.fp32 = updated.home[2]}, {.fp32 = updated.home[3]}};
@@ -276,7 +324,9 @@ void BareEngine::expect_in_backward() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     UpdateJob job = job_of(unit, kRate, 1);
     std::vector<Bytes> gradients;
-    for (const UpdatePiece& piece : job.pieces) gradients.push_back(Bytes{piece.offset * job.gradient_item_bytes()});
+    for (std::size_t slot = 0; slot < job.pieces.size(); ++slot) {  // all of them
+      gradients.push_back(kSlotBytes * static_cast<std::int64_t>(slot));
+    }
     if (gradients.empty()) continue;
     engine_.expect_in_backward(UnitId(static_cast<std::int32_t>(unit)), {std::move(job), std::move(gradients)});
   }
@@ -287,8 +337,8 @@ void BareEngine::claim() {
   std::set<UnitId> all;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) all.insert(UnitId(static_cast<std::int32_t>(unit)));
   for (const Engine::Updated& each : engine_.take_updated(all)) {
-    for (const UpdatePiece& piece : each.pieces) {
-      ++of(each.unit).slots.at(static_cast<std::size_t>(piece.offset / kSlotElements)).num_updates;
+    for (const auto& [gradient, scalars] : each.pieces) {
+      ++of(each.unit).slots.at(static_cast<std::size_t>(gradient.count / kSlotBytes.count)).num_updates;
     }
   }
   zero_grad();
@@ -332,7 +382,7 @@ std::vector<float> BareEngine::read_home(std::size_t unit) {
 
 void BareEngine::write_home(std::size_t unit, float value) {
   engine_.access_home(UnitId(static_cast<std::int32_t>(unit)), /*write_weights=*/true);
-  for (std::size_t i = 0; i < units_[unit].result.size(); ++i) {
+  for (std::size_t i = 0; i < units_[unit].num_at_home; ++i) {
     units_[unit].home[0][i] = units_[unit].home[0][i] * 0.5F + value;
   }
 }
@@ -372,7 +422,7 @@ std::vector<float> BareEngine::array(const std::string& which, std::size_t unit)
   static const std::array<std::string, 4> names{"weights", "held", "moment1", "moment2"};
   const auto found = std::find(names.begin(), names.end(), which);
   const float* start = units_[unit].home.at(static_cast<std::size_t>(found - names.begin()));
-  return {start, start + units_[unit].result.size()};
+  return {start, start + units_[unit].num_at_home};
 }
 
 std::vector<std::uint8_t> BareEngine::arena() const {

@@ -1,5 +1,9 @@
 // The engine without torch: a model of plain arrays, whose layers mix bits, driven by the verbs that hooks would call.
 //
+// Where ranks share the home (`collectives`), it has this rank's part of every unit's trained slots, and of its frozen
+// ones, one behind the other; all ranks compute the same, so that the mean of their gradients is each of them; and
+// these have so few digits that the order of sums does not matter.
+//
 // A unit is a row of slots of 512 bytes (128 floats), of which the first may be trained; a slot stands for a parameter.
 // A visit enqueues on the compute stream: mix the leased weights, bit by bit, into the unit's result. A gradient is a
 // function of that result and a running number, written into the open buffer as `Custody` does it. Updates are AdamW on
@@ -47,9 +51,10 @@ struct BareUnit {
 class BareEngine final : public Custodian {
  public:
   /// `drafts`: units that are trained as a whole have spare buffers. `ring_slots`: for gradients; if there are any,
-  /// updates run inside backward.
+  /// updates run inside backward. `collectives`: of the ranks that share the home, if any.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
-             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, int ring_slots = 0);
+             std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, int ring_slots = 0,
+             std::shared_ptr<Collectives> collectives = nullptr);
   ~BareEngine() override;
 
   Engine& engine() { return engine_; }
@@ -72,6 +77,8 @@ class BareEngine final : public Custodian {
   /// Mixes a held gradient into the unit's result on the stream, as logging it would.
   void look(std::size_t unit, std::size_t slot);
   void zero_grad();
+  /// From now on gradients stay on their rank, or are summed over the ranks.
+  void set_unsynced(bool unsynced);
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
   void update(std::size_t unit, bool on_pool);
@@ -112,7 +119,9 @@ class BareEngine final : public Custodian {
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit) override { of(unit).buffer = nullptr; }
   void home_moved(UnitId unit, std::byte* working) override;
-  void held_moved(UnitId unit, std::byte* held) override { of(unit).home[1] = reinterpret_cast<float*>(held); }
+  void held_moved(UnitId unit, std::byte* held) override {
+    (shards_.size > 1 ? of(unit).unsummed : of(unit).home[1]) = reinterpret_cast<float*>(held);
+  }
   void update(UnitId unit) override;
 
  private:
@@ -128,22 +137,26 @@ class BareEngine final : public Custodian {
   };
   struct Unit {
     std::vector<Slot> slots;
-    std::array<float*, 4> home{};   // weights, held, moment1, moment2
+    std::array<float*, 4> home{};   // weights, held, moment1, moment2; of this rank
     std::array<float*, 4> spare{};  // as home, without held; null where the unit is never drafted
+    float* unsummed = nullptr;      // whole gradients of this rank
+    std::size_t num_at_home = 0;    // elements
     std::vector<std::uint32_t> result;
     std::byte* attached = nullptr;
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
   std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
-  EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots);
+  EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots,
+                        const std::shared_ptr<Collectives>& collectives);
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;
+  Shards shards_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;
   std::array<Arena, 4> spare_;
-  Arena ring_;
+  Arena ring_, unsummed_;
   std::vector<Unit> units_;
   Phase phase_ = Phase::forward;
   std::uint32_t num_gradients_ = 0;

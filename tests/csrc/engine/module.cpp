@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../comm/local_collectives.h"
 #include "bare_engine.h"
 #include "base/errors.h"
 #include "fake_cuda.h"
@@ -34,18 +35,20 @@ BareMachine make_machine(const std::string& name, const Hostility& hostility) {
 std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, std::int64_t arena, std::int32_t window,
                                  const std::string& machine, bool pool, bool prefetch_at_step, std::uint64_t seed,
                                  std::int64_t max_delay_us, const std::map<std::string, std::int64_t>& hold_us,
-                                 bool poison, std::int64_t kernel_us, bool drafts, int ring_slots) {
+                                 bool poison, std::int64_t kernel_us, bool drafts, int ring_slots,
+                                 const std::shared_ptr<LocalGroup>& group, int rank, int threads) {
   Hostility hostility{seed, max_delay_us, {}, poison};
   for (const auto& [verb, us] : hold_us) hostility.hold_us[parse_verb(verb)] = us;
   std::vector<BareUnit> described;
   for (const auto& [slots, trainable] : units) described.push_back({slots, trainable});
   HostOptimizerOptions options;
-  options.num_threads = 1;
+  options.num_threads = threads;
   options.hostility = hostility;
   BareMachine computes = make_machine(machine, hostility);
   computes.kernel_us = kernel_us;
   return std::make_unique<BareEngine>(described, std::move(computes), Budget{Bytes{arena}, window}, prefetch_at_step,
-                                      pool ? std::make_shared<HostOptimizer>(options) : nullptr, drafts, ring_slots);
+                                      pool ? std::make_shared<HostOptimizer>(options) : nullptr, drafts, ring_slots,
+                                      group ? std::make_shared<LocalCollectives>(group, rank) : nullptr);
 }
 
 py::list passes_of(BareEngine& bare) {
@@ -95,11 +98,16 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def_property_readonly("num_units", &noria::Leases::num_units)
       .def_property_readonly("num_leases", &noria::Leases::num_leases);
 
+  py::class_<noria::LocalGroup, std::shared_ptr<noria::LocalGroup>>(m, "LocalGroup")
+      .def(py::init<int>(), py::arg("size"))
+      .def("leave", &noria::LocalGroup::leave, Release());
+
   py::class_<BareEngine>(m, "BareEngine")
       .def(py::init(&noria::make), py::arg("units"), py::kw_only(), py::arg("arena"), py::arg("window") = 0,
            py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,
            py::arg("max_delay_us") = 0, py::arg("hold_us") = std::map<std::string, std::int64_t>(),
-           py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring_slots") = 0)
+           py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring_slots") = 0,
+           py::arg("group") = nullptr, py::arg("rank") = 0, py::arg("threads") = 1)
       .def("begin_forward", &BareEngine::begin_forward, py::arg("root") = 0, py::arg("training") = true,
            py::arg("grad_enabled") = true, Release())
       .def("begin_backward", &BareEngine::begin_backward, Release())
@@ -114,7 +122,8 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("end_pass", &BareEngine::end_pass, Release())
       .def("reset", &BareEngine::reset, Release())
       .def("clip", &BareEngine::clip, Release())
-      .def("zero_grad", &BareEngine::zero_grad)
+      .def("zero_grad", &BareEngine::zero_grad, Release())
+      .def("set_unsynced", &BareEngine::set_unsynced, Release())
       .def("begin_step", &BareEngine::begin_step, Release())
       .def("update", py::overload_cast<std::size_t, bool>(&BareEngine::update), Release())
       .def("end_step", &BareEngine::end_step, Release())

@@ -59,9 +59,9 @@ class Model:
         return sum(slots + trainable for slots, trainable in self.units) * CELL
 
 
-def spread(bits: np.ndarray, number: int) -> np.ndarray:
+def spread(bits: np.ndarray, number: int, dropped: int = 8) -> np.ndarray:
     mixed = (bits ^ np.uint32(number * 0x9E3779B9 & 0xFFFFFFFF)) * np.uint32(2654435761)
-    return (mixed >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)
+    return (mixed >> np.uint32(dropped)).astype(np.float32) * np.float32(2.0 ** (dropped - 32)) - np.float32(0.5)
 
 
 @dataclass
@@ -72,9 +72,11 @@ class Gradient:
 
 
 class Twin:
-    """Everything lies in one memory and happens when it is called for."""
+    """Everything lies in one memory and happens when it is called for. `is_shared`: it is that of ranks which share a
+    home, whose gradients have so few digits that the order of sums does not matter."""
 
-    def __init__(self, units: list[tuple[int, int]]) -> None:
+    def __init__(self, units: list[tuple[int, int]], is_shared: bool = False) -> None:
+        self.dropped = 20 if is_shared else 8
         self.slots = [[Gradient() for _ in range(trainable)] for _, trainable in units]
         counts = [slots * SLOT for slots, _ in units]
         self.weights = [spread(np.arange(n, dtype=np.uint32), u + 1) for u, n in enumerate(counts)]
@@ -90,7 +92,7 @@ class Twin:
     def gradient(self, unit: int, slot: int) -> None:
         self.num_gradients += 1
         state, part = self.slots[unit][slot], self.part(slot)
-        gradient = spread(self.results[unit][part], self.num_gradients)
+        gradient = spread(self.results[unit][part], self.num_gradients, self.dropped)
         if state.arrived or state.held:
             gradient = self.held[unit][part] + gradient
         self.held[unit][part] = gradient
@@ -158,7 +160,7 @@ class Twin:
     def nothing(self, *_: Any) -> None:
         """What only moves memory."""
 
-    begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = nothing
+    begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = set_unsynced = nothing
     expect_updates = await_stream = expect_in_backward = nothing
 
     def part(self, slot: int) -> slice:
