@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import gc
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -14,10 +17,11 @@ import torch
 from noria.cli import read_trace
 from noria.custody import wrapped_by
 from noria.report import _bound
+from noria.testing import on_machine
 from torch import nn
 
 from tests.journeys.pairs import Net, loss_of, sgd
-from tests.ranks import in_turn_on_ranks
+from tests.ranks import in_turn_on_ranks, on_ranks
 
 
 def wrapped_net(**policy: Any) -> tuple[nn.Module, Any]:
@@ -73,6 +77,78 @@ def names_what_ranks_can_do_about_evicted_weights(rank: int, size: int) -> None:
     assert "materialize" not in str(caught.value)
 
 
+# ---- host memory ------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+NOISE = 40 * MIB  # what torch, gloo and malloc keep for themselves
+DEPTH = 12
+PER_ELEMENT = {None: (16, 4), torch.bfloat16: (14, 2)}
+"""Bytes of docs/distributed.md: at home, gradients included; and of whole gradients."""
+
+
+def resident(*, peak: bool = False) -> int:
+    """Of this process, now; `peak`: at most since `forget_peak`."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what torch has given back to malloc it does not use
+    name = "VmHWM" if peak else "VmRSS"
+    [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) << 10
+
+
+def forget_peak() -> None:
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def wrapped_layers(rank: int, width: int, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+    """Sizes that every number of ranks here divides without padding; only rank 0 ever has values."""
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
+        noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear], dtype=dtype)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, width: int, *, unsynced: int) -> None:
+    dtype = next(model.parameters()).dtype
+    for _ in range(2):
+        for number in range(unsynced + 1):
+            with model.no_sync() if number < unsynced else contextlib.nullcontext():
+                model(torch.ones(4, width, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def takes_its_part(rank: int, size: int, dtype: torch.dtype | None, width: int) -> None:
+    train(*wrapped_layers(rank, 64, dtype), 64, unsynced=1)  # whatever torch loads at a first step
+    before = resident()
+    forget_peak()
+    model, optimizer = wrapped_layers(rank, width, dtype)
+    peak = resident(peak=True) - before
+    at_home, of_gradients = PER_ELEMENT[dtype]
+    elements = DEPTH * width * width
+    assert elements == sum(parameter.numel() for parameter in model.parameters())
+    for unsynced in (0, 1):
+        train(model, optimizer, width, unsynced=unsynced)
+        wrapped = wrapped_by(model)
+        assert wrapped is not None
+        wrapped.custody.idle()
+        growth, report = resident() - before, noria.report(model)
+        assert report.ledger_agrees, str(report)
+        host = {row.purpose: row.taken for row in report.ledger if row.place == "host"}
+        device = sum(row.taken for row in report.ledger if row.place == "cpu")
+        assert sum(host.values()) == elements * at_home // size + unsynced * elements * of_gradients, host
+        if unsynced:
+            assert host["unsummed gradients"] == elements * of_gradients
+        told = f"rank {rank} of {size}: {growth / MIB:.0f} MiB, {device / MIB:.0f} of them device memory, {host}"
+        assert abs(growth - device - sum(host.values())) <= 0.02 * sum(host.values()) + NOISE, told
+    if rank > 0:  # at no time more than its part, and a few whole parameters
+        allowed = 1.02 * elements * at_home // size + device + 4 * 4 * width * width + NOISE
+        assert allowed < elements * at_home
+        assert peak <= allowed, f"rank {rank} of {size}: at most {peak / MIB:.0f} MiB in wrap, of {allowed / MIB:.0f}"
+    noria.unwrap(model, optimizer)
+
+
 ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "report": (reports_what_ranks_send_each_other, ({},)),
     "report of sums in fp32": (
@@ -80,6 +156,8 @@ ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         ({"dtype": torch.bfloat16, "reduce_dtype": torch.float32},),
     ),
     "evicted": (names_what_ranks_can_do_about_evicted_weights, ()),
+    "host memory": (takes_its_part, (None, 1024)),
+    "host memory in bfloat16": (takes_its_part, (torch.bfloat16, 1024)),
 }
 
 
@@ -95,3 +173,15 @@ def test_report_trace_and_bound_count_what_ranks_send_each_other(name):
 
 def test_a_look_at_an_evicted_weight_names_what_ranks_can_do():
     assert not found()["evicted"], found()["evicted"]
+
+
+@pytest.mark.parametrize("name", ["host memory", "host memory in bfloat16"])
+def test_a_rank_takes_its_part_of_the_host_memory_and_no_more(name):
+    assert not found()[name], found()[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_of_a_large_model_takes_its_part_of_the_host_memory_and_no_more(size, dtype):
+    on_ranks(size, takes_its_part, dtype, 2048)
