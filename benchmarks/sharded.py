@@ -6,18 +6,19 @@ compute of backward B, updates 2.5 F. With N ranks each fetches, drains and upda
 step falls until compute is the busiest, and no lower. With the times that the limited lanes must take for what this
 rank moves:
 
-    bound      max(F, U, f_F) + max(B, d, f_B)
+    bound          max(F, U, f_F) + max(B, d, f_B)
+    with collect   max(F, U, f_F, c_F) + max(B, d, f_B, c_B)
 
-What ranks send each other costs nothing there: those copies go through this machine's memory at its own pace, on the
-cores that also compute. How long the lane that makes them was busy, waiting for other ranks included, stands beside it.
+What ranks send each other, c, goes through this machine's memory at its own pace, on the cores that also compute: the
+first bound leaves it out, the second counts it at the rate that the collect lane was measured at, as noria.report does.
 Compute is paced: layers are small, and then wait until their time is over. So the ranks need not have a core each; but
 what they send each other, and agree about before each op, does want one. F and B are of a resident model in the same
 processes, before they share anything.
 
-Bytes of a step are those of this rank: of fetch and drain as they were moved, against 1/N of what one rank alone moves;
-of collect what the rank gets from the others, N - 1 times what it fetched and drained, which is true if the lane ran
-one op for each fetch and each drain: the numbers of ops are in the result. All ranks see the same batch, so losses have
-the same bits for every N that is a power of two: the N-th part of a gradient, N times.
+Bytes of a step are those of this rank, as the lanes counted them, beside theory: of fetch and drain 1/N of what one
+rank alone moves; of collect, what the rank gets from the others, (N - 1)/N of what one rank alone fetches and drains.
+All ranks see the same batch, so losses have the same bits for every N that is a power of two: the N-th part of a
+gradient, N times.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ from overlap import LATENCY_US, Chain, Limits, Run, Setting, as_dict, limits_of,
 SETTING = Setting("bound by its lanes on one rank", fetch=2.5, drain=2.0, update=2.5)
 FORWARD_S, BACKWARD_S = 0.003, 0.0045  # of a block
 LANES = ("fetch", "drain", "collect")
+BOUNDS = ("bound_us", "bound_with_collect_us")
+
+
+SHARES = ("home", "fetch", "drain", "collect")  # of what one rank alone has at home, fetches, drains, or both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,6 @@ def on_rank(rank: int, size: int, meeting: str, limits: Limits, shape: Shape, an
         lane: {name: (after[lane][name] - before[lane][name]) / steps for name in ("bytes", "num_ops", "busy_us")}
         for lane in LANES
     }
-    lanes["collect"]["bytes"] = (size - 1) * (lanes["fetch"]["bytes"] + lanes["drain"]["bytes"])
     update_bytes = 28 * sum(parameter.numel() for parameter in run.model.parameters()) / size
     fetches = {each.phase: each.fetches for each in noria.report(run.model).passes}
     times = _C.StepTimes(
@@ -92,6 +96,8 @@ def on_rank(rank: int, size: int, meeting: str, limits: Limits, shape: Shape, an
         backward_fetch_us=transfer_us(run.per_step("backward_fetched"), fetches["backward"], limits["fetch"][0]),
         drain_us=transfer_us(run.per_step("drained"), shape.blocks, limits["drain"][0]),
     )
+    collect_us = {name: run.per_step(name) for name in ("forward_collect_us", "backward_collect_us")}
+    with_collect = _C.StepTimes(**as_dict(times), **collect_us)
     home = sum(region.bytes for region in wrapped.plan.regions)
     answers.put(
         (
@@ -100,8 +106,9 @@ def on_rank(rank: int, size: int, meeting: str, limits: Limits, shape: Shape, an
                 "steps_s": run.times,
                 "losses": run.losses,
                 "lanes": lanes,
-                "times": as_dict(times),
+                "times": as_dict(times) | collect_us,
                 "bound_us": _C.deferred_bound_us(times),
+                "bound_with_collect_us": _C.deferred_bound_us(with_collect),
                 "home_bytes": home,
             },
         )
@@ -133,7 +140,7 @@ def summarised(turns: list[list[dict[str, Any]]], alone: dict[str, Any] | None) 
     """Of one number of ranks, over its turns; `alone`: of one rank."""
     everybody = [found for turn in turns for found in turn]
     step_us = 1e6 * median(time for found in everybody for time in found["steps_s"])
-    bound_us = median(found["bound_us"] for found in everybody)
+    bound_us, with_collect_us = (median(found[name] for found in everybody) for name in BOUNDS)
     lanes = {
         lane: {name: max(found["lanes"][lane][name] for found in everybody) for name in ("bytes", "num_ops", "busy_us")}
         for lane in LANES
@@ -142,8 +149,10 @@ def summarised(turns: list[list[dict[str, Any]]], alone: dict[str, Any] | None) 
     result = {
         "step_us": step_us,
         "bound_us": bound_us,
+        "bound_with_collect_us": with_collect_us,
         "ratio": step_us / bound_us,
-        "times": everybody[0]["times"],
+        "ratio_with_collect": step_us / with_collect_us,
+        "times": {name: median(found["times"][name] for found in everybody) for name in everybody[0]["times"]},
         "lanes": lanes,
         "home_bytes": home_bytes,
     }
@@ -151,6 +160,7 @@ def summarised(turns: list[list[dict[str, Any]]], alone: dict[str, Any] | None) 
         result["share_of_one_rank"] = {
             "home": home_bytes / alone["home_bytes"],
             **{lane: lanes[lane]["bytes"] / alone["lanes"][lane]["bytes"] for lane in ("fetch", "drain")},
+            "collect": lanes["collect"]["bytes"] / sum(alone["lanes"][lane]["bytes"] for lane in ("fetch", "drain")),
         }
     return result
 
@@ -187,22 +197,26 @@ def main() -> int:
     rows = []
     for size in sizes:
         found = summary[str(size)]
-        lanes, share = found["lanes"], found.get("share_of_one_rank", {"home": 1.0, "fetch": 1.0, "drain": 1.0})
+        lanes, share = found["lanes"], found.get("share_of_one_rank", dict.fromkeys(SHARES, 1.0) | {"collect": 0.0})
         rows.append(
             [
                 str(size),
                 f"{found['step_us'] / 1e3:.1f}",
                 f"{found['bound_us'] / 1e3:.1f}",
                 f"{found['ratio']:.3f}",
+                f"{found['ratio_with_collect']:.3f}",
                 f"{lanes['collect']['busy_us'] / 1e3:.1f}",
                 *(f"{lanes[lane]['bytes'] / 2**20:.2f}" for lane in LANES),
-                *(f"{share[name]:.3f}" for name in ("home", "fetch", "drain")),
-                f"{1 / size:.3f}",
+                *(f"{share[name]:.3f}" for name in SHARES),
             ]
         )
-    columns = ["ranks (ms, MiB)", "step", "bound", "step/bound", "collect busy", *LANES]
-    columns += ["home", "fetch", "drain, of one rank's", "theory"]
-    _common.show(f"{args.blocks} units, window {args.window}, compute paced, per rank and step", columns, rows)
+    columns = ["ranks (ms, MiB)", "step", "bound", "step/bound", "with collect", "collect busy", *LANES]
+    _common.show(
+        f"{args.blocks} units, window {args.window}, compute paced, per rank and step; then shares of one rank's, in "
+        "theory 1/N, of collect 1 - 1/N",
+        columns + [f"{name}, share" for name in SHARES],
+        rows,
+    )
     print(f"same losses on all ranks of all numbers of ranks: {'yes' if len(losses) == 1 else 'NO'}")
     summary["same_losses"] = len(losses) == 1
     summary["limits"] = limits
