@@ -1,4 +1,5 @@
-"""One of several ranks that train together, one of which fails at a given moment: the script of tests/journeys/test_rank_failures.py.
+"""One of several ranks that train together, one of which fails at a given moment: the script of
+tests/journeys/test_rank_failures.py.
 
 The moment is the n-th call of a function of noria's or of this loop, of one name or of any: whatever the other threads
 do then.
@@ -25,7 +26,7 @@ STEPS = 3
 WATCHED = (str(Path(noria.__file__).parent), str(Path(__file__).parent))
 
 
-class Mishap(Exception):
+class MishapError(Exception):
     """What a rank raises by itself."""
 
 
@@ -46,7 +47,7 @@ class Moment:
         print("failing in", code.co_qualname, flush=True)
         if self.how == "raise":
             sys.setprofile(None)
-            raise Mishap("of this rank's own")
+            raise MishapError("of this rank's own")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}[self.how])
 
 

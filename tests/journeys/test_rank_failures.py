@@ -25,9 +25,9 @@ NAMED = r"noria\._C\.MachineError: rank {rank} of {size}: an? .+ failed; a rank 
 def train(
     folder: Path, size: int, fails: dict[int, str], *, timeout_s: float = 20.0, policy: int = 0
 ) -> list[tuple[str, str]]:
-    """What each of `size` ranks printed, to stdout and to stderr. `fails`: by rank, how, in which function, and in which
-    call of it (tests/failing_rank.py). Ranks that hang go on when the others have ended. Those that did not fail have
-    raised the named error, or finished, if the failure came when there was nothing left to do together."""
+    """What each of `size` ranks printed, to stdout and to stderr. `fails`: by rank, how, in which function, and in
+    which call of it (tests/failing_rank.py). Ranks that hang go on when the others have ended. Those that did not fail
+    have raised the named error, or finished, if the failure came when there was nothing left to do together."""
     paths = os.pathsep.join([str(ROOT), str(Path(noria.__file__).parents[1])])
     command = [sys.executable, "-m", "tests.failing_rank", "--size", str(size), "--folder", str(folder)]
     command += ["--timeout", str(timeout_s), "--policy", str(policy)]
@@ -64,7 +64,7 @@ def train(
         if how == "kill":
             assert status == -signal.SIGKILL, told
         elif how == "raise":
-            assert status == 1 and "Mishap: of this rank's own" in error, told
+            assert status == 1 and "MishapError: of this rank's own" in error, told
         elif "finished" in out and some_are_late:
             assert status == 0, told
         else:
