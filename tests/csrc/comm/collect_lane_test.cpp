@@ -97,7 +97,7 @@ TEST_F(CollectLaneTest, an_op_runs_after_what_it_waits_for) {
   std::array<Ticket, kRanks> givers;
   std::vector<Ticket> tickets;
   for (std::size_t i = 0; i < kRanks; ++i) {
-    givers[i] = ranks_[i].backend->open({OpId(next_op_++), Lane::compute, Verb::forward, UnitId(0)});
+    givers[i] = ranks_[i].backend->open({OpId(next_op_++), Lane::compute, Verb::forward, UnitId(0)}, {});
     tickets.push_back(ranks_[i].lane->submit(label(Verb::gather, 0), gather(ranks_[i]), {givers[i]}));
   }
   for (std::size_t i = 0; i < kRanks; ++i) {
@@ -150,7 +150,7 @@ TEST_F(CollectLaneTest, a_rank_that_dies_fails_everybody_elses_op) {
 }
 
 TEST_F(CollectLaneTest, closing_ends_an_op_whose_giver_never_comes) {
-  const Ticket never = ranks_[0].backend->open({OpId(next_op_++), Lane::compute, Verb::forward, UnitId(0)});
+  const Ticket never = ranks_[0].backend->open({OpId(next_op_++), Lane::compute, Verb::forward, UnitId(0)}, {});
   const Ticket ticket = ranks_[0].lane->submit(label(Verb::gather, 0), gather(ranks_[0]), {never});
   ranks_[0].lane->close();
   EXPECT_NE(failure_of(ticket), "");

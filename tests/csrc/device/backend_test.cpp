@@ -160,7 +160,7 @@ TEST(HostBackendTest, hostile_lanes_and_streams_never_outrun_a_ticket) {
       in.copies.push_back({window, homes[i].data(), kSize});
       out.copies.push_back({results[i].data(), scratch, kSize});
       const Ticket arrived = backend.submit(kFetch, std::move(in), read);
-      const Ticket visit = backend.open(kForward);
+      const Ticket visit = backend.open(kForward, {});
       taken.push_back(arrived);
       backend.wait(taken, stream, kForward);
       backend.enqueue(stream, [=] { std::memcpy(scratch, window, size); });
@@ -190,7 +190,7 @@ TEST(HostBackendTest, a_failed_wait_fails_the_op_and_the_lane_goes_on) {
 
 TEST(HostBackendTest, give_failed_releases_the_drain) {
   HostBackend backend(roomy());
-  const Ticket visit = backend.open(kBackward);
+  const Ticket visit = backend.open(kBackward, {});
   const Ticket drain = backend.submit(kDrain, {}, {visit});
   backend.give_failed(visit, reason("the visit raised"));
   EXPECT_EQ(failure_of(drain), "the visit raised");
