@@ -194,29 +194,32 @@ def main() -> int:
         summary[str(size)] = summarised(turns[size], summary.get("1"))
     losses = {tuple(found["losses"]) for each in turns.values() for turn in each for found in turn}
 
-    rows = []
+    times, moved = [], []
     for size in sizes:
         found = summary[str(size)]
         lanes, share = found["lanes"], found.get("share_of_one_rank", dict.fromkeys(SHARES, 1.0) | {"collect": 0.0})
-        rows.append(
+        times.append(
             [
                 str(size),
-                f"{found['step_us'] / 1e3:.1f}",
-                f"{found['bound_us'] / 1e3:.1f}",
-                f"{found['ratio']:.3f}",
-                f"{found['ratio_with_collect']:.3f}",
+                *(f"{found[name] / 1e3:.1f}" for name in ("step_us", *BOUNDS)),
+                *(f"{found[name]:.3f}" for name in ("ratio", "ratio_with_collect")),
                 f"{lanes['collect']['busy_us'] / 1e3:.1f}",
-                *(f"{lanes[lane]['bytes'] / 2**20:.2f}" for lane in LANES),
-                *(f"{share[name]:.3f}" for name in SHARES),
             ]
         )
-    columns = ["ranks (ms, MiB)", "step", "bound", "step/bound", "with collect", "collect busy", *LANES]
-    _common.show(
-        f"{args.blocks} units, window {args.window}, compute paced, per rank and step; then shares of one rank's, in "
-        "theory 1/N, of collect 1 - 1/N",
-        columns + [f"{name}, share" for name in SHARES],
-        rows,
-    )
+        moved.append(
+            [
+                str(size),
+                *(f"{lanes[lane]['bytes'] / 2**20:.2f}" for lane in LANES),
+                *(f"{share[name]:.3f}" for name in SHARES),
+                f"{1 / size:.3f}",
+                f"{1 - 1 / size:.3f}",
+            ]
+        )
+    title = f"{args.blocks} units, window {args.window}, compute paced, per rank and step"
+    columns = ["ranks (ms)", "step", "bound", "with collect", "step/bound", "step/with collect", "collect busy"]
+    _common.show(title, columns, times)
+    columns = ["ranks (MiB)", *LANES, *(f"{name}/one's" for name in SHARES), "theory", "of collect"]
+    _common.show(title, columns, moved)
     print(f"same losses on all ranks of all numbers of ranks: {'yes' if len(losses) == 1 else 'NO'}")
     summary["same_losses"] = len(losses) == 1
     summary["limits"] = limits
