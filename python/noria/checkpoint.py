@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
-from noria.custody import wrapped_by
+from noria.custody import Wrapped, wrapped_by
 from noria.folders import load_folder
+from noria.optimizer import WrappedOptimizer
 
 __all__ = ["load", "save"]
 
@@ -35,15 +36,18 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     any number of ranks may load it. Only rank 0 gathers all of it in host memory. When this returns the file is there,
     for all ranks; where rank 0 fails, all of them raise.
     """
-    wrapped = wrapped_by(_as_list(model)[0])
-    ranks = None if wrapped is None else wrapped.ranks
-    with contextlib.nullcontext() if wrapped is None else wrapped.together.on_first():
+    shared = _shared(model, optimizer)
+    with contextlib.ExitStack() as on_first:
+        for wrapped in shared:
+            on_first.enter_context(wrapped.together.on_first())
         contents = {**extra, "model": _state_of(model)}
         if optimizer is not None:
             contents["optimizer"] = _state_of(optimizer)
-    if ranks is None:
+    if not shared:
         _write(path, contents)
         return
+    ranks = shared[0].ranks
+    assert ranks is not None
     failure = None
     if ranks.rank == 0:
         try:
@@ -51,6 +55,14 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         except Exception as error:
             failure = error
     ranks.raise_of_first(failure, "noria.save")
+
+
+def _shared(model: Models, optimizer: Optimizers | None) -> list[Wrapped]:
+    """The wrap calls of what is saved, each once, whose models ranks share."""
+    owners = [wrapped_by(each) for each in _as_list(model)]
+    updates = [each._noria for each in _as_list(optimizer) if isinstance(each, WrappedOptimizer)]
+    owners += [each.wrapped for each in updates if each is not None]
+    return list(dict.fromkeys(each for each in owners if each is not None and each.ranks is not None))
 
 
 def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any) -> dic
     paths = {**paths, **(metadata.planner_data or {})}
     paths = {name: paths.get(name, (name,)) for name in {*wanted, *saved}}
     targets = {name: value for name, value in wanted.items() if name in saved}
+    if optimizer is not None and all(paths[name][0] != "optimizer" for name in saved):
+        raise usage_error(f"a checkpoint with an optimizer in {path}", "one without", "load the model alone")
     _refuse_missing(wanted.keys() - targets.keys(), saved, paths)
     owners = {paths[name][:-1] for name in wanted}
     for name in sorted(saved.keys() - targets.keys()):

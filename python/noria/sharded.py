@@ -85,6 +85,8 @@ class _OptimizerParts:
         return self._updates.parts()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "param_groups" not in state_dict:
+            raise usage_error('a checkpoint with "param_groups" of the optimizer', "one without", "load another one")
         states = state_dict.setdefault("state", {}).items()
         _finish({f"{key} of {name}": each for name, values in states for key, each in values.items()})
         self._updates.load_parts(state_dict)
@@ -105,6 +107,13 @@ class _ModelParts:
         return dict(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, own in self.state_dict().items():
+            if isinstance(own, Part) and not isinstance(state_dict.get(name), Part):
+                raise usage_error(
+                    f'"{name}" as state_dict() gave it to torch.distributed.checkpoint.load',
+                    type(state_dict[name]).__name__ if name in state_dict else "nothing under that name",
+                    "load whole tensors by model.load_state_dict()",
+                )
         _finish(state_dict)
         for path, module in self._model.named_modules():
             name = f"{path}._extra_state" if path else "_extra_state"

@@ -134,6 +134,14 @@ def refuses(rank: int, size: int, root: str) -> None:
             dcp.load(noria.sharded_state(each, of_it), checkpoint_id=path)
         with pytest.raises(noria.UsageError, match=ours):
             noria.load(path, each, of_it)
+    weights = folder_of(root, "weights alone", size)
+    dcp.save(noria.sharded_state(model), checkpoint_id=weights)
+    with pytest.raises(noria.UsageError, match="a checkpoint with an optimizer"):
+        noria.load(weights, model, updater)
+    with pytest.raises(noria.UsageError, match=r'"embed.weight" as state_dict.. gave it.*found Tensor'):
+        noria.sharded_state(model)["model"].load_state_dict(model.state_dict())
+    with pytest.raises(noria.UsageError, match='"param_groups"'):
+        noria.sharded_state(model, updater)["optimizer"].load_state_dict({})
     assert_same_bits(values_of(model, updater), before)
     with pytest.raises(noria.UsageError, match="a wrapped model"):
         noria.sharded_state(nn.Linear(2, 2))

@@ -35,6 +35,12 @@ class Norms:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         refuse_inside_backward("optimizer.clip_grad_norm_()")
         self.wrapped.recover()
+        if self.wrapped.updates_in_backward:
+            raise usage_error(
+                'optimizer.clip_grad_norm_() under update="auto" or "blocking"',
+                'update="backward", which has updated before the norm is known',
+                "wrap with one of the two",
+            )
         slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
         if self.wrapped.ranks is not None and float(norm_type) != 2.0:
             raise usage_error(
