@@ -361,6 +361,7 @@ void bind_custody(py::module_& m) {
           "next_forward_order", [](Custody& self) { return plain(self.engine().next_forward_order()); }, NoGil())
       .def("guard_gradients", &Custody::guard_gradients, NoGil())
       .def("bump_versions", &Custody::bump_versions)
+      .def("note_step", &Custody::note_step, py::arg("updated"), py::arg("hyperparameters"))
       .def(
           "access_home",
           [](Custody& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); }, NoGil())

@@ -59,6 +59,17 @@ constexpr const char* kWhyShared =
     "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
     "a logger, zero_grad(set_to_none=False)); remedy: clip with optimizer.clip_grad_norm_ or wrap with max_grad_norm";
 
+constexpr const char* kWhyDeadAndShared = "expected no look at p.grad under update=\"backward\", where backward() uses "
+                                          "it up, and where ranks share the model; "
+                                          "found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)); "
+                                          "remedy: to clip, wrap with update=\"auto\" and "
+                                          "max_grad_norm; to accumulate, use optimizer.accumulate()";
+
+const char* why_unseen(bool is_dead, bool is_shared) {
+  if (is_dead && is_shared) return kWhyDeadAndShared;
+  return is_shared ? kWhyShared : (is_dead ? kWhyDead : "");
+}
+
 bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 }  // namespace
@@ -72,6 +83,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       backend_(backend),
       updates_in_backward_(options.ring.has_value()),
       is_shared_(options.lane != nullptr),
+      adds_to_(0),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   for (std::size_t u = 0; u < units.size(); ++u) {
@@ -111,7 +123,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
               if (*self == nullptr) return;
               as_python_errors([&] { (*self)->gradient_is_written(unit); });
             },
-            is_shared_ ? kWhyShared : (updates_in_backward_ ? kWhyDead : ""));
+            why_unseen(updates_in_backward_, is_shared_));
       }
       parameter.facts = std::move(facts);
       parameters_.push_back(std::move(parameter));
@@ -342,6 +354,7 @@ void Custody::arm() {
   signature.forward = engine_.last_forward();
   if (updates_in_backward_) check_gradients_to_update();
   else if (is_shared_) drop_cleared_gradients();
+  if (is_shared_) note_sums();
   for (std::size_t i = 0; i < parameters_.size() && !signature.accumulating; ++i) {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
@@ -488,25 +501,78 @@ void Custody::refuse_unsummed() const {
   }
 }
 
-// A gradient that any rank has had is everybody's; also of backwards that were not synced.
-void Custody::share_arrivals() {
-  constexpr std::size_t kBits = 32;
-  std::vector<std::int64_t> own((parameters_.size() + kBits - 1) / kBits, 0);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool is_held = parameters_[i].facts.gradient_offset >= 0 && gradient_is(static_cast<int>(i)) == GradientIs::held;
-    if (parameters_[i].arrived || is_held) own[i / kBits] |= std::int64_t{1} << (i % kBits);
+void Custody::note_step(const std::vector<int>& updated, std::uint32_t hyperparameters) {
+  for (int index : updated) {
+    std::uint64_t mixed = (static_cast<std::uint64_t>(index) + 1) * 0x9e3779b97f4a7c15;
+    mixed = (mixed ^ (mixed >> 32)) * 0xbf58476d1ce4e5b9;
+    updated_ += mixed ^ (mixed >> 29);
   }
-  const std::size_t num_words = own.size();
+  hyperparameters_ += hyperparameters;
+}
+
+void Custody::note_sums() {
+  adds_to_ = ParameterSet(parameters_.size());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& each = parameters_[i];
+    if (each.facts.gradient_offset < 0) continue;
+    if (engine_.is_summed(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) adds_to_.add(i);
+  }
+}
+
+// A gradient that any rank has had is everybody's; also of backwards that were not synced. What ranks have done alone
+// until now, they must have done alike.
+void Custody::share_arrivals() {
+  ParameterSet arrived(parameters_.size());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool is_held =
+        parameters_[i].facts.gradient_offset >= 0 && gradient_is(static_cast<int>(i)) == GradientIs::held;
+    if (parameters_[i].arrived || is_held) arrived.add(i);
+  }
+  const auto num_words = static_cast<std::ptrdiff_t>(arrived.words().size());
+  std::vector<std::int64_t> own = arrived.words();
+  own.insert(own.end(), adds_to_.words().begin(), adds_to_.words().end());
+  own.push_back(static_cast<std::int64_t>(updated_));
+  own.push_back(static_cast<std::int64_t>(hyperparameters_));
+  const auto row = static_cast<std::ptrdiff_t>(own.size());
   const std::vector<std::int64_t> all = engine_.exchange(std::move(own));
+  std::vector<std::int64_t> first;
+  for (auto its = all.begin(); its != all.end(); its += row) {
+    arrived.add_all({its, its + num_words});
+    const std::vector<std::int64_t> done(its + num_words, its + row);
+    if (its == all.begin()) first = done;
+    if (done != first) refuse_other_steps(first, done, static_cast<std::size_t>((its - all.begin()) / row));
+  }
   std::map<UnitId, std::set<Bytes>> came;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
-    for (std::size_t word = i / kBits; word < all.size(); word += num_words) {
-      if ((all[word] >> (i % kBits) & 1) != 0) each.arrived = true;
-    }
+    each.arrived = each.arrived || arrived.contains(i);
     if (each.arrived && each.facts.variable.numel() > 0) came[each.unit].insert(Bytes{each.facts.gradient_offset});
   }
   engine_.gradients_came(came);
+}
+
+void Custody::refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                                 std::size_t rank) const {
+  const std::string there = "on rank " + std::to_string(rank);
+  const std::size_t updated = first.size() - 2;
+  if (its[updated] != first[updated]) {
+    throw UsageError("ranks that step as often, each time with gradients of the same parameters",
+                     "steps since wrap that have updated other parameters on rank 0 than " + there,
+                     "let all ranks call step() and zero_grad() alike, for the same parameters");
+  }
+  if (its.back() != first.back()) {
+    throw UsageError("the same hyperparameters on all ranks", "steps since wrap with others on rank 0 than " + there,
+                     "give schedulers what all ranks have alike: a loss that is averaged over them");
+  }
+  ParameterSet on_first(parameters_.size()), on_its(parameters_.size());
+  on_first.add_all({first.begin(), first.end() - 2});
+  on_its.add_all({its.begin(), its.end() - 2});
+  std::size_t index = 0;
+  while (on_first.contains(index) == on_its.contains(index)) ++index;
+  throw UsageError("p.grad cleared on all ranks or on none",
+                   "a backward that adds to the gradient of \"" + parameters_[index].facts.name + "\" " +
+                       (on_first.contains(index) ? "on rank 0 and not " + there : there + " and not on rank 0"),
+                   "let all ranks call zero_grad() alike");
 }
 
 variable_list Custody::catch_gradient(int index, const variable_list& gradients) {

@@ -18,6 +18,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -121,6 +122,9 @@ class Custody final : public Custodian {
   void close();
   /// Autograd's own "modified by an inplace operation" for graphs that are older than the update.
   void bump_versions(const std::vector<int>& indices);
+  /// A step updates these parameters; `hyperparameters`: a checksum. Ranks that share the model compare all steps, at
+  /// the end of each backward that sums.
+  void note_step(const std::vector<int>& updated, std::uint32_t hyperparameters);
   Stream current_stream() const;
 
   // ---- Custodian ----
@@ -169,7 +173,10 @@ class Custody final : public Custodian {
   void finish_backward();
   bool adds_to_held(int index) const;
   void refuse_unsummed() const;
+  void note_sums();
   void share_arrivals();
+  void refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                          std::size_t rank) const;
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
   [[noreturn]] static void refuse_foreign(const Parameter& refused);
@@ -210,6 +217,9 @@ class Custody final : public Custodian {
   std::function<void()> begin_backward_;
   const bool updates_in_backward_;
   const bool is_shared_;  // by ranks: each has a part of every unit
+  // Of all steps, in sums that do not depend on their order: checksums of what was updated, and by what.
+  std::uint64_t updated_ = 0, hyperparameters_ = 0;
+  ParameterSet adds_to_;  // what the open backward adds to: sums of earlier ones
   bool accumulates_ = false;
   bool unsynced_ = false;
   Engine engine_;  // last: it calls back into everything above

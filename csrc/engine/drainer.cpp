@@ -163,6 +163,10 @@ bool Drainer::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
   return !unsummed_[static_cast<std::size_t>(unit.value)].within(offset, offset + bytes).empty();
 }
 
+bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
+  return !summed_[static_cast<std::size_t>(unit.value)].within(offset, offset + bytes).empty();
+}
+
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
   summed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
   unsummed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);

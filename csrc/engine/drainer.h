@@ -55,6 +55,8 @@ class Drainer {
   bool is_unsynced() const { return unsynced_; }
   /// True where later gradients of these bytes are added to what is there.
   bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
+  /// True where the next sum over the ranks is added to what earlier ones have brought.
+  bool is_summed(UnitId unit, Bytes offset, Bytes bytes) const;
   /// The user has cleared these bytes of a unit's gradient: later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
   /// What was summed of a unit has been used up.

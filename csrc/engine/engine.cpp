@@ -391,6 +391,11 @@ bool Engine::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
   return drainer_.is_unsummed(unit, offset, bytes);
 }
 
+bool Engine::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
+  const std::lock_guard lock(mutex_);
+  return drainer_.is_summed(unit, offset, bytes);
+}
+
 std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   close_visit(stream);
   if (phase_ == Phase::backward) sum_rest(stream);

@@ -212,6 +212,7 @@ class Engine {
   bool holds_unsummed() const { return holds_unsummed_; }
   void set_unsynced(bool unsynced);
   bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
+  bool is_summed(UnitId unit, Bytes offset, Bytes bytes) const;
   /// In a backward that ends: nothing more is summed after this, so that ranks can tell each other what has come.
   void end_sums(Stream stream);
   /// After that: gradients that some rank has had, by unit and offset.
@@ -279,7 +280,7 @@ class Engine {
   struct InBackward {
     std::optional<GradientRing> ring;  // none: every unit has held memory of its own
     bool accumulating = false;
-    bool is_counted = false;                      // this pass: a backward, or a forward that one may follow
+    bool is_counted = false;  // this pass: a backward, or a forward that one may follow
     std::vector<std::optional<ExpectedUpdate>> expected;
     std::vector<std::set<Bytes>> arriving;        // offsets of gradients that wait for their drain
     std::vector<std::set<Bytes>> come;            // of those drained since, that no update has used

@@ -71,6 +71,26 @@ def save_fails(rank: int, size: int, folder: str) -> None:
     step(model, optimizer, rank)
 
 
+def saves_several(rank: int, size: int, folder: str) -> None:
+    """One that nobody shares is first; another two are of two wrap calls."""
+    (first, of_first), (second, of_second) = made(), made(tied)
+    step(first, of_first, rank)
+    step(second, of_second, rank)
+    gathered: list[bool] = []
+    whole = Together.whole
+
+    def watched(*args: Any) -> torch.Tensor:
+        found = whole(*args)
+        gathered.append(found.is_meta)
+        return found
+
+    path = os.path.join(folder, "several")
+    with mock.patch.object(Together, "whole", watched), mock.patch.object(torch, "save", wraps=torch.save) as written:
+        noria.save(path, [nn.Linear(2, 2), first, second], [of_first, of_second])
+    assert gathered and set(gathered) == {rank != 0} and written.call_count == (rank == 0)
+    assert_same_bits(second.state_dict(), torch.load(path)["model"][2])
+
+
 # ---- ranks that do not do the same ------------------------------------------------------------------------------
 
 
@@ -106,6 +126,76 @@ def clips_alone(rank: int, size: int) -> None:
     with pytest.raises(noria.UsageError) as caught:
         optimizer.clip_grad_norm_(1.0) if rank == 0 else noria.unwrap(model, optimizer)
     assert "ranks that do the same" in str(caught.value)
+
+
+def other_rates(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def clears_before_step(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][-1].grad = None
+
+
+def drops_a_group(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop(2)
+
+
+APART = {"rates": (other_rates, "hyperparameters"), "gradients": (clears_before_step, "step as often")}
+APART |= {"groups": (drops_a_group, "step as often")}
+
+
+def steps_apart(rank: int, size: int, name: str, update: str) -> None:
+    """What only the last rank does between its passes, all hear of at the end of the next backward."""
+    alone, told = APART[name]
+    model, optimizer = made(update=update)
+    step(model, optimizer, rank)
+    if alone is clears_before_step:
+        loss_of(model, 1).backward()
+    if rank == size - 1:
+        alone(optimizer)
+    if alone is not clears_before_step:
+        loss_of(model, 1).backward()
+    optimizer.step()
+    model.zero_grad()
+    with pytest.raises(noria.UsageError, match=f"{told}.*rank 0 than on rank 1"):
+        loss_of(model, 2).backward()
+
+
+def clears_apart(rank: int, size: int, no_sync: bool) -> None:
+    """Sums of earlier backwards are added to on all ranks or on none; which is told, with a name."""
+    model, _ = made()
+    loss_of(model, rank).backward()
+    if rank == 0:
+        model.head.bias.grad = None
+    if no_sync:
+        with model.no_sync():
+            loss_of(model, rank).backward()
+    with pytest.raises(noria.UsageError, match=r'"head\.bias" on rank 1 and not on rank 0'):
+        loss_of(model, rank).backward()
+
+
+def steps_alike(rank: int, size: int) -> None:
+    """Two optimizers may step in another order on each rank."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [adamw(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), lr=0.1)]
+    noria.wrap(model, optimizers, device="cpu", window=2)
+    model.embed.requires_grad_(False)
+    for number in range(3):
+        loss_of(model, number).backward()
+        for optimizer in optimizers if rank == 0 else reversed(optimizers):
+            optimizer.step()
+        model.zero_grad()
+
+
+def clips_inside_backward(rank: int, size: int) -> None:
+    model, optimizer = made(update="backward")
+    loss_of(model, rank).backward()
+    with pytest.raises(noria.UsageError, match='update="auto" or "blocking"'):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r'under update="backward".*where ranks share the model.*update="auto"'):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 
 
 # ---- models without values --------------------------------------------------------------------------------------
@@ -183,9 +273,16 @@ def found(tmp_path_factory):
     acts: dict[str, Any] = {
         "gathers on first": (gathers_on_first, (folder,)),
         "save fails": (save_fails, (folder,)),
+        "saves several": (saves_several, (folder,)),
         "first alone": (first_alone, ()),
         "other calls": (other_calls, ()),
         "clips alone": (clips_alone, ()),
+        **{f"{name} apart": (steps_apart, (name, "auto")) for name in APART},
+        "rates apart, backward": (steps_apart, ("rates", "backward")),
+        "clears apart": (clears_apart, (False,)),
+        "clears apart, no_sync": (clears_apart, (True,)),
+        "steps alike": (steps_alike, ()),
+        "clips in backward": (clips_inside_backward, ()),
         "keeps": (keeps, (folder,)),
         "lost buffer": (lost_buffer, ()),
         **{f"meta: {by}": (all_meta, (folder, by)) for by in WAYS},
@@ -196,9 +293,18 @@ def found(tmp_path_factory):
 NAMES = {
     "gathers on first": "a save gathers on rank 0 alone, tied values once, and is there when it returns",
     "save fails": "where rank 0 cannot write all ranks raise",
+    "saves several": "rank 0 alone gathers and writes models of several wrap calls",
     "first alone": "a rank that calls state_dict alone and those that go on raise",
     "other calls": "ranks that call other things are told both",
     "clips alone": "a rank that clips while another unwraps is told",
+    "rates apart": "ranks whose learning rates differ are told at the next backward",
+    "rates apart, backward": "ranks whose learning rates differ are told, with updates inside backward too",
+    "gradients apart": "ranks that clear gradients before a step, each others, are told",
+    "groups apart": "ranks whose groups differ are told",
+    "clears apart": "a rank that clears a gradient alone is told before it goes on",
+    "clears apart, no_sync": "a rank that clears a gradient alone is told at the first backward that sums",
+    "steps alike": "optimizers may step in any order",
+    "clips in backward": "a clip after updates inside backward is refused, with what works",
     "keeps": "a model with values is kept for those without",
     "lost buffer": "buffers without values that no checkpoint has are refused",
     **{f"meta: {by}": f"values that no rank has built come by {by}" for by in WAYS},

@@ -93,6 +93,7 @@ class InsideBackward:
                 if not as_it_was or (scalars is not None and now(number, rule, group, step) != scalars):
                     changed = number
         custody.bump_versions(updated)
+        self.members.note_step(updated)
         custody.end_step(False)
         if changed is not None:
             return usage_error(

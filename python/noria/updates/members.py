@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -50,6 +52,16 @@ class Members:
             and not self.wrapped.updates_in_backward
             and all(self.fuses(slot.unit) for slot in self.slots())
         )
+
+    def note_step(self, updated: Sequence[int]) -> None:
+        """For ranks that share the model to compare: slots that a step updates, and what torch's class steps by."""
+        if self.wrapped.ranks is None:
+            return
+        hyper = [
+            [(key, _number(group.get(key))) for key in sorted(self.optimizer.defaults)]
+            for group in self.optimizer.param_groups
+        ]
+        self.wrapped.custody.note_step(updated, zlib.crc32(repr(hyper).encode()))
 
     def check(self, groups: list[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):
@@ -102,3 +114,12 @@ class Members:
                 "one that is in two",
                 'wrap with kernel="torch"',
             )
+
+
+def _number(value: Any) -> Any:
+    """As a hyperparameter is given to a kernel; of what is none, the type."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_number(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__

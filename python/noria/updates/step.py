@@ -130,6 +130,7 @@ class Updates:
             else:
                 self._by_torch.defer(unit, jobs[unit])
         wrapped.custody.bump_versions(updated)
+        self._members.note_step(updated)
         try:
             wrapped.custody.end_step(wrapped.policy.update == "blocking")
         finally:
