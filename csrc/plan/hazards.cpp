@@ -200,8 +200,19 @@ struct Hazards::State {
             });
   }
 
+  // See Note [Assistance].
+  void collect_assistance(const Access& access) {
+    const Purpose purpose = buffers[access.buffer].purpose;
+    const bool writes = access.mode == Access::Mode::write;
+    if (collecting == kNobody) return;
+    if (purpose == Purpose::working_copy && writes) candidates.push_back({collecting, Rule::write_after_read, purpose});
+    if (purpose != Purpose::held_gradient) return;
+    candidates.push_back({collecting, writes ? Rule::write_after_write : Rule::read_after_write, purpose});
+  }
+
   const BufferTable& buffers;
   PastOps ops;
+  Past collecting = kNobody;  // the newest op of the collect lane
   std::vector<std::pair<Place, RangeMap>> places;
   std::vector<Clock> chain_clocks;  // by chain: the clock of its last op; empty: none yet
   OpId newest;
@@ -221,7 +232,10 @@ std::vector<Wait> Hazards::issue(const Op& op) {
 
   auto& candidates = state.candidates;
   candidates.clear();
-  for (const Access& access : op.accesses) state.collect(access);
+  for (const Access& access : op.accesses) {
+    state.collect(access);
+    if (op.lane != Lane::collect) state.collect_assistance(access);
+  }
   // Newest first, because an op implies only older ones. One op may be met by several rules: a read of what was written
   // says most, so it names the wait.
   std::sort(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
@@ -260,8 +274,20 @@ std::vector<Wait> Hazards::issue(const Op& op) {
       else ranges.write(buffer.offset.count, (buffer.offset + buffer.bytes).count, past);
     }
   }
+  if (op.lane == Lane::collect) state.ops.drop(std::exchange(state.collecting, state.ops.hold(past)));
   state.ops.drop(past);
   return waits;
+}
+
+std::vector<OpId> Hazards::before(const Access& access) const {
+  State& state = *state_;
+  state.candidates.clear();
+  state.collect(access);
+  std::vector<OpId> found;
+  for (const State::Candidate& candidate : state.candidates) found.push_back(state.ops[candidate.past].id);
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
 }
 
 void Hazards::omit(const std::string& kind) { state_->omitted = kind; }

@@ -33,6 +33,9 @@ struct Wait {
 /// "update -> fetch on working_copy (RAW)"
 std::string kind_of(const Wait& wait, Verb waiter);
 
+// Note [Assistance]. Whatever op of the collect lane is under way, the lane may meanwhile read working copies and write
+// held gradients, of any unit, for other ranks that are elsewhere (comm/collect_lane.h). So whoever writes the ones or
+// touches the others waits for the newest op of that lane. What the lane itself must wait for then is `before`.
 class Hazards {
  public:
   explicit Hazards(const BufferTable& buffers);
@@ -40,6 +43,9 @@ class Hazards {
 
   /// The ops that `op` must wait for, newest first; `op.id` must grow from call to call. Verb::evict returns none.
   std::vector<Wait> issue(const Op& op);
+
+  /// What an access would have to wait for if it were made now: nothing is noted.
+  std::vector<OpId> before(const Access& access) const;
 
   /// Tests only: waits of this kind (see kind_of) are silently left out from now on. Empty: none.
   void omit(const std::string& kind);

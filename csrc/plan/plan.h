@@ -38,7 +38,8 @@ enum class Purpose : std::uint8_t {
   working_copy,
   held_gradient,
   optimizer_state,
-  gradient_sum
+  gradient_sum,
+  unsummed_gradient
 };
 std::string_view to_string(Purpose purpose);
 
