@@ -26,10 +26,11 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("size", &Collectives::size);
   m.def(
       "make_c10d_collectives",
-      [](const std::string& shards, const std::string& across, const std::string& numbers, const std::string& device) {
-        return make_c10d_collectives(shards, across, numbers, c10::Device(device));
+      [](const std::string& shards, const std::string& across, const std::string& numbers, std::vector<int> replica,
+         const std::string& device) {
+        return make_c10d_collectives(shards, across, numbers, std::move(replica), c10::Device(device));
       },
-      py::arg("shards"), py::arg("across"), py::arg("numbers"), py::arg("device"), NoGil());
+      py::arg("shards"), py::arg("across"), py::arg("numbers"), py::arg("replica"), py::arg("device"), NoGil());
 
   py::class_<CollectLane, std::shared_ptr<CollectLane>>(m, "CollectLane")
       .def(py::init<std::shared_ptr<Backend>, std::shared_ptr<Collectives>, std::vector<std::string>>(),
@@ -59,7 +60,12 @@ void bind_comm(py::module_& m) {
           },
           py::arg("op"), py::arg("unit"), py::arg("all"), py::arg("shard"), py::arg("type"), py::arg("scratch"),
           py::arg("onto"), NoGil())
-      .def("exchange", &CollectLane::exchange, py::arg("numbers"), NoGil())
+      .def(
+          "exchange",
+          [](CollectLane& self, std::vector<std::int64_t> numbers) {
+            return self.exchange(std::move(numbers), Meeting::other).numbers;
+          },
+          py::arg("numbers"), NoGil())
       .def("close", &CollectLane::close, NoGil());
 }
 

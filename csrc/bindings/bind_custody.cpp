@@ -107,7 +107,8 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
                                       std::int64_t arena, std::int32_t window, bool prefetch_at_step,
                                       std::int64_t nan_range, std::shared_ptr<Arena> held_home,
                                       const std::optional<RingOfSlots>& ring,
-                                      const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch) {
+                                      const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch,
+                                      std::int64_t assist_scratch) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   std::vector<CustodyUnit> units = read_units(described, buffers, shards);
@@ -129,7 +130,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
       }
     }
     options.lane = std::make_shared<CollectLane>(backend, collectives, std::move(names));
-    options.reduce_scratch = pointer(reduce_scratch);
+    options.scratch = {pointer(reduce_scratch), pointer(assist_scratch)};
   }
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
@@ -218,7 +219,7 @@ void bind_custody(py::module_& m) {
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
-           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"))
+           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"))
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
@@ -383,7 +384,9 @@ void bind_custody(py::module_& m) {
       .def("release", &Custody::release)
       .def(
           "exchange",
-          [](Custody& self, std::vector<std::int64_t> numbers) { return self.engine().exchange(std::move(numbers)); },
+          [](Custody& self, std::vector<std::int64_t> numbers) {
+            return self.engine().exchange(std::move(numbers), Meeting::other);
+          },
           NoGil())
       .def(
           "idle", [](Custody& self) { self.engine().idle(); }, NoGil())

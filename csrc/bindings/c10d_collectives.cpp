@@ -44,10 +44,12 @@ void sum_over(c10d::ProcessGroup& group, at::Tensor& own) {
 
 class C10dCollectives final : public Collectives {
  public:
-  C10dCollectives(const std::string& shards, const std::string& across, const std::string& numbers, c10::Device device)
+  C10dCollectives(const std::string& shards, const std::string& across, const std::string& numbers,
+                  std::vector<int> replica, c10::Device device)
       : within_(resolve(shards)),
         across_(resolve(across)),
         numbers_(resolve(numbers)),
+        replica_(std::move(replica)),
         device_(device) {
     if (!device_.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getNewStream(device_);
   }
@@ -72,29 +74,57 @@ class C10dCollectives final : public Collectives {
   }
 
   void reduce(const Reduction& reduced) override {
-    const Bytes whole = reduced.shard * shards().size;
-    together("a sum of " + to_string(whole), [&] {
-      for (const CopySpan& each : reduced.fill) {
-        at::Tensor to = over(each.to, at::kByte, each.bytes);
-        if (each.from == nullptr) to.zero_();
-        else to.copy_(over(each.from, at::kByte, each.bytes), /*non_blocking=*/true);
+    together("a sum of " + to_string(reduced.shard * shards().size), [&] {
+      summed(reduced, [&](at::Tensor& all, at::Tensor& own) {
+        if (within_) reduce_into(*within_, own, all);
+      });
+    });
+  }
+
+  void gather_some(const Gather& gathered, const Wanting& wanting) override {
+    const Shards own_of = shards();
+    const Bytes whole = gathered.shard * own_of.size;
+    together("a gather of " + to_string(whole), [&] {
+      const at::Tensor all = over(gathered.all, at::kByte, whole);
+      gather_for(wanting, all.narrow(0, own_of.begin_of(whole).count, gathered.shard.count), all);
+    });
+  }
+
+  void give(const Giving& given, const Wanting& wanting) override {
+    together("a gather of " + to_string(given.shard * shards().size) + ", of which only others want the whole,", [&] {
+      const at::Tensor own = over(given.scratch, at::kByte, given.shard);
+      own.copy_(at_home(given.own, at::kByte, given.shard), /*non_blocking=*/true);
+      gather_for(wanting, own, {});
+    });
+  }
+
+  void reduce_some(const Reduction& reduced) override {
+    const int num_shards = shards().size;
+    together("a sum of " + to_string(reduced.shard * num_shards), [&] {
+      summed(reduced, [&](at::Tensor& all, at::Tensor&) {
+        const Parts parts = all.chunk(num_shards);
+        for (int each = 0; within_ && each < num_shards; ++each) reduce_to(each, parts[static_cast<std::size_t>(each)]);
+      });
+    });
+  }
+
+  void take(const Taking& taken) override {
+    const Shards own_of = shards();
+    together("a sum of " + to_string(taken.shard * own_of.size) + ", to which this rank adds nothing,", [&] {
+      const at::ScalarType type = scalar_type(taken.type);
+      at::Tensor part = over(taken.scratch, type, taken.shard);
+      at::Tensor sum = taken.wide == nullptr ? part : over(taken.wide, at::kFloat, Bytes{4 * part.numel()});
+      for (int each = 0; each < own_of.size; ++each) {
+        sum.zero_();  // another's may have been made in it
+        if (within_) reduce_to(each, sum);
+        if (each != own_of.rank) continue;
+        if (across_) sum_over(*across_, sum);
+        if (taken.wide != nullptr) part.copy_(sum);
+        for (const auto& [from, to] : taken.add) {
+          over(taken.scratch + from.count, type, to - from).add_(over(taken.to + from.count, type, to - from));
+        }
+        at_home(taken.to, type, taken.shard).copy_(part, /*non_blocking=*/true);
       }
-      const at::ScalarType type = scalar_type(reduced.type);
-      const at::Tensor all = over(reduced.all, type, whole);
-      const std::int64_t count = all.numel() / shards().size;
-      const auto own_of = [&](const at::Tensor& of) { return of.narrow(0, shards().rank * count, count); };
-      at::Tensor summed = all;
-      if (reduced.scratch != nullptr) {
-        summed = over(reduced.scratch, at::kFloat, Bytes{4 * all.numel()});
-        summed.copy_(all);
-      }
-      // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
-      at::mul_out(summed, summed, at::native::wrapped_scalar_tensor(1.0 / size()));
-      at::Tensor own = own_of(summed);
-      if (within_) reduce_into(*within_, own, summed);
-      if (across_) sum_over(*across_, own);
-      if (reduced.scratch != nullptr) own_of(all).copy_(own);
-      for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
     });
   }
 
@@ -113,6 +143,60 @@ class C10dCollectives final : public Collectives {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
   static Group resolve(const std::string& name) { return name.empty() ? Group() : c10d::resolve_process_group(name); }
+
+  using Parts = std::vector<at::Tensor>;
+
+  // `within` sums inside of the replica, in place: all, of which this rank's part counts afterwards.
+  void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& within) const {
+    for (const CopySpan& each : reduced.fill) {
+      at::Tensor to = over(each.to, at::kByte, each.bytes);
+      if (each.from == nullptr) to.zero_();
+      else to.copy_(over(each.from, at::kByte, each.bytes), /*non_blocking=*/true);
+    }
+    const Shards own_shards = shards();
+    const at::ScalarType type = scalar_type(reduced.type);
+    const at::Tensor all = over(reduced.all, type, reduced.shard * own_shards.size);
+    const std::int64_t count = all.numel() / own_shards.size;
+    const auto own_of = [&](const at::Tensor& of) { return of.narrow(0, own_shards.rank * count, count); };
+    at::Tensor made = all;
+    if (reduced.scratch != nullptr) {
+      made = over(reduced.scratch, at::kFloat, Bytes{4 * all.numel()});
+      made.copy_(all);
+    }
+    // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
+    at::mul_out(made, made, at::native::wrapped_scalar_tensor(1.0 / size()));
+    at::Tensor own = own_of(made);
+    within(made, own);
+    if (across_) sum_over(*across_, own);
+    if (reduced.scratch != nullptr) own_of(all).copy_(own);
+    for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
+  }
+
+  // To those of this replica that want it, one after the other. `all`: memory for it, where this rank is one of them.
+  void gather_for(const Wanting& wanting, const at::Tensor& own, const at::Tensor& all) const {
+    for (std::size_t root = 0; root < replica_.size(); ++root) {
+      if (!wanting[static_cast<std::size_t>(replica_[root])]) continue;
+      std::vector<Parts> to;
+      if (static_cast<int>(root) == shards().rank) to.push_back(all.chunk(shards().size));
+      Parts from{own};
+      c10d::GatherOptions options;
+      options.rootRank = static_cast<std::int64_t>(root);
+      within_->gather(to, from, options)->wait();
+    }
+  }
+
+  void reduce_to(int root, const at::Tensor& part) const {
+    Parts parts{part};
+    c10d::ReduceOptions options;
+    options.rootRank = root;
+    within_->reduce(parts, options)->wait();
+  }
+
+  // The home, which not every device can address.
+  static at::Tensor at_home(const std::byte* memory, at::ScalarType type, Bytes bytes) {
+    const auto count = bytes.count / static_cast<std::int64_t>(c10::elementSize(type));
+    return at::from_blob(const_cast<std::byte*>(memory), {count}, at::TensorOptions().dtype(type));
+  }
 
   at::Tensor over(const std::byte* memory, at::ScalarType type, Bytes bytes) const {
     const auto count = bytes.count / static_cast<std::int64_t>(c10::elementSize(type));
@@ -135,6 +219,7 @@ class C10dCollectives final : public Collectives {
   }
 
   const Group within_, across_, numbers_;  // the first two null where this rank is alone in them
+  const std::vector<int> replica_;         // those of the first, as ranks of all
   const c10::Device device_;
   std::optional<c10::Stream> stream_;
 };
@@ -142,8 +227,9 @@ class C10dCollectives final : public Collectives {
 }  // namespace
 
 std::shared_ptr<Collectives> make_c10d_collectives(const std::string& shards, const std::string& across,
-                                                   const std::string& numbers, c10::Device device) {
-  return std::make_shared<C10dCollectives>(shards, across, numbers, device);
+                                                   const std::string& numbers, std::vector<int> replica,
+                                                   c10::Device device) {
+  return std::make_shared<C10dCollectives>(shards, across, numbers, std::move(replica), device);
 }
 
 }  // namespace noria

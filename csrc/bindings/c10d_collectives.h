@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/collectives.h"
 
@@ -17,8 +18,9 @@ namespace noria {
 
 /// Groups by the names under which torch has registered them. `shards`, of this rank's replica, and `across`, of those
 /// with the same shard, move device memory, and are empty where this rank would be alone; `numbers`, of all, moves host
-/// memory.
+/// memory. `replica`: the ranks of `shards`, as `numbers` counts them.
 std::shared_ptr<Collectives> make_c10d_collectives(const std::string& shards, const std::string& across,
-                                                   const std::string& numbers, c10::Device device);
+                                                   const std::string& numbers, std::vector<int> replica,
+                                                   c10::Device device);
 
 }  // namespace noria

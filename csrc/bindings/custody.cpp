@@ -534,7 +534,7 @@ void Custody::share_arrivals() {
   own.push_back(static_cast<std::int64_t>(updated_));
   own.push_back(static_cast<std::int64_t>(hyperparameters_));
   const auto row = static_cast<std::ptrdiff_t>(own.size());
-  const std::vector<std::int64_t> all = engine_.exchange(std::move(own));
+  const std::vector<std::int64_t> all = engine_.exchange(std::move(own), Meeting::backward);
   std::vector<std::int64_t> first;
   for (auto its = all.begin(); its != all.end(); its += row) {
     arrived.add_all({its, its + num_words});

@@ -1,7 +1,10 @@
 #include "comm/collect_lane.h"
 
+#include <algorithm>
 #include <condition_variable>
+#include <limits>
 #include <mutex>
+#include <tuple>
 #include <utility>
 
 #include "base/errors.h"
@@ -9,30 +12,32 @@
 namespace noria {
 namespace {
 
-constexpr const char* kRemedy =
-    "let every rank run the same modules in the same order, and step as often; a rank without data takes part with a "
-    "batch of zeros";
+constexpr const char* kRemedy = "let every rank run as many backwards and steps, between the same passes; under "
+                                "update=\"backward\", the same modules";
+
+constexpr std::size_t kNumbers = 4;
+constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
 
 // To whoever waits for numbers.
 struct Answer {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
-  std::vector<std::int64_t> numbers;
+  CollectLane::Met met;
   std::exception_ptr error;
 
-  void give(std::vector<std::int64_t> found, std::exception_ptr failure) {
+  void give(CollectLane::Met found, std::exception_ptr failure) {
     const std::lock_guard lock(mutex);
-    numbers = std::move(found);
+    met = std::move(found);
     error = std::move(failure);
     done = true;
     changed.notify_all();
   }
-  std::vector<std::int64_t> await() {
+  CollectLane::Met await() {
     std::unique_lock lock(mutex);
     changed.wait(lock, [this] { return done; });
     if (error) std::rethrow_exception(error);
-    return std::move(numbers);
+    return std::move(met);
   }
 };
 
@@ -61,57 +66,163 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
                    failed});
 }
 
-Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits) {
+Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, Standing standing) {
   const Ticket ticket = backend_->open(label, collective.received(shards_));
   enqueue(
-      [this, label, ticket, collective = std::move(collective), waits = std::move(waits)] {
-        for (const Ticket& wait : waits) thread_.await_issued(wait);
-        agree({label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce, label.unit.value});
-        backend_->wait(waits, collectives_->stream(), label);
-        for (const Gather& each : collective.gathers) collectives_->gather(each);
-        const Reduction& reduction = collective.reduction;
-        if (reduction.arrived) reduction.arrived_anywhere->add_all(collectives_->exchange(reduction.arrived->words()));
-        if (reduction.all != nullptr) collectives_->reduce(reduction);
+      [this, label, ticket, collective = std::move(collective), waits = std::move(waits),
+       standing = std::move(standing)] {
+        run(label, collective, waits, standing);
         backend_->give(ticket, collectives_->stream());
       },
       [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); });
   return ticket;
 }
 
-std::vector<std::int64_t> CollectLane::exchange(std::vector<std::int64_t> numbers) {
+void CollectLane::run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits,
+                      const Standing& standing) {
+  for (const Ticket& wait : waits) thread_.await_issued(wait);
+  Wanting wanting;
+  if (!collective.empty()) {
+    const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
+    wanting = meet({act, standing.phase, label.unit.value, standing.version}, label.op, standing.shares.get());
+  }
+  backend_->wait(waits, collectives_->stream(), label);
+  const bool by_all = std::find(wanting.begin(), wanting.end(), false) == wanting.end();
+  for (const Gather& each : collective.gathers) {
+    if (by_all) collectives_->gather(each);
+    else collectives_->gather_some(each, wanting);
+  }
+  Reduction& reduction = collective.reduction;
+  if (reduction.arrived) reduction.arrived_anywhere->add_all(collectives_->exchange(reduction.arrived->words()));
+  if (reduction.all == nullptr) return;
+  if (taken_.contains(label.unit.value)) {
+    std::byte* const held = standing.shares->of[static_cast<std::size_t>(label.unit.value)]->gradient.to;
+    reduction.add = {{reduction.all + (reduction.shard * shards_.rank).count, held, reduction.shard}};
+  }
+  if (by_all) collectives_->reduce(reduction);
+  else collectives_->reduce_some(reduction);
+}
+
+CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, Meeting meeting,
+                                       std::shared_ptr<const Shares> shares) {
   const auto answer = std::make_shared<Answer>();
   enqueue(
-      [this, answer, numbers = std::move(numbers)] {
-        agree({Intent::Act::exchange, static_cast<std::int64_t>(numbers.size())});
-        answer->give(collectives_->exchange(numbers), nullptr);
+      [this, answer, meeting, shares = std::move(shares), numbers = std::move(numbers)] {
+        meet({Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
+              static_cast<std::int64_t>(meeting)},
+             OpId(), shares.get());
+        Met met;
+        if (!numbers.empty()) met.numbers = collectives_->exchange(numbers);
+        met.was_uneven = std::exchange(was_uneven_, false);
+        if (meeting == Meeting::backward) {
+          for (std::int64_t unit : std::exchange(taken_, {})) met.taken.emplace_back(static_cast<std::int32_t>(unit));
+        }
+        answer->give(std::move(met), nullptr);
       },
       [answer](std::exception_ptr error) { answer->give({}, std::move(error)); });
   return answer->await();
 }
 
-void CollectLane::agree(const Intent& own) {
-  const std::vector<std::int64_t> all = collectives_->exchange({static_cast<std::int64_t>(own.act), own.subject});
-  for (std::size_t other = 0; other < static_cast<std::size_t>(size_); ++other) {
-    const Intent its{static_cast<Intent::Act>(all[2 * other]), all[2 * other + 1]};
-    if (its == own) continue;
-    throw UsageError("ranks that do the same",
-                     "rank " + std::to_string(rank_) + " about to " + describe(own) + " and rank " +
-                         std::to_string(other) + " to " + describe(its),
+void CollectLane::forget_taken() {
+  enqueue([this] { taken_.clear(); }, [](const std::exception_ptr&) {});
+}
+
+Wanting CollectLane::meet(const Intent& own, OpId op, const Shares* shares) {
+  while (true) {
+    const std::vector<Intent> heads = tell(own);
+    const auto rank_of = [](const Intent& head) {  // what is done first
+      const bool backwards = head.act != Intent::Act::gather || head.phase == Phase::backward;
+      return std::tuple(head.act, backwards, backwards ? -head.subject : head.subject);
+    };
+    const Intent chosen = *std::min_element(heads.begin(), heads.end(),
+                                            [&](const Intent& a, const Intent& b) { return rank_of(a) < rank_of(b); });
+    Wanting wanting;
+    for (const Intent& head : heads) {
+      wanting.push_back(head.is_same_op(chosen));
+      if (wanting.back() && head.version != chosen.version) refuse(heads);
+    }
+    if (std::find(wanting.begin(), wanting.end(), false) == wanting.end()) return wanting;
+    if (chosen.act == Intent::Act::exchange) refuse(heads);
+    was_uneven_ = true;
+    const bool is_own = own.is_same_op(chosen);
+    const Share* share = shares == nullptr ? nullptr : shares->of[static_cast<std::size_t>(chosen.subject)].get();
+    agree_on_version(heads, chosen, is_own ? nullptr : share);
+    if (is_own) return wanting;
+    assist(chosen, wanting, op, *share);
+  }
+}
+
+std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
+  const std::vector<std::int64_t> all = collectives_->exchange(
+      {static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject, own.version});
+  std::vector<Intent> heads;
+  for (std::size_t i = 0; i < all.size(); i += kNumbers) {
+    heads.push_back({static_cast<Intent::Act>(all[i]), static_cast<Phase>(all[i + 1]), all[i + 2], all[i + 3]});
+  }
+  return heads;
+}
+
+// Only those who assist know whether they have that version; so each says so before anybody begins.
+void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const Share* share) {
+  const bool is_own = heads[static_cast<std::size_t>(rank_)].is_same_op(chosen);
+  std::int64_t own = kNone;
+  if (is_own) own = chosen.version;
+  else if (share != nullptr && (chosen.act == Intent::Act::gather || share->gradient.to != nullptr))
+    own = share->version;
+  const std::vector<std::int64_t> versions = collectives_->exchange({own});
+  for (std::size_t other = 0; other < versions.size(); ++other) {
+    if (versions[other] == chosen.version) continue;
+    if (versions[other] == kNone) refuse(heads);
+    const auto first =
+        std::find_if(heads.begin(), heads.end(), [&](const Intent& head) { return head.is_same_op(chosen); });
+    throw UsageError("ranks that step together",
+                     "rank " + std::to_string(first - heads.begin()) + " about to " + describe(chosen) +
+                         ", which rank " + std::to_string(other) + " has " + describe_version(versions[other]),
                      kRemedy);
   }
 }
 
-std::string CollectLane::describe(const Intent& intent) const {
-  const auto index = static_cast<std::size_t>(intent.subject);
-  switch (intent.act) {
-  case Intent::Act::gather:
-    return "gather \"" + names_.at(index) + "\"";
-  case Intent::Act::reduce:
-    return "reduce \"" + names_.at(index) + "\"";
-  case Intent::Act::exchange:
-    break;
+void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, const Share& share) {
+  const bool is_gather = chosen.act == Intent::Act::gather;
+  const UnitId unit(static_cast<std::int32_t>(chosen.subject));
+  const std::vector<Ticket>& waits = is_gather ? share.before_read : share.before_write;
+  for (const Ticket& wait : waits) thread_.await_issued(wait);
+  backend_->wait(waits, collectives_->stream(), {op, Lane::collect, is_gather ? Verb::gather : Verb::reduce, unit});
+  if (is_gather) {
+    for (const Giving& each : share.weights) collectives_->give(each, wanting);
+    return;
   }
-  return "exchange " + std::to_string(intent.subject) + " numbers, as at the end of a backward or in step()";
+  Taking taking = share.gradient;
+  if (!taken_.insert(chosen.subject).second) taking.add = {{Bytes{0}, taking.shard}};
+  collectives_->take(taking);
+}
+
+void CollectLane::refuse(const std::vector<Intent>& heads) const {
+  const Intent& own = heads[static_cast<std::size_t>(rank_)];
+  const auto other = std::find_if(heads.begin(), heads.end(), [&](const Intent& head) {
+    return !head.is_same_op(own) || head.version != own.version;
+  });
+  const auto number = other == heads.end() ? rank_ : other - heads.begin();
+  throw UsageError("ranks that do the same",
+                   "rank " + std::to_string(rank_) + " about to " + describe(own) + " and rank " +
+                       std::to_string(number) + " to " + describe(heads[static_cast<std::size_t>(number)]),
+                   kRemedy);
+}
+
+std::string CollectLane::describe_version(std::int64_t version) {
+  if (version == 0) return "as wrap left it";
+  if (version < 0) return "as it was loaded after step " + std::to_string(-1 - version);
+  return "as step " + std::to_string(version) + " left it";
+}
+
+std::string CollectLane::describe(const Intent& intent) const {
+  if (intent.act == Intent::Act::exchange) {
+    const bool ends_backward = static_cast<Meeting>(intent.version) == Meeting::backward;
+    return "exchange " + std::to_string(intent.subject) + " numbers " +
+           (ends_backward ? "at the end of a backward" : "for what it does next");
+  }
+  const std::string verb = intent.act == Intent::Act::gather ? "gather" : "reduce";
+  return verb + " \"" + names_.at(static_cast<std::size_t>(intent.subject)) + "\" " + describe_version(intent.version);
 }
 
 }  // namespace noria

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.h"
@@ -78,6 +79,26 @@ struct Reduction {
   }
 };
 
+/// By rank: who wants the whole of a unit, or has gradients of it. The others assist: they need no memory for a unit.
+using Wanting = std::vector<bool>;
+
+/// What an assisting rank gives to a gather: its own shard.
+struct Giving {
+  const std::byte* own = nullptr;  // in host memory
+  Bytes shard;
+  std::byte* scratch = nullptr;  // as many bytes on the device
+};
+
+/// What an assisting rank takes from a reduction to which it adds nothing: its shard of the sum.
+struct Taking {
+  std::byte* to = nullptr;  // in host memory, which the device can read
+  Bytes shard;
+  ElementType type = ElementType::fp32;
+  std::byte* scratch = nullptr;              // `shard` bytes on the device
+  std::byte* wide = nullptr;                 // 4 bytes for each element: the sum is one in fp32
+  std::vector<std::pair<Bytes, Bytes>> add;  // ranges of `to` that hold something to which the sum is added
+};
+
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -92,6 +113,11 @@ class Collectives {
 
   virtual void gather(const Gather& gathered) = 0;
   virtual void reduce(const Reduction& reduced) = 0;
+  // Where some ranks assist: they call `give` while the others call `gather_some`, and `take` while they `reduce_some`.
+  virtual void gather_some(const Gather& gathered, const Wanting& wanting) = 0;
+  virtual void give(const Giving& given, const Wanting& wanting) = 0;
+  virtual void reduce_some(const Reduction& reduced) = 0;
+  virtual void take(const Taking& taken) = 0;
   /// Everybody's numbers, by rank, behind each other; as many from each. Over when the call returns.
   virtual std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) = 0;
 };

@@ -16,7 +16,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
   custodian_.open_gradients(unit, memory);
   std::vector<Access> accesses = {{buffer, issuer_.next_version(buffer), Access::Mode::write}};
   // Accumulation reads what is held and adds to it on the compute lane, so the drain is always a plain copy.
-  if (lane_ == nullptr) {
+  if (collector_ == nullptr) {
     accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
   } else if (owner.unsummed != nullptr) {
     accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
@@ -34,10 +34,10 @@ std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
     const auto index = static_cast<std::size_t>(unit.value);
-    if (!open.arrived.empty() || (!unsynced_ && !unsummed_[index].empty())) {
+    if (!open.arrived.empty() || (takes_rest() && !unsummed_[index].empty())) {
       const EngineUnit& owner = units_[index];
       Bytes bytes;
-      if (lane_ == nullptr) {
+      if (collector_ == nullptr) {
         bytes = drain(unit, open, owner.held, owner.facts.held);
       } else if (unsynced_) {
         bytes = drain(unit, open, owner.unsummed, owner.unsummed_buffer);
@@ -74,13 +74,12 @@ Bytes Drainer::drain(UnitId unit, const Open& open, std::byte* to, BufferId into
 
 Bytes Drainer::sum(UnitId unit, const Open& open) {
   const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
-  const Shards shards = lane_->shards();
+  const Shards shards = collector_->shards();
   const Bytes whole = owner.facts.gradients;
   const Bytes shard = shards.bytes_of(whole);
   const Bytes begin = shards.begin_of(whole);
   const BufferId slice =
       issuer_.buffers().intern({device_, open.offset + begin, shard, Format::compute, Purpose::gradient_buffer, unit});
-  Ranges& summed = summed_[static_cast<std::size_t>(unit.value)];
 
   Op reduce;
   reduce.lane = Lane::collect;
@@ -93,31 +92,32 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.all = leases_.at(open.offset);
   reduction.shard = shard;
   reduction.type = owner.type;
-  const bool is_narrow = owner.type == ElementType::bf16 || owner.type == ElementType::fp16;
-  reduction.scratch = is_narrow ? scratch_ : nullptr;
+  reduction.scratch = collector_->wide_scratch(owner.type);
   Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
-  for (const auto& [begin_missing, end_missing] : open.arrived.missing({}, whole)) {
-    for (const auto& [from, to] : unsummed.missing(begin_missing, end_missing)) {
-      reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
-    }
-    for (const auto& [from, to] : unsummed.within(begin_missing, end_missing)) {
-      reduction.fill.push_back({leases_.at(open.offset + from), owner.unsummed + from.count, to - from});
-    }
-  }
-  if (!unsummed.empty()) {
-    reduce.accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
-  }
+  // What has arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
+  for (const auto& [from, to] : open.arrived) unsummed.remove(from, to);
   if (tells_arrivals_) tell_arrivals(unit, open, reduction);
-  unsummed.clear();
-  for (const auto& [from, to] : summed.within(begin, begin + shard)) {
+  Ranges filled = open.arrived;
+  if (takes_rest() && !unsummed.empty()) {
+    for (const auto& [from, to] : unsummed) {
+      reduction.fill.push_back({leases_.at(open.offset + from), owner.unsummed + from.count, to - from});
+      filled.add(from, to);
+    }
+    reduce.accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
+    unsummed.clear();
+  }
+  for (const auto& [from, to] : filled.missing({}, whole)) {
+    reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
+  }
+  for (const auto& [from, to] : collector_->summed(unit).within(begin, begin + shard)) {
     reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
   }
   if (!reduction.add.empty()) {
     reduce.accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
   }
   reduced_ += collective.received(shards);
-  issuer_.submit(std::move(reduce), *lane_, std::move(collective));
-  summed.add({}, whole);
+  collector_->submit(std::move(reduce), std::move(collective));
+  collector_->add_summed(unit);
 
   Op drain;
   drain.lane = Lane::drain;
@@ -149,7 +149,9 @@ std::shared_ptr<const ParameterSet> Drainer::take_arrivals(UnitId unit) {
   return std::exchange(arrivals_[static_cast<std::size_t>(unit.value)], nullptr);
 }
 
-void Drainer::forget_sums(UnitId unit) { summed_[static_cast<std::size_t>(unit.value)].clear(); }
+void Drainer::forget_sums(UnitId unit) {
+  if (collector_ != nullptr) collector_->forget_summed(unit);
+}
 
 std::vector<UnitId> Drainer::left_unsummed() const {
   std::vector<UnitId> left;
@@ -168,13 +170,14 @@ bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
 }
 
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
-  summed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
+  if (collector_ != nullptr) collector_->forget_summed(unit, offset, bytes);
   unsummed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
 }
 
 void Drainer::abandon() {
   for (auto& [unit, open] : open_) close(unit, open);
   open_.clear();
+  sums_rest_ = false;
 }
 
 void Drainer::close(UnitId unit, const Open& open) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/ranges.h"
+#include "engine/collector.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
@@ -21,20 +22,17 @@ namespace noria {
 
 class Drainer {
  public:
-  /// `lane` null: nobody shares the home. Else gradients are summed over the ranks first, those of 16 bits in fp32
-  /// where there is `scratch` (4 bytes for each element of the largest unit's, on the device). `tells_arrivals`: sums
+  /// `collector` null: nobody shares the home. Else gradients are summed over the ranks first. `tells_arrivals`: sums
   /// say whose gradients have come.
   Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian,
-          CollectLane* lane, std::byte* scratch, bool tells_arrivals)
+          Collector* collector, bool tells_arrivals)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
         custodian_(custodian),
-        lane_(lane),
-        scratch_(scratch),
+        collector_(collector),
         tells_arrivals_(tells_arrivals),
-        summed_(units.size()),
         unsummed_(units.size()),
         arrivals_(units.size()) {}
 
@@ -50,6 +48,8 @@ class Drainer {
   std::vector<std::pair<UnitId, Bytes>> drain_open();
   /// From now on gradients stay this rank's own, in `unsummed`; or are summed over the ranks, with what is there.
   void set_unsynced(bool unsynced) { unsynced_ = unsynced; }
+  /// From now on a drain sums up all that lies in `unsummed` of its unit, and not only what has arrived again.
+  void set_sums_rest(bool sums_rest) { sums_rest_ = sums_rest; }
   /// Units of which something has not been summed, though gradients are now.
   std::vector<UnitId> left_unsummed() const;
   bool is_unsynced() const { return unsynced_; }
@@ -84,6 +84,8 @@ class Drainer {
   void close(UnitId unit, const Open& open);
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
+  // Under update="backward" the update may follow at once.
+  bool takes_rest() const { return !unsynced_ && (sums_rest_ || tells_arrivals_); }
   void tell_arrivals(UnitId unit, const Open& open, Reduction& reduction);
 
   Issuer& issuer_;
@@ -91,13 +93,12 @@ class Drainer {
   const std::vector<EngineUnit>& units_;
   const Place device_;
   Custodian& custodian_;
-  CollectLane* const lane_;
-  std::byte* const scratch_;
+  Collector* const collector_;
   const bool tells_arrivals_;
-  std::vector<Ranges> summed_;    // by unit: of its gradients, what this rank's shard is a part of
-  std::vector<Ranges> unsummed_;  // by unit: what lies in `unsummed`
+  std::vector<Ranges> unsummed_;                         // by unit: what lies in `unsummed`
   std::vector<std::shared_ptr<ParameterSet>> arrivals_;  // by unit
   bool unsynced_ = false;
+  bool sums_rest_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
   Bytes drained_, reduced_;

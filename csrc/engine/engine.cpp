@@ -35,8 +35,11 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       optimizer_(std::move(optimizer)),
       issuer_(*backend_, buffers_),
       leases_(backend_, options_.budget.arena),
-      fetcher_(issuer_, leases_, units_, options_.device, options_.lane.get()),
-      drainer_(issuer_, leases_, units_, options_.device, custodian_, options_.lane.get(), options_.reduce_scratch,
+      collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
+                                                               /*takes_sums=*/!options_.ring)
+                               : std::nullopt),
+      fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr),
+      drainer_(issuer_, leases_, units_, options_.device, custodian_, collector_ ? &*collector_ : nullptr,
                options_.ring.has_value()),
       pending_(units_.size(), false),
       early_(units_.size()),
@@ -90,6 +93,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
+  if (collector_) collector_->turn(signature.phase);
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
   const auto expected = book_.begin(signature);
@@ -341,6 +345,7 @@ std::vector<UnitId> Engine::end_pass(Stream stream) {
 
 // What only earlier passes have brought: as if a visit without modules had come to it.
 void Engine::sum_rest(Stream stream) {
+  drainer_.set_sums_rest(true);
   for (UnitId unit : drainer_.left_unsummed()) {
     Visit visit;
     visit.phase = Phase::backward;
@@ -351,6 +356,7 @@ void Engine::sum_rest(Stream stream) {
     enter_visit(stream);
     close_visit(stream);
   }
+  drainer_.set_sums_rest(false);
 }
 
 void Engine::end_sums(Stream stream) {
@@ -491,6 +497,7 @@ void Engine::reset_unlocked(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drainer_.abandon();
+  if (options_.lane) options_.lane->forget_taken();
   drop_all_early();
   const std::vector<UnitId> landed = drainer_.take_landed();
   book_.abandon();
@@ -513,9 +520,21 @@ bool Engine::is_visited(const std::vector<UnitId>& needs) const {
   return visit_ && contains_all(visit_->visit.needs, needs);
 }
 
-std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers) {
-  NORIA_INVARIANT(options_.lane != nullptr, "nobody shares this home");
-  return options_.lane->exchange(std::move(numbers));
+std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Meeting meeting) {
+  std::shared_ptr<const Shares> shares;
+  {
+    const std::lock_guard lock(mutex_);
+    NORIA_INVARIANT(collector_.has_value(), "nobody shares this home");
+    shares = collector_->shares();
+  }
+  CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, std::move(shares));
+  const std::lock_guard lock(mutex_);
+  if (meeting == Meeting::backward) is_uneven_ = met.was_uneven;
+  for (UnitId unit : met.taken) {
+    collector_->note_taken(unit);
+    drop_early(unit);  // more came than was foreseen
+  }
+  return std::move(met.numbers);
 }
 
 void Engine::idle() {

@@ -33,10 +33,12 @@
 // Note [Shards]. Where ranks share the home, each has one part of every unit: of its trainable bytes, and of its frozen
 // ones, as many for each rank. A fetch is a copy of this rank's part and a gather of the others'; gradients are summed
 // over the ranks before this rank's part is drained. Both are ops of the collect lane, issued where one device fetches
-// and drains, so ranks that run the same modules meet in the same order. Nobody sees what is held. Gradients of a pass
-// that is not synced (`set_unsynced`) are drained whole, to memory of their own; the next pass that is adds to them,
-// and sums up at its end what it has not come to. An update inside backward that follows a sum learns from it, when it
-// begins, which gradients any rank has had.
+// and drains, so ranks that run the same modules meet in the same order; where they run others, the lane assists
+// (comm/collect_lane.h), and what came to a held gradient meanwhile is known after the exchange that ends the backward:
+// updates of it wait for that like for a drain, and a draft that was made before is dropped. Nobody sees what is held.
+// Gradients of a pass that is not synced (`set_unsynced`) are drained whole, to memory of their own; the next pass that
+// is adds to those that come again, and sums up the others at its end. An update inside backward that follows a sum
+// learns from it, when it begins, which gradients any rank has had.
 //
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step` and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
@@ -60,6 +62,7 @@
 
 #include "base/trace.h"
 #include "device/backend.h"
+#include "engine/collector.h"
 #include "engine/custodian.h"
 #include "engine/drainer.h"
 #include "engine/fetcher.h"
@@ -76,10 +79,10 @@ namespace noria {
 struct EngineOptions {
   Place device;
   Budget budget;
-  bool prefetch_at_step = true;         // the next forward's first units, as soon as `step` has queued their updates
-  std::optional<GradientRing> ring;     // engaged: updates run inside backward; see Note [Inside backward]
-  std::shared_ptr<CollectLane> lane;    // engaged: ranks share the home; see Note [Shards]
-  std::byte* reduce_scratch = nullptr;  // on the device; see Drainer
+  bool prefetch_at_step = true;       // the next forward's first units, as soon as `step` has queued their updates
+  std::optional<GradientRing> ring;   // engaged: updates run inside backward; see Note [Inside backward]
+  std::shared_ptr<CollectLane> lane;  // engaged: ranks share the home; see Note [Shards]
+  CollectScratch scratch;             // for the lane
 };
 
 /// What one kind of pass did, for the report.
@@ -217,8 +220,9 @@ class Engine {
   void end_sums(Stream stream);
   /// After that: gradients that some rank has had, by unit and offset.
   void gradients_came(const std::map<UnitId, std::set<Bytes>>& came);
-  /// Everybody's numbers, by rank; where ranks share the home. Blocks until all that they do together is done.
-  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
+  /// Everybody's numbers, by rank; where ranks share the home. Blocks until all that they do together is done. At the
+  /// end of a backward, what came to held gradients while this rank assisted is known here from then on.
+  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers, Meeting meeting);
 
   void idle();
   void close();
@@ -374,6 +378,7 @@ class Engine {
   mutable std::recursive_mutex mutex_;  // recursive: a deferred update may ask for the home it updates
   Issuer issuer_;
   Leases leases_;
+  std::optional<Collector> collector_;  // engaged: ranks share the home
   Fetcher fetcher_;
   Drainer drainer_;
   ItineraryBook book_;
@@ -415,6 +420,7 @@ class Engine {
   LaneStats launching_updates_;
   std::shared_ptr<Trace> trace_;
   bool holds_unsummed_ = false;
+  bool is_uneven_ = false;  // ranks have visited different units lately: what is next is not known well enough
   bool closed_ = false;
 };
 

@@ -255,6 +255,7 @@ void Engine::update_in_backward(UnitId unit) {
   }
   drainer_.forget_sums(unit);
   mode.is_updated[index] = true;
+  if (collector_) collector_->note_update(unit);
   issuer_.next_version(updated.facts.working);
   Op op = update_op(unit);
   op.bytes = job.bytes();
@@ -301,7 +302,8 @@ void Engine::abandon_updating() {
             std::to_string(units_.size()) + " units";
   }
   for (auto& offsets : mode.arriving) offsets.clear();
-  for (std::size_t i = 0; i < units_.size() && mode.ring; ++i) drainer_.forget_sums(UnitId(static_cast<std::int32_t>(i)));
+  for (std::size_t i = 0; i < units_.size() && mode.ring; ++i)
+    drainer_.forget_sums(UnitId(static_cast<std::int32_t>(i)));
   if (!mode.ring) return;  // what had been accumulated is still held
   for (std::size_t i = 0; i < units_.size(); ++i) {
     mode.come[i].clear();

@@ -197,6 +197,7 @@ void Engine::gradient_is_written(UnitId unit) {
 bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
+  if (collector_) collector_->note_update(unit);
   auto draft = std::exchange(early_of(unit), std::nullopt);
   const bool is_drafted = draft && draft->ticket && draft->is_draft();
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);

@@ -67,6 +67,7 @@ void Engine::defer_update(UnitId unit) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(!pending_[static_cast<std::size_t>(unit.value)], "an update is deferred twice");
   drop_early(unit);
+  if (collector_) collector_->note_update(unit);
   issuer_.next_version(facts_[static_cast<std::size_t>(unit.value)].working);
   pending_[static_cast<std::size_t>(unit.value)] = true;
 }
@@ -118,6 +119,11 @@ void Engine::settle_all() {
 void Engine::end_step(bool blocking) {
   const std::lock_guard lock(mutex_);
   book_.note_update();
+  if (collector_) {
+    collector_->end_step();
+    collector_->turn(Phase::forward);
+    settle_all();  // other ranks may want the weights before this one does
+  }
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = true;
   if (blocking) {
     settle_all();
@@ -125,7 +131,7 @@ void Engine::end_step(bool blocking) {
     issuer_.sweep();
   }
   const bool none_pending = std::none_of(pending_.begin(), pending_.end(), [](bool pending) { return pending; });
-  if (options_.prefetch_at_step && none_pending) prepare_next_forward();
+  if (options_.prefetch_at_step && none_pending && !is_uneven_) prepare_next_forward();
   const std::int64_t now = clock_us();
   if (!first_step_) first_step_ = sums_so_far();
   if (last_step_us_ != 0) {
@@ -200,6 +206,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   } catch (...) {
     if (torn().empty()) throw;  // else it is known what failed, and this may be the load that mends it
   }
+  if (write_weights && collector_) collector_->note_load(unit);
   if (write_weights) following_ = {};  // inside of a pass: what is left of it is planned again without the stale copies
 }
 

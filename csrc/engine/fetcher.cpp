@@ -14,7 +14,7 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const Held into{offset, buffer, version};
   resident_.emplace(unit, into);
   ++num_fetches_;
-  if (lane_ != nullptr && lane_->shards().size > 1) {
+  if (collector_ != nullptr && collector_->shards().size > 1) {
     fetched_ += fetch_shards(source, into, unit);
     return;
   }
@@ -31,7 +31,7 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
 }
 
 Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId unit) {
-  const Shards shards = lane_->shards();
+  const Shards shards = collector_->shards();
   Op fetch;
   fetch.lane = Lane::fetch;
   fetch.verb = Verb::fetch;
@@ -60,7 +60,7 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
   gather.accesses.push_back({into.buffer, into.version, Access::Mode::write});
   const Bytes fetched = fetch.bytes;
   issuer_.submit(std::move(fetch), std::move(transfer));
-  issuer_.submit(std::move(gather), *lane_, std::move(collective));
+  collector_->submit(std::move(gather), std::move(collective));
   return fetched;
 }
 

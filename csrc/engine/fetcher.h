@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "engine/collector.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
 #include "store/leases.h"
@@ -15,13 +16,13 @@ namespace noria {
 
 class Fetcher {
  public:
-  /// `lane` null: the home has whole units.
-  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, CollectLane* lane)
+  /// `collector` null: the home has whole units.
+  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Collector* collector)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
-        lane_(lane) {}
+        collector_(collector) {}
 
   /// Leases the range that the planned op names and queues the copy of the home's newest version into it; of a shard,
   /// and then the other ranks'.
@@ -55,7 +56,7 @@ class Fetcher {
   Leases& leases_;
   const std::vector<EngineUnit>& units_;
   const Place device_;
-  CollectLane* const lane_;
+  Collector* const collector_;
   std::map<UnitId, Held> resident_;
   std::int64_t num_fetches_ = 0;
   Bytes fetched_;

@@ -6,6 +6,12 @@ namespace noria {
 
 Issuer::Begun Issuer::begin(Op& op) {
   op.id = OpId(next_id_++);
+  for (const Access& access : op.accesses) {
+    const Buffer& buffer = buffers_[access.buffer];
+    if (buffer.purpose == Purpose::working_copy || buffer.purpose == Purpose::held_gradient) {
+      touched_.insert(buffer.unit);
+    }
+  }
   Begun begun{OpLabel{op.id, op.lane, op.verb, op.unit}, {}};
   for (const Wait& wait : hazards_.issue(op)) {
     kinds_.emplace(wait.giver, op.verb, wait.purpose, wait.rule);
@@ -20,9 +26,19 @@ void Issuer::submit(Op op, Transfer transfer) {
   keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
 }
 
-void Issuer::submit(Op op, CollectLane& lane, Collective collective) {
-  auto begun = begin(op);
-  keep(op.id, lane.submit(begun.label, std::move(collective), std::move(begun.waits)));
+std::vector<Ticket> Issuer::before(const Access& access) const {
+  std::vector<Ticket> tickets;
+  for (OpId op : hazards_.before(access)) {
+    const auto found = tickets_.find(op);
+    if (found != tickets_.end()) tickets.push_back(found->second);  // absent: passed and swept
+  }
+  return tickets;
+}
+
+std::vector<UnitId> Issuer::take_touched() {
+  std::vector<UnitId> touched(touched_.begin(), touched_.end());
+  touched_.clear();
+  return touched;
 }
 
 void Issuer::poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes) {

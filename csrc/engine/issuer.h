@@ -12,7 +12,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "comm/collect_lane.h"
 #include "device/backend.h"
 #include "plan/hazards.h"
 #include "plan/plan.h"
@@ -32,10 +31,13 @@ class Issuer {
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
   /// Both, for an op that is a transfer.
   void submit(Op op, Transfer transfer);
-  /// Likewise, on the collect lane.
-  void submit(Op op, CollectLane& lane, Collective collective);
   /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
+
+  /// What an access would wait for if it were made now.
+  std::vector<Ticket> before(const Access& access) const;
+  /// Units whose working copy or held gradient an op has named since the last call.
+  std::vector<UnitId> take_touched();
 
   /// Forgets tickets that have passed. A failure found on the way is thrown, once.
   void sweep();
@@ -57,7 +59,8 @@ class Issuer {
   Hazards hazards_;
   std::int64_t next_id_ = 0;
   std::unordered_map<OpId, Ticket> tickets_;
-  std::vector<Version> versions_;                          // by buffer
+  std::vector<Version> versions_;  // by buffer
+  std::set<UnitId> touched_;
   std::set<std::tuple<Verb, Verb, Purpose, Rule>> kinds_;  // giver, waiter; finitely many
 };
 

@@ -566,9 +566,10 @@ class Collectives:
     @property
     def size(self) -> int: ...
 
-def make_c10d_collectives(shards: str, across: str, numbers: str, device: str) -> Collectives:
+def make_c10d_collectives(shards: str, across: str, numbers: str, replica: Sequence[int], device: str) -> Collectives:
     """Of torch's process groups of these names. `shards`, of this rank's replica, and `across`, of those with the same
-    shard, move device memory, and are "" where this rank would be alone; `numbers`, of all, moves host memory."""
+    shard, move device memory, and are "" where this rank would be alone; `numbers`, of all, moves host memory.
+    `replica`: the ranks of `shards`, as `numbers` counts them."""
 
 class CollectLane:
     def __init__(self, backend: Backend, collectives: Collectives, names: Sequence[str]) -> None: ...
@@ -606,6 +607,7 @@ class Custody:
         ring: tuple[int, int, int] | None,
         collectives: Collectives | None,
         reduce_scratch: int,
+        assist_scratch: int,
     ) -> None: ...
     def set_update_callback(self, run_update: Callable[[int], None]) -> None: ...
     def set_backward_callback(self, begin: Callable[[], None]) -> None: ...

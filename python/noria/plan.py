@@ -35,10 +35,12 @@ from noria.policy import Policy, compute_device, device_budget, draft_budget, fo
 from noria.ranks import Grid
 from noria.updates.worker import is_array, part_values, predict_state
 
-__all__ = ["REDUCE_SCRATCH", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
+__all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
+NAN_RANGE = "NaN range for evicted units"
 REDUCE_SCRATCH = "sums over ranks in fp32"
+ASSIST_SCRATCH = "parts for other ranks"
 # Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
 # updates which take longer than backward can go on behind the next forward and do not hold backward up.
 _RING_SLOTS = 4
@@ -78,16 +80,23 @@ class WrapPlan:
     """Of gradients, under update="backward"."""
     reduce_bytes: int = 0
     """Where gradients of 16 bits are summed over ranks in fp32."""
+    assist_bytes: int = 0
+    """Where this rank has its part of a unit that only others visit."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
     @property
     def device_bytes(self) -> int:
-        return self.arena_bytes + self.nan_bytes + self.reduce_bytes
+        return self.arena_bytes + sum(self.beside_the_arena().values())
 
     @property
     def home_bytes(self) -> int:
         return sum(region.bytes for region in self.regions)
+
+    def beside_the_arena(self) -> dict[str, int]:
+        """Bytes on the device, by purpose."""
+        needed = {NAN_RANGE: self.nan_bytes, REDUCE_SCRATCH: self.reduce_bytes, ASSIST_SCRATCH: self.assist_bytes}
+        return {purpose: amount for purpose, amount in needed.items() if amount}
 
     def rows(self) -> list[tuple[str, str, int]]:
         """(place, purpose, bytes) of everything that noria takes."""
@@ -95,10 +104,7 @@ class WrapPlan:
         if self.staging_bytes:
             rows.append(("host", STAGING_RING, self.staging_bytes))
         rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
-        if self.nan_bytes:
-            rows.append((str(self.device), "NaN range for evicted units", self.nan_bytes))
-        if self.reduce_bytes:
-            rows.append((str(self.device), REDUCE_SCRATCH, self.reduce_bytes))
+        rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]
         return rows
 
     def __str__(self) -> str:
@@ -169,7 +175,9 @@ def make_plan(
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
     reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0
-    arena, window = _budget(policy, free, units, facts, forward + backward, nan_bytes + reduce_bytes)
+    assist_bytes = 0 if grid is None else _assist_bytes(units, grid.num_shards)
+    other_bytes = nan_bytes + reduce_bytes + assist_bytes
+    arena, window = _budget(policy, free, units, facts, forward + backward, other_bytes)
     result = WrapPlan(
         policy,
         device,
@@ -191,6 +199,7 @@ def make_plan(
         table,
         ring,
         reduce_bytes,
+        assist_bytes,
     )
     _check_host(policy, result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
@@ -249,6 +258,11 @@ def _reduce_bytes(units: list[HomeUnit]) -> int:
         unit.gradients for unit in units if any(slot.trainable and slot.dtype.itemsize == 2 for slot in unit.parameters)
     ]
     return 2 * max(narrow, default=0)
+
+
+def _assist_bytes(units: list[HomeUnit], num_shards: int) -> int:
+    """A rank's part of the largest stretch that is cut into parts: what is trainable of a unit, or what is frozen."""
+    return max(max(unit.gradients, unit.weights - unit.gradients) for unit in units) // num_shards
 
 
 def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:

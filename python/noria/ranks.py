@@ -145,7 +145,7 @@ class Ranks:
             shards = (numbers if on_host and self.num_replicas == 1 else self._group(self.grid.row, device)).name
         if self.num_replicas > 1:
             across = (numbers if on_host and self.num_shards == 1 else self._group(self.grid.column, device)).name
-        return _C.make_c10d_collectives(shards, across, numbers.name, str(device))
+        return _C.make_c10d_collectives(shards, across, numbers.name, self.replica, str(device))
 
     def agree(self, lines: Sequence[str]) -> None:
         """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""

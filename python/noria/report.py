@@ -10,7 +10,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
-from noria.plan import REDUCE_SCRATCH, STAGING_RING
+from noria.plan import STAGING_RING
 from noria.policy import format_bytes
 
 __all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
@@ -246,10 +246,9 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     device = str(wrapped.device)
     taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
     beside = wrapped.backend.allocated - wrapped.custody.arena_bytes
-    if wrapped.plan.nan_bytes:
-        taken[(device, "NaN range for evicted units")] = beside - wrapped.plan.reduce_bytes
-    if wrapped.plan.reduce_bytes:
-        taken[(device, REDUCE_SCRATCH)] = beside - wrapped.plan.nan_bytes
+    small = wrapped.plan.beside_the_arena()
+    for purpose, planned in small.items():
+        taken[(device, purpose)] = beside - (sum(small.values()) - planned)
     rows = [
         LedgerRow(place, purpose, planned, taken.pop((place, purpose), 0))
         for place, purpose, planned in wrapped.plan.rows()

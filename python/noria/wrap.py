@@ -207,6 +207,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
         reduce_scratch=backend.allocate(planned.reduce_bytes) if planned.reduce_bytes else 0,
+        assist_scratch=backend.allocate(planned.assist_bytes) if planned.assist_bytes else 0,
     )
     wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
     while values:
@@ -305,6 +306,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     wrapped.refuse_when_busy("noria.unwrap")
     wrapped.recover()
     wrapped.refuse_between_steps("noria.unwrap")
+    wrapped.together.meet("unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]

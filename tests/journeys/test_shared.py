@@ -653,30 +653,6 @@ DIFFERENCES = {
 }
 
 
-class Forked(nn.Module):
-    """Ranks choose by themselves which branch they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 16)
-        self.branches = nn.ModuleDict({"left": Block(), "right": Block()})
-        self.head = nn.Linear(16, VOCAB)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        name = "left" if dist.get_rank() == 0 else "right"
-        return self.head(self.branches[name](self.embed(batch)))
-
-
-def parts_ways(rank: int, size: int) -> None:
-    model, optimizer = wrapped_net(Forked, units=["branches.*"], window=2)
-    with pytest.raises(Exception) as caught:
-        for number in range(3):
-            loss_of(model, number).backward()
-            optimizer.step()
-    for part in ("ranks that do the same", "branches.left", "branches.right", "rank 0", "rank 1"):
-        assert part in str(caught.value), str(caught.value)
-
-
 # ---- tests ------------------------------------------------------------------------------------------------------
 
 OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
@@ -700,7 +676,6 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "plan": (plans_its_part, ()),
     "refuses": (refuses, ()),
     **{f"other {name}": (other_on_last, (name,)) for name in DIFFERENCES},
-    "parts ways": (parts_ways, ()),
 }
 
 
@@ -772,10 +747,6 @@ def test_what_ranks_cannot_share_is_refused_by_name():
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_rank_that_wraps_something_else_is_refused_on_all_ranks(name):
     assert_fine(f"other {name}")
-
-
-def test_ranks_that_run_different_modules_are_told_both_names():
-    assert_fine("parts ways")
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class StateDicts:
         def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             self.wrapped.recover()
             self.wrapped.refuse_between_steps("model.load_state_dict()", mends=True)
+            self.wrapped.together.meet(f'load "{prefix}{next(iter(own))}"')
             units = sorted({slot.unit for slot in own.values()})
             if self.wrapped.ranks is None:
                 self.wrapped.custody.open_home(units, True)

@@ -32,6 +32,11 @@ class Together:
         self.wrapped = wrapped
         self._on_first: dict[int, torch.Tensor] | None = None  # by slot, values that are there already
 
+    def meet(self, what: str) -> None:
+        """Waits until all ranks are about to do this, and assists them until they are."""
+        if self.wrapped.ranks is not None:
+            self._exchange(what, ())
+
     def whole(self, slot: HomeParameter, part: torch.Tensor, what: str) -> torch.Tensor:
         """The whole tensor on the CPU, of this rank's part; what it has at home where there are no ranks."""
         ranks = self.wrapped.ranks

@@ -52,6 +52,7 @@ def _without_codes(values: Any) -> Any:
 
 def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, Any]) -> None:
     optimizer, wrapped = members.optimizer, members.wrapped
+    wrapped.together.meet("load the optimizer's state")
     state.settle(None)
     if optimizer.state is not state.shown:
         state.take_over()

@@ -3,6 +3,7 @@
 // Order: sums are in the order of the ranks. Threads: one for each rank. A rank that leaves makes the others throw.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <memory>
@@ -87,23 +88,39 @@ class LocalCollectives final : public Collectives {
       if (each.from == nullptr) std::memset(each.to, 0, static_cast<std::size_t>(each.bytes.count));
       else std::memcpy(each.to, each.from, static_cast<std::size_t>(each.bytes.count));
     }
-    const auto count = static_cast<std::size_t>(reduced.shard.count) / sizeof(float);
-    const auto begin = static_cast<std::size_t>(rank_) * count;
-    std::vector<float> sum(count, 0.0F);
-    group_->meet(rank_, reduced.all, [&](const std::vector<const void*>& brought) {
-      for (const void* its : brought) {
-        for (std::size_t i = 0; i < count; ++i) {
-          sum[i] += static_cast<const float*>(its)[begin + i] / static_cast<float>(size());
-        }
-      }
-    });
-    std::memcpy(reduced.all + static_cast<std::size_t>(rank_) * count * sizeof(float), sum.data(),
-                count * sizeof(float));
+    const std::vector<float> sum = sum_of(reduced.all, reduced.shard);
+    std::memcpy(reduced.all + rank_ * reduced.shard.count, sum.data(), static_cast<std::size_t>(reduced.shard.count));
     for (const CopySpan& each : reduced.add) {
       auto* to = reinterpret_cast<float*>(each.to);
       const auto* from = reinterpret_cast<const float*>(each.from);
       for (std::int64_t k = 0; k < each.bytes.count / 4; ++k) to[k] += from[k];
     }
+  }
+
+  void gather_some(const Gather& gathered, const Wanting& wanting) override {
+    meet_for_shards(gathered.all + rank_ * gathered.shard.count, wanting, [&](int other, const void* its) {
+      std::memcpy(gathered.all + other * gathered.shard.count, its, static_cast<std::size_t>(gathered.shard.count));
+    });
+  }
+
+  void give(const Giving& given, const Wanting& wanting) override {
+    std::memcpy(given.scratch, given.own, static_cast<std::size_t>(given.shard.count));
+    meet_for_shards(given.scratch, wanting, [](int, const void*) {});
+  }
+
+  void reduce_some(const Reduction& reduced) override { reduce(reduced); }
+
+  /// Gradients of nobody: null, to whoever sums.
+  void take(const Taking& taken) override {
+    NORIA_INVARIANT(taken.type == ElementType::fp32 && taken.wide == nullptr, "only floats are summed here");
+    auto* part = reinterpret_cast<float*>(taken.scratch);
+    const std::vector<float> sum = sum_of(nullptr, taken.shard);
+    std::copy(sum.begin(), sum.end(), part);
+    const auto* held = reinterpret_cast<const float*>(taken.to);
+    for (const auto& [from, to] : taken.add) {
+      for (std::int64_t k = from.count / 4; k < to.count / 4; ++k) part[k] += held[k];
+    }
+    std::memcpy(taken.to, part, static_cast<std::size_t>(taken.shard.count));
   }
 
   std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) override {
@@ -118,6 +135,33 @@ class LocalCollectives final : public Collectives {
   }
 
  private:
+  std::vector<float> sum_of(const std::byte* all, Bytes shard) {
+    const auto count = static_cast<std::size_t>(shard.count) / sizeof(float);
+    const auto begin = static_cast<std::size_t>(rank_) * count;
+    std::vector<float> sum(count, 0.0F);
+    group_->meet(rank_, all, [&](const std::vector<const void*>& brought) {
+      for (const void* its : brought) {
+        for (std::size_t i = 0; i < count && its != nullptr; ++i) {
+          sum[i] += static_cast<const float*>(its)[begin + i] / static_cast<float>(size());
+        }
+      }
+    });
+    return sum;
+  }
+
+  /// One meeting for each rank that wants them, as a gather to one rank is.
+  template <class Copy>
+  void meet_for_shards(const std::byte* own, const Wanting& wanting, Copy copy) {
+    for (int root = 0; root < size(); ++root) {
+      if (!wanting[static_cast<std::size_t>(root)]) continue;
+      group_->meet(rank_, own, [&](const std::vector<const void*>& brought) {
+        for (int other = 0; root == rank_ && other < size(); ++other) {
+          if (other != rank_) copy(other, brought[static_cast<std::size_t>(other)]);
+        }
+      });
+    }
+  }
+
   const std::shared_ptr<LocalGroup> group_;
   const int rank_;
 };

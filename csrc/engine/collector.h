@@ -1,0 +1,74 @@
+// The way across: ops of the collect lane, with what the lane needs to assist other ranks meanwhile, and of each unit
+// what ranks must know of each other: at which version its weights are, and of which gradients a sum is held.
+//
+// Ownership: borrows issuer and units from the engine, shares the lane. Order: as the fetcher. Threads: the caller
+// serialises; nothing here blocks.
+//
+// Note [Versions]. The version of a buffer counts writes, of which ranks may make different numbers: one commits a
+// draft, the other updates in place. What ranks compare is the step or load that made the weights.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/ranges.h"
+#include "comm/collect_lane.h"
+#include "engine/issuer.h"
+#include "engine/unit.h"
+
+namespace noria {
+
+/// Memory on the device for what ranks sum and give. `wide`, or null: 4 bytes for each element of the largest unit's
+/// gradients of 16 bits, which are then summed in fp32. `part`: the largest stretch of which a rank has one shard.
+struct CollectScratch {
+  std::byte* wide = nullptr;
+  std::byte* part = nullptr;
+};
+
+class Collector {
+ public:
+  /// `takes_sums`: of gradients that only others have. Else they raise: what is summed is used up in backward already.
+  Collector(Issuer& issuer, const std::vector<EngineUnit>& units, std::shared_ptr<CollectLane> lane,
+            CollectScratch scratch, bool takes_sums);
+
+  Shards shards() const { return lane_->shards(); }
+  /// What a sum of these elements is made in; null: their own memory.
+  std::byte* wide_scratch(ElementType type) const;
+
+  /// A pass of this phase begins.
+  void turn(Phase phase) { phase_ = phase; }
+  void submit(Op op, Collective collective);
+  /// For whoever asks the lane itself to exchange numbers.
+  std::shared_ptr<const Shares> shares();
+  /// While the lane assisted, sums of this unit's gradients have come to the held one.
+  void note_taken(UnitId unit);
+
+  void note_update(UnitId unit) { set_version(unit, num_steps_ + 1); }
+  void note_load(UnitId unit) { set_version(unit, -1 - num_steps_); }
+  void end_step() { ++num_steps_; }
+
+  /// Of the unit's gradients, what this rank's shard is a part of.
+  const Ranges& summed(UnitId unit) const { return summed_[static_cast<std::size_t>(unit.value)]; }
+  void add_summed(UnitId unit);
+  void forget_summed(UnitId unit, Bytes offset, Bytes bytes);
+  /// All of them have been used up.
+  void forget_summed(UnitId unit);
+
+ private:
+  void set_version(UnitId unit, std::int64_t version);
+  std::shared_ptr<const Share> share_of(std::size_t index) const;
+
+  Issuer& issuer_;
+  const std::vector<EngineUnit>& units_;
+  const std::shared_ptr<CollectLane> lane_;
+  const CollectScratch scratch_;
+  const bool takes_sums_;
+  Phase phase_ = Phase::forward;
+  std::int64_t num_steps_ = 0;
+  std::vector<std::int64_t> versions_;  // by unit; see Share
+  std::vector<Ranges> summed_;          // by unit
+  std::vector<bool> is_stale_;          // by unit: `shares_` does not tell what is
+  std::shared_ptr<const Shares> shares_;
+};
+
+}  // namespace noria
