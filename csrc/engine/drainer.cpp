@@ -166,7 +166,7 @@ bool Drainer::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
 }
 
 bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
-  return !summed_[static_cast<std::size_t>(unit.value)].within(offset, offset + bytes).empty();
+  return collector_ != nullptr && !collector_->summed(unit).within(offset, offset + bytes).empty();
 }
 
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
