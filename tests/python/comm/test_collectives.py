@@ -20,7 +20,7 @@ TYPES = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "b
 
 def new_lane() -> _C.CollectLane:
     name = dist.group.WORLD.group_name
-    collectives = _C.make_c10d_collectives(name, "", name, "cpu")
+    collectives = _C.make_c10d_collectives(name, "", name, range(dist.get_world_size()), "cpu")
     return _C.CollectLane(_C.make_host_backend(1 << 20), collectives, ["head", "tail"])
 
 
