@@ -84,6 +84,21 @@ def train(rank: int, checkpoint: Path, policy: dict[str, Any]) -> None:
         print("step", number + 1, flush=True)
 
 
+def meet(rank: int, size: int, folder: Path, timeout: datetime.timedelta) -> None:
+    """Makes the process group when all ranks are there and have loaded what a first step loads: its timeout is for what
+    follows."""
+    model = Model(blocks=1)
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    noria.unwrap(model, optimizer)
+    store = dist.FileStore(str(folder / "meeting"), size)
+    store.set(f"rank {rank} is there", "")
+    store.wait([f"rank {other} is there" for other in range(size)], datetime.timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 POLICIES: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.1}, {"draft_memory": "64MiB"}, {"update": "blocking"}]
 
 
@@ -96,13 +111,7 @@ def main() -> None:
     parser.add_argument("--policy", type=int, default=0)
     parser.add_argument("--fails", help="kill, hang or raise, the name of a function, and the number of its call")
     args = parser.parse_args()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{args.folder}/meeting",
-        rank=args.rank,
-        world_size=args.size,
-        timeout=datetime.timedelta(seconds=args.timeout),
-    )
+    meet(args.rank, args.size, args.folder, datetime.timedelta(seconds=args.timeout))
     if args.fails:
         sys.setprofile(Moment(args.fails))
     train(args.rank, args.folder / "checkpoint.pt", POLICIES[args.policy])
