@@ -92,7 +92,7 @@ def test_any_loop_of_ranks_in_any_window_gives_the_bits_of_a_loop_that_moves_not
     for engine in ranks.engines:
         assert engine.num_fetches > 0 and engine.peak_bytes <= engine.arena_bytes == arena
     kinds = {kind for engine in ranks.engines for kind in engine.wait_kinds()}
-    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE
+    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE | ASSISTANCE
     ranks.each("close")
 
 
@@ -180,6 +180,23 @@ CASES = {
     "gather -> fetch on weights (WAW)": Case(another_branch((1, 1), (2, 0))),
     "gather -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw()),
     "gather -> poison on weights (WAW)": Case(a_gradient_that_no_plan_foresaw(), poison=True, later="poison"),
+}
+
+# For assistance (plan/hazards.h, Note [Assistance]), whatever the newest op of the collect lane is. All ranks here play
+# the same program, so nobody assists, and nothing goes wrong without it.
+ASSISTANCE = {
+    f"{giver} -> {waiter}"
+    for giver in ("gather", "reduce")
+    for waiter in (
+        "backward on held_gradient (RAW)",
+        "drain on held_gradient (WAW)",
+        "draft on held_gradient (RAW)",
+        "sum on held_gradient (RAW)",
+        "update on held_gradient (RAW)",
+        "update on working_copy (WAR)",
+        "user on held_gradient (WAW)",
+        "load on working_copy (WAR)",
+    )
 }
 
 # All ranks together, or one that is later than the other: they wait for each other in every gather.
