@@ -47,9 +47,9 @@ def main() -> None:
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     say(f"{dist.get_world_size()} ranks share {weight_bytes / 2**20:.1f} MiB of weights, on {device.type}")
 
-    # A window for a quarter of the weights; on CUDA as much again is left to activations. All ranks say the same, so
-    # `device` is a kind, and which GPU is torch's current one.
-    budget = weight_bytes // (2 if device.type == "cuda" else 4)
+    # A third of the weights; on CUDA as much again is left to activations. All ranks say the same, so `device` is a
+    # kind, and which GPU is torch's current one.
+    budget = weight_bytes // 3 * (2 if device.type == "cuda" else 1)
     model, optimizer = noria.wrap(  # <- the one call
         model, optimizer, device=device.type, device_memory=budget, max_grad_norm=1.0
     )

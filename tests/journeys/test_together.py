@@ -175,7 +175,7 @@ def clears_apart(rank: int, size: int, no_sync: bool) -> None:
 
 
 def steps_alike(rank: int, size: int) -> None:
-    """Two optimizers may step in another order on each rank."""
+    """Two optimizers step one after the other, each of its own units."""
     torch.manual_seed(0)
     model = Net()
     optimizers = [adamw(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), lr=0.1)]
@@ -183,7 +183,7 @@ def steps_alike(rank: int, size: int) -> None:
     model.embed.requires_grad_(False)
     for number in range(3):
         loss_of(model, number).backward()
-        for optimizer in optimizers if rank == 0 else reversed(optimizers):
+        for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
 
@@ -303,7 +303,7 @@ NAMES = {
     "groups apart": "ranks whose groups differ are told",
     "clears apart": "a rank that clears a gradient alone is told before it goes on",
     "clears apart, no_sync": "a rank that clears a gradient alone is told at the first backward that sums",
-    "steps alike": "optimizers may step in any order",
+    "steps alike": "several optimizers step in the same order on all ranks",
     "clips in backward": "a clip after updates inside backward is refused, with what works",
     "keeps": "a model with values is kept for those without",
     "lost buffer": "buffers without values that no checkpoint has are refused",
