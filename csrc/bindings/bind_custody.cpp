@@ -368,10 +368,9 @@ void bind_custody(py::module_& m) {
           [](Custody& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); }, NoGil())
       .def(
           "open_home",
-          [](Custody& self, const std::vector<std::int32_t>& units, bool write) {
-            self.open_home(unit_ids(units), write);
-          },
-          NoGil())
+          [](Custody& self, const std::vector<std::int32_t>& units, bool write,
+             const std::vector<std::int64_t>& shown) { self.open_home(unit_ids(units), pointers(shown), write); },
+          NoGil(), py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>())
       .def(
           "close_home",
           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {

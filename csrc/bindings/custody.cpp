@@ -30,11 +30,10 @@ std::vector<EngineUnit> engine_units(const std::vector<CustodyUnit>& units) {
 }
 
 std::string evicted_message(const std::string& unit, bool is_shared) {
-  const std::string instead =
-      is_shared ? "values are in model.state_dict(), which all ranks call, and go back by load_state_dict()"
-                : "read and edit parameters inside `with noria.materialize(model):`";
-  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit + " is evicted: use " +
-         (is_shared ? "state_dict()" : "noria.materialize") + "); remedy: " + instead +
+  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
+         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with "
+         "noria.materialize(model):`" +
+         (is_shared ? ", which all ranks enter" : "") +
          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
@@ -679,11 +678,8 @@ void Custody::guard_gradients() {
 
 // ---- the home ---------------------------------------------------------------------------------------------------
 
-void Custody::open_home(const std::vector<UnitId>& units, bool write) {
-  if (is_shared_) {
-    throw UsageError("whole weights in the home", "those of a model that ranks share: each has a part of every unit",
-                     "read and write values by model.state_dict() and model.load_state_dict()");
-  }
+void Custody::open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write) {
+  NORIA_INVARIANT(shown.size() == (is_shared_ ? units.size() : 0), "memory for whole weights, or a home that has them");
   forget_failed_backward();
   if (engine_.phase() && alone_ && entered_.empty()) engine_.end_pass(current_stream());
   if (engine_.phase()) {
@@ -699,7 +695,8 @@ void Custody::open_home(const std::vector<UnitId>& units, bool write) {
     }
   }
   const std::size_t num_open = home_open_.size();
-  for (UnitId unit : units) {
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const UnitId unit = units[i];
     try {
       engine_.access_home(unit, write);
     } catch (...) {  // an update that failed, say: what this call has opened is closed again
@@ -707,7 +704,8 @@ void Custody::open_home(const std::vector<UnitId>& units, bool write) {
       throw;
     }
     if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) {
-      weights_[static_cast<std::size_t>(unit.value)]->attach(homes_[static_cast<std::size_t>(unit.value)]);
+      weights_[static_cast<std::size_t>(unit.value)]->attach(is_shared_ ? backend_->device_address(shown[i])
+                                                                        : homes_[static_cast<std::size_t>(unit.value)]);
     }
     home_open_.push_back(unit);  // counted: materialize nests
   }
@@ -722,7 +720,7 @@ void Custody::close_home(const std::vector<UnitId>& units, bool write) {
     const bool written = weights.written();
     if (std::find(home_open_.begin(), home_open_.end(), unit) == home_open_.end()) weights.evict();
     if (write) bump_versions(parameters_of_[static_cast<std::size_t>(unit.value)]);
-    else if (written) engine_.access_home(unit, /*write_weights=*/true);  // as it was said not to be
+    else if (written && !is_shared_) engine_.access_home(unit, /*write_weights=*/true);  // as it was said not to be
   }
 }
 

@@ -109,7 +109,9 @@ class Custody final : public Custodian {
   void guard_gradients();
 
   // ---- the home ----
-  void open_home(const std::vector<UnitId>& units, bool write);
+  /// Parameters of these units show the home; or `shown`, for each of them, where what is at home is not the whole:
+  /// then the caller fills it, and takes from it what has changed.
+  void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
   void close_home(const std::vector<UnitId>& units, bool write);
   /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home.
   void bring_home(const std::vector<UnitId>& units);

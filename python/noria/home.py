@@ -25,6 +25,7 @@ from noria.policy import format_bytes
 
 __all__ = [
     "GRADIENT_RING",
+    "SHOWN",
     "UNSUMMED",
     "Home",
     "HomeParameter",
@@ -41,6 +42,9 @@ GRADIENT_RING = "gradient ring"
 
 UNSUMMED = "unsummed gradients"
 """Purpose of the arena for whole gradients of one rank, which `model.no_sync()` wants."""
+
+SHOWN = "materialized weights"
+"""Purpose of the arena for whole weights of ranks that share them, while a block of `noria.materialize` is open."""
 
 
 @dataclasses.dataclass
@@ -265,7 +269,7 @@ def _align(num_bytes: int, alignment: int) -> int:
 _SHARED_ALIGNMENT = _C.STATE_BLOCK * torch.float32.itemsize
 
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
-_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device", UNSUMMED: "device"}
+_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device"}
 
 
 class Home:
@@ -337,18 +341,18 @@ class Home:
                 f"at the pace of one host thread's copies: {refused}"
             )
 
-    def take_held(self, region: Region, backend: _C.Backend) -> list[int]:
-        """Memory for all gradients, once training has begun; by unit, where they go."""
+    def take_later(self, region: Region, backend: _C.Backend) -> list[int]:
+        """One more arena, once training has begun, for the device's own kernels too; addresses by unit, or 0."""
         self.regions[region.purpose] = region
         try:
             self._take_arena(region, backend, lambda done: None)
-            self._register(region.purpose, _USES[region.purpose], backend)
+            self._register(region.purpose, "device", backend)
         except BaseException:
             del self.regions[region.purpose]
             if (taken := self.arenas.pop(region.purpose, None)) is not None:
                 taken.close()
             raise
-        return [self.address(region.purpose, unit.index) if unit.gradients else 0 for unit in self.units]
+        return [self.address(region.purpose, unit) if size else 0 for unit, size in enumerate(region.sizes)]
 
     def give_back(self, purpose: str) -> None:
         self.regions.pop(purpose)

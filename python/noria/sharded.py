@@ -99,6 +99,8 @@ class _ModelParts:
 
     def state_dict(self) -> dict[str, Any]:
         self._wrapped.recover()
+        if self._wrapped.ranks is not None:  # the home does not have what the block has changed
+            self._wrapped.refuse_when_busy("noria.sharded_state")
         with self._wrapped.values.giving(self._part):
             found = self._model.state_dict()
         for name, module, key in self._buffers():

@@ -341,6 +341,11 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
     changed becomes that value). `read_only=True` says that there will be none and keeps copies on the device valid; a
     write then raises at the end of the block. Between passes only; raises UsageError inside one, and for a module that
     is not wrapped.
+
+    Where ranks share the model no home has whole weights: all ranks enter and leave the block, with the same module,
+    and each takes host memory for all of it, until the block ends (a row of the ledger, "materialized weights"; held
+    against `host_memory` first). Then each keeps its part of what has changed. Raises UsageError on all ranks, and
+    drops the edits, where they have made different ones.
     """
     wrapped = wrapped_by(module)
     if wrapped is None:

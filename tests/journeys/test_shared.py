@@ -590,15 +590,6 @@ def refuses(rank: int, size: int) -> None:
         assert f"{name}, which" in wrap(optimizer=by_torch(name))
     assert "Muon, which looks" in wrap(lambda: nn.Sequential(nn.Linear(4, 4, bias=False)), by_torch("Muon"))
     assert "OwnSGD, which may look" in wrap(optimizer=lambda parameters: OwnSGD(parameters, lr=0.1))
-    model, optimizer = wrapped_net()
-
-    def look() -> None:
-        with noria.materialize(model):
-            pass
-
-    assert "state_dict" in message_of(look)
-    loss_of(model, rank).backward()
-    optimizer.step()
 
 
 def other_on_last(rank: int, size: int, name: str) -> None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from noria._errors import usage_error
 from noria.custody.hooks import in_backward
 from noria.home import GRADIENT_RING, UNSUMMED, Region, held_region
-from noria.limits import Free, check_fits, find, least
-from noria.policy import host_budget
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
@@ -69,37 +67,20 @@ class LaterGradients:
         wrapped = self.wrapped
         if wrapped.custody.holds_all():
             return
-        region = held_region(wrapped.units)  # the ring is given back only after it
-        self._take(region, wrapped.custody.hold_all)
-        wrapped.home.give_back(GRADIENT_RING)
-        wrapped.plan.regions = [region if each.purpose == GRADIENT_RING else each for each in wrapped.plan.regions]
+        self._take(held_region(wrapped.units), wrapped.custody.hold_all)
+        wrapped.later.give_back(GRADIENT_RING)  # only now
 
     def _hold_unsummed(self) -> None:
         wrapped = self.wrapped
         if wrapped.custody.holds_unsummed():
             return
-        region = Region.of(UNSUMMED, (unit.gradients for unit in wrapped.units))
-        self._take(region, wrapped.custody.hold_unsummed)
-        wrapped.plan.regions = [*wrapped.plan.regions, region]
-
-    def _free(self) -> Free:
-        """Ranks that share the model all ask at once, before any takes, and get the same answer."""
-        ranks, found = self.wrapped.ranks, find(self.wrapped.device)
-        if ranks is None:
-            return least([found])
-        self.wrapped.custody.exchange([0])  # those that do something else meanwhile hear of it
-        return least(ranks.host.gather_objects(found))
+        self._take(Region.of(UNSUMMED, (unit.gradients for unit in wrapped.units)), wrapped.custody.hold_unsummed)
 
     def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:
-        budget = host_budget(self.wrapped.policy)
-        more = [(region.purpose, region.bytes)]
-        home = [(each.purpose, each.bytes) for each in self.wrapped.plan.regions]
-        if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, self._free()):
-            raise refusal
-        self.wrapped.custody.idle()  # updates still read what it may replace
-        held = self.wrapped.home.take_held(region, self.wrapped.backend)
+        taken = self.wrapped.later.take(region)
         try:
-            use(held)
+            self.wrapped.custody.idle()  # updates still read what it may replace
+            use(taken)
         except BaseException:
-            self.wrapped.home.give_back(region.purpose)
+            self.wrapped.later.give_back(region.purpose)
             raise

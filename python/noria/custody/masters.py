@@ -8,7 +8,14 @@ from noria import _C
 from noria.home import Home, HomeParameter
 from noria.modes import plainly
 
-__all__ = ["Masters"]
+__all__ = ["Masters", "rounded"]
+
+
+def rounded(master: torch.Tensor) -> torch.Tensor:
+    """A working copy of a dense fp32 master on the CPU: to nearest, ties away from zero."""
+    working = torch.empty_like(master, dtype=torch.bfloat16)
+    _C.split_master(master.data_ptr(), working.data_ptr(), 0, master.numel())
+    return working
 
 
 class Masters:
@@ -97,3 +104,9 @@ class Masters:
                 self.home.master(slot)[changed] = working[changed].float()
             else:
                 self.home.low_bits(slot)[changed] = 0
+
+    def follow_write(self, slot: HomeParameter) -> None:
+        """After a write to the working copy, of which only its outcome is known: a plain master follows. A split one
+        consists of the working copy and more."""
+        if slot.has_master and not slot.is_split:
+            self.follow_working_copy(slot, rounded(self.home.master(slot)))

@@ -37,6 +37,10 @@ class Together:
         if self.wrapped.ranks is not None:
             self._exchange(what, ())
 
+    def numbers(self, what: str, own: Sequence[int]) -> list[list[int]]:
+        """As `meet`; everybody's numbers, by rank. As many on all ranks."""
+        return self._exchange(what, own)
+
     def whole(self, slot: HomeParameter, part: torch.Tensor, what: str) -> torch.Tensor:
         """The whole tensor on the CPU, of this rank's part; what it has at home where there are no ranks."""
         ranks = self.wrapped.ranks

@@ -10,7 +10,8 @@ import torch
 
 from noria import _C
 from noria._errors import usage_error
-from noria.custody.masters import Masters
+from noria.custody.masters import Masters, rounded
+from noria.custody.shown import Shown
 from noria.home import HomeParameter
 from noria.modes import plainly
 
@@ -28,6 +29,7 @@ class Values:
         self.home = wrapped.home
         self.custody = wrapped.custody
         self.masters = Masters(wrapped.home)
+        self.shown = Shown(wrapped)
         self._views: dict[int, torch.Tensor] = {}  # by slot, what `state_dict()` shows
         self._written_views: set[int] = set()  # by slot: the user has had write access to its view
         self._give: Callable[[HomeParameter], torch.Tensor] | None = None
@@ -47,7 +49,8 @@ class Values:
         self.wrapped.refuse_between_steps("a look at weights")
         self.custody.access_home(slot.unit, False)
         if self.wrapped.ranks is not None:
-            return self.wrapped.together.values(slot)
+            shown = self.shown.value(slot)
+            return self.wrapped.together.values(slot) if shown is None else shown.clone()
         view = self._views.get(slot.index)
         if view is None:
             view = self._views[slot.index] = self.home.watched(slot, self._before_write(slot.index))
@@ -79,20 +82,18 @@ class Values:
         return self.wrapped.while_open(note)
 
     def settle_writes(self) -> None:
-        """Before the home is used: what was written through `state_dict()` reaches plain masters (a split one consists
-        of the working copy and more)."""
+        """Before the home is used: what was written through `state_dict()` reaches masters."""
         while self._written_views:
             slot = self.wrapped.slots[self._written_views.pop()]
             _C.watch(self._views[slot.index])
-            if slot.has_master and not slot.is_split:
-                with torch.no_grad():
-                    rounded = torch.empty_like(self.home.working(slot))
-                    _C.split_master(self.home.master(slot).data_ptr(), rounded.data_ptr(), 0, rounded.numel())
-                    self.masters.follow_working_copy(slot, rounded)
+            self.masters.follow_write(slot)
 
     def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """A new value into the home: the master exactly, the working copy rounded. The unit's home must be open."""
         self.write_part(slot, slot.part_of(value))
+        if (shown := self.shown.value(slot)) is not None:
+            dense = torch.empty_like(shown, dtype=torch.float32 if slot.has_master else slot.dtype).copy_(value)
+            shown.copy_(rounded(dense) if slot.has_master else dense)
 
     def write_part(self, slot: HomeParameter, value: torch.Tensor) -> None:
         """As `write`, of what the home has of a value."""
@@ -109,31 +110,41 @@ class Values:
 
     @contextlib.contextmanager
     def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
-        """Parameters of these units show the home itself, until the block ends."""
+        """Parameters of these units show the home itself, until the block ends; what `shown` has, where ranks share the
+        model."""
         self.wrapped.recover()
         self.wrapped.refuse_between_steps("noria.materialize")
         slots = [slot for unit in units for slot in self.wrapped.units[unit].parameters]
-        with plainly():
-            self.custody.open_home(list(units), not read_only)
-        was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
-        versions = {slot.index: slot.parameter._version for slot in slots}
-        self._before_materialize.append(was)
-        try:
-            yield
-        finally:
-            self._before_materialize.pop()  # blocks nest
-            if self.wrapped.device.type == "cuda":
-                torch.cuda.synchronize(self.wrapped.device)
-            self.custody.bring_home(list(units))
-            for index, before in was.items():
-                self.masters.follow_working_copy(self.wrapped.slots[index], before)
-            written = next((slot for slot in slots if slot.parameter._version != versions[slot.index]), None)
-            if read_only and written is not None:  # take it, so that nothing is lost, and complain
-                self.custody.access_home(written.unit, True)
-            self.custody.close_home(list(units), not read_only or written is not None)
-        if read_only and written is not None:
+        with self.shown.taken(units) as memory:
+            with plainly():
+                self.custody.open_home(list(units), not read_only, memory)
+            was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
+            versions = {slot.index: slot.parameter._version for slot in slots}
+            self._before_materialize.append(was)
+            complaints: list[HomeParameter] = []
+            try:
+                yield
+            finally:
+                self._before_materialize.pop()  # blocks nest
+                if self.wrapped.device.type == "cuda":
+                    torch.cuda.synchronize(self.wrapped.device)
+                self.custody.bring_home(list(units))
+                try:
+                    written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
+                    if self.wrapped.ranks is not None:
+                        written = self.shown.settle(slots)
+                    for index, before in was.items():
+                        self.masters.follow_working_copy(self.wrapped.slots[index], before)
+                    if read_only:
+                        complaints = written
+                    for slot in complaints:  # take it, so that nothing is lost
+                        self.custody.access_home(slot.unit, True)
+                        self.masters.follow_write(slot)
+                finally:
+                    self.custody.close_home(list(units), not read_only or bool(complaints))
+        if complaints:
             raise usage_error(
                 "no writes inside noria.materialize(..., read_only=True)",
-                f'a write to "{written.name}"',
+                f'a write to "{complaints[0].name}"',
                 "leave read_only out; the write was kept",
             )

@@ -15,6 +15,7 @@ from noria._errors import usage_error
 from noria.custody.drafts import DraftJudge
 from noria.custody.gradients import LaterGradients
 from noria.custody.hooks import NoSync, in_backward
+from noria.custody.later import LaterMemory
 from noria.custody.loaded import Loaded
 from noria.custody.passes import Passes
 from noria.custody.state_dicts import StateDicts
@@ -73,6 +74,7 @@ class Wrapped:
         self.pid = os.getpid()
         self.closed = False
         self.together = Together(self)
+        self.later = LaterMemory(self)
         self.values = Values(self)
         self.gradients = LaterGradients(self)
         self.drafts = DraftJudge(self)
