@@ -77,6 +77,7 @@ class C10dCollectives final : public Collectives {
     together("a sum of " + to_string(reduced.shard * shards().size), [&] {
       summed(reduced, [&](at::Tensor& all, at::Tensor& own) {
         if (within_) reduce_into(*within_, own, all);
+        if (across_) sum_over(*across_, own);
       });
     });
   }
@@ -101,9 +102,13 @@ class C10dCollectives final : public Collectives {
   void reduce_some(const Reduction& reduced) override {
     const int num_shards = shards().size;
     together("a sum of " + to_string(reduced.shard * num_shards), [&] {
-      summed(reduced, [&](at::Tensor& all, at::Tensor&) {
+      summed(reduced, [&](at::Tensor& all, at::Tensor& own) {
         const Parts parts = all.chunk(num_shards);
-        for (int each = 0; within_ && each < num_shards; ++each) reduce_to(each, parts[static_cast<std::size_t>(each)]);
+        for (int each = 0; each < num_shards; ++each) {
+          if (within_) reduce_to(each, parts[static_cast<std::size_t>(each)]);
+          // Here and in `take`: rows that did this at other times would wait for each other in a circle.
+          if (each == shards().rank && across_) sum_over(*across_, own);
+        }
       });
     });
   }
@@ -146,8 +151,8 @@ class C10dCollectives final : public Collectives {
 
   using Parts = std::vector<at::Tensor>;
 
-  // `within` sums inside of the replica, in place: all, of which this rank's part counts afterwards.
-  void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& within) const {
+  // `sum` does so in place: all, inside of the replica, and of that this rank's own part, over the replicas.
+  void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& sum) const {
     for (const CopySpan& each : reduced.fill) {
       at::Tensor to = over(each.to, at::kByte, each.bytes);
       if (each.from == nullptr) to.zero_();
@@ -166,8 +171,7 @@ class C10dCollectives final : public Collectives {
     // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
     at::mul_out(made, made, at::native::wrapped_scalar_tensor(1.0 / size()));
     at::Tensor own = own_of(made);
-    within(made, own);
-    if (across_) sum_over(*across_, own);
+    sum(made, own);
     if (reduced.scratch != nullptr) own_of(all).copy_(own);
     for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
   }

@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kRemedy = "let every rank run as many backwards and steps, between the same passes; under "
                                 "update=\"backward\", the same modules";
 
-constexpr std::size_t kNumbers = 4;
+constexpr std::size_t kNumbers = 5;
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
 
 // To whoever waits for numbers.
@@ -84,7 +84,8 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
   Wanting wanting;
   if (!collective.empty()) {
     const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
-    wanting = meet({act, standing.phase, label.unit.value, standing.version}, label.op, standing.shares.get());
+    const Intent own{act, standing.phase, label.unit.value, standing.version, standing.num_broken};
+    wanting = meet(own, label.op, standing.shares.get()).wanting;
   }
   backend_->wait(waits, collectives_->stream(), label);
   const bool by_all = std::find(wanting.begin(), wanting.end(), false) == wanting.end();
@@ -103,15 +104,14 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
   else collectives_->reduce_some(reduction);
 }
 
-CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, Meeting meeting,
-                                       std::shared_ptr<const Shares> shares) {
+CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, Meeting meeting, const Standing& standing) {
   const auto answer = std::make_shared<Answer>();
   enqueue(
-      [this, answer, meeting, shares = std::move(shares), numbers = std::move(numbers)] {
-        meet({Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
-              static_cast<std::int64_t>(meeting)},
-             OpId(), shares.get());
+      [this, answer, meeting, standing, numbers = std::move(numbers)] {
+        const Intent own{Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
+                         static_cast<std::int64_t>(meeting), standing.num_broken};
         Met met;
+        met.has_assisted = meet(own, OpId(), standing.shares.get()).has_assisted;
         if (!numbers.empty()) met.numbers = collectives_->exchange(numbers);
         met.was_uneven = std::exchange(was_uneven_, false);
         if (meeting == Meeting::backward) {
@@ -127,39 +127,60 @@ void CollectLane::forget_taken() {
   enqueue([this] { taken_.clear(); }, [](const std::exception_ptr&) {});
 }
 
-Wanting CollectLane::meet(const Intent& own, OpId op, const Shares* shares) {
+CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const Shares* shares) {
+  Agreed agreed;
   while (true) {
     const std::vector<Intent> heads = tell(own);
+    agree_on_broken(heads);
     const auto rank_of = [](const Intent& head) {  // what is done first
       const bool backwards = head.act != Intent::Act::gather || head.phase == Phase::backward;
       return std::tuple(head.act, backwards, backwards ? -head.subject : head.subject);
     };
-    const Intent chosen = *std::min_element(heads.begin(), heads.end(),
-                                            [&](const Intent& a, const Intent& b) { return rank_of(a) < rank_of(b); });
-    Wanting wanting;
-    for (const Intent& head : heads) {
-      wanting.push_back(head.is_same_op(chosen));
-      if (wanting.back() && head.version != chosen.version) refuse(heads);
+    const auto first = std::min_element(heads.begin(), heads.end(),
+                                        [&](const Intent& a, const Intent& b) { return rank_of(a) < rank_of(b); });
+    const Intent& chosen = *first;
+    const auto number = static_cast<std::size_t>(first - heads.begin());
+    Wanting& wanting = agreed.wanting = {};
+    for (std::size_t other = 0; other < heads.size(); ++other) {
+      wanting.push_back(heads[other].is_same_op(chosen));
+      if (wanting.back() && heads[other].version != chosen.version) refuse(heads, number, other);
     }
-    if (std::find(wanting.begin(), wanting.end(), false) == wanting.end()) return wanting;
-    if (chosen.act == Intent::Act::exchange) refuse(heads);
+    const auto another = std::find(wanting.begin(), wanting.end(), false);
+    if (another == wanting.end()) return agreed;
+    if (chosen.act == Intent::Act::exchange) {
+      refuse(heads, number, static_cast<std::size_t>(another - wanting.begin()));
+    }
     was_uneven_ = true;
     const bool is_own = own.is_same_op(chosen);
     const Share* share = shares == nullptr ? nullptr : shares->of[static_cast<std::size_t>(chosen.subject)].get();
     agree_on_version(heads, chosen, is_own ? nullptr : share);
-    if (is_own) return wanting;
+    if (is_own) return agreed;
     assist(chosen, wanting, op, *share);
+    agreed.has_assisted = true;
   }
 }
 
 std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
   const std::vector<std::int64_t> all = collectives_->exchange(
-      {static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject, own.version});
+      {static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject, own.version,
+       own.num_broken});
   std::vector<Intent> heads;
   for (std::size_t i = 0; i < all.size(); i += kNumbers) {
-    heads.push_back({static_cast<Intent::Act>(all[i]), static_cast<Phase>(all[i + 1]), all[i + 2], all[i + 3]});
+    heads.push_back(
+        {static_cast<Intent::Act>(all[i]), static_cast<Phase>(all[i + 1]), all[i + 2], all[i + 3], all[i + 4]});
   }
   return heads;
+}
+
+// What the others have summed with it is of another batch than what comes next there.
+void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
+  for (std::size_t other = 0; other < heads.size(); ++other) {
+    if (heads[other].num_broken == heads[0].num_broken) continue;
+    throw UsageError("a backward that raises on all ranks or on none",
+                     std::to_string(heads[other].num_broken) + " since wrap that have raised on rank " +
+                         std::to_string(other) + ", and " + std::to_string(heads[0].num_broken) + " on rank 0",
+                     "start again from a checkpoint, on all ranks; skip a batch before its backward, on any of them");
+  }
 }
 
 // Only those who assist know whether they have that version; so each says so before anybody begins.
@@ -172,9 +193,9 @@ void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Inten
   const std::vector<std::int64_t> versions = collectives_->exchange({own});
   for (std::size_t other = 0; other < versions.size(); ++other) {
     if (versions[other] == chosen.version) continue;
-    if (versions[other] == kNone) refuse(heads);
     const auto first =
         std::find_if(heads.begin(), heads.end(), [&](const Intent& head) { return head.is_same_op(chosen); });
+    if (versions[other] == kNone) refuse(heads, static_cast<std::size_t>(first - heads.begin()), other);
     throw UsageError("ranks that step together",
                      "rank " + std::to_string(first - heads.begin()) + " about to " + describe(chosen) +
                          ", which rank " + std::to_string(other) + " has " + describe_version(versions[other]),
@@ -197,15 +218,11 @@ void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, 
   collectives_->take(taking);
 }
 
-void CollectLane::refuse(const std::vector<Intent>& heads) const {
-  const Intent& own = heads[static_cast<std::size_t>(rank_)];
-  const auto other = std::find_if(heads.begin(), heads.end(), [&](const Intent& head) {
-    return !head.is_same_op(own) || head.version != own.version;
-  });
-  const auto number = other == heads.end() ? rank_ : other - heads.begin();
+void CollectLane::refuse(const std::vector<Intent>& heads, std::size_t first, std::size_t other) const {
+  const auto [low, high] = std::minmax(first, other);
   throw UsageError("ranks that do the same",
-                   "rank " + std::to_string(rank_) + " about to " + describe(own) + " and rank " +
-                       std::to_string(number) + " to " + describe(heads[static_cast<std::size_t>(number)]),
+                   "rank " + std::to_string(low) + " about to " + describe(heads[low]) + " and rank " +
+                       std::to_string(high) + " to " + describe(heads[high]),
                    kRemedy);
 }
 

@@ -22,12 +22,18 @@ std::byte* Collector::wide_scratch(ElementType type) const {
 }
 
 void Collector::submit(Op op, Collective collective) {
-  Standing standing;
-  standing.phase = phase_;
-  standing.version = versions_[static_cast<std::size_t>(op.unit.value)];
-  standing.shares = shares();
+  Standing where = standing();
+  where.version = versions_[static_cast<std::size_t>(op.unit.value)];
   auto begun = issuer_.begin(op);
-  issuer_.keep(op.id, lane_->submit(begun.label, std::move(collective), std::move(begun.waits), std::move(standing)));
+  issuer_.keep(op.id, lane_->submit(begun.label, std::move(collective), std::move(begun.waits), std::move(where)));
+}
+
+Standing Collector::standing() {
+  Standing where;
+  where.phase = phase_;
+  where.shares = shares();
+  where.num_broken = num_broken_;
+  return where;
 }
 
 std::shared_ptr<const Shares> Collector::shares() {
@@ -63,6 +69,14 @@ std::shared_ptr<const Share> Collector::share_of(std::size_t index) const {
   }
   share->before_write = issuer_.before({unit.facts.held, issuer_.version(unit.facts.held), Access::Mode::write});
   return share;
+}
+
+void Collector::note_assisted() {
+  Op op;
+  op.lane = Lane::collect;
+  op.verb = Verb::gather;
+  op.unit = UnitId(0);  // any: it accesses nothing
+  submit(std::move(op), {});
 }
 
 void Collector::note_taken(UnitId unit) {

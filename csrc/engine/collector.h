@@ -39,13 +39,17 @@ class Collector {
   void turn(Phase phase) { phase_ = phase; }
   void submit(Op op, Collective collective);
   /// For whoever asks the lane itself to exchange numbers.
-  std::shared_ptr<const Shares> shares();
-  /// While the lane assisted, sums of this unit's gradients have come to the held one.
+  Standing standing();
+  /// The lane has assisted where no op of its own stands for that: from here on one does.
+  void note_assisted();
+  /// While it did, sums of this unit's gradients have come to the held one.
   void note_taken(UnitId unit);
 
   void note_update(UnitId unit) { set_version(unit, num_steps_ + 1); }
   void note_load(UnitId unit) { set_version(unit, -1 - num_steps_); }
   void end_step() { ++num_steps_; }
+  /// A backward that sums has raised.
+  void note_broken() { ++num_broken_; }
 
   /// Of the unit's gradients, what this rank's shard is a part of.
   const Ranges& summed(UnitId unit) const { return summed_[static_cast<std::size_t>(unit.value)]; }
@@ -55,6 +59,7 @@ class Collector {
   void forget_summed(UnitId unit);
 
  private:
+  std::shared_ptr<const Shares> shares();
   void set_version(UnitId unit, std::int64_t version);
   std::shared_ptr<const Share> share_of(std::size_t index) const;
 
@@ -65,6 +70,7 @@ class Collector {
   const bool takes_sums_;
   Phase phase_ = Phase::forward;
   std::int64_t num_steps_ = 0;
+  std::int64_t num_broken_ = 0;
   std::vector<std::int64_t> versions_;  // by unit; see Share
   std::vector<Ranges> summed_;          // by unit
   std::vector<bool> is_stale_;          // by unit: `shares_` does not tell what is

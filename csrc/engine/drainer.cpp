@@ -155,7 +155,7 @@ void Drainer::forget_sums(UnitId unit) {
 
 std::vector<UnitId> Drainer::left_unsummed() const {
   std::vector<UnitId> left;
-  for (std::size_t i = 0; i < unsummed_.size() && !unsynced_; ++i) {
+  for (std::size_t i = unsummed_.size(); i-- > 0 && !unsynced_;) {  // as ranks that have others left choose
     if (!unsummed_[i].empty()) left.emplace_back(static_cast<std::int32_t>(i));
   }
   return left;

@@ -497,13 +497,14 @@ void Engine::reset_unlocked(Stream stream) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drainer_.abandon();
+  const bool was_backward = phase_ == Phase::backward;
   if (options_.lane) options_.lane->forget_taken();
+  if (collector_ && was_backward && !drainer_.is_unsynced()) collector_->note_broken();
   drop_all_early();
   const std::vector<UnitId> landed = drainer_.take_landed();
   book_.abandon();
   following_ = {};
   drop_prepared();
-  const bool was_backward = phase_ == Phase::backward;
   phase_.reset();
   now_lies_behind(Behind::nothing);
   if (in_backward_ && was_backward) abandon_updating();
@@ -521,15 +522,16 @@ bool Engine::is_visited(const std::vector<UnitId>& needs) const {
 }
 
 std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Meeting meeting) {
-  std::shared_ptr<const Shares> shares;
+  Standing standing;
   {
     const std::lock_guard lock(mutex_);
     NORIA_INVARIANT(collector_.has_value(), "nobody shares this home");
-    shares = collector_->shares();
+    standing = collector_->standing();
   }
-  CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, std::move(shares));
+  CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, standing);
   const std::lock_guard lock(mutex_);
-  if (meeting == Meeting::backward) is_uneven_ = met.was_uneven;
+  if (meeting == Meeting::backward) is_uneven_ = is_uneven_ || met.was_uneven;
+  if (met.has_assisted) collector_->note_assisted();
   for (UnitId unit : met.taken) {
     collector_->note_taken(unit);
     drop_early(unit);  // more came than was foreseen

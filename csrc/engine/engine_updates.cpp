@@ -122,7 +122,12 @@ void Engine::end_step(bool blocking) {
   if (collector_) {
     collector_->end_step();
     collector_->turn(Phase::forward);
-    settle_all();  // other ranks may want the weights before this one does
+    try {
+      settle_all();  // other ranks may want the weights before this one does
+    } catch (...) {
+      torn_ = "an update by torch has raised, and others of the same step were not made";  // other ranks have
+      throw;
+    }
   }
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = true;
   if (blocking) {

@@ -308,6 +308,79 @@ def refuses_another_backward_on_one_rank(rank: int, size: int) -> None:
             optimizer.zero_grad()
 
 
+def fail_in_backward_of(block: nn.Module) -> Any:
+    """Until the handle is removed."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    return block.register_full_backward_pre_hook(fail)
+
+
+def refuses_a_backward_that_raised_on_one_rank(
+    rank: int, size: int, policy: dict[str, Any], places: tuple[int, int]
+) -> None:
+    """It has summed some of its gradients with those of the other rank, and goes on with another batch. `places`: of
+    the block whose backward fails, by rank; -1: none does."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", **policy)
+    with pytest.raises(noria.UsageError, match="a backward that raises on all ranks or on none"):
+        for number in range(3):
+            handle = fail_in_backward_of(model.blocks[places[rank]]) if number == 1 and places[rank] >= 0 else None
+            try:
+                loss_of(model, 10 * rank + number).backward()
+                optimizer.step()
+            except ZeroDivisionError:
+                assert handle is not None
+            if handle is not None:
+                handle.remove()
+            optimizer.zero_grad()
+
+
+def goes_on_after_a_backward_that_raised_on_all_ranks(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    ddp = DistributedDataParallel(plain)
+    theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
+    with on_machine(hostility=HOSTILE):
+        noria.wrap(model, ours, device="cpu", window=2)
+    for number in range(4):
+        if number == 2:
+            handle = fail_in_backward_of(model.blocks[1])
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, 7).backward()
+            handle.remove()
+            ours.zero_grad()
+        for side, updater in ((ddp, theirs), (model, ours)):
+            loss_of(side, 10 * rank + number).backward()
+            updater.step()
+            updater.zero_grad()
+    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+    noria.unwrap(model, ours)
+
+
+def two_optimizers(rank: int, size: int) -> None:
+    """Fetches ahead begin between their steps."""
+    torch.manual_seed(0)
+    plain, model = Dropping(), Dropping()
+    model.load_state_dict(plain.state_dict())
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    theirs, ours = ([sgd(side.head.parameters()), sgd(side.blocks.parameters())] for side in (plain, model))
+    with on_machine(hostility=HOSTILE):
+        noria.wrap(model, ours, device="cpu", window=2)
+    for number in range(16):
+        for side, updaters in ((ddp, theirs), (model, ours)):
+            loss_of(side, 100 * rank + number).backward()
+            for updater in updaters:
+                updater.step()
+            side.zero_grad()
+    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+    noria.unwrap(model, ours)
+
+
 def refuses_under_updates_in_backward(rank: int, size: int) -> None:
     """There a sum is used up before all have met."""
     torch.manual_seed(0)
@@ -366,6 +439,12 @@ def on_replicas(rank: int, size: int, make: Callable[[], nn.Module]) -> None:
 
 # ---- tests ------------------------------------------------------------------------------------------------------
 
+RAISING: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "on one": ({"window": 2}, (1, -1)),
+    "on one, drafts": (DRAFTS, (-1, 3)),
+    "at two places": ({"window": 2}, (3, 0)),
+}
+
 OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{name: (like_ddp, (name,)) for name in COURSES},
     "clips": (clips, ({"window": 2},)),
@@ -374,6 +453,9 @@ OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "out of step": (refuses_ranks_out_of_step, ()),
     "another backward": (refuses_another_backward_on_one_rank, ()),
     "updates in backward": (refuses_under_updates_in_backward, ()),
+    **{f"raises {name}": (refuses_a_backward_that_raised_on_one_rank, args) for name, args in RAISING.items()},
+    "raises on all": (goes_on_after_a_backward_that_raised_on_all_ranks, ()),
+    "two optimizers": (two_optimizers, ()),
     **{f"replicas: {name}": (on_replicas, (make,)) for name, make in REPLICATED.items()},
 }
 
@@ -410,6 +492,19 @@ def test_a_backward_that_only_one_rank_makes_raises_on_all():
     assert_fine("another backward")
 
 
+@pytest.mark.parametrize("name", RAISING)
+def test_a_backward_that_raises_on_one_rank_alone_raises_on_all_when_that_one_goes_on(name):
+    assert_fine(f"raises {name}")
+
+
+def test_a_batch_that_all_ranks_give_up_leaves_nothing():
+    assert_fine("raises on all")
+
+
+def test_steps_of_two_optimizers_on_ranks_that_visit_different_units_have_the_bits_of_ddp():
+    assert_fine("two optimizers")
+
+
 def test_updates_inside_backward_want_the_same_gradients_on_all_ranks():
     assert_fine("updates in backward")
 
@@ -419,7 +514,7 @@ def test_replicas_that_visit_different_units_sum_as_parts_do(name):
     assert_fine(f"replicas: {name}")
 
 
-@pytest.mark.parametrize(("shape", "policy"), [((3,), {"window": 2}), ((2, 2), DRAFTS)])
+@pytest.mark.parametrize(("shape", "policy"), [((3,), {"window": 2}), ((2, 2), DRAFTS), ((2, 3), {"window": 2})])
 def test_more_ranks_that_visit_different_units_have_the_sums_of_all(shape, policy):
     for failure in in_turn_on_ranks(math.prod(shape), {"": (on_more, (policy, shape))}).values():
         assert not failure, failure

@@ -79,8 +79,9 @@ class Rank {
     before_write_[index(unit)] = {
         backend_->submit(drain, {{{bytes_of(held_[index(unit)]), own, kShard}}, {}}, {reduced})};
   }
+  void break_backward() { ++num_broken_; }
   void end_backward() {
-    const auto met = lane_.exchange({rank_}, Meeting::backward, shares());
+    const auto met = lane_.exchange({rank_}, Meeting::backward, standing(0));
     EXPECT_EQ(met.numbers, (std::vector<std::int64_t>{0, 1, 2}));
     for (UnitId unit : met.taken) {
       EXPECT_TRUE(taken_.insert(unit.value).second);
@@ -126,7 +127,7 @@ class Rank {
 
   static std::size_t index(int unit) { return static_cast<std::size_t>(unit); }
   OpLabel label(Verb verb, int unit) { return {OpId(next_op_++), Lane::collect, verb, UnitId(unit)}; }
-  Standing standing(int unit) { return {phase_, versions_[index(unit)], shares()}; }
+  Standing standing(int unit) { return {phase_, versions_[index(unit)], shares(), num_broken_}; }
   std::shared_ptr<const Shares> shares() {
     auto made = std::make_shared<Shares>();
     for (int unit = 0; unit < kUnits; ++unit) {
@@ -270,6 +271,16 @@ TEST(Assistance, a_unit_of_which_ranks_have_different_versions_raises_on_all) {
       EXPECT_NE(each.find("gather \"b\" as wrap left it"), std::string::npos) << each;
       EXPECT_NE(each.find("as it was loaded after step 0"), std::string::npos) << each;
     }
+  }
+}
+
+TEST(Assistance, a_backward_that_has_raised_on_one_rank_alone_raises_on_all) {
+  const auto said = told([&](Rank& rank, int number) {
+    if (number == 2) rank.break_backward();
+    if (number == 0) rank.gather(1);
+  });
+  for (const std::string& each : said) {
+    EXPECT_NE(each.find("1 since wrap that have raised on rank 2, and 0 on rank 0"), std::string::npos) << each;
   }
 }
 
