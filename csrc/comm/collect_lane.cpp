@@ -161,9 +161,9 @@ CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const Shares* 
 }
 
 std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
-  const std::vector<std::int64_t> all = collectives_->exchange(
-      {static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject, own.version,
-       own.num_broken});
+  const std::vector<std::int64_t> all =
+      collectives_->exchange({static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject,
+                              own.version, own.num_broken});
   std::vector<Intent> heads;
   for (std::size_t i = 0; i < all.size(); i += kNumbers) {
     heads.push_back(

@@ -9,9 +9,9 @@
 // ops, by a rule that lets ranks which have skipped units wait for those that have not: gathers before reductions,
 // exchanges last; smaller units first in a forward, larger ones in a backward. Ranks that are at it do it, the others
 // assist, and stay where they are; then they tell each other again. An exchange is done when all ranks are at it, so
-// ranks meet there whatever they have skipped. A unit of which ranks have different versions, exchanges that differ, and
-// a backward that has raised on some ranks alone, which leaves sums of different batches, raise on all ranks. After a
-// failure nothing is asked of the others any more: what is queued fails with the same error.
+// ranks meet there whatever they have skipped. A unit of which ranks have different versions, exchanges that differ,
+// and a backward that has raised on some ranks alone, which leaves sums of different batches, raise on all ranks. After
+// a failure nothing is asked of the others any more: what is queued fails with the same error.
 //
 // Note [Assistance]. To a gather an assisting rank gives its shard, out of the home; of a sum, to which it adds
 // nothing, it takes its shard into the held gradient. Neither is an op of its own, so what it waits for comes with

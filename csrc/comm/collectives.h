@@ -1,9 +1,9 @@
 // What all ranks do together, over spans of device memory: the door to the others, as backend.h is to the machine.
 //
 // Units: bytes. Ownership: memory is the caller's. Order: every rank calls the same members with the same sizes in the
-// same order, or the member for those that assist meanwhile; on a machine with streams each is ordered on `stream`, else
-// it is over when the call returns.
-// Threads: one at a time. Never called with the GIL. A rank that has died or hangs makes the call throw MachineError.
+// same order, or the member for those that assist meanwhile; on a machine with streams each is ordered on `stream`,
+// else it is over when the call returns. Threads: one at a time. Never called with the GIL. A rank that has died or
+// hangs makes the call throw MachineError.
 #pragma once
 
 #include <cstddef>

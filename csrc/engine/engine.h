@@ -1,8 +1,8 @@
 // Follows the plan: the one object that Python holds. Hooks say what the model does now; the engine plays the ops that
 // the plan has for this moment, gives and takes tickets, and counts.
 //
-// Ownership: owns issuer, leases, fetcher, drainer and collector; shares the backend and the host optimizer; borrows the
-// custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and
+// Ownership: owns issuer, leases, fetcher, drainer and collector; shares the backend and the host optimizer; borrows
+// the custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and
 // nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to it); a
 // call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL
 // held.
@@ -420,7 +420,8 @@ class Engine {
   LaneStats launching_updates_;
   std::shared_ptr<Trace> trace_;
   bool holds_unsummed_ = false;
-  // Ranks have visited different units: what they expect next may differ from then on, and with it what they fetch ahead.
+  // Ranks have visited different units: what they expect next may differ from then on, and with it what they fetch
+  // ahead.
   bool is_uneven_ = false;
   bool closed_ = false;
 };

@@ -155,6 +155,7 @@ class Rank {
   std::size_t num_gathers_ = 0;
   std::int64_t next_op_ = 0;
   Phase phase_ = Phase::forward;
+  std::int64_t num_broken_ = 0;
   CollectLane lane_;
 };
 

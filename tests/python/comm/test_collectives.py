@@ -79,9 +79,9 @@ def do_different_things(rank: int, size: int) -> str:
 
 
 def test_ranks_that_do_not_do_the_same_all_raise_with_the_difference():
-    for rank, said in enumerate(on_ranks(2, do_different_things)):
-        assert f'rank {rank} about to gather "{("head", "tail")[rank]}"' in said
-        assert f'rank {1 - rank} to gather "{("tail", "head")[rank]}"' in said
+    for said in on_ranks(2, do_different_things):
+        assert 'rank 0 about to gather "head"' in said
+        assert 'rank 1 to gather "tail"' in said
 
 
 def one_leaves(rank: int, size: int, hangs: bool) -> tuple[str, float]:
