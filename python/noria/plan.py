@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
+from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH
 from noria.home import (
     HomeParameter,
     HomeUnit,
@@ -38,9 +39,6 @@ from noria.updates.worker import is_array, part_values, predict_state
 __all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
-NAN_RANGE = "NaN range for evicted units"
-REDUCE_SCRATCH = "sums over ranks in fp32"
-ASSIST_SCRATCH = "parts for other ranks"
 # Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
 # updates which take longer than backward can go on behind the next forward and do not hold backward up.
 _RING_SLOTS = 4

@@ -245,10 +245,9 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
         taken[("host", STAGING_RING)] = wrapped.backend.staging_bytes
     device = str(wrapped.device)
     taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
-    beside = wrapped.backend.allocated - wrapped.custody.arena_bytes
-    small = wrapped.plan.beside_the_arena()
-    for purpose, planned in small.items():
-        taken[(device, purpose)] = beside - (sum(small.values()) - planned)
+    taken |= {(device, purpose): amount for purpose, amount in wrapped.beside.taken.items()}
+    if rest := wrapped.backend.allocated - wrapped.custody.arena_bytes - sum(wrapped.beside.taken.values()):
+        taken[(device, "what no plan has")] = rest
     rows = [
         LedgerRow(place, purpose, planned, taken.pop((place, purpose), 0))
         for place, purpose, planned in wrapped.plan.rows()

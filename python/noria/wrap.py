@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import UsageError, usage_error
+from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, wrapped_by
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
@@ -182,7 +183,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         if planned.fused:
             pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
         home = Home(units, planned.regions, backend)
-        nan_range = backend.allocate(planned.nan_bytes) if planned.nan_bytes else 0
+        beside = Beside(backend, planned.beside_the_arena())
     planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0
 
     # Values first: a parameter's old memory is free as soon as it has moved.
@@ -202,14 +203,14 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         arena=planned.arena_bytes,
         window=planned.window,
         prefetch_at_step=True,
-        nan_range=nan_range,
+        nan_range=beside.address(NAN_RANGE),
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
-        reduce_scratch=backend.allocate(planned.reduce_bytes) if planned.reduce_bytes else 0,
-        assist_scratch=backend.allocate(planned.assist_bytes) if planned.assist_bytes else 0,
+        reduce_scratch=beside.address(REDUCE_SCRATCH),
+        assist_scratch=beside.address(ASSIST_SCRATCH),
     )
-    wrapped = Wrapped(planned, home, custody, backend, pool, ranks)
+    wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks)
     while values:
         slot, value = values.pop(0)
         if missing.pop(0):

@@ -20,6 +20,7 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
+from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn import functional as F
@@ -531,7 +532,10 @@ def unwraps(rank: int, size: int) -> None:
         usual_loop(trained, optimizer, rank)
         if shared:
             loss_of(model, rank).backward()
+            wrapped = wrapped_by(model)
+            assert wrapped is not None and set(wrapped.beside.taken) == {"parts for other ranks"}
             noria.unwrap(model, optimizer)
+            assert wrapped.backend.allocated == wrapped.custody.arena_bytes
             assert type(optimizer) is torch.optim.SGD
             assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
         trained = DistributedDataParallel(model) if shared else trained

@@ -16,7 +16,7 @@ from noria.custody.together import Together
 from noria.testing import assert_same_bits
 from torch import nn
 
-from tests.journeys.pairs import Net, adamw, loss_of
+from tests.journeys.pairs import Net, adamw, loss_of, sgd
 from tests.journeys.test_shared import Normed, tied, values_of
 from tests.ranks import in_turn_on_ranks
 
@@ -126,6 +126,41 @@ def clips_alone(rank: int, size: int) -> None:
     with pytest.raises(noria.UsageError) as caught:
         optimizer.clip_grad_norm_(1.0) if rank == 0 else noria.unwrap(model, optimizer)
     assert "ranks that do the same" in str(caught.value)
+
+
+def clips_in_other_orders(rank: int, size: int) -> None:
+    """Of as many parameters each."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [adamw(block.parameters()) for block in model.blocks[:2]]
+    noria.wrap(model, optimizers, device="cpu")
+    loss_of(model, rank).backward()
+    with pytest.raises(noria.UsageError, match="ranks that do the same") as caught:
+        for optimizer in optimizers if rank == 0 else reversed(optimizers):
+            optimizer.clip_grad_norm_(1.0)
+    assert '"blocks.0.' in str(caught.value) and '"blocks.1.' in str(caught.value)
+
+
+def breaks_off_a_step(rank: int, size: int) -> None:
+    """One parameter's update by torch fails, on one rank."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch")
+    for number in range(2):
+        step(model, optimizer, number)
+    loss_of(model, rank).backward()
+    if rank == 0:
+        optimizer.step()
+        return
+    state = optimizer.state[model.blocks[2].expand.weight]
+    state["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        optimizer.step()
+    with pytest.raises(noria._C.MachineError, match="of different steps: an update by torch has raised"):
+        loss_of(model, rank)
+    with pytest.raises(noria.UsageError, match="of different steps"):
+        model.state_dict()
 
 
 def other_rates(optimizer: Any) -> None:
@@ -277,6 +312,8 @@ def found(tmp_path_factory):
         "first alone": (first_alone, ()),
         "other calls": (other_calls, ()),
         "clips alone": (clips_alone, ()),
+        "clips apart": (clips_in_other_orders, ()),
+        "breaks off": (breaks_off_a_step, ()),
         **{f"{name} apart": (steps_apart, (name, "auto")) for name in APART},
         "rates apart, backward": (steps_apart, ("rates", "backward")),
         "clears apart": (clears_apart, (False,)),
@@ -297,6 +334,8 @@ NAMES = {
     "first alone": "a rank that calls state_dict alone and those that go on raise",
     "other calls": "ranks that call other things are told both",
     "clips alone": "a rank that clips while another unwraps is told",
+    "clips apart": "ranks that clip several optimizers in different orders are told",
+    "breaks off": "a rank on which an update by torch has raised does not go on with half of a step",
     "rates apart": "ranks whose learning rates differ are told at the next backward",
     "rates apart, backward": "ranks whose learning rates differ are told, with updates inside backward too",
     "gradients apart": "ranks that clear gradients before a step, each others, are told",

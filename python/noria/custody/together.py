@@ -68,13 +68,16 @@ class Together:
             self._on_first = None
 
     def sum(self, sums: dict[int, float]) -> dict[int, float]:
-        """Each summed over the ranks of this one's replica, in their order; replicas have the same."""
+        """Of parameters, by slot: each summed over the ranks of this one's replica, in their order; replicas have the
+        same."""
         ranks = self.wrapped.ranks
         if not sums or ranks is None:
             return sums  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
         totals = [0.0] * len(sums)
-        everybodys = self._exchange("sum up squares of gradients", bits.tolist())
+        name = self.wrapped.slots[min(sums)].name
+        what = f'sum up squares of the gradients of "{name}" and {len(sums) - 1} more'
+        everybodys = self._exchange(what, bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()
             totals = [total + each for total, each in zip(totals, numbers, strict=True)]

@@ -24,6 +24,7 @@ from noria.custody.values import Values
 from noria.home import Home, HomeParameter
 
 if TYPE_CHECKING:
+    from noria.beside import Beside
     from noria.plan import WrapPlan
     from noria.ranks import Ranks
     from noria.updates import Updates
@@ -51,6 +52,7 @@ class Wrapped:
         home: Home,
         custody: _C.Custody,
         backend: _C.Backend,
+        beside: Beside,
         pool: _C.HostOptimizer | None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class Wrapped:
         self.custody = custody
         home.is_moved = custody.is_moved
         self.backend = backend
+        self.beside = beside
         self.pool = pool
         self.slots: list[HomeParameter] = [slot for unit in plan.units for slot in unit.parameters]
         self.slot_of: dict[nn.Parameter, HomeParameter] = {slot.parameter: slot for slot in self.slots}
@@ -193,6 +196,7 @@ class Wrapped:
         self.write_trace()
         self.custody.close()
         self.custody.clear_callbacks()
+        self.beside.close()
         if self.ranks is not None:
             self.ranks.close()
 
