@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from noria import optim
@@ -153,16 +152,13 @@ def facade(optimizer: Optimizer, updates: Updates) -> None:
     optimizer._step_supports_amp_scaling = updates.takes_factor()  # type: ignore[attr-defined]
 
 
-def unfacade(optimizer: Optimizer) -> None:
-    """A plain optimizer again, on the same state, or on floats made of it where the kernels keep less."""
+def unfacade(optimizer: Optimizer, state: dict[Any, Any]) -> None:
+    """A plain optimizer again, on this state."""
     updates: Updates = optimizer._noria  # type: ignore[attr-defined]
     optimizer._step_supports_amp_scaling = updates.scaled_by_class  # type: ignore[attr-defined]
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for key, values in optimizer.state.items():
-        state[key] = dict(updates.plain(key, values)) if isinstance(key, nn.Parameter) else values
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = original_class(type(optimizer))
-    optimizer.state = state
+    optimizer.state = defaultdict(dict, state)
     optimizer._patch_step_function()
 
 

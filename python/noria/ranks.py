@@ -147,7 +147,13 @@ class Ranks:
             across = (numbers if on_host and self.num_shards == 1 else self._group(self.grid.column, device)).name
         return _C.make_c10d_collectives(shards, across, numbers.name, self.replica, str(device))
 
-    def agree(self, lines: Sequence[str]) -> None:
+    def agree(
+        self,
+        lines: Sequence[str],
+        *,
+        expected: str = "the same model, optimizer and policy on all ranks",
+        remedy: str = "build them alike on all ranks, from the same seed and settings",
+    ) -> None:
         """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
         everybodys = self.host.gather_objects(list(lines))
         for rank, its in enumerate(everybodys):
@@ -158,11 +164,7 @@ class Ranks:
                 min(len(everybodys[0]), len(its)),
             )
             first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
-            raise usage_error(
-                "the same model, optimizer and policy on all ranks",
-                f"on rank 0: {first}; on rank {rank}: {other}",
-                "build them alike on all ranks, from the same seed and settings",
-            )
+            raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
 
     def raise_of_first(self, error: Exception | None, call: str) -> None:
         """What rank 0 failed with is raised on all ranks. None of them comes back before rank 0 is done. Collective."""

@@ -315,11 +315,9 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     if wrapped.ranks is not None:
         held_back.clear()  # each rank has a part
     values = {slot.index: wrapped.together.values(slot) for slot in wrapped.slots}
-    for updates in wrapped.optimizers:
-        for slot in updates.slots():
-            if slot.has_master and slot.parameter in updates.optimizer.state:
-                updates.optimizer.state[slot.parameter]["low_bits"] = wrapped.values.masters.low_bits(slot)
-        unfacade(updates.optimizer)
+    states = [updates.plain() for updates in wrapped.optimizers]
+    for updates, state in zip(wrapped.optimizers, states, strict=True):
+        unfacade(updates.optimizer, state)
     wrapped.remove_hooks()
     with plainly():
         for slot, gradient, kind in gradients:

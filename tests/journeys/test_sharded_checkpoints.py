@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.journeys.pairs import Net, adamw, lion
+from tests.journeys.pairs import Net, adamw, lion, loss_of
 from tests.journeys.test_shared import BY_TORCH, Pictures, adapted, sgd, tied, together, uneven, values_of
 from tests.ranks import in_turn_on_ranks
 
@@ -71,6 +71,9 @@ def load(folder: str, model: Any, updater: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(noria.sharded_state(model, updater), checkpoint_id=folder)
+
+
+UNWRAPPED = {"a scalar and nothing": noria.load, "bfloat16": load, "Adagrad by torch, bfloat16": noria.load}
 
 
 def folder_of(root: str, name: str, size: int) -> str:
@@ -168,6 +171,66 @@ def loads_folders(rank: int, size: int, root: str) -> None:
         together(model, updater, [rank], size, range(1))
 
 
+def copy_of(state: Any) -> Any:
+    """As pickle makes one, without the parameters that are its keys."""
+    make, arguments = state.__reduce__()
+    return make(*arguments)
+
+
+def unwraps_what_it_has_loaded(rank: int, size: int, root: str, name: str, by: Callable[..., Any]) -> None:
+    """A load makes entries of a fresh optimizer's state as parts arrive, in an order of each rank's own."""
+    expected = torch.load(os.path.join(root, name + ".expected"))
+    model, updater = made(name, seed=rank + 5)
+    by(folder_of(root, name, 1), model, updater)
+    if rank == 0:
+        assert updater.state[model.get_parameter("embed.weight")]
+    copied = copy_of(updater.state)
+    noria.unwrap(model, updater)
+    assert_same_bits(values_of(model, updater), expected)
+    for parameter, values in updater.state.items():
+        assert_same_bits(*({key: each[key] for key in values if key != "step"} for each in (copied[parameter], values)))
+
+
+def looks_on_one_rank_alone(rank: int, size: int) -> None:
+    """What a look makes of a state that is not there yet is nobody else's business."""
+    for act in ("state_dict", "copy", "unwrap"):
+        model, updater = made("bfloat16")
+        if rank == 0:
+            assert updater.state[model.head.bias] == {}
+        if act == "state_dict":
+            assert not any(updater.state_dict()["state"].values())
+        elif act == "copy":
+            assert not any(copy_of(updater.state).values())
+        else:
+            noria.unwrap(model, updater)
+            assert not any(updater.state.values())
+
+
+def writes_on_one_rank_alone(rank: int, size: int) -> None:
+    """A tensor that one rank alone has is refused by name before either optimizer is changed."""
+    model = Net(blocks=2)
+    parameters = list(model.parameters())
+    updaters = [adamw(parameters[:3]), adamw(parameters[3:])]
+    noria.wrap(model, updaters, device="cpu", window=2, dtype=torch.bfloat16)
+
+    def step() -> None:
+        loss_of(model, rank).backward()
+        for updater in updaters:
+            updater.step()
+            updater.zero_grad()
+
+    step()
+    if rank == 1:
+        updaters[1].state[model.head.bias]["mine"] = torch.zeros(model.head.bias.shape)
+    for act in (updaters[1].state_dict, lambda: copy_of(updaters[1].state), lambda: noria.unwrap(model, updaters)):
+        with pytest.raises(noria.UsageError, match=r'on rank 0: nothing; on rank 1: "mine" of "head\.bias"'):
+            act()
+        step()
+    if rank == 1:
+        del updaters[1].state[model.head.bias]["mine"]
+    noria.unwrap(model, updaters)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Runs of one process, each saved as one process saves it."""
@@ -191,6 +254,9 @@ def found(root):
         "before a step": (saves_before_a_step, (root,)),
         "refuses": (refuses, (root,)),
         "folders": (loads_folders, (root,)),
+        "looks": (looks_on_one_rank_alone, ()),
+        "writes": (writes_on_one_rank_alone, ()),
+        **{f"unwraps: {name}": (unwraps_what_it_has_loaded, (root, name, by)) for name, by in UNWRAPPED.items()},
     }
     found = {4: in_turn_on_ranks(4, on(4, 1))}
     found[3] = in_turn_on_ranks(3, on(3, 4))
@@ -222,6 +288,19 @@ def test_what_is_saved_before_the_first_step_goes_on_as_one_that_begins(found):
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(found):
     assert not found[2]["refuses"], found[2]["refuses"]
+
+
+@pytest.mark.parametrize("name", UNWRAPPED)
+def test_what_ranks_have_loaded_from_a_folder_they_unwrap_and_copy(found, name):
+    assert not found[2][f"unwraps: {name}"], found[2][f"unwraps: {name}"]
+
+
+def test_a_look_at_optimizer_state_on_one_rank_alone_changes_nothing(found):
+    assert not found[2]["looks"], found[2]["looks"]
+
+
+def test_optimizer_state_that_one_rank_alone_has_is_refused_before_anything_is_unwrapped(found):
+    assert not found[2]["writes"], found[2]["writes"]
 
 
 def test_noria_load_reads_folders_of_other_policies(found):

@@ -37,6 +37,12 @@ class Together:
         if self.wrapped.ranks is not None:
             self._exchange(what, ())
 
+    def agree(self, what: str, lines: Sequence[str], *, expected: str, remedy: str) -> None:
+        """As `meet`; raises UsageError on all ranks where one has other lines."""
+        if self.wrapped.ranks is not None:
+            self._exchange(what, ())
+            self.wrapped.ranks.agree(lines, expected=expected, remedy=remedy)
+
     def numbers(self, what: str, own: Sequence[int]) -> list[list[int]]:
         """As `meet`; everybody's numbers, by rank. As many on all ranks."""
         return self._exchange(what, own)

@@ -17,14 +17,26 @@ from noria.updates.members import Members
 from noria.updates.state import OptimizerState
 from noria.updates.worker import dtype_at_home, is_array, part_values
 
-__all__ = ["HomeState", "whole_values"]
+__all__ = ["HomeState", "whole_states"]
 
 
-def whole_values(wrapped: Wrapped, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with all of its tensors, where ranks share the model; collective then. In the order of the
-    names, for a state that was loaded may have another on each rank."""
-    arrays = sorted(key for key, value in values.items() if is_array(key, value))
-    return {**values, **{key: wrapped.together.whole(slot, values[key], key) for key in arrays}}
+def whole_states(wrapped: Wrapped, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Parameters' states, by slot index, with all of their tensors, where ranks share the model; collective then. In
+    the order of slots and names: that of the dicts is each rank's own, for a load makes entries as parts arrive."""
+    slots = [slot for slot in wrapped.slots if slot.index in states]
+    arrays = [
+        (slot, key) for slot in slots for key, value in sorted(states[slot.index].items()) if is_array(key, value)
+    ]
+    wrapped.together.agree(
+        "gather the optimizer's state",
+        [f'"{key}" of "{slot.name}"' for slot, key in arrays],
+        expected="tensors in optimizer.state that all ranks have",
+        remedy="change optimizer.state alike on all ranks",
+    )
+    whole = {slot.index: dict(states[slot.index]) for slot in slots}
+    for slot, key in arrays:
+        whole[slot.index][key] = wrapped.together.whole(slot, whole[slot.index][key], key)
+    return whole
 
 
 class HomeState:
@@ -47,7 +59,7 @@ class HomeState:
 
     def take_over(self) -> None:
         """At first, and again when the user has put another dict in its place."""
-        self.shown: OptimizerState = OptimizerState(self.settle, self._copied, dict(self.members.optimizer.state))
+        self.shown: OptimizerState = OptimizerState(self.settle, self.plain, dict(self.members.optimizer.state))
         self.members.optimizer.state = self.shown
         for slot in self.members.slots():
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
@@ -148,20 +160,22 @@ class HomeState:
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
         return self.wrapped.home.has(PURPOSE_OF[key], slot.unit)
 
-    def plain(self, parameter: Any, values: Any) -> Any:
-        """A parameter's state as torch's own optimizer keeps it: fp32, whatever the fused kernels keep."""
-        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        if slot is None or not isinstance(values, dict):
-            return values
-        if self.dtype != "fp32" and self.members.fuses(slot.unit):
-            values = plain_values(values, widen=True)
-        return whole_values(self.wrapped, slot, values)
+    def plain(self) -> dict[Any, Any]:
+        """`shown` as torch's own optimizer keeps it, fp32 and whole, and the masters' low bits beside. Collective
+        where ranks share the model."""
+        shown = dict(self.shown.items())
+        slots = [slot for slot in self.wrapped.slots if isinstance(shown.get(slot.parameter), dict)]
+        states = {slot.index: shown[slot.parameter] for slot in slots}
+        for slot in slots:
+            values = states[slot.index]
+            if self.dtype != "fp32" and self.members.fuses(slot.unit):
+                values = plain_values(values, widen=True)
+            states[slot.index] = self.with_low_bits(slot, values)
+        whole = whole_states(self.wrapped, states)
+        return shown | {slot.parameter: whole[slot.index] for slot in slots}
 
-    def _copied(self, parameter: Any, values: Any) -> Any:
-        """As `plain`, for a copy of the optimizer, which is to know the masters as well."""
-        plain = self.plain(parameter, values)
-        slot = self.wrapped.slot_of.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        if slot is None or not slot.has_master or not isinstance(values, dict):
-            return plain
-        low = whole_values(self.wrapped, slot, {"low_bits": self.wrapped.values.masters.low_bits(slot)})["low_bits"]
-        return {**plain, "low_bits": low.clone()}
+    def with_low_bits(self, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state and what it is of. None of an empty one, which a look may have made on one rank alone."""
+        if not slot.has_master or not values:
+            return values
+        return {**values, "low_bits": self.wrapped.values.masters.low_bits(slot)}

@@ -15,8 +15,10 @@ class OptimizerState(defaultdict[Any, Any]):
     unwatched = dict
     """Whose methods see the values as they are, without settling."""
 
-    def __init__(self, settle: Callable[[Any], None], plain: Callable[[Any, Any], Any], values: dict[Any, Any]) -> None:
-        """`plain`: of a key and its value, what a plain optimizer would have there."""
+    def __init__(
+        self, settle: Callable[[Any], None], plain: Callable[[], dict[Any, Any]], values: dict[Any, Any]
+    ) -> None:
+        """`plain`: what a plain optimizer would have."""
         super().__init__(dict, values)
         self._settle = settle
         self._plain = plain
@@ -76,4 +78,4 @@ class OptimizerState(defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def __reduce__(self) -> Any:
-        return (defaultdict, (dict, {key: self._plain(key, value) for key, value in self.items()}))
+        return (defaultdict, (dict, self._plain()))

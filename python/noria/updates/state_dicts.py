@@ -15,7 +15,7 @@ from noria.kernels import rule_of
 from noria.moments import are_low_bits, plain_values
 from noria.optimizer import original_class
 from noria.stand_ins import exchange
-from noria.updates.home_state import HomeState, whole_values
+from noria.updates.home_state import HomeState, whole_states
 from noria.updates.members import Members
 from noria.updates.state import OptimizerState
 from noria.updates.worker import part_values
@@ -33,16 +33,14 @@ def state_dict(members: Members, home_state: HomeState) -> dict[str, Any]:
         result = original_class(type(optimizer)).state_dict(optimizer)
     finally:
         optimizer.state = state
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            slot = members.wrapped.slot_of[parameter]
-            if number in result["state"]:
-                values = result["state"][number]
-                if slot.has_master:
-                    values = {**values, "low_bits": members.wrapped.values.masters.low_bits(slot)}
-                result["state"][number] = whole_values(members.wrapped, slot, values)
-            number += 1
+    slots = list(members.slots())
+    states = {
+        slot.index: home_state.with_low_bits(slot, result["state"][number])
+        for number, slot in enumerate(slots)
+        if number in result["state"]
+    }
+    whole = whole_states(members.wrapped, states)
+    result["state"] |= {number: whole[slot.index] for number, slot in enumerate(slots) if number in result["state"]}
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from noria._errors import usage_error
 from noria.custody import Wrapped
-from noria.home import HomeParameter, StatePlace
+from noria.home import StatePlace
 from noria.modes import autocast_now, plainly
 from noria.optimizer import original_class, refuse_inside_backward
 from noria.updates.by_torch import ByTorch
@@ -71,9 +71,6 @@ class Updates:
     def grad_norm(self) -> torch.Tensor | None:
         """As the last `step()` found it."""
         return self._norms.grad_norm
-
-    def slots(self) -> Iterator[HomeParameter]:
-        return self._members.slots()
 
     def takes_factor(self) -> bool:
         """Unscaling and clipping reach the update as a factor; else they are done to `p.grad`."""
@@ -160,9 +157,10 @@ class Updates:
 
     # ---- state ----
 
-    def plain(self, parameter: Any, values: Any) -> Any:
-        """A parameter's state as torch's own optimizer keeps it: fp32, whatever the fused kernels keep."""
-        return self._state.plain(parameter, values)
+    def plain(self) -> dict[Any, Any]:
+        """The state as torch's own optimizer keeps it, fp32 and whole, and the masters' low bits beside. Collective
+        where ranks share the model."""
+        return self._state.plain()
 
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._members, self._state)
