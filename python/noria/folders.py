@@ -88,7 +88,7 @@ def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[st
         place = paths[name]
         if place[0] == "optimizer" and place[-1] != "params" and not _is_of(place, "state"):
             continue  # a hyperparameter stays as it is
-        if place[0] == "optimizer" and (place[:-1] not in begun or place[-1] in _NORIAS_OWN):
+        if _is_of(place, "state") and (place[:-1] not in begun or place[-1] in _NORIAS_OWN):
             continue  # saved before it was made, or by plain torch
         raise usage_error(f'a checkpoint with "{name}"', "one without", "load it into the same model and optimizer")
 

@@ -146,6 +146,12 @@ def refuses(rank: int, size: int, root: str) -> None:
     with pytest.raises(noria.UsageError, match='"param_groups"'):
         noria.sharded_state(model, updater)["optimizer"].load_state_dict({})
     assert_same_bits(values_of(model, updater), before)
+    model, updater = made("adamw", seed=rank + 5)
+    updater.add_param_group({"params": []})  # one more than was saved
+    before = values_of(model, updater)
+    with pytest.raises(noria.UsageError, match=r'a checkpoint with "optimizer\.param_groups\.1\.params"'):
+        noria.load(folder_of(root, "adamw", 1), model, updater)
+    assert_same_bits(values_of(model, updater), before)
     with pytest.raises(noria.UsageError, match="a wrapped model"):
         noria.sharded_state(nn.Linear(2, 2))
     with pytest.raises(noria.UsageError, match="a wrapped optimizer"):
