@@ -17,6 +17,7 @@ from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
 from noria.folders import load_folder
 from noria.optimizer import WrappedOptimizer
+from noria.ranks import Ranks, raised_by_all
 
 __all__ = ["load", "save"]
 
@@ -38,7 +39,7 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     """
     shared = _shared(model, optimizer)
     with contextlib.ExitStack() as on_first:
-        for wrapped in shared:
+        for wrapped, _ in shared:
             on_first.enter_context(wrapped.together.on_first())
         contents = {**extra, "model": _state_of(model)}
         if optimizer is not None:
@@ -46,23 +47,18 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     if not shared:
         _write(path, contents)
         return
-    ranks = shared[0].ranks
-    assert ranks is not None
-    failure = None
-    if ranks.rank == 0:
-        try:
+    with raised_by_all([ranks for _, ranks in shared], "noria.save"):
+        if shared[0][1].rank == 0:
             _write(path, contents)
-        except Exception as error:
-            failure = error
-    ranks.raise_of_first(failure, "noria.save")
 
 
-def _shared(model: Models, optimizer: Optimizers | None) -> list[Wrapped]:
-    """The wrap calls of what is saved, each once, whose models ranks share."""
+def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[Wrapped, Ranks]]:
+    """The wrap calls of what is saved or loaded, each once, whose models ranks share."""
     owners = [wrapped_by(each) for each in _as_list(model)]
     updates = [each._noria for each in _as_list(optimizer) if isinstance(each, WrappedOptimizer)]
     owners += [each.wrapped for each in updates if each is not None]
-    return list(dict.fromkeys(each for each in owners if each is not None and each.ranks is not None))
+    unique = dict.fromkeys(each for each in owners if each is not None)
+    return [(each, each.ranks) for each in unique if each.ranks is not None]
 
 
 def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
@@ -90,10 +86,29 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
     Raises UsageError for a file without a model, or without an optimizer where one is given, or with another number of
     them; for a folder, before anything is changed, where names or shapes are others.
+
+    Where ranks share the model, all of them call this, with a path that all can read: where one cannot, all of them
+    raise, before anything is changed.
     """
-    if os.path.isdir(path):
-        return load_folder(path, model, optimizer)
-    contents = _read(path)
+    shared = _shared(model, optimizer)
+    for wrapped, _ in shared:
+        wrapped.recover()
+        wrapped.together.meet("load a checkpoint")
+    everybody = [ranks for _, ranks in shared]
+    with raised_by_all(everybody, "noria.load"):
+        contents = None if os.path.isdir(path) else _read(path)
+        pairs = [] if contents is None else _pairs(path, contents, model, optimizer)
+    if contents is None:
+        return load_folder(path, model, optimizer, everybody)
+    for target, state in pairs:
+        target.load_state_dict(state)
+    return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+
+
+def _pairs(
+    path: str | os.PathLike[str], contents: dict[str, Any], model: Models, optimizer: Optimizers | None
+) -> list[tuple[Any, dict[str, Any]]]:
+    """What is loaded, and what into it."""
     pairs: list[tuple[Any, dict[str, Any]]] = []
     for name, wanted in (("model", model), ("optimizer", optimizer)):
         if wanted is None:
@@ -104,9 +119,7 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         if len(targets) != len(states):
             raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")
         pairs += zip(targets, states, strict=True)
-    for target, state in pairs:
-        target.load_state_dict(state)
-    return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+    return pairs
 
 
 def _as_list(value: Any) -> list[Any]:

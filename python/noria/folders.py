@@ -6,49 +6,60 @@ of a file is run.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from noria._errors import UsageError, usage_error
-from noria.custody import wrapped_by
+from noria._errors import usage_error
 from noria.moments import ROUNDING_STEP
 from noria.parts import Part
-from noria.sharded import sharded_state
-
-if TYPE_CHECKING:
-    from noria.ranks import Ranks
+from noria.ranks import Ranks, raised_by_all
+from noria.sharded import parts_of
 
 __all__ = ["load_folder"]
 
 _NORIAS_OWN = ("low_bits", ROUNDING_STEP)
 
 
-def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any) -> dict[str, Any]:
-    """As `noria.load`."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any, everybody: Sequence[Ranks]) -> dict[str, Any]:
+    """As `noria.load`. `everybody`: who shares what is loaded; they have met. Each rank reads by itself, for they may
+    be some of the world's only."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-    takers = sharded_state(model, optimizer)
-    wrapped = wrapped_by(model[0] if isinstance(model, list | tuple) else model)
-    ranks = wrapped.ranks if wrapped is not None else None
+    with raised_by_all(everybody, "noria.load"):
+        takers = parts_of(model, optimizer)
+        targets, paths = _targets(path, takers, optimizer is not None)
+    with raised_by_all(everybody, "noria.load"):
+        nested = unflatten_state_dict(_read(path, targets), {name: paths[name] for name in targets})
+        for name, taker in takers.items():
+            taker.load_state_dict(nested.pop(name, {}))
+    return nested
+
+
+def _targets(
+    path: str | os.PathLike[str], takers: dict[str, Any], has_optimizer: bool
+) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """What is read, by its name in the folder, and the places of names. Raises UsageError where something does not
+    fit."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
     wanted, paths = flatten_state_dict({name: taker.state_dict() for name, taker in takers.items()})
     metadata = FileSystemReader(path).read_metadata()
     saved: dict[str, Any] = dict(metadata.state_dict_metadata)
     paths = {**paths, **(metadata.planner_data or {})}
     paths = {name: paths.get(name, (name,)) for name in {*wanted, *saved}}
     targets = {name: value for name, value in wanted.items() if name in saved}
-    if optimizer is not None and all(paths[name][0] != "optimizer" for name in saved):
+    if has_optimizer and all(paths[name][0] != "optimizer" for name in saved):
         raise usage_error(f"a checkpoint with an optimizer in {path}", "one without", "load the model alone")
     _refuse_missing(wanted.keys() - targets.keys(), saved, paths)
     owners = {paths[name][:-1] for name in wanted}
     for name in sorted(saved.keys() - targets.keys()):
         place = paths[name]
-        if place[0] == "optimizer" and optimizer is None:
+        if place[0] == "optimizer" and not has_optimizer:
             continue
         is_own = _is_of(place, "state") and place[-1] in _NORIAS_OWN and place[:-1] in owners
         if place[0] == "model" or (_is_of(place, "state") and not is_own):
@@ -66,15 +77,12 @@ def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any) -> dic
         else:
             targets[name] = None if size is None else torch.empty(size, dtype=saved[name].properties.dtype)
     groups = [name for name in targets if _is_of(paths[name], "param_groups") and paths[name][-1] == "params"]
-    for name, value in _read(path, dict.fromkeys(groups), ranks).items():
+    for name, value in _read(path, dict.fromkeys(groups)).items():
         if value != wanted.get(name):
             raise usage_error(
                 f"{name} with the parameters of this optimizer", f"others in {path}", "give an optimizer as was saved"
             )
-    nested = unflatten_state_dict(_read(path, targets, ranks), {name: paths[name] for name in targets})
-    for name, taker in takers.items():
-        taker.load_state_dict(nested.pop(name, {}))
-    return nested
+    return targets, paths
 
 
 def _is_of(place: tuple[Any, ...], which: str) -> bool:
@@ -93,8 +101,7 @@ def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[st
         raise usage_error(f'a checkpoint with "{name}"', "one without", "load it into the same model and optimizer")
 
 
-def _read(path: str | os.PathLike[str], targets: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
-    """Each rank reads by itself, for they may be some of the world's only; what one fails with, all do."""
+def _read(path: str | os.PathLike[str], targets: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -104,17 +111,11 @@ def _read(path: str | os.PathLike[str], targets: dict[str, Any], ranks: Ranks | 
 
     if not targets:
         return targets
-    failure: BaseException | None = None
+    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(targets, checkpoint_id=path, planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        failure = error
-    if ranks is not None:
-        with contextlib.suppress(UsageError) if failure is not None else contextlib.nullcontext():
-            ranks.agree(["noria.load" if failure is None else f"noria.load failed: {failure}"])
-    if failure is not None:
-        raise failure
+    except CheckpointException as error:  # which is no Exception
+        raise next(iter(error.failures.values()))[0] from None
     return targets

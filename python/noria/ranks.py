@@ -7,8 +7,9 @@ its ranks do. noria makes groups of its own over them, so that its collectives n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from noria.groups import Group
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
-__all__ = ["Grid", "Ranks", "grid_of"]
+__all__ = ["Grid", "Ranks", "grid_of", "raised_by_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +167,20 @@ class Ranks:
             first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
             raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
 
-    def raise_of_first(self, error: Exception | None, call: str) -> None:
-        """What rank 0 failed with is raised on all ranks. None of them comes back before rank 0 is done. Collective."""
-        is_usage = isinstance(error, UsageError)
-        told = self.word_of_first(error and (is_usage, str(error) if is_usage else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        if told is not None:
-            is_usage, text = told
-            raise UsageError(text) if is_usage else RuntimeError(f"{call} on rank 0 failed: {text}")
+    def first_failure(self, own: Exception | None, call: str) -> Exception | None:
+        """This rank's own, or else that of the first rank that has one. Collective."""
+        is_usage = isinstance(own, UsageError)
+        everybodys = self.host.gather_objects(
+            own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}")
+        )
+        if own is not None:
+            return own
+        for rank, its in enumerate(everybodys):
+            if its is not None:
+                is_usage, text = its
+                told = f"{call} on rank {rank} failed: {text}"
+                return UsageError(told) if is_usage else RuntimeError(told)
+        return None
 
     def word_of_first(self, word: Any) -> Any:
         """What rank 0 says. Collective."""
@@ -207,6 +213,27 @@ class Ranks:
             return _without_memory(slot, part)
         flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
         return flat.as_strided(slot.shape, slot.strides)
+
+
+@contextlib.contextmanager
+def raised_by_all(everybody: Sequence[Ranks], call: str) -> Iterator[None]:
+    """What one rank raises inside of the block, all raise when they come to its end, where they wait for each other:
+    none goes on by itself. Nothing inside is collective. `everybody`: of each wrap call that is concerned."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    for ranks in everybody:
+        try:
+            failure = ranks.first_failure(failure, call)
+        except _C.MachineError as error:
+            raise error from failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # its traceback has this frame: a circle, which would keep what the block was about
 
 
 def _without_memory(slot: HomeParameter, part: torch.Tensor) -> torch.Tensor:

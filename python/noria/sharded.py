@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from noria.updates import Updates
 
-__all__ = ["sharded_state"]
+__all__ = ["parts_of", "sharded_state"]
 
 
 def sharded_state(
@@ -37,7 +37,22 @@ def sharded_state(
     what lies in the folder is whole tensors, in pieces, under the names that `get_state_dict` of
     `torch.distributed.checkpoint.state_dict` gives them: any number of ranks may load it, or noria without ranks, or
     plain torch. A load writes into the home. Raises UsageError for what is not wrapped.
+
+    Where ranks share the model, all of them call this, at the same time as the save or load that it is for:
+    `torch.distributed.checkpoint` waits for all ranks, and assists none of them meanwhile.
     """
+    entries = parts_of(model, optimizer)
+    takers = [taker for each in entries.values() for taker in (each.members if isinstance(each, _Several) else [each])]
+    for wrapped in dict.fromkeys(taker.wrapped for taker in takers):
+        if wrapped.ranks is not None:
+            wrapped.refuse_when_busy("noria.sharded_state")
+            wrapped.recover()
+            wrapped.together.meet("take noria.sharded_state")
+    return entries
+
+
+def parts_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """As `sharded_state`, for ranks that have met."""
     entries: dict[str, Any] = {}
     models = [_ModelParts(_owner_of(each), each) for each in _as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
@@ -67,19 +82,20 @@ def _updates_of(optimizer: Any) -> Updates:
 
 class _Several:
     def __init__(self, members: Sequence[Any]) -> None:
-        self._members = members
+        self.members = members
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): each.state_dict() for number, each in enumerate(self._members)}
+        return {str(number): each.state_dict() for number, each in enumerate(self.members)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for number, each in enumerate(self._members):
+        for number, each in enumerate(self.members):
             each.load_state_dict(state_dict[str(number)])
 
 
 class _OptimizerParts:
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
+        self.wrapped = updates.wrapped
 
     def state_dict(self) -> dict[str, Any]:
         return self._updates.parts()
@@ -94,14 +110,14 @@ class _OptimizerParts:
 
 class _ModelParts:
     def __init__(self, wrapped: Wrapped, model: nn.Module) -> None:
-        self._wrapped = wrapped
+        self.wrapped = wrapped
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        self._wrapped.recover()
-        if self._wrapped.ranks is not None:  # the home does not have what the block has changed
-            self._wrapped.refuse_when_busy("noria.sharded_state")
-        with self._wrapped.values.giving(self._part):
+        self.wrapped.recover()
+        if self.wrapped.ranks is not None:  # the home does not have what the block has changed
+            self.wrapped.refuse_when_busy("noria.sharded_state")
+        with self.wrapped.values.giving(self._part):
             found = self._model.state_dict()
         for name, module, key in self._buffers():
             if name in found:
@@ -121,11 +137,11 @@ class _ModelParts:
             name = f"{path}._extra_state" if path else "_extra_state"
             if name in state_dict:
                 module.set_extra_state(state_dict[name])
-        slot_of = self._wrapped.slot_of
+        slot_of = self.wrapped.slot_of
         slots = [slot_of[parameter].index for parameter in self._model.parameters() if parameter in slot_of]
-        self._wrapped.custody.bump_versions(slots)
+        self.wrapped.custody.bump_versions(slots)
         for part in (*slots, *((module, key) for _, module, key in self._buffers())):
-            self._wrapped.loaded.note(part)
+            self.wrapped.loaded.note(part)
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
         for path, module in self._model.named_modules(remove_duplicate=False):
@@ -133,7 +149,7 @@ class _ModelParts:
                 yield f"{path}.{key}" if path else key, module, key
 
     def _part(self, slot: HomeParameter) -> Part:
-        wrapped = self._wrapped
+        wrapped = self.wrapped
 
         def read() -> torch.Tensor:
             return slot.flat(wrapped.home.working(slot))
@@ -161,7 +177,7 @@ class _ModelParts:
 
     def _buffer(self, module: nn.Module, key: str) -> Part:
         """All ranks read it; rank 0 writes it."""
-        wrapped, buffer = self._wrapped, module._buffers[key]
+        wrapped, buffer = self.wrapped, module._buffers[key]
         assert buffer is not None
         shape = buffer.shape
         strides = torch.empty(shape, device="meta").stride()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria import _C
-from noria._errors import UsageError, usage_error
+from noria._errors import usage_error
 from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, wrapped_by
 from noria.home import GRADIENT_RING, Home
@@ -27,7 +27,7 @@ from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
 from noria.plan import WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy
-from noria.ranks import Ranks, grid_of
+from noria.ranks import Ranks, grid_of, raised_by_all
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
@@ -133,18 +133,20 @@ def wrap(
     model cannot be used.
     """
     ranks = Ranks.meet(mesh)
+    met = [] if ranks is None else [ranks]
     try:
-        with _refused_by_all(ranks):
+        with raised_by_all(met, "noria.wrap"):
             roots, updaters = _checked(model, optimizer)
             chosen = make_policy(policy, policy_fields)
             found = find(compute_device(chosen))
         everybodys = [found] if ranks is None else ranks.host.gather_objects(found)
-        with _refused_by_all(ranks) as lines:
+        with raised_by_all(met, "noria.wrap"):
             values = ranks is None or ranks.rank == 0
             grid = None if ranks is None else ranks.grid
             planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=least(everybodys))
-            if ranks is not None:
-                lines += fingerprint(planned, updaters)
+            lines = [] if ranks is None else fingerprint(planned, updaters)
+        if ranks is not None:
+            ranks.agree(lines)
         with plainly():
             wrapped = _carry_out(planned, roots, updaters, ranks)
     except BaseException:
@@ -155,27 +157,11 @@ def wrap(
     return (model, optimizer) if optimizer is not None else model
 
 
-@contextlib.contextmanager
-def _refused_by_all(ranks: Ranks | None) -> Iterator[list[str]]:
-    """What one rank refuses, all do: none is left waiting for the others. All must come to the end of the block with
-    the same lines."""
-    lines = ["wrap"]
-    try:
-        yield lines
-    except Exception as refusal:
-        if ranks is not None:
-            with contextlib.suppress(UsageError):  # the others' refusal is this one
-                ranks.agree([f"wrap refused: {refusal}"])
-        raise
-    if ranks is not None:
-        ranks.agree(lines)
-
-
 def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None) -> Wrapped:
     policy, device, units = planned.policy, planned.device, planned.units
     settings = machine()
     pool = None
-    with _refused_by_all(ranks):
+    with raised_by_all([] if ranks is None else [ranks], "noria.wrap"):
         if device.type == "cuda":
             backend = _C.make_cuda_backend(device.index, planned.device_bytes, settings.hostility)
         else:

@@ -237,6 +237,56 @@ def writes_on_one_rank_alone(rank: int, size: int) -> None:
     noria.unwrap(model, updaters)
 
 
+def waits_for_who_is_elsewhere(rank: int, size: int, root: str) -> None:
+    """A rank that evaluates before it loads or saves is assisted by those that are there already."""
+    model, updater = made("adamw", seed=rank + 5)
+    together(model, updater, [rank], size, range(1))
+    folder, file = os.path.join(root, "elsewhere"), os.path.join(root, "elsewhere.pt")
+    noria.save(file, model, updater)
+    before = values_of(model, updater)
+    for act in (
+        lambda: save(folder, model, updater),
+        lambda: load(folder, model, updater),
+        lambda: noria.load(folder, model, updater),
+        lambda: noria.load(file, model, updater),
+    ):
+        if rank == 1:
+            with torch.no_grad():
+                loss_of(model, 3)
+        act()
+    assert_same_bits(values_of(model, updater), before)
+    for what, alone in (
+        ("load a checkpoint", lambda: noria.load(folder, model, updater)),
+        ("load a checkpoint", lambda: noria.load(file, model, updater)),
+        ("take noria.sharded_state", lambda: noria.sharded_state(model, updater)),
+    ):
+        with pytest.raises(noria.UsageError, match=f"rank 0 about to {what} and rank 1 to gather"):
+            alone() if rank == 0 else model.state_dict()
+    together(model, updater, [rank], size, range(1))
+
+
+def reads_on_some_ranks_alone(rank: int, size: int, root: str) -> None:
+    """What one rank cannot read all refuse, by that rank's words, before anything is changed."""
+    model, updater = made("adamw", seed=rank + 5)
+    together(model, updater, [rank], size, range(1))
+    file = os.path.join(root, "for some.pt")
+    noria.save(file, model, updater)
+    together(model, updater, [rank], size, range(1, 2))
+    before = values_of(model, updater)
+    for path in (folder_of(root, "adamw", 1), file):
+        with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
+            noria.load(path if rank == 0 else path + " of others", model, updater)
+        told = str(caught.value)
+        assert " of others'" in told and ("noria.load on rank 1 failed: FileNotFoundError" in told) == (rank == 0), told
+        assert_same_bits(values_of(model, updater), before)
+    weights = os.path.join(root, f"weights of {rank}.pt")
+    whole = {"model": model.state_dict(), "optimizer": updater.state_dict()}
+    torch.save(whole if rank == 0 else {"model": whole["model"]}, weights)
+    with pytest.raises(noria.UsageError, match="a checkpoint with 'optimizer'"):
+        noria.load(weights, model, updater)
+    noria.load(file, model, updater)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Runs of one process, each saved as one process saves it."""
@@ -260,6 +310,8 @@ def found(root):
         "before a step": (saves_before_a_step, (root,)),
         "refuses": (refuses, (root,)),
         "folders": (loads_folders, (root,)),
+        "elsewhere": (waits_for_who_is_elsewhere, (root,)),
+        "some alone": (reads_on_some_ranks_alone, (root,)),
         "looks": (looks_on_one_rank_alone, ()),
         "writes": (writes_on_one_rank_alone, ()),
         **{f"unwraps: {name}": (unwraps_what_it_has_loaded, (root, name, by)) for name, by in UNWRAPPED.items()},
@@ -307,6 +359,14 @@ def test_a_look_at_optimizer_state_on_one_rank_alone_changes_nothing(found):
 
 def test_optimizer_state_that_one_rank_alone_has_is_refused_before_anything_is_unwrapped(found):
     assert not found[2]["writes"], found[2]["writes"]
+
+
+def test_ranks_that_load_or_save_wait_for_those_that_do_something_else_first(found):
+    assert not found[2]["elsewhere"], found[2]["elsewhere"]
+
+
+def test_what_one_rank_cannot_read_all_refuse_before_anything_is_changed(found):
+    assert not found[2]["some alone"], found[2]["some alone"]
 
 
 def test_noria_load_reads_folders_of_other_policies(found):
