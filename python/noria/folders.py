@@ -18,6 +18,7 @@ from noria.moments import ROUNDING_STEP
 from noria.parts import Part
 from noria.ranks import Ranks, raised_by_all
 from noria.sharded import parts_of
+from noria.updates.parts import UNKNOWN
 
 __all__ = ["load_folder"]
 
@@ -91,13 +92,17 @@ def _is_of(place: tuple[Any, ...], which: str) -> bool:
 
 
 def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[str, tuple[Any, ...]]) -> None:
-    begun = {paths[name][:-1] for name in saved}
+    begun = {paths[name][:-1] for name in saved if paths[name][-1] not in _NORIAS_OWN}
     for name in sorted(missing):
         place = paths[name]
         if place[0] == "optimizer" and place[-1] != "params" and not _is_of(place, "state"):
             continue  # a hyperparameter stays as it is
         if _is_of(place, "state") and (place[:-1] not in begun or place[-1] in _NORIAS_OWN):
             continue  # saved before it was made, or by plain torch
+        if place[-1] == UNKNOWN:
+            raise usage_error(
+                "an optimizer of which it is known what it keeps", f'"{name}"', "take a step first, and load then"
+            )
         raise usage_error(f'a checkpoint with "{name}"', "one without", "load it into the same model and optimizer")
 
 

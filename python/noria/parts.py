@@ -73,7 +73,7 @@ class Part(torch.Tensor):
     """Shape and dtype of the whole tensor; its elements are at home, and no operator works on it.
 
     `read` gives the part in one dimension, `write` takes it so, in `landing_dtype`; `before_read` refuses, when a save
-    is planned, what must not be read now. `is_saved` False: others save it.
+    is planned, what must not be read now. `is_saved` False: others save it, or there is nothing yet.
     """
 
     _boxes: list[Box]

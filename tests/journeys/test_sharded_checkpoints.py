@@ -34,6 +34,21 @@ def wide() -> nn.Module:
     return Net(blocks=2, width=29)
 
 
+class Sometimes(Net):
+    """Has a layer that it uses where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.extra = nn.Linear(16, 16)
+        self.uses_extra = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.extra(x) if self.uses_extra else x)
+
+
 COURSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (wide, sgd, {}),
     "adamw": (wide, adamw, {}),
@@ -177,6 +192,49 @@ def loads_folders(rank: int, size: int, root: str) -> None:
         together(model, updater, [rank], size, range(1))
 
 
+UNUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "RMSprop": (BY_TORCH["RMSprop"], {}),
+    "NAdam, bfloat16": (BY_TORCH["NAdam"], {"dtype": torch.bfloat16}),
+    "AdamW by torch": (adamw, {"kernel": "torch"}),
+}
+
+
+def saves_what_has_no_state(rank: int, size: int, root: str, name: str) -> None:
+    """torch has not updated a layer yet: its state is left out, and begins where it is loaded, too."""
+    optimizer, policy = UNUSED[name]
+
+    def new(seed: int, steps: int = 0) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = Sometimes()
+        updater = optimizer(model.parameters())
+        noria.wrap(model, updater, device="cpu", window=2, **policy)
+        model.uses_extra = True
+        together(model, updater, [rank], size, range(steps))
+        return model, updater
+
+    model, updater = new(0)
+    model.uses_extra = False
+    together(model, updater, [rank], size, range(2))
+    folder = os.path.join(root, f"unused, {name} by {size}")
+    save(folder, model, updater)
+    kept = [key for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata if "state.extra" in key]
+    assert {key.rsplit(".", 1)[1] for key in kept} == ({"low_bits"} if policy.get("dtype") else set())
+    fresh, used = new(rank + 5), new(rank + 5, steps=1)
+    before = values_of(*fresh)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*optimizer\.state\.extra\.(weight|bias)"):
+        load(folder, *fresh)
+    assert_same_bits(values_of(*fresh), before)
+    assert used[1].state[used[0].extra.weight]
+    for each in (fresh, used):
+        noria.load(folder, *each)
+        assert not each[1].state.get(each[0].extra.weight)
+        assert_same_bits(values_of(*each), values_of(model, updater))
+    for each in ((model, updater), fresh, used):
+        each[0].uses_extra = True
+        together(*each, [rank], size, range(2, 4))
+        assert_same_bits(values_of(*each), values_of(model, updater))
+
+
 def copy_of(state: Any) -> Any:
     """As pickle makes one, without the parameters that are its keys."""
     make, arguments = state.__reduce__()
@@ -312,6 +370,7 @@ def found(root):
         "folders": (loads_folders, (root,)),
         "elsewhere": (waits_for_who_is_elsewhere, (root,)),
         "some alone": (reads_on_some_ranks_alone, (root,)),
+        **{f"unused: {name}": (saves_what_has_no_state, (root, name)) for name in UNUSED},
         "looks": (looks_on_one_rank_alone, ()),
         "writes": (writes_on_one_rank_alone, ()),
         **{f"unwraps: {name}": (unwraps_what_it_has_loaded, (root, name, by)) for name, by in UNWRAPPED.items()},
@@ -367,6 +426,43 @@ def test_ranks_that_load_or_save_wait_for_those_that_do_something_else_first(fou
 
 def test_what_one_rank_cannot_read_all_refuse_before_anything_is_changed(found):
     assert not found[2]["some alone"], found[2]["some alone"]
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_parameters_that_torch_has_not_updated_are_saved_without_state(found, name):
+    assert not found[2][f"unused: {name}"], found[2][f"unused: {name}"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", UNUSED)
+def test_one_process_saves_parameters_that_torch_has_not_updated_without_state(tmp_path, name):
+    saves_what_has_no_state(0, 1, str(tmp_path), name)
+
+
+class OwnSGD(torch.optim.SGD):
+    """Nobody knows what it keeps."""
+
+
+def test_state_that_nobody_knows_before_a_step_is_saved_and_loaded_after_one(tmp_path):
+    def new(steps: int) -> tuple[Any, Any]:
+        model = Sometimes()
+        updater = OwnSGD(model.parameters(), lr=0.1, momentum=0.9)
+        noria.wrap(model, updater, device="cpu", window=2)
+        together(model, updater, [0], 1, range(steps))
+        return model, updater
+
+    begun = new(2)
+    save(str(tmp_path / "begun"), *begun)
+    save(str(tmp_path / "fresh"), *new(0))
+    fresh = new(0)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*state, not known before a first step"):
+        load(str(tmp_path / "begun"), *fresh)
+    with pytest.raises(noria.UsageError, match=r"take a step first"):
+        noria.load(tmp_path / "begun", *fresh)
+    noria.load(tmp_path / "fresh", *fresh)
+    together(*fresh, [0], 1, range(1))
+    noria.load(tmp_path / "begun", *fresh)
+    assert_same_bits(values_of(*fresh), values_of(*begun))
 
 
 def test_noria_load_reads_folders_of_other_policies(found):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from noria._errors import usage_error
 from noria.home import HomeParameter
 from noria.kernels import rule_of
 from noria.moments import ROUNDING_STEP, SCALES_KEY, plain_values
@@ -18,11 +17,14 @@ from noria.updates.home_state import HomeState
 from noria.updates.members import Members
 from noria.updates.worker import dtype_at_home, is_array, predict_state
 
-__all__ = ["StateParts"]
+__all__ = ["UNKNOWN", "StateParts"]
+
+UNKNOWN = "state, not known before a first step"
 
 
 class StateParts:
-    """Of one optimizer. A parameter without state is saved with zeros, as after no step: so does torch."""
+    """Of one optimizer. What noria's kernels have not updated yet is saved with zeros, as after no step. Of what torch
+    has not, nothing is saved, for it makes its state at the first step; but parts of it are there to be loaded."""
 
     def __init__(self, members: Members, state: HomeState) -> None:
         self.members = members
@@ -49,13 +51,12 @@ class StateParts:
         for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in its.items() if key != "params"})
         for slot in self.members.slots():
-            its = state_dict["state"].get(slot.name)
-            if its is None:
+            its = state_dict["state"].get(slot.name, {})
+            if not its.keys() - {"low_bits"}:
                 dict.pop(shown, slot.parameter, None)
                 continue
             rest = {key: value for key, value in its.items() if not isinstance(value, Part)}
-            if rest or any(key != "low_bits" for key in its):
-                shown.unsettled(slot.parameter).update(copy.deepcopy(rest))
+            shown.unsettled(slot.parameter).update(copy.deepcopy(rest))
 
     def _unknown_yet(self) -> dict[int, dict[str, Any]]:
         """What torch will keep of parameters that it has not updated yet."""
@@ -64,12 +65,8 @@ class StateParts:
         if not unknown:
             return {}
         predicted = predict_state(self.members.optimizer, unknown)
-        if predicted is None:
-            raise usage_error(
-                f"an optimizer whose state is known before its first step: {self.members.cls.__name__}'s is not",
-                "no state of it yet",
-                "save with noria.save and load with noria.load, or take a step first",
-            )
+        if predicted is None:  # to load: what no checkpoint has, so that a load of what is not known is refused
+            return {slot.index: {UNKNOWN: torch.empty(())} for slot in unknown}
         return predicted
 
     def _entries(self, slot: HomeParameter, group: dict[str, Any], unknown: dict[int, Any]) -> dict[str, Any]:
@@ -94,11 +91,8 @@ class StateParts:
                 entries[ROUNDING_STEP] = kept.pop(ROUNDING_STEP, 1 if begun else 0)
         elif not kept:
             for key, value in unknown.get(slot.index, {}).items():
-                dtype = dtype_at_home(slot, value) if isinstance(value, torch.Tensor) else None
-                if is_array(key, value):
-                    entries[key] = self._part(slot, key, dtype, _no_state(slot), dtype)
-                else:
-                    entries[key] = copy.deepcopy(value)
+                if isinstance(value, torch.Tensor):
+                    entries[key] = self._not_there_yet(slot, key, value)
         for key, value in kept.items():
             if is_array(key, value) and value.shape == slot.like.shape:
                 entries[key] = self._part(slot, key, value.dtype, _reader(value), value.dtype)
@@ -121,7 +115,26 @@ class StateParts:
 
         return read
 
-    def _part(self, slot: HomeParameter, key: str, dtype: Any, read: Callable[[], torch.Tensor], landing: Any) -> Part:
+    def _not_there_yet(self, slot: HomeParameter, key: str, value: torch.Tensor) -> Part:
+        """To load alone. `value`: what torch will keep, of which shape and dtype count."""
+        if is_array(key, value):
+            dtype = dtype_at_home(slot, value)
+            return self._part(slot, key, dtype, _nothing, dtype, is_saved=False)
+
+        def write(flat: torch.Tensor) -> None:
+            self.state.shown.unsettled(slot.parameter)[key] = flat.view(value.shape)
+
+        return Part.of(value.shape, value.stride(), value.dtype, read=_nothing, write=write, is_saved=False)
+
+    def _part(
+        self,
+        slot: HomeParameter,
+        key: str,
+        dtype: Any,
+        read: Callable[[], torch.Tensor],
+        landing: Any,
+        is_saved: bool = True,
+    ) -> Part:
         def write(flat: torch.Tensor) -> None:
             self.wrapped.refuse_between_steps("a load of optimizer state", mends=True)
             self.wrapped.custody.access_home(slot.unit, True)
@@ -143,16 +156,12 @@ class StateParts:
             write=write,
             before_read=lambda: self.wrapped.refuse_between_steps("a save of optimizer state"),
             landing_dtype=landing,
+            is_saved=is_saved,
         )
 
 
-def _no_state(slot: HomeParameter) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        raise usage_error(
-            f'optimizer state of "{slot.name}" to save', "none before its first step", "take a step first"
-        )
-
-    return read
+def _nothing() -> torch.Tensor:
+    raise AssertionError("what is not saved is not read")
 
 
 def _reader(value: torch.Tensor) -> Callable[[], torch.Tensor]:
