@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import pathlib
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -187,6 +189,38 @@ def other_calls(rank: int, size: int, folder: str) -> None:
     train(model, optimizer, 1, 2)
 
 
+def read_back(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": read_back,
+}
+
+
+def copies(rank: int, size: int, name: str) -> None:
+    """A copy made inside of the block is an ordinary model; outside there is nothing to copy."""
+    model, optimizer = wrapped_net()
+    train(model, optimizer, 0, 2)
+    with noria.materialize(model):
+        other = COPIES[name](model)
+    assert_same_bits(other.state_dict(), model.state_dict())
+    assert wrapped_by(other) is None
+    its = adamw(other.parameters())
+    with other.no_sync():
+        loss_of(other, rank).backward()
+    its.step()
+    assert any(not torch.equal(value, model.state_dict()[key]) for key, value in other.state_dict().items())
+    with pytest.raises(Exception, match=r"unit [\w.]+ is evicted: use noria\.materialize"):
+        COPIES[name](model)
+    train(model, optimizer, 2, 3)
+
+
 POLICIES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp32 torch": {"kernel": "torch"},
@@ -198,6 +232,7 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
     "edits, tied and frozen": (like_one_process, (tied, {})),
     **{f"other edits, {name}": (refuses_other_edits, (policy,)) for name, policy in POLICIES.items()},
     **{f"writes, {name}": (keeps_what_was_not_to_be_written, (policy,)) for name, policy in POLICIES.items()},
+    **{f"copies by {name}": (copies, (name,)) for name in COPIES},
     "takes": (says_what_it_takes, ()),
 }
 
@@ -225,6 +260,11 @@ def test_edits_that_differ_between_ranks_are_dropped_on_all_of_them(found, name)
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("writes")])
 def test_a_write_to_weights_that_were_to_be_read_only_is_kept_and_complained_of(found, name):
     assert_fine(found, name)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_the_model_is_made_inside_of_the_block_and_refused_outside(found, name):
+    assert_fine(found, f"copies by {name}")
 
 
 def test_whole_weights_are_a_row_of_the_ledger_and_within_host_memory(found):

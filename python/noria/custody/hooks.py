@@ -59,4 +59,8 @@ class NoSync:
         return contextlib.nullcontext
 
     def __reduce__(self) -> Any:
-        return (getattr, (contextlib, "nullcontext"))
+        return (_unpickled_no_sync, ())
+
+
+def _unpickled_no_sync() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    return contextlib.nullcontext
