@@ -33,7 +33,7 @@ from noria.limits import Free, check_fits, find, least, margin_of
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition, split_units
 from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
-from noria.ranks import Grid
+from noria.ranks import Grid, comparable
 from noria.updates.worker import is_array, part_values, predict_state
 
 __all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
@@ -281,7 +281,7 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
         numbers = {slot.parameter: slot.index for unit in planned.units for slot in unit.parameters}
         for number, group in enumerate(optimizer.param_groups):
             held = [numbers[parameter] for parameter in group["params"]]
-            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            hyper = comparable({key: value for key, value in group.items() if key not in ("params", "param_names")})
             lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held} with {hyper}")
     lines.append(f"drafts of units {sorted(planned.drafted)}")
     return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from noria.groups import Group
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
-__all__ = ["Grid", "Ranks", "grid_of", "raised_by_all"]
+__all__ = ["Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +213,18 @@ class Ranks:
             return _without_memory(slot, part)
         flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
         return flat.as_strided(slot.shape, slot.strides)
+
+
+def comparable(value: Any) -> Any:
+    """Hyperparameters as ranks compare them, by `repr`: numbers as a kernel is given them, with all of their digits; of
+    what is none the type alone, for an address is one process's."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: comparable(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, tuple | list):
+        return [comparable(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__
 
 
 @contextlib.contextmanager

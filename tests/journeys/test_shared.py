@@ -596,6 +596,17 @@ def refuses(rank: int, size: int) -> None:
     assert "OwnSGD, which may look" in wrap(optimizer=lambda parameters: OwnSGD(parameters, lr=0.1))
 
 
+def wraps_groups_that_only_look_apart(rank: int, size: int) -> None:
+    """Functions and objects have an address, which is one process's; and the order of keys says nothing."""
+    model = Net(blocks=1)
+    more: dict[str, Any] = {"decay": lambda step: step, "made": object(), "steps": [object()], "momentum": 0.5}
+    keys = sorted(more, reverse=rank > 0)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), **{key: more[key] for key in keys}}], lr=rate)
+    noria.wrap(model, optimizer, device="cpu")
+    usual_loop(model, optimizer, rank)
+
+
 def other_on_last(rank: int, size: int, name: str) -> None:
     """Something of the last rank's is not as the others' is: all raise, naming it."""
     is_other = rank == size - 1
@@ -621,6 +632,8 @@ def other_on_last(rank: int, size: int, name: str) -> None:
             cut = 3 if is_other else 4
             parameters = [{"params": parameters[:cut]}, {"params": parameters[cut:]}]
         optimizer: Any = (adamw if is_other and name == "optimizer" else sgd)(parameters)
+        if name == "rate":  # which torch prints with four digits
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1000001 if is_other else 0.1)
         if is_other and name == "policy":
             policy["max_grad_norm"] = 1.0
         if is_other and name == "refused":
@@ -643,6 +656,7 @@ DIFFERENCES = {
     "order": ("group 0 of SGD", "on rank 1"),
     "groups": ("group 0 of SGD", "on rank 1"),
     "optimizer": ("SGD by fused", "AdamW by fused", "on rank 1"),
+    "rate": ("group 0 of SGD", "'lr': 0.10000000", "'lr': 0.10000009", "on rank 1"),
     "policy": ("max_grad_norm", "on rank 1"),
     "refused": ("device_memory", "on rank 1"),
 }
@@ -670,6 +684,7 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "home by torch": (halves_the_home, ({"kernel": "torch"},)),
     "plan": (plans_its_part, ()),
     "refuses": (refuses, ()),
+    "groups alike": (wraps_groups_that_only_look_apart, ()),
     **{f"other {name}": (other_on_last, (name,)) for name in DIFFERENCES},
 }
 
@@ -737,6 +752,10 @@ def test_a_plan_is_of_what_this_rank_would_take():
 
 def test_what_ranks_cannot_share_is_refused_by_name():
     assert_fine("refuses")
+
+
+def test_groups_are_compared_by_what_they_say_and_not_by_addresses():
+    assert_fine("groups alike")
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from noria.custody import Wrapped
 from noria.home import HomeParameter
 from noria.kernels import no_number_in, why_not_fused
 from noria.optimizer import original_class
+from noria.ranks import comparable
 
 __all__ = ["Groups", "Jobs", "Members"]
 
@@ -57,10 +57,8 @@ class Members:
         """For ranks that share the model to compare: slots that a step updates, and what torch's class steps by."""
         if self.wrapped.ranks is None:
             return
-        hyper = [
-            [(key, _number(group.get(key))) for key in sorted(self.optimizer.defaults)]
-            for group in self.optimizer.param_groups
-        ]
+        defaults = self.optimizer.defaults
+        hyper = [comparable({key: group.get(key) for key in defaults}) for group in self.optimizer.param_groups]
         self.wrapped.custody.note_step(updated, zlib.crc32(repr(hyper).encode()))
 
     def check(self, groups: list[dict[str, Any]]) -> None:
@@ -114,12 +112,3 @@ class Members:
                 "one that is in two",
                 'wrap with kernel="torch"',
             )
-
-
-def _number(value: Any) -> Any:
-    """As a hyperparameter is given to a kernel; of what is none, the type."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, tuple | list):
-        return [_number(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__
