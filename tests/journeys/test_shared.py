@@ -544,6 +544,19 @@ def unwraps(rank: int, size: int) -> None:
     assert_same_bits(*found)
 
 
+def keeps_its_state(rank: int, size: int, kernel: str) -> None:
+    """Tensors of the state stay where they are from step to step, those of parameters too that one rank has whole."""
+    model, optimizer = wrapped_net(optimizer=adamw, window=2, kernel=kernel)
+    wrapped = wrapped_by(model)
+    assert wrapped is not None
+    usual_loop(model, optimizer, rank)
+    kept = [(slot, optimizer.state[slot.parameter]["exp_avg"]) for slot in wrapped.slots]
+    assert any(slot.like.shape == slot.shape and slot.like.numel() for slot, _ in kept)
+    usual_loop(model, optimizer, rank)
+    for slot, moment in kept:
+        assert optimizer.state[slot.parameter]["exp_avg"] is moment, slot.name
+
+
 def halves_the_home(rank: int, size: int, policy: dict[str, Any]) -> None:
     rows = []
     for shared in (False, True):
@@ -682,6 +695,8 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "home": (halves_the_home, ({},)),
     "home in bfloat16": (halves_the_home, ({"dtype": torch.bfloat16, "state_dtype": "8bit"},)),
     "home by torch": (halves_the_home, ({"kernel": "torch"},)),
+    "keeps state, fused": (keeps_its_state, ("fused",)),
+    "keeps state, torch": (keeps_its_state, ("torch",)),
     "plan": (plans_its_part, ()),
     "refuses": (refuses, ()),
     "groups alike": (wraps_groups_that_only_look_apart, ()),
@@ -743,6 +758,11 @@ def test_unwrap_gives_whole_values_and_state_to_all_ranks():
 
 @pytest.mark.parametrize("name", ["home", "home in bfloat16", "home by torch"])
 def test_two_ranks_have_half_of_the_home_each(name):
+    assert_fine(name)
+
+
+@pytest.mark.parametrize("name", ["keeps state, fused", "keeps state, torch"])
+def test_a_step_leaves_the_states_tensors_where_they_are(name):
     assert_fine(name)
 
 

@@ -73,8 +73,9 @@ def is_array(key: str, value: Any) -> bool:
 
 
 def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """Of whole tensors in a parameter's state, this rank's parts, where ranks share the model."""
-    if not slot.cuts:
+    """Of whole tensors in a parameter's state, this rank's parts, where ranks share the model. What has the shape of a
+    part already is one."""
+    if slot.like.shape == slot.shape:
         return values
     return {
         key: slot.part_of(value).clone() if is_array(key, value) and value.shape == slot.shape else value
