@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,3 +102,10 @@ def in_turn_on_ranks(size: int, acts: dict[str, tuple[Callable[..., Any], Any]])
     """Several acts, each with its arguments, one after the other in the same processes, whose start takes longer than
     most acts. By name, the tracebacks of the ranks that raised, or nothing."""
     return on_ranks(size, _in_turn, acts)[0]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Models wrapped here belong to this rank."""
+    with mock.patch("noria.ranks.num_ranks", return_value=1):
+        yield

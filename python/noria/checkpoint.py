@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
+from noria._lists import as_list
 from noria.custody import Wrapped, wrapped_by
 from noria.folders import load_folder
 from noria.optimizer import WrappedOptimizer
@@ -54,8 +55,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
 def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[Wrapped, Ranks]]:
     """The wrap calls of what is saved or loaded, each once, whose models ranks share."""
-    owners = [wrapped_by(each) for each in _as_list(model)]
-    updates = [each._noria for each in _as_list(optimizer) if isinstance(each, WrappedOptimizer)]
+    owners = [wrapped_by(each) for each in as_list(model)]
+    updates = [each._noria for each in as_list(optimizer) if isinstance(each, WrappedOptimizer)]
     owners += [each.wrapped for each in updates if each is not None]
     unique = dict.fromkeys(each for each in owners if each is not None)
     return [(each, each.ranks) for each in unique if each.ranks is not None]
@@ -115,15 +116,11 @@ def _pairs(
             continue
         if name not in contents:
             raise usage_error(f"a checkpoint with {name!r}", f"{sorted(contents)} in {path}", "save it with noria.save")
-        targets, states = _as_list(wanted), _as_list(contents[name])
+        targets, states = as_list(wanted), as_list(contents[name])
         if len(targets) != len(states):
             raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")
         pairs += zip(targets, states, strict=True)
     return pairs
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _state_of(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
+from noria._lists import as_list
 from noria.custody import Wrapped, wrapped_by
 from noria.home import HomeParameter
 from noria.optimizer import WrappedOptimizer
@@ -54,16 +55,12 @@ def sharded_state(
 def parts_of(model: Any, optimizer: Any) -> dict[str, Any]:
     """As `sharded_state`, for ranks that have met."""
     entries: dict[str, Any] = {}
-    models = [_ModelParts(_owner_of(each), each) for each in _as_list(model)]
+    models = [_ModelParts(_owner_of(each), each) for each in as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
     if optimizer is not None:
-        updates = [_OptimizerParts(_updates_of(each)) for each in _as_list(optimizer)]
+        updates = [_OptimizerParts(_updates_of(each)) for each in as_list(optimizer)]
         entries["optimizer"] = _Several(updates) if isinstance(optimizer, list | tuple) else updates[0]
     return entries
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _owner_of(model: nn.Module) -> Wrapped:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
+from noria._lists import as_list
 from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, wrapped_by
 from noria.home import GRADIENT_RING, Home
@@ -43,14 +44,8 @@ Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
 _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    roots, updaters = _as_list(models), _as_list(optimizers)
+    roots, updaters = as_list(models), as_list(optimizers)
     if not roots:
         raise usage_error("a torch.nn.Module or a list of them", repr(models), "give the model first")
     for root in roots:
@@ -280,7 +275,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
     `optimizer.load_state_dict(optimizer.state_dict())`.
     """
-    roots = _as_list(model)
+    roots = as_list(model)
     owners = {id(found): found for found in (wrapped_by(root) for root in roots) if found is not None}
     if len(owners) != 1:
         raise usage_error("models of one noria.wrap call", f"{len(owners)} of them", "unwrap what wrap was given")

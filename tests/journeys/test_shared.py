@@ -12,9 +12,8 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import noria
 import pytest
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, Block, Net, adamw, lion, loss_of, state_tensors
-from tests.ranks import in_turn_on_ranks, on_ranks
+from tests.ranks import alone, in_turn_on_ranks, on_ranks
 
 STEPS = 4
 
@@ -308,13 +307,6 @@ def test_two_ranks_have_the_bits_of_ddp(name):
 
 
 # ---- against one process of noria's, which is given the same gradients -------------------------------------------
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Models wrapped here belong to this rank."""
-    with mock.patch("noria.ranks.num_ranks", return_value=1):
-        yield
 
 
 def share_gradients(parameters: Any, size: int, in_fp32: bool) -> None:

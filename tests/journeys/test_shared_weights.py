@@ -3,15 +3,13 @@ what they have is to the bit what one process has."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pathlib
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import noria
 import pytest
@@ -22,14 +20,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
-from tests.ranks import in_turn_on_ranks
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Models wrapped here belong to this rank."""
-    with mock.patch("noria.ranks.num_ranks", return_value=1):
-        yield
+from tests.ranks import alone, in_turn_on_ranks
 
 
 def tied() -> nn.Module:
