@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -460,58 +459,57 @@ OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 }
 
 
-@functools.cache
-def found_on_two() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
     return in_turn_on_ranks(2, OF_TWO)
 
 
-def assert_fine(name: str) -> None:
-    failure = found_on_two()[name]
-    assert not failure, failure
+def assert_fine(found: dict[str, str], name: str) -> None:
+    assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("name", COURSES)
-def test_two_ranks_that_visit_different_units_have_the_bits_of_ddp(name):
-    assert_fine(name)
+def test_two_ranks_that_visit_different_units_have_the_bits_of_ddp(found, name):
+    assert_fine(found, name)
 
 
 @pytest.mark.parametrize("name", ["clips", "clips, drafts"])
-def test_the_norm_counts_what_only_some_ranks_have(name):
-    assert_fine(name)
+def test_the_norm_counts_what_only_some_ranks_have(found, name):
+    assert_fine(found, name)
 
 
-def test_gradients_of_16_bits_that_only_some_ranks_have_are_summed_as_others_are():
-    assert_fine("narrow")
+def test_gradients_of_16_bits_that_only_some_ranks_have_are_summed_as_others_are(found):
+    assert_fine(found, "narrow")
 
 
-def test_ranks_of_which_one_has_stepped_and_the_other_has_not_are_told_both_steps():
-    assert_fine("out of step")
+def test_ranks_of_which_one_has_stepped_and_the_other_has_not_are_told_both_steps(found):
+    assert_fine(found, "out of step")
 
 
-def test_a_backward_that_only_one_rank_makes_raises_on_all():
-    assert_fine("another backward")
+def test_a_backward_that_only_one_rank_makes_raises_on_all(found):
+    assert_fine(found, "another backward")
 
 
 @pytest.mark.parametrize("name", RAISING)
-def test_a_backward_that_raises_on_one_rank_alone_raises_on_all_when_that_one_goes_on(name):
-    assert_fine(f"raises {name}")
+def test_a_backward_that_raises_on_one_rank_alone_raises_on_all_when_that_one_goes_on(found, name):
+    assert_fine(found, f"raises {name}")
 
 
-def test_a_batch_that_all_ranks_give_up_leaves_nothing():
-    assert_fine("raises on all")
+def test_a_batch_that_all_ranks_give_up_leaves_nothing(found):
+    assert_fine(found, "raises on all")
 
 
-def test_steps_of_two_optimizers_on_ranks_that_visit_different_units_have_the_bits_of_ddp():
-    assert_fine("two optimizers")
+def test_steps_of_two_optimizers_on_ranks_that_visit_different_units_have_the_bits_of_ddp(found):
+    assert_fine(found, "two optimizers")
 
 
-def test_updates_inside_backward_want_the_same_gradients_on_all_ranks():
-    assert_fine("updates in backward")
+def test_updates_inside_backward_want_the_same_gradients_on_all_ranks(found):
+    assert_fine(found, "updates in backward")
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_replicas_that_visit_different_units_sum_as_parts_do(name):
-    assert_fine(f"replicas: {name}")
+def test_replicas_that_visit_different_units_sum_as_parts_do(found, name):
+    assert_fine(found, f"replicas: {name}")
 
 
 @pytest.mark.parametrize(("shape", "policy"), [((3,), {"window": 2}), ((2, 2), DRAFTS), ((2, 3), {"window": 2})])

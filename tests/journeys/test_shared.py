@@ -295,14 +295,14 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     noria.unwrap(model, ours)
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def found_by_ddp() -> dict[str, str]:
     return in_turn_on_ranks(2, {name: (like_ddp, (name,)) for name in COURSES})
 
 
 @pytest.mark.parametrize("name", COURSES)
-def test_two_ranks_have_the_bits_of_ddp(name):
-    failure = found_by_ddp()[name]
+def test_two_ranks_have_the_bits_of_ddp(found_by_ddp, name):
+    failure = found_by_ddp[name]
     assert not failure, failure
 
 
@@ -696,83 +696,81 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 }
 
 
-@functools.cache
-def found_by_others() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
     return in_turn_on_ranks(2, OTHERS)
 
 
-def assert_fine(*names: str) -> None:
-    for name in names:
-        failure = found_by_others()[name]
-        assert not failure, failure
+def assert_fine(found: dict[str, str], name: str) -> None:
+    assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_two_ranks_have_the_bits_of_one_process_that_is_given_the_same_gradients(name):
-    assert_fine(f"twin: {name}")
+def test_two_ranks_have_the_bits_of_one_process_that_is_given_the_same_gradients(found, name):
+    assert_fine(found, f"twin: {name}")
 
 
 @pytest.mark.parametrize(
     "name", ["accumulates", "accumulates with drafts", "accumulates, then updates inside backward"]
 )
-def test_gradients_of_several_backwards_are_summed_one_backward_after_the_other(name):
-    assert_fine(name)
+def test_gradients_of_several_backwards_are_summed_one_backward_after_the_other(found, name):
+    assert_fine(found, name)
 
 
 @pytest.mark.parametrize(
     "name", ["clips in step, it bites", "clips in step, it does not", "clips in step, torch updates"]
 )
-def test_max_grad_norm_is_of_the_whole_gradient_and_the_same_on_all_ranks(name):
-    assert_fine(name)
+def test_max_grad_norm_is_of_the_whole_gradient_and_the_same_on_all_ranks(found, name):
+    assert_fine(found, name)
 
 
-def test_clip_grad_norm_of_the_optimizer_is_of_the_whole_gradient():
-    assert_fine("clips by call, it does not")
+def test_clip_grad_norm_of_the_optimizer_is_of_the_whole_gradient(found):
+    assert_fine(found, "clips by call, it does not")
 
 
 @pytest.mark.parametrize("name", ["clips by call, it bites", "clips by call, torch updates"])
-def test_clip_grad_norm_of_the_optimizer_clips_where_the_norm_is_larger(name):
-    assert_fine(name)
+def test_clip_grad_norm_of_the_optimizer_clips_where_the_norm_is_larger(found, name):
+    assert_fine(found, name)
 
 
-def test_clip_grad_norm_of_torch_raises_and_names_what_works():
-    assert_fine("clips by torch")
+def test_clip_grad_norm_of_torch_raises_and_names_what_works(found):
+    assert_fine(found, "clips by torch")
 
 
 @pytest.mark.parametrize("name", ["meta", "meta buffers"])
-def test_ranks_but_the_first_need_no_values_before_wrap(name):
-    assert_fine(name)
+def test_ranks_but_the_first_need_no_values_before_wrap(found, name):
+    assert_fine(found, name)
 
 
-def test_unwrap_gives_whole_values_and_state_to_all_ranks():
-    assert_fine("unwraps")
+def test_unwrap_gives_whole_values_and_state_to_all_ranks(found):
+    assert_fine(found, "unwraps")
 
 
 @pytest.mark.parametrize("name", ["home", "home in bfloat16", "home by torch"])
-def test_two_ranks_have_half_of_the_home_each(name):
-    assert_fine(name)
+def test_two_ranks_have_half_of_the_home_each(found, name):
+    assert_fine(found, name)
 
 
 @pytest.mark.parametrize("name", ["keeps state, fused", "keeps state, torch"])
-def test_a_step_leaves_the_states_tensors_where_they_are(name):
-    assert_fine(name)
+def test_a_step_leaves_the_states_tensors_where_they_are(found, name):
+    assert_fine(found, name)
 
 
-def test_a_plan_is_of_what_this_rank_would_take():
-    assert_fine("plan")
+def test_a_plan_is_of_what_this_rank_would_take(found):
+    assert_fine(found, "plan")
 
 
-def test_what_ranks_cannot_share_is_refused_by_name():
-    assert_fine("refuses")
+def test_what_ranks_cannot_share_is_refused_by_name(found):
+    assert_fine(found, "refuses")
 
 
-def test_groups_are_compared_by_what_they_say_and_not_by_addresses():
-    assert_fine("groups alike")
+def test_groups_are_compared_by_what_they_say_and_not_by_addresses(found):
+    assert_fine(found, "groups alike")
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_rank_that_wraps_something_else_is_refused_on_all_ranks(name):
-    assert_fine(f"other {name}")
+def test_a_rank_that_wraps_something_else_is_refused_on_all_ranks(found, name):
+    assert_fine(found, f"other {name}")
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import pathlib
 import tempfile
@@ -160,23 +159,23 @@ ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 }
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     return in_turn_on_ranks(2, ACTS)
 
 
 @pytest.mark.parametrize("name", ["report", "report of sums in fp32"])
-def test_report_trace_and_bound_count_what_ranks_send_each_other(name):
-    assert not found()[name], found()[name]
+def test_report_trace_and_bound_count_what_ranks_send_each_other(found, name):
+    assert not found[name], found[name]
 
 
-def test_a_look_at_an_evicted_weight_names_what_ranks_can_do():
-    assert not found()["evicted"], found()["evicted"]
+def test_a_look_at_an_evicted_weight_names_what_ranks_can_do(found):
+    assert not found["evicted"], found["evicted"]
 
 
 @pytest.mark.parametrize("name", ["host memory", "host memory in bfloat16"])
-def test_a_rank_takes_its_part_of_the_host_memory_and_no_more(name):
-    assert not found()[name], found()[name]
+def test_a_rank_takes_its_part_of_the_host_memory_and_no_more(found, name):
+    assert not found[name], found[name]
 
 
 @pytest.mark.long

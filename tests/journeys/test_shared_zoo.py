@@ -93,27 +93,28 @@ FEW: Acts = {
     "llama, whole": (trained_like_ddp, ("llama", "whole", "drafts", HOSTILE)),
     "llama, adapters": (trained_like_ddp, ("llama", "adapters", "a window", LATE_UPDATES)),
 }
-MANY = [(name, part, policy) for name in ZOO for part in PARTS for policy in POLICIES]
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def few() -> dict[str, str]:
     return in_turn_on_ranks(2, FEW)
 
 
-@functools.cache
-def all_of(name: str) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of one model, in every mode."""
     modes = [(part, policy) for part in PARTS for policy in POLICIES]
-    return in_turn_on_ranks(2, {" ".join(each): (trained_like_ddp, (name, *each, HOSTILE)) for each in modes})
+    return in_turn_on_ranks(2, {" ".join(each): (trained_like_ddp, (request.param, *each, HOSTILE)) for each in modes})
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_two_ranks_train_a_model_of_transformers_to_the_bits_of_ddp(name):
-    assert not few()[name], few()[name]
+def test_two_ranks_train_a_model_of_transformers_to_the_bits_of_ddp(few, name):
+    assert not few[name], few[name]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "part", "policy"), MANY)
-def test_two_ranks_train_every_model_in_every_mode_to_the_bits_of_ddp(name, part, policy):
-    failure = all_of(name)[f"{part} {policy}"]
-    assert not failure, failure
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("found", ZOO, indirect=True)
+def test_two_ranks_train_every_model_in_every_mode_to_the_bits_of_ddp(found, part, policy):
+    assert not found[f"{part} {policy}"], found[f"{part} {policy}"]
