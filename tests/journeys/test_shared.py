@@ -945,25 +945,6 @@ def test_a_rank_that_dies_makes_the_others_raise_and_end(tmp_path):
     assert int(calls) in (3, 4) and ended - float(raised) < 10
 
 
-def waits_for_rank_that_hangs(rank: int, size: int) -> tuple[float, str]:
-    model, optimizer = wrapped_net(window=2)
-    loss_of(model, rank).backward()
-    optimizer.step()
-    if rank == 1:
-        time.sleep(1000)
-    begin = time.monotonic()
-    with pytest.raises(Exception) as caught:
-        for number in range(3):
-            loss_of(model, number).backward()
-            optimizer.step()
-    return time.monotonic() - begin, str(caught.value)
-
-
-def test_a_rank_that_hangs_makes_the_others_raise_after_the_timeout_of_the_process_group():
-    seconds, message = on_ranks(2, waits_for_rank_that_hangs, timeout_s=4.0, dying=(1,))[0]
-    assert seconds < 20 and "a rank has died, raised, or hung" in message
-
-
 # ---- what the optimizer brings along, and gradients of the user's own ---------------------------------------------
 
 
