@@ -122,7 +122,8 @@ def wrap(
     all ranks of the default process group do, where there is one. Returns `(model, optimizer)` as given, or the model
     alone without an optimizer. Raises UsageError before anything is changed: nonsense policy, a budget that is too
     small (with what would fit), an optimizer with parameters that no wrapped model has, a model that is wrapped
-    already, a mesh without this rank; and what one of the ranks that share refuses, all of them do. The home is taken
+    already, a mesh without this rank; and what one of the ranks that share refuses, all of them do (but for a mesh that
+    is wrong on one of them: there the others wait for the process group's timeout). The home is taken
     before anything moves, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it
     was. What of a model was built under `torch.device("meta")` gets its values by a load, and until all have come the
     model cannot be used.
