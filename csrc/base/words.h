@@ -24,8 +24,11 @@ enum class Verb : std::uint8_t {
   sum,       // update lane: the sum of squares of a held gradient
   gather,    // collect lane: a unit's shards from all ranks
   reduce,    // collect lane: a unit's gradients, summed over all ranks, to each its shard
+  save,      // compute lane: what a visit has saved for backward is there, or room for its return is
+  offload,   // drain lane: what a visit has saved, to the host
+  reload,    // fetch lane: and back
 };
-inline constexpr int kNumVerbs = 13;
+inline constexpr int kNumVerbs = 16;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

@@ -108,7 +108,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
                                       std::int64_t nan_range, std::shared_ptr<Arena> held_home,
                                       const std::optional<RingOfSlots>& ring,
                                       const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch,
-                                      std::int64_t assist_scratch) {
+                                      std::int64_t assist_scratch, std::optional<std::int64_t> least_saved) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   std::vector<CustodyUnit> units = read_units(described, buffers, shards);
@@ -117,6 +117,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
+  options.saves = least_saved.has_value();
   if (ring) {
     const auto& [address, slot, num_slots] = *ring;
     options.ring = GradientRing(pointer(address), Bytes{slot}, num_slots);
@@ -134,7 +135,8 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   }
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
-                                   std::move(optimizer), on, pointer(nan_range), held_home);
+                                   std::move(optimizer), on, pointer(nan_range), held_home,
+                                   Bytes{least_saved.value_or(0)});
 }
 
 /// Shared, so that copying it needs no GIL; freed with it.
@@ -175,6 +177,7 @@ py::dict sums_dict(const StepSums& sums) {
   result["forward_fetch_us"] = sums.forward_fetch_us;
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
+  result["offload_us"] = sums.offload_us;
   result["forward_collect_us"] = sums.forward_collect_us;
   result["backward_collect_us"] = sums.backward_collect_us;
   result["update_us"] = sums.update_us;
@@ -216,15 +219,52 @@ void bind_custody(py::module_& m) {
       "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
       py::arg("tensor"), py::arg("address"));
 
+  py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
-           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"))
+           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
+           py::arg("least_saved") = py::none())
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
                keep_python_errors([&] { (*kept)(unit.value); });
              });
+           })
+      .def("set_saved_callback",
+           [](Custody& self, py::function grow) {
+             self.set_saved_callback(
+                 [kept = keep(std::move(grow))](Bytes bytes) { keep_python_errors([&] { (*kept)(bytes.count); }); });
+           })
+      .def(
+          "add_saved_memory",
+          [](Custody& self, std::int64_t address, std::int64_t bytes) {
+            self.engine().add_saved_memory(pointer(address), Bytes{bytes});
+          },
+          NoGil())
+      .def("pack",
+           [](Custody& self, const at::Tensor& tensor) -> py::object {
+             auto saved = without_gil([&] { return self.pack(tensor); });
+             return saved ? py::cast(std::move(saved)) : py::cast(tensor);
+           })
+      .def("unpack",
+           [](Custody& self, const py::object& saved) {
+             if (!py::isinstance<SavedTensor>(saved)) return saved.cast<at::Tensor>();
+             const auto handle = saved.cast<std::shared_ptr<SavedTensor>>();
+             return without_gil([&] { return self.unpack(*handle); });
+           })
+      .def("saved_stats",
+           [](Custody& self) {
+             const SavedStats stats = without_gil([&] { return self.engine().saved_stats(); });
+             py::dict result;
+             result["num_offloaded"] = stats.num_offloaded;
+             result["num_reloaded"] = stats.num_reloaded;
+             result["num_unforeseen"] = stats.num_unforeseen;
+             result["offloaded"] = stats.offloaded.count;
+             result["reloaded"] = stats.reloaded.count;
+             result["there"] = stats.there.count;
+             result["most_there"] = stats.most_there.count;
+             return result;
            })
       .def("set_backward_callback",
            [](Custody& self, py::function begin) {
@@ -276,6 +316,7 @@ void bind_custody(py::module_& m) {
            [](Custody& self) {
              self.set_update_callback({});
              self.set_backward_callback({});
+             self.set_saved_callback({});
            })
       .def("add_hook",
            [](Custody& self, std::string name, const std::vector<std::int32_t>& needs) {

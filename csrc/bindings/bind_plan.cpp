@@ -38,7 +38,8 @@ Word parse(const char* what, const std::string& text, const std::vector<std::pai
 Purpose parse_purpose(const std::string& text) {
   std::vector<std::pair<std::string, Purpose>> words;
   for (Purpose purpose : {Purpose::weights, Purpose::gradient_buffer, Purpose::working_copy, Purpose::held_gradient,
-                          Purpose::optimizer_state, Purpose::gradient_sum, Purpose::unsummed_gradient}) {
+                          Purpose::optimizer_state, Purpose::gradient_sum, Purpose::unsummed_gradient,
+                          Purpose::saved_tensor, Purpose::saved_copy}) {
     words.emplace_back(to_string(purpose), purpose);
   }
   return parse("purpose", text, words);
@@ -295,14 +296,14 @@ void bind_costs(py::module_& m) {
 
   py::class_<StepTimes>(m, "StepTimes")
       .def(py::init([](double forward_us, double backward_us, double update_us, double forward_fetch_us,
-                       double backward_fetch_us, double drain_us, double forward_collect_us,
-                       double backward_collect_us) {
-             return StepTimes{forward_us,        backward_us, update_us,          forward_fetch_us,
-                              backward_fetch_us, drain_us,    forward_collect_us, backward_collect_us};
+                       double backward_fetch_us, double drain_us, double forward_collect_us, double backward_collect_us,
+                       double offload_us) {
+             return StepTimes{forward_us, backward_us,        update_us,           forward_fetch_us, backward_fetch_us,
+                              drain_us,   forward_collect_us, backward_collect_us, offload_us};
            }),
            py::arg("forward_us") = 0, py::arg("backward_us") = 0, py::arg("update_us") = 0,
            py::arg("forward_fetch_us") = 0, py::arg("backward_fetch_us") = 0, py::arg("drain_us") = 0,
-           py::arg("forward_collect_us") = 0, py::arg("backward_collect_us") = 0)
+           py::arg("forward_collect_us") = 0, py::arg("backward_collect_us") = 0, py::arg("offload_us") = 0)
       .def_readonly("forward_us", &StepTimes::forward_us)
       .def_readonly("backward_us", &StepTimes::backward_us)
       .def_readonly("update_us", &StepTimes::update_us)
@@ -310,7 +311,8 @@ void bind_costs(py::module_& m) {
       .def_readonly("backward_fetch_us", &StepTimes::backward_fetch_us)
       .def_readonly("drain_us", &StepTimes::drain_us)
       .def_readonly("forward_collect_us", &StepTimes::forward_collect_us)
-      .def_readonly("backward_collect_us", &StepTimes::backward_collect_us);
+      .def_readonly("backward_collect_us", &StepTimes::backward_collect_us)
+      .def_readonly("offload_us", &StepTimes::offload_us);
 
   m.def("duration_us", &duration_us, py::arg("op"), py::arg("costs"));
   m.def("blocking_bound_us", &blocking_bound_us, py::arg("times"));

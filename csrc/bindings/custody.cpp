@@ -75,11 +75,12 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units,
                  BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
-                 std::byte* nan_range, const std::shared_ptr<void>& held_home)
+                 std::byte* nan_range, const std::shared_ptr<void>& held_home, Bytes least_saved)
     : device_(device),
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
       backend_(backend),
+      saved_(device, least_saved, [this](const c10::Storage& storage) { return is_ours(storage); }),
       updates_in_backward_(options.ring.has_value()),
       is_shared_(options.lane != nullptr),
       adds_to_(0),
@@ -129,6 +130,11 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       held_.push_back(std::move(held));
     }
   }
+}
+
+bool Custody::is_ours(const c10::Storage& storage) const {
+  const auto has = [&](const auto& each) { return each && each->is(storage); };
+  return std::any_of(weights_.begin(), weights_.end(), has) || std::any_of(gradients_.begin(), gradients_.end(), has);
 }
 
 Custody::~Custody() { *self_ = nullptr; }
@@ -459,6 +465,7 @@ void Custody::finish_backward() {
     engine_.end_sums(current_stream());
     share_arrivals();
   }
+  saved_.forget_dropped(engine_);
   engine_.end_pass(current_stream());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];

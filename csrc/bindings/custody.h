@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "bindings/held_gradient.h"
+#include "bindings/saved_tensors.h"
 #include "bindings/torch_compat.h"
 #include "bindings/unit_storage.h"
 #include "engine/engine.h"
@@ -54,7 +55,7 @@ class Custody final : public Custodian {
  public:
   Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units, BufferTable buffers,
           std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range,
-          const std::shared_ptr<void>& held_home);
+          const std::shared_ptr<void>& held_home, Bytes least_saved);
   ~Custody() override;
 
   Engine& engine() { return engine_; }
@@ -88,6 +89,13 @@ class Custody final : public Custodian {
   void backward_begins(HookId hook, bool inner);  // hook -1: the outermost module's output
   torch::autograd::variable_list catch_gradient(int index, const torch::autograd::variable_list& gradients);
   void after_accumulate(int index);
+
+  // ---- saved tensors ----
+  /// Called when there is no room at home for as many bytes more.
+  void set_saved_callback(std::function<void(Bytes)> grow) { grow_saved_ = std::move(grow); }
+  /// As the hooks of torch.autograd.graph.saved_tensors_hooks; null: the tensor itself.
+  std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor) { return saved_.pack(engine_, tensor, grow_saved_); }
+  at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, current_stream()); }
 
   // ---- the optimizer ----
   GradientIs gradient_is(int index) const;
@@ -137,6 +145,11 @@ class Custody final : public Custodian {
   void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override;
   void update(UnitId unit) override { run_update_(unit); }
+  std::byte* make_room(SavedId saved, Bytes bytes) override {
+    return saved_.make_room(saved, bytes, /*poisoned=*/backend_->poisons());
+  }
+  void fill(SavedId saved, const std::byte* from, Bytes bytes) override { saved_.fill(saved, from, bytes); }
+  void left(SavedId saved) override { saved_.left(saved); }
 
  private:
   struct Hook {
@@ -161,6 +174,7 @@ class Custody final : public Custodian {
     std::weak_ptr<int> alive;
   };
 
+  bool is_ours(const c10::Storage& storage) const;
   /// The user is about to write a held gradient that an update may still read.
   void gradient_is_written(UnitId unit);
   void announce_forward(HookId hook);
@@ -217,6 +231,8 @@ class Custody final : public Custodian {
   std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
   std::function<void()> begin_backward_;
+  std::function<void(Bytes)> grow_saved_;
+  SavedTensors saved_;
   const bool updates_in_backward_;
   const bool is_shared_;  // by ranks: each has a part of every unit
   // Of all steps, in sums that do not depend on their order: checksums of what was updated, and by what.

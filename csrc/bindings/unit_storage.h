@@ -28,7 +28,8 @@ class UnitStorage {
 
   /// A tensor in this storage, with a version counter of its own; `offset` in bytes.
   at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  bool holds(const at::Tensor& tensor) const { return tensor.storage().unsafeGetStorageImpl() == storage_.get(); }
+  bool is(const c10::Storage& storage) const { return storage.unsafeGetStorageImpl() == storage_.get(); }
+  bool holds(const at::Tensor& tensor) const { return is(tensor.storage()); }
 
  private:
   const c10::intrusive_ptr<c10::StorageImpl> storage_;

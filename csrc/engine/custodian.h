@@ -7,6 +7,7 @@
 
 #include <cstddef>
 
+#include "base/bytes.h"
 #include "base/ids.h"
 
 namespace noria {
@@ -23,6 +24,12 @@ class Custodian {
   virtual void home_moved(UnitId unit, std::byte* working) = 0;
   /// The unit's gradients are held here from now on, until it is said again (update="backward").
   virtual void held_moved(UnitId unit, std::byte* held) = 0;
+  /// Memory on the device for what was saved and has left; the custodian keeps it until it is told `left`.
+  virtual std::byte* make_room(SavedId saved, Bytes bytes) = 0;
+  /// Fills that memory from the home, on the compute stream, and blocks until it is done.
+  virtual void fill(SavedId saved, const std::byte* from, Bytes bytes) = 0;
+  /// What was saved lies in the home alone, or nobody asks for it: its memory on the device may go.
+  virtual void left(SavedId saved) = 0;
   /// Runs the unit's deferred update here and now, on the calling thread (kernel="torch").
   virtual void update(UnitId unit) = 0;
 };

@@ -45,6 +45,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       early_(units_.size()),
       moved_(units_.size(), false),
       committed_(units_.size()) {
+  if (options_.saves) saver_.emplace(issuer_, *backend_, custodian_);
   if (!options_.ring) return;
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
@@ -93,6 +94,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
+  if (saver_ && *phase_ == Phase::forward) saver_->begin_forward();
   if (collector_) collector_->turn(signature.phase);
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
@@ -250,6 +252,11 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     if (!drainer_.is_unsynced()) hold(buffer.unit);
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
+  if (saver_ && !goes_on_) {
+    for (const Access& read : saver_->enter(visit.hook, visit.phase, planned.unit, *stream_)) {
+      open.op.accesses.push_back(read);
+    }
+  }
   auto begun = issuer_.begin(open.op);
   open.ticket = backend_->open(begun.label);
   issuer_.keep(open.op.id, open.ticket);
@@ -296,6 +303,7 @@ void Engine::close_visit(Stream stream, Visiting visiting) {
   for (UnitId unit : attached_) custodian_.evict(unit);
   attached_.clear();
   drain_open();
+  if (saver_ && visiting == Visiting::ends) saver_->leave(open.op.unit, stream);
   if (in_backward_ && visiting == Visiting::ends) update_complete(open.visit, open.is_recomputed);
 }
 
@@ -325,7 +333,9 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   following_.base = position;
   following_.next_op = 0;
   count_.planned.reset();
+  goes_on_ = true;
   play_until(0);
+  goes_on_ = false;
   enter_visit(stream);
   visit_->is_recomputed = is_recomputed;
 }
@@ -557,6 +567,42 @@ void Engine::close() {
   if (optimizer_) optimizer_->close();
   if (options_.lane) options_.lane->close();
   backend_->close();
+}
+
+// ---- what forwards save -----------------------------------------------------------------------------------------
+
+void Engine::add_saved_memory(std::byte* memory, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  saver_->add_memory(memory, bytes);
+}
+
+std::optional<SavedId> Engine::save(const std::byte* memory, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  return saver_->save(memory, bytes);
+}
+
+void Engine::share_saved(SavedId saved) {
+  const std::lock_guard lock(mutex_);
+  saver_->share(saved);
+}
+
+void Engine::await_saved(SavedId saved, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) {
+    throw UsageError("backward before noria.unwrap, or the end of the model",
+                     "a backward that needs what has been moved to the home, which is gone", "call backward() first");
+  }
+  saver_->await(saved, stream);
+}
+
+void Engine::forget_saved(const std::vector<SavedId>& saved) {
+  const std::lock_guard lock(mutex_);
+  for (SavedId each : saved) saver_->forget(each);
+}
+
+SavedStats Engine::saved_stats() const {
+  const std::lock_guard lock(mutex_);
+  return saver_ ? saver_->stats() : SavedStats{};
 }
 
 // ---- what happened ----------------------------------------------------------------------------------------------

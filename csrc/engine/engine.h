@@ -67,6 +67,7 @@
 #include "engine/drainer.h"
 #include "engine/fetcher.h"
 #include "engine/issuer.h"
+#include "engine/saver.h"
 #include "engine/unit.h"
 #include "engine/update_time.h"
 #include "optim/host_optimizer.h"
@@ -83,6 +84,7 @@ struct EngineOptions {
   std::optional<GradientRing> ring;   // engaged: updates run inside backward; see Note [Inside backward]
   std::shared_ptr<CollectLane> lane;  // engaged: ranks share the home; see Note [Shards]
   CollectScratch scratch;             // for the lane
+  bool saves = false;                 // what forwards save for their backwards goes to the home; see engine/saver.h
 };
 
 /// What one kind of pass did, for the report.
@@ -103,7 +105,7 @@ struct StepSums {
   std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
   Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: got from other ranks, to be summed
-  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
+  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0;
   std::int64_t forward_collect_us = 0, backward_collect_us = 0;
   std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
   std::int64_t update_behind_forward_us = 0, update_behind_backward_us = 0, update_exposed_us = 0;
@@ -198,6 +200,15 @@ class Engine {
   void settle_all();
   /// Units in the order in which the next forward is expected to need them; those it does not need come last.
   std::vector<UnitId> next_forward_order() const;
+
+  // ---- what forwards save ----
+  void add_saved_memory(std::byte* memory, Bytes bytes);
+  /// As the saver's.
+  std::optional<SavedId> save(const std::byte* memory, Bytes bytes);
+  void share_saved(SavedId saved);
+  void await_saved(SavedId saved, Stream stream);
+  void forget_saved(const std::vector<SavedId>& saved);
+  SavedStats saved_stats() const;
 
   // ---- the home, seen from outside ----
   /// Blocks until no op still reads or writes what is asked for. `write_weights`: the caller changes working copy and
@@ -381,6 +392,8 @@ class Engine {
   std::optional<Collector> collector_;  // engaged: ranks share the home
   Fetcher fetcher_;
   Drainer drainer_;
+  std::optional<Saver> saver_;  // engaged: saves
+  bool goes_on_ = false;        // the visit that is issued is the rest of one
   ItineraryBook book_;
   std::map<PlanKey, std::shared_ptr<const PassPlan>> plans_;
 

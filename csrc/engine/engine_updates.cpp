@@ -273,6 +273,7 @@ StepSums Engine::step_sums() const {
   sums.forward_fetch_us -= first.forward_fetch_us;
   sums.backward_fetch_us -= first.backward_fetch_us;
   sums.drain_us -= first.drain_us;
+  sums.offload_us -= first.offload_us;
   sums.forward_collect_us -= first.forward_collect_us;
   sums.backward_collect_us -= first.backward_collect_us;
   sums.update_us -= first.update_us;
@@ -292,9 +293,10 @@ StepSums Engine::sums_so_far() const {
     return {static_cast<std::int64_t>(per_byte * static_cast<double>(of_forward.count)),
             static_cast<std::int64_t>(per_byte * static_cast<double>(of_backward.count))};
   };
+  const SavedStats saved = saver_ ? saver_->stats() : SavedStats{};
   std::tie(sums.forward_fetch_us, sums.backward_fetch_us) =
-      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched);
-  sums.drain_us = backend_->stats(Lane::drain).busy_us;
+      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched + saved.reloaded);
+  std::tie(sums.offload_us, sums.drain_us) = share(Lane::drain, saved.offloaded, drainer_.drained());
   if (options_.lane) {
     const std::int64_t others = options_.lane->shards().size - 1;
     std::tie(sums.forward_collect_us, sums.backward_collect_us) =

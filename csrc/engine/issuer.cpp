@@ -21,9 +21,11 @@ Issuer::Begun Issuer::begin(Op& op) {
   return begun;
 }
 
-void Issuer::submit(Op op, Transfer transfer) {
+Ticket Issuer::submit(Op op, Transfer transfer) {
   auto begun = begin(op);
-  keep(op.id, backend_.submit(begun.label, std::move(transfer), std::move(begun.waits)));
+  Ticket ticket = backend_.submit(begun.label, std::move(transfer), std::move(begun.waits));
+  keep(op.id, ticket);
+  return ticket;
 }
 
 std::vector<Ticket> Issuer::before(const Access& access) const {

@@ -30,7 +30,7 @@ class Issuer {
   Begun begin(Op& op);
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
   /// Both, for an op that is a transfer.
-  void submit(Op op, Transfer transfer);
+  Ticket submit(Op op, Transfer transfer);
   /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 

@@ -21,7 +21,9 @@ enum HomeRegion : std::int32_t {
   kSpareStateRegion,
   kSumRegion,
   kRingRegion,
-  kUnsummedRegion
+  kUnsummedRegion,
+  kSavedRegion,       // one token for each storage
+  kSavedCopiesRegion  // and the pieces of memory behind each other
 };
 
 /// Working copy and state of a unit once more; see engine/engine.h, Note [Drafts].

@@ -39,7 +39,9 @@ enum class Purpose : std::uint8_t {
   held_gradient,
   optimizer_state,
   gradient_sum,
-  unsummed_gradient
+  unsummed_gradient,
+  saved_tensor,  // what a forward saves for its backward, on the device
+  saved_copy     // and in the home
 };
 std::string_view to_string(Purpose purpose);
 

@@ -363,6 +363,10 @@ void BareEngine::home_moved(UnitId unit, std::byte* working) {
   NORIA_INVARIANT(floats(working) == of(unit).spare[0], "a home moved to where no spare is");
 }
 
+std::byte* BareEngine::make_room(SavedId, Bytes) { throw InvariantError("the bare engine saves nothing"); }
+void BareEngine::fill(SavedId, const std::byte*, Bytes) { throw InvariantError("the bare engine saves nothing"); }
+void BareEngine::left(SavedId) { throw InvariantError("the bare engine saves nothing"); }
+
 void BareEngine::update(UnitId unit) {
   if (std::exchange(fail_next_update_, false)) throw MachineError("the update of " + std::to_string(unit.value));
   auto& [weights, held, moment, unused] = of(unit).home;

@@ -123,6 +123,9 @@ class BareEngine final : public Custodian {
     (shards_.size > 1 ? of(unit).unsummed : of(unit).home[1]) = reinterpret_cast<float*>(held);
   }
   void update(UnitId unit) override;
+  std::byte* make_room(SavedId saved, Bytes bytes) override;
+  void fill(SavedId saved, const std::byte* from, Bytes bytes) override;
+  void left(SavedId saved) override;
 
  private:
   void compute(std::function<void()> kernel);

@@ -1,0 +1,108 @@
+#include "bindings/saved_tensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DispatchKey.h>
+
+#include <utility>
+
+#include "base/errors.h"
+
+namespace noria {
+
+SavedStorage::~SavedStorage() {
+  const std::lock_guard lock(dropped->mutex);
+  dropped->saved.push_back(saved);
+}
+
+SavedTensors::SavedTensors(c10::Device device, Bytes least, std::function<bool(const c10::Storage&)> keeps)
+    : device_(device),
+      least_(least),
+      keeps_(std::move(keeps)) {}
+
+// A view of a small part of a storage would take all of it along.
+bool SavedTensors::goes(const at::Tensor& tensor) const {
+  if (tensor.layout() != at::kStrided || tensor.device() != device_ || tensor.is_quantized() || tensor.is_inference())
+    return false;
+  if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)) return false;
+  const auto whole = static_cast<std::int64_t>(tensor.storage().nbytes());
+  return whole >= least_.count && whole <= 4 * tensor.numel() * tensor.element_size() && !keeps_(tensor.storage());
+}
+
+std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor& tensor,
+                                                const std::function<void(Bytes)>& grow) {
+  forget_dropped(engine);
+  if (!goes(tensor)) return nullptr;
+  const c10::Storage& storage = tensor.storage();
+  const auto result = std::make_shared<SavedTensor>();
+  result->dtype = tensor.scalar_type();
+  result->sizes = tensor.sizes().vec();
+  result->strides = tensor.strides().vec();
+  result->offset = tensor.storage_offset();
+  result->counter = tensor.unsafeGetTensorImpl()->version_counter();
+  result->version = result->counter.current_version();
+  const auto known = known_.find(storage.unsafeGetStorageImpl());
+  if (known != known_.end() && !known->second.storage.expired() && known->second.version == result->version) {
+    result->storage = known->second.saved.lock();
+  }
+  if (result->storage) {
+    engine.share_saved(result->storage->saved);
+    return result;
+  }
+  const auto* const memory = static_cast<const std::byte*>(storage.data());
+  const Bytes bytes{static_cast<std::int64_t>(storage.nbytes())};
+  auto saved = engine.save(memory, bytes);
+  if (!saved) {
+    grow(bytes);
+    saved = engine.save(memory, bytes);
+    NORIA_INVARIANT(saved.has_value(), "there is no room for what a forward saves after more has been taken");
+  }
+  storages_.emplace(*saved, storage);
+  result->storage = std::make_shared<const SavedStorage>(*saved, dropped_);
+  known_.insert_or_assign(
+      storage.unsafeGetStorageImpl(),
+      Known{c10::weak_intrusive_ptr<c10::StorageImpl>(
+                c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(storage.unsafeGetStorageImpl())),
+            result->storage, result->version});
+  return result;
+}
+
+at::Tensor SavedTensors::unpack(Engine& engine, const SavedTensor& saved, Stream stream) {
+  TORCH_CHECK(saved.counter.current_version() == saved.version,
+              "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+              "tensor of shape ",
+              at::IntArrayRef(saved.sizes), " is at version ", saved.counter.current_version(), "; expected version ",
+              saved.version, " instead.");
+  forget_dropped(engine);
+  engine.await_saved(saved.storage->saved, stream);
+  return at::empty({0}, at::TensorOptions().dtype(saved.dtype).device(device_))
+      .set_(storages_.at(saved.storage->saved), saved.offset, saved.sizes, saved.strides);
+}
+
+std::byte* SavedTensors::make_room(SavedId saved, Bytes bytes, bool poisoned) {
+  const at::Tensor room = at::empty({bytes.count}, at::TensorOptions().dtype(at::kByte).device(device_));
+  if (poisoned) room.fill_(0xff);
+  storages_.insert_or_assign(saved, room.storage());
+  return static_cast<std::byte*>(room.storage().mutable_data());
+}
+
+void SavedTensors::fill(SavedId saved, const std::byte* from, Bytes bytes) {
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  at::Tensor to = at::empty({0}, options.device(device_)).set_(storages_.at(saved), 0, {bytes.count}, {1});
+  to.copy_(at::from_blob(const_cast<std::byte*>(from), {bytes.count}, options));
+}
+
+void SavedTensors::forget_dropped(Engine& engine) {
+  std::vector<SavedId> saved;
+  {
+    const std::lock_guard lock(dropped_->mutex);
+    saved.swap(dropped_->saved);
+  }
+  if (saved.empty()) return;
+  engine.forget_saved(saved);
+  std::erase_if(known_, [](const auto& item) { return item.second.saved.expired(); });
+}
+
+}  // namespace noria
