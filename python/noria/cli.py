@@ -352,12 +352,11 @@ class PlannedStep:
     def times(self) -> Any:
         from noria import _C
 
-        sums: dict[str, float] = dict.fromkeys(
-            ["forward_us", "backward_us", "update_us", "forward_fetch_us", "backward_fetch_us", "drain_us"], 0.0
-        )
+        names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload")
+        sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
             phase = self.phases[span.op]
-            name = f"{phase}_fetch_us" if span.verb == "fetch" else f"{span.verb}_us"
+            name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
             if name in sums:
                 sums[name] += span.end_us - span.start_us
         return _C.StepTimes(**sums)

@@ -96,7 +96,10 @@ class Policy:
     """What that rounding draws from, with the step and the element's place in the optimizer: the same bits each run."""
 
     activations: str = "keep"
-    """What happens to what backward needs: "keep" leaves it to autograd, on the device."""
+    """What happens to what backward needs of a block's forward: "keep" leaves it to autograd, on the device;
+    "offload" moves it to the home and back ahead of the block's backward, but for small tensors; "recompute" keeps the
+    block's inputs only, and its backward runs the forward again. Same bits. Offloaded tensors take host memory in the
+    first forwards, row "saved for backward" of the ledger, held against `host_memory`."""
 
     update: str = "auto"
     """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later. "backward": each unit in place
@@ -142,7 +145,7 @@ class Policy:
         _check_choice("state_dtype", self.state_dtype, ["fp32", "bf16", "8bit"])
         _check_state_kernel(self.state_dtype, self.kernel)
         _check_seed(self.rounding_seed)
-        _check_choice("activations", self.activations, ["keep"], planned=["auto", "recompute", "offload"])
+        _check_choice("activations", self.activations, ["keep", "recompute", "offload"], planned=["auto"])
         _check_choice("update", self.update, ["auto", "backward", "blocking"])
         _check_norm(self.max_grad_norm)
         if self.update == "backward" and self.max_grad_norm is not None:

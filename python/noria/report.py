@@ -113,6 +113,7 @@ class Report:
     ledger: list[LedgerRow]
     num_fetches: int
     drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
+    saved: dict[str, int]  # with activations="offload": storages and bytes that left and came back, and what was there
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
@@ -140,6 +141,12 @@ class Report:
             lines.append(
                 f"  {lane.lane:<8} busy {lane.busy_us / 1e3:>10.1f} ms  {lane.num_ops:>7} ops  "
                 f"{format_bytes(lane.bytes):>10}" + (f"  waited: {stalls}" if stalls else "")
+            )
+        if self.saved["num_offloaded"]:
+            lines.append(
+                f"saved for backward: {format_bytes(self.saved['offloaded'])} offloaded, "
+                f"{format_bytes(self.saved['reloaded'])} reloaded ({self.saved['num_unforeseen']} storages unforeseen), "
+                f"at most {format_bytes(self.saved['most_there'])} on the device"
             )
         lines.append("passes (last occurrence):")
         for each in self.passes:
@@ -218,6 +225,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         ledger=_ledger(wrapped),
         num_fetches=custody.num_fetches,
         drafts=custody.draft_counts(),
+        saved=custody.saved_stats(),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,
@@ -270,6 +278,7 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         per_step["drain_us"],
         per_step["forward_collect_us"],
         per_step["backward_collect_us"],
+        per_step["offload_us"],
     )
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update

@@ -20,7 +20,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
 from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
-from noria.custody import Wrapped, wrapped_by
+from noria.custody import Wrapped, activations, wrapped_by
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
 from noria.limits import find, least
@@ -191,6 +191,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         collectives=None if ranks is None else ranks.collectives(device),
         reduce_scratch=beside.address(REDUCE_SCRATCH),
         assist_scratch=beside.address(ASSIST_SCRATCH),
+        least_saved=activations.LEAST_SAVED if policy.activations == "offload" else None,
     )
     wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks)
     while values:

@@ -118,7 +118,7 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
         ({"units": ["*.no_such_module"]}, ["no_such_module"]),
         ({"dtype": torch.float16}, ["dtype="]),
         ({"kernel": "fastest"}, ["kernel="]),
-        ({"activations": "offload"}, ["not supported yet"]),
+        ({"activations": "auto"}, ["not supported yet"]),
         ({"check": True}, ["check="]),
         ({"trace": 3}, ["trace="]),
         ({"device": "tpu"}, ["device="]),

@@ -21,14 +21,14 @@ class LaterMemory:
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
 
-    def take(self, region: Region) -> list[int]:
-        """Addresses by unit; 0 where the region has nothing for it. Collective. Raises UsageError, on all ranks that
-        share the model, before anything is taken."""
+    def take(self, region: Region, *, together: bool = True) -> list[int]:
+        """Addresses by unit; 0 where the region has nothing for it. Raises UsageError before anything is taken; where
+        ranks share the model on all of them, if they take it together: then this is collective."""
         wrapped = self.wrapped
         budget = host_budget(wrapped.policy)
         more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in wrapped.plan.regions]
-        free = self._free(region)
+        free = self._free(region) if together else least([find(wrapped.device)])
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
         addresses = wrapped.home.take_later(region, wrapped.backend)

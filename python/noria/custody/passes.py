@@ -123,6 +123,7 @@ class Passes:
             return
         self._entered_roots.clear()
         self.watch.stop()
+        self.wrapped.activations.abandon()
         self.custody.abandon_forward()
 
     def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
+from noria.custody.activations import Activations
 from noria.custody.drafts import DraftJudge
 from noria.custody.gradients import LaterGradients
 from noria.custody.hooks import NoSync, in_backward
@@ -82,7 +83,8 @@ class Wrapped:
         self.gradients = LaterGradients(self)
         self.drafts = DraftJudge(self)
         self.loaded = Loaded(self)
-        self.passes = Passes(self)
+        self.activations = Activations(self)
+        self.passes = Passes(self)  # after it: what a block saves is known when its visit ends
         self.state_dicts = StateDicts(self)
         for root in self.partition.roots:
             if ranks is not None:
@@ -202,6 +204,7 @@ class Wrapped:
 
     def remove_hooks(self) -> None:
         self.passes.remove()
+        self.activations.remove()
         self.state_dicts.remove()
         for root in self.partition.roots:
             root.__dict__.pop("no_sync", None)

@@ -1,0 +1,112 @@
+"""What forwards keep for their backwards, where the policy says that it is not to stay on the device.
+
+"offload": tensors that autograd saves inside of a block go to the home when the block is left, and come back ahead of
+its backward; the engine moves them (csrc/engine/saver.h). "recompute": a block saves its inputs only, and its backward
+computes the rest again, by torch.utils.checkpoint. Values and random numbers are the same either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from noria.custody.hooks import Hook, in_backward
+from noria.home import Region
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["LEAST_SAVED", "Activations"]
+
+LEAST_SAVED = 64 * 1024
+"""Bytes of a storage: smaller ones stay where they are."""
+
+_LEAST_PIECE = 16 * 1024 * 1024
+
+
+class Activations:
+    """Of one wrap call's blocks."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self._handles: list[Any] = []
+        self._recomputed: list[nn.Module] = []
+        self._inside: list[contextlib.AbstractContextManager[Any] | None] = []  # innermost last
+        self._taken = 0  # bytes at home
+        self._num_pieces = 0
+        chosen = wrapped.policy.activations
+        blocks = [spec.module for spec in wrapped.partition.hooks if spec.is_block]
+        if chosen == "recompute":
+            for block in blocks:
+                block.__dict__["forward"] = Recomputed(block)
+                self._recomputed.append(block)
+        if chosen == "offload":
+            wrapped.custody.set_saved_callback(wrapped.weakly(lambda wrapped, size: wrapped.activations.grow(size)))
+            for block in blocks:
+                self._handles.append(block.register_forward_pre_hook(Hook(self._enter)))
+                self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for block in self._recomputed:
+            forward = block.__dict__.pop("forward")
+            if forward.own is not None:
+                block.__dict__["forward"] = forward.own
+        self._recomputed.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if in_backward() or not torch.is_grad_enabled():
+            self._inside.append(None)
+            return
+        custody = self.wrapped.custody
+        saving = torch.autograd.graph.saved_tensors_hooks(custody.pack, custody.unpack)
+        saving.__enter__()
+        self._inside.append(saving)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside and (saving := self._inside.pop()) is not None:
+            saving.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """A forward that ended without its hooks."""
+        while self._inside:
+            self._leave(self.wrapped.partition.roots[0], (), None)
+
+    def grow(self, needed: int) -> None:
+        """More memory at home, for a storage of so many bytes that finds no room."""
+        size = max(needed, _LEAST_PIECE, self._taken // 4)
+        name = "saved for backward" if not self._num_pieces else f"saved for backward, piece {self._num_pieces + 1}"
+        units = len(self.wrapped.units)
+        [address, *_] = self.wrapped.later.take(Region.of(name, [size, *[0] * (units - 1)]), together=False)
+        self.wrapped.custody.add_saved_memory(address, size)
+        self._num_pieces += 1
+        self._taken += size
+
+
+class Recomputed:
+    """The `forward` of a block that saves its inputs only. A copy of the block has its own forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._module = module
+        self._forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self.own if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module, "forward"))
