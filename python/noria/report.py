@@ -142,11 +142,11 @@ class Report:
                 f"  {lane.lane:<8} busy {lane.busy_us / 1e3:>10.1f} ms  {lane.num_ops:>7} ops  "
                 f"{format_bytes(lane.bytes):>10}" + (f"  waited: {stalls}" if stalls else "")
             )
-        if self.saved["num_offloaded"]:
+        if (saved := self.saved)["num_offloaded"]:
             lines.append(
-                f"saved for backward: {format_bytes(self.saved['offloaded'])} offloaded, "
-                f"{format_bytes(self.saved['reloaded'])} reloaded ({self.saved['num_unforeseen']} storages unforeseen), "
-                f"at most {format_bytes(self.saved['most_there'])} on the device"
+                f"saved for backward: {format_bytes(saved['offloaded'])} offloaded, {format_bytes(saved['reloaded'])} "
+                f"reloaded ({saved['num_unforeseen']} storages unforeseen), at most {format_bytes(saved['most_there'])} "
+                "on the device"
             )
         lines.append("passes (last occurrence):")
         for each in self.passes:

@@ -1,0 +1,145 @@
+"""Stages of torch.distributed.pipelining, each wrapped by the one call: the bits of the same pipeline without noria."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import noria
+import pytest
+import torch
+import torch.distributed as dist
+from noria.custody import activations
+from noria.testing import assert_same_bits, on_machine
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from tests.journeys.pairs import HOSTILE, WIDTH, Block, adamw, sgd, state_tensors
+from tests.ranks import in_turn_on_ranks, on_ranks
+
+NUM_MICRO_BATCHES, STEPS = 4, 3
+SCHEDULES: dict[str, tuple[Any, int]] = {
+    "GPipe": (pipelining.ScheduleGPipe, 1),
+    "1F1B": (pipelining.Schedule1F1B, 1),
+    "interleaved 1F1B": (pipelining.ScheduleInterleaved1F1B, 2),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "torch updates": {"kernel": "torch"},
+    "blocking": {"kernel": "torch", "update": "blocking"},
+    "offloaded": {"kernel": "torch", "activations": "offload"},
+    "recomputed": {"kernel": "torch", "activations": "recompute"},
+    "drafts": {"draft_memory": "64MiB"},  # SGD by noria's kernels has torch's bits
+}
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(
+    schedule: str,
+    policy: dict[str, Any] | None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    dtype: torch.dtype = torch.float32,
+    replicas: int = 1,
+) -> dict[str, torch.Tensor]:
+    """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas"))
+    rank, size, replica = mesh.get_local_rank("stages"), mesh["stages"].size(), mesh.get_local_rank("replicas")
+    make_schedule, num_models = SCHEDULES[schedule]
+    torch.manual_seed(rank)
+    models = [Stage().to(dtype) for _ in range(num_models)]
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    optimizer = make_optimizer(parameters)
+    if policy is not None:
+        with on_machine(hostility=HOSTILE):
+            noria.wrap(models, optimizer, device="cpu", window=2, mesh=mesh["replicas"], **policy)
+    stages = [
+        pipelining.PipelineStage(
+            model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
+        )
+        for nth, model in enumerate(models)
+    ]
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(output, target)
+        return loss / NUM_MICRO_BATCHES if replicas > 1 else loss
+
+    # No rank has a whole gradient that torch could scale.
+    play = make_schedule(
+        stages if num_models > 1 else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of, scale_grads=replicas == 1
+    )
+    kept: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + replica)
+        x, target = (torch.randn(8, 5, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            play.step(x)
+        elif rank == size - 1:
+            play.step(target=target, losses=losses)
+        else:
+            play.step()
+        if policy is None and replicas > 1:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad, group=mesh["replicas"].get_group())
+                parameter.grad.div_(replicas)
+        optimizer.step()
+        optimizer.zero_grad()
+        kept |= {f"loss {step}.{nth}": loss.detach() for nth, loss in enumerate(losses)}
+    for nth, model in enumerate(models):
+        kept |= {f"{nth}.{name}": value.clone() for name, value in model.state_dict().items()}
+        if policy is not None:
+            report = noria.report(model)
+            assert report.num_fetches > 0 and report.ledger_agrees and report.peak_units <= 2, str(report)
+            assert "offload" not in policy.get("activations", "") or report.saved["num_offloaded"] > 0, str(report)
+    return kept | {name: value.clone() for name, value in state_tensors(optimizer).items()}
+
+
+def like_plain(rank: int, size: int, schedule: str, policy: dict[str, Any]) -> None:
+    activations.LEAST_SAVED = 64
+    make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
+    assert_same_bits(trained(schedule, policy, make_optimizer), trained(schedule, None, make_optimizer))
+
+
+def replicated(rank: int, size: int) -> None:
+    """Sums over the replicas are made for each micro-batch: in doubles that is as good as once."""
+    theirs = trained("1F1B", None, sgd, torch.float64, replicas=2)
+    ours = trained("1F1B", {"activations": "recompute"}, sgd, torch.float64, replicas=2)
+    assert theirs.keys() == ours.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-13)
+
+
+ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
+    f"{schedule}, {name}": (like_plain, (schedule, policy))
+    for schedule in SCHEDULES
+    for name, policy in POLICIES.items()
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return in_turn_on_ranks(2, ACTS)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_stages_that_are_wrapped_have_the_bits_of_the_same_pipeline(found, name):
+    assert not found[name], found[name]
+
+
+def test_three_stages_hand_micro_batches_on():
+    on_ranks(3, like_plain, "1F1B", POLICIES["offloaded"])
+
+
+def test_replicas_of_stages_average_their_gradients():
+    on_ranks(4, replicated)
