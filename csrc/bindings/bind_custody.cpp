@@ -425,7 +425,7 @@ void bind_custody(py::module_& m) {
       .def(
           "exchange",
           [](Custody& self, std::vector<std::int64_t> numbers) {
-            return self.engine().exchange(std::move(numbers), Meeting::other);
+            return self.exchange(std::move(numbers));
           },
           NoGil())
       .def(

@@ -537,8 +537,8 @@ void Custody::share_arrivals() {
   const auto num_words = static_cast<std::ptrdiff_t>(arrived.words().size());
   std::vector<std::int64_t> own = arrived.words();
   own.insert(own.end(), adds_to_.words().begin(), adds_to_.words().end());
-  own.push_back(static_cast<std::int64_t>(updated_));
-  own.push_back(static_cast<std::int64_t>(hyperparameters_));
+  const std::vector<std::int64_t> own_steps = steps();
+  own.insert(own.end(), own_steps.begin(), own_steps.end());
   const auto row = static_cast<std::ptrdiff_t>(own.size());
   const std::vector<std::int64_t> all = engine_.exchange(std::move(own), Meeting::backward);
   std::vector<std::int64_t> first;
@@ -546,7 +546,10 @@ void Custody::share_arrivals() {
     arrived.add_all({its, its + num_words});
     const std::vector<std::int64_t> done(its + num_words, its + row);
     if (its == all.begin()) first = done;
-    if (done != first) refuse_other_steps(first, done, static_cast<std::size_t>((its - all.begin()) / row));
+    const auto rank = static_cast<std::size_t>((its - all.begin()) / row);
+    const auto steps_of = [&](const std::vector<std::int64_t>& of) { return std::vector(of.end() - 2, of.end()); };
+    refuse_other_steps(steps_of(first), steps_of(done), rank);
+    if (done != first) refuse_other_sums(first, done, rank);
   }
   std::map<UnitId, std::set<Bytes>> came;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -557,19 +560,44 @@ void Custody::share_arrivals() {
   engine_.gradients_came(came);
 }
 
+std::vector<std::int64_t> Custody::steps() const {
+  return {static_cast<std::int64_t>(updated_), static_cast<std::int64_t>(hyperparameters_)};
+}
+
+std::vector<std::int64_t> Custody::exchange(std::vector<std::int64_t> numbers) {
+  const std::vector<std::int64_t> own = steps();
+  numbers.insert(numbers.end(), own.begin(), own.end());
+  const auto row = static_cast<std::ptrdiff_t>(numbers.size());
+  const std::vector<std::int64_t> all = engine_.exchange(std::move(numbers), Meeting::other);
+  std::vector<std::int64_t> everybodys, first;
+  for (auto its = all.begin(); its != all.end(); its += row) {
+    const auto end = its + row - static_cast<std::ptrdiff_t>(own.size());
+    everybodys.insert(everybodys.end(), its, end);
+    const std::vector<std::int64_t> steps_of(end, its + row);
+    if (its == all.begin()) first = steps_of;
+    refuse_other_steps(first, steps_of, static_cast<std::size_t>((its - all.begin()) / row));
+  }
+  return everybodys;
+}
+
 void Custody::refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
-                                 std::size_t rank) const {
+                                 std::size_t rank) {
   const std::string there = "on rank " + std::to_string(rank);
-  const std::size_t updated = first.size() - 2;
-  if (its[updated] != first[updated]) {
+  const std::string start_again = "; these processes have parted: start again from a checkpoint of before";
+  if (its[0] != first[0]) {
     throw UsageError("ranks that step as often, each time with gradients of the same parameters",
                      "steps since wrap that have updated other parameters on rank 0 than " + there,
-                     "let all ranks call step() and zero_grad() alike, for the same parameters");
+                     "let all ranks call step() and zero_grad() alike, for the same parameters" + start_again);
   }
-  if (its.back() != first.back()) {
+  if (its[1] != first[1]) {
     throw UsageError("the same hyperparameters on all ranks", "steps since wrap with others on rank 0 than " + there,
-                     "give schedulers what all ranks have alike: a loss that is averaged over them");
+                     "give schedulers what all ranks have alike: a loss that is averaged over them" + start_again);
   }
+}
+
+void Custody::refuse_other_sums(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                                std::size_t rank) const {
+  const std::string there = "on rank " + std::to_string(rank);
   ParameterSet on_first(parameters_.size()), on_its(parameters_.size());
   on_first.add_all({first.begin(), first.end() - 2});
   on_its.add_all({its.begin(), its.end() - 2});

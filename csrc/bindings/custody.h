@@ -135,6 +135,9 @@ class Custody final : public Custodian {
   /// A step updates these parameters; `hyperparameters`: a checksum. Ranks that share the model compare all steps, at
   /// the end of each backward that sums.
   void note_step(const std::vector<int>& updated, std::uint32_t hyperparameters);
+  /// Everybody's numbers, by rank, for what all ranks do together; as many from each. What they have done alone until
+  /// now, they must have done alike.
+  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
   Stream current_stream() const;
 
   // ---- Custodian ----
@@ -191,8 +194,12 @@ class Custody final : public Custodian {
   void refuse_unsummed() const;
   void note_sums();
   void share_arrivals();
-  void refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
-                          std::size_t rank) const;
+  /// What this rank's steps have been: to be compared.
+  std::vector<std::int64_t> steps() const;
+  static void refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                                 std::size_t rank);
+  void refuse_other_sums(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                         std::size_t rank) const;
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
   [[noreturn]] static void refuse_foreign(const Parameter& refused);

@@ -12,8 +12,11 @@
 namespace noria {
 namespace {
 
-constexpr const char* kRemedy = "let every rank run as many backwards and steps, between the same passes; under "
-                                "update=\"backward\", the same modules";
+constexpr const char* kRemedy = "let all ranks call the same, as often and between the same passes: backward, step, "
+                                "state_dict(), noria.save, loads, "
+                                "noria.materialize, noria.unwrap; under update=\"backward\" the same modules too. "
+                                "These processes cannot go on: start "
+                                "again from a checkpoint";
 
 constexpr std::size_t kNumbers = 5;
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
@@ -220,9 +223,13 @@ void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, 
 
 void CollectLane::refuse(const std::vector<Intent>& heads, std::size_t first, std::size_t other) const {
   const auto [low, high] = std::minmax(first, other);
+  const bool are_alike = describe(heads[low]) == describe(heads[high]);
+  const auto count = [&](const Intent& head) {
+    return are_alike ? ", and to exchange " + std::to_string(head.subject) + " numbers" : "";
+  };
   throw UsageError("ranks that do the same",
-                   "rank " + std::to_string(low) + " about to " + describe(heads[low]) + " and rank " +
-                       std::to_string(high) + " to " + describe(heads[high]),
+                   "rank " + std::to_string(low) + " about to " + describe(heads[low]) + count(heads[low]) +
+                       " and rank " + std::to_string(high) + " to " + describe(heads[high]) + count(heads[high]),
                    kRemedy);
 }
 
@@ -235,8 +242,9 @@ std::string CollectLane::describe_version(std::int64_t version) {
 std::string CollectLane::describe(const Intent& intent) const {
   if (intent.act == Intent::Act::exchange) {
     const bool ends_backward = static_cast<Meeting>(intent.version) == Meeting::backward;
-    return "exchange " + std::to_string(intent.subject) + " numbers " +
-           (ends_backward ? "at the end of a backward" : "for what it does next");
+    return ends_backward ? "end a backward"
+                         : "do what all ranks do together (state_dict(), a save, a load, a norm, noria.materialize, "
+                           "noria.unwrap, the first no_sync())";
   }
   const std::string verb = intent.act == Intent::Act::gather ? "gather" : "reduce";
   return verb + " \"" + names_.at(static_cast<std::size_t>(intent.subject)) + "\" " + describe_version(intent.version);

@@ -145,8 +145,8 @@ class Report:
         if (saved := self.saved)["num_offloaded"]:
             lines.append(
                 f"saved for backward: {format_bytes(saved['offloaded'])} offloaded, {format_bytes(saved['reloaded'])} "
-                f"reloaded ({saved['num_unforeseen']} storages unforeseen), at most {format_bytes(saved['most_there'])} "
-                "on the device"
+                f"reloaded ({saved['num_unforeseen']} storages unforeseen), at most "
+                f"{format_bytes(saved['most_there'])} on the device"
             )
         lines.append("passes (last occurrence):")
         for each in self.passes:

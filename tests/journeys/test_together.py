@@ -141,6 +141,25 @@ def clips_in_other_orders(rank: int, size: int) -> None:
     assert '"blocks.0.' in str(caught.value) and '"blocks.1.' in str(caught.value)
 
 
+def clips_to_other_norms(rank: int, size: int) -> None:
+    model, optimizer = made()
+    loss_of(model, rank).backward()
+    with pytest.raises(noria.UsageError) as caught:
+        optimizer.clip_grad_norm_(1.0 + rank)
+    assert "more to a norm of 1.0" in str(caught.value) and "more to a norm of 2.0" in str(caught.value)
+
+
+def saves_after_other_rates(rank: int, size: int, folder: str) -> None:
+    model, optimizer = made()
+    step(model, optimizer, rank)
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    step(model, optimizer, rank)
+    for act in (model.state_dict, lambda: noria.save(os.path.join(folder, "mixed"), model, optimizer)):
+        with pytest.raises(noria.UsageError, match="the same hyperparameters on all ranks"):
+            act()
+    assert not os.path.exists(os.path.join(folder, "mixed"))
+
+
 def breaks_off_a_step(rank: int, size: int) -> None:
     """One parameter's update by torch fails, on one rank. The other's fetch ahead waits for that one until it ends."""
     torch.manual_seed(0)
@@ -313,6 +332,8 @@ def found(tmp_path_factory):
         "other calls": (other_calls, ()),
         "clips alone": (clips_alone, ()),
         "clips apart": (clips_in_other_orders, ()),
+        "clips otherwise": (clips_to_other_norms, ()),
+        "saves apart": (saves_after_other_rates, (folder,)),
         **{f"{name} apart": (steps_apart, (name, "auto")) for name in APART},
         "rates apart, backward": (steps_apart, ("rates", "backward")),
         "clears apart": (clears_apart, (False,)),
@@ -334,6 +355,8 @@ NAMES = {
     "other calls": "ranks that call other things are told both",
     "clips alone": "a rank that clips while another unwraps is told",
     "clips apart": "ranks that clip several optimizers in different orders are told",
+    "clips otherwise": "ranks that clip to different norms are told both",
+    "saves apart": "what ranks have updated with different hyperparameters is not saved",
     "rates apart": "ranks whose learning rates differ are told at the next backward",
     "rates apart, backward": "ranks whose learning rates differ are told, with updates inside backward too",
     "gradients apart": "ranks that clear gradients before a step, each others, are told",

@@ -73,16 +73,16 @@ class Together:
         finally:
             self._on_first = None
 
-    def sum(self, sums: dict[int, float]) -> dict[int, float]:
-        """Of parameters, by slot: each summed over the ranks of this one's replica, in their order; replicas have the
-        same."""
+    def sum(self, sums: dict[int, float], max_norm: float) -> dict[int, float]:
+        """Of gradients that will be clipped to `max_norm`, by slot: each summed over the ranks of this one's replica,
+        in their order; replicas have the same."""
         ranks = self.wrapped.ranks
         if not sums or ranks is None:
             return sums  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
         totals = [0.0] * len(sums)
         name = self.wrapped.slots[min(sums)].name
-        what = f'sum up squares of the gradients of "{name}" and {len(sums) - 1} more'
+        what = f'clip the gradients of "{name}" and {len(sums) - 1} more to a norm of {max_norm}'
         everybodys = self._exchange(what, bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()

@@ -55,7 +55,7 @@ class Members:
 
     def note_step(self, updated: Sequence[int]) -> None:
         """For ranks that share the model to compare: slots that a step updates, and what torch's class steps by."""
-        if self.wrapped.ranks is None:
+        if self.wrapped.ranks is None or not updated:
             return
         defaults = self.optimizer.defaults
         hyper = [comparable({key: group.get(key) for key in defaults}) for group in self.optimizer.param_groups]

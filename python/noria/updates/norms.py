@@ -52,7 +52,7 @@ class Norms:
         with plainly():
             for slot in slots:
                 take_foreign(self.wrapped, slot)
-            norm = self._norm(slots)
+            norm = self._norm(slots, max_norm)
             if error_if_nonfinite:
                 _refuse_nonfinite(norm, norm_type)
             factor = _clip_factor(norm, max_norm)
@@ -102,14 +102,15 @@ class Norms:
         factor = unscale
         if self.max_grad_norm is not None and self.members.takes_factor():
             held = {slot.index for groups in jobs.values() for _, slots in groups for slot in slots}
-            self.grad_norm = self._norm(slot for slot in self.members.slots() if slot.index in held) * unscale
+            slots = [slot for slot in self.members.slots() if slot.index in held]
+            self.grad_norm = self._norm(slots, self.max_grad_norm) * unscale
             factor *= _clip_factor(self.grad_norm, self.max_grad_norm)
         self.expected_factor = unscale  # drafts hope that the norm will be below
         return factor
 
-    def _norm(self, slots: Iterable[HomeParameter]) -> torch.Tensor:
-        """Of the gradients in the home: fp32, without dimensions. Summed in the order of the optimizer's parameters, so
-        that units do not show."""
+    def _norm(self, slots: Iterable[HomeParameter], max_norm: float) -> torch.Tensor:
+        """Of the gradients in the home, which will be clipped to `max_norm`: fp32, without dimensions. Summed in the
+        order of the optimizer's parameters, so that units do not show."""
         by_unit: dict[int, list[HomeParameter]] = {}
         order = list(slots)
         for slot in order:
@@ -123,7 +124,7 @@ class Norms:
             if unit not in fused:
                 self.wrapped.custody.access_held(unit)
                 sums.update((slot.index, _sum_of_squares(self.wrapped.home.held(slot))) for slot in members)
-        sums = self.wrapped.together.sum(sums)
+        sums = self.wrapped.together.sum(sums, max_norm)
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
 
 
