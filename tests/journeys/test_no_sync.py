@@ -11,7 +11,7 @@ import torch.distributed as dist
 from noria.testing import assert_same_bits, on_machine
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.journeys.pairs import HOSTILE, Net, loss_of, sgd
+from tests.journeys.pairs import HOSTILE, Net, Side, both, loss_of, new_side, sgd, wrap_side
 from tests.ranks import on_ranks
 
 
@@ -49,6 +49,23 @@ def no_sync_like_ddp(rank: int, size: int, update: str) -> None:
 @pytest.mark.parametrize("update", ["auto", "backward"])
 def test_micro_batches_without_sync_have_the_bits_of_ddp(update):
     on_ranks(2, no_sync_like_ddp, update)
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+@pytest.mark.usefixtures("one_thread")
+def test_in_one_process_micro_batches_accumulate_as_without(update):
+    def journey(side: Side) -> None:
+        for number in range(3):
+            for micro in range(3):
+                with side.model.no_sync() if side.is_wrapped and micro < 2 else contextlib.nullcontext():
+                    loss_of(side.model, 10 * number + micro).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, optimizer=sgd, kernel="fused", update=update)
+    side = wrap_side(new_side())
+    noria.unwrap(side.model, side.optimizer)
+    assert not hasattr(side.model, "no_sync")
 
 
 class Shorter(Net):

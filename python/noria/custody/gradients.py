@@ -51,7 +51,9 @@ class LaterGradients:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """`with model.no_sync():` around each backward of a step but its last: gradients stay this rank's own, whole,
         until that one sums them up. The first time it takes memory for all of them. Which backward runs inside counts;
-        on all ranks alike."""
+        on all ranks alike. One process sums up nothing: there backwards accumulate, as without."""
+        if self.wrapped.ranks is None:
+            return self.accumulate() if self.wrapped.updates_in_backward else contextlib.nullcontext()
         return self._blocks(self._unsynced, "model.no_sync()")
 
     @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Wrapped:
         self.passes = Passes(self)  # after it: what a block saves is known when its visit ends
         self.state_dicts = StateDicts(self)
         for root in self.partition.roots:
-            if ranks is not None:
+            if ranks is not None or not hasattr(root, "no_sync"):  # a loop need not know whether ranks share
                 root.__dict__["no_sync"] = NoSync(self)
             for module in root.modules():
                 _WRAPPED[module] = weakref.ref(self)
@@ -207,6 +207,7 @@ class Wrapped:
         self.activations.remove()
         self.state_dicts.remove()
         for root in self.partition.roots:
-            root.__dict__.pop("no_sync", None)
+            if isinstance(root.__dict__.get("no_sync"), NoSync):
+                del root.__dict__["no_sync"]
             for module in root.modules():
                 _WRAPPED.pop(module, None)
