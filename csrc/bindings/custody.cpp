@@ -56,7 +56,8 @@ constexpr const char* kWhyDead =
 
 constexpr const char* kWhyShared =
     "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
-    "a logger, zero_grad(set_to_none=False)); remedy: clip with optimizer.clip_grad_norm_ or wrap with max_grad_norm";
+    "a logger, zero_grad(set_to_none=False), a pipeline's scale_grads); remedy: clip with optimizer.clip_grad_norm_ or "
+    "wrap with max_grad_norm; give a pipeline's schedule scale_grads=False and divide the loss";
 
 constexpr const char* kWhyDeadAndShared = "expected no look at p.grad under update=\"backward\", where backward() uses "
                                           "it up, and where ranks share the model; "

@@ -24,6 +24,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
     "GPipe": (pipelining.ScheduleGPipe, 1),
     "1F1B": (pipelining.Schedule1F1B, 1),
     "interleaved 1F1B": (pipelining.ScheduleInterleaved1F1B, 2),
+    "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "torch updates": {"kernel": "torch"},
@@ -120,9 +121,18 @@ def replicated(rank: int, size: int) -> None:
         torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-13)
 
 
+def refuses(rank: int, size: int) -> None:
+    """The first stage; the other one waits for it then."""
+    with pytest.raises((noria.UsageError, RuntimeError)) as caught:
+        trained("zero-bubble", {}, sgd)
+    if rank == 0:
+        assert "ScheduleInterleavedZeroBubble, whose backwards of inputs and of weights are apart" in str(caught.value)
+
+
 ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
     f"{schedule}, {name}": (like_plain, (schedule, policy))
     for schedule in SCHEDULES
+    if schedule != "zero-bubble"
     for name, policy in POLICIES.items()
 }
 
@@ -143,3 +153,7 @@ def test_three_stages_hand_micro_batches_on():
 
 def test_replicas_of_stages_average_their_gradients():
     on_ranks(4, replicated)
+
+
+def test_zero_bubble_schedules_are_refused_by_name():
+    on_ranks(2, refuses)

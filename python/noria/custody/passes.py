@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from noria._errors import usage_error
 from noria.custody.hooks import Hook, in_backward
 from noria.partition import HookSpec
 from noria.record import OperatorWatch, tensors_of
@@ -32,6 +33,23 @@ def _num_calls_on_stack(module: nn.Module) -> int:
             count += 1
         frame = frame.f_back  # type: ignore[assignment]
     return count
+
+
+def _refuse_split_backwards() -> None:
+    """By a pipeline schedule that is calling: it would take gradients by torch.autograd.grad, which nobody catches, and
+    those of weights once the weights have left."""
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    frame = sys._getframe(1) if schedules is not None else None
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_filename == schedules.__file__ else None
+        frame = frame.f_back
+        actions = [each for row in getattr(caller, "pipeline_order", {}).values() for each in row if each is not None]
+        if any(each.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for each in actions):
+            raise usage_error(
+                "a schedule whose backwards are whole, such as GPipe, 1F1B or interleaved 1F1B",
+                f"{type(caller).__name__}, whose backwards of inputs and of weights are apart",
+                "choose another schedule",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,8 @@ class Passes:
                 return
             self._forget_inner_hooks()
             training, grad = module.training, torch.is_grad_enabled()
+            if (number, training, grad) not in self._known_roots:
+                _refuse_split_backwards()
             self.custody.begin_forward(number, training, grad)
             if self._wants_watch(number, training, grad):
                 self.watch.start()
