@@ -172,6 +172,9 @@ TEST(Saver, what_was_saved_comes_back_whatever_is_late) {
 }
 
 TEST(Saver, each_kind_of_wait_matters) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "without its waits it races, on purpose";
+#endif
   for (const std::string kind : {"save -> offload on saved_tensor (RAW)", "save -> reload on saved_tensor (WAW)",
                                  "reload -> backward on saved_tensor (RAW)"}) {
     Hostility hostility;
