@@ -31,6 +31,7 @@ __all__ = [
     "host_budget",
     "make_policy",
     "parse_bytes",
+    "refuse_lost_trace",
 ]
 
 _UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)}
@@ -311,6 +312,18 @@ def _check_trace(value: Any) -> None:
     names_a_file = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
     if value is not None and not names_a_file:
         raise usage_error("trace=None or a path", f"trace={value!r}", 'name a file, such as "trace.json"')
+
+
+def refuse_lost_trace(policy: Policy) -> None:
+    """It is written when training is over: too late to hear that it cannot be."""
+    if policy.trace is None:
+        return
+    path = os.path.abspath(os.fspath(policy.trace))
+    remedy = 'make the folder first, and name a file in it, such as "trace.json"'
+    if os.path.isdir(path):
+        raise usage_error("trace= with the path of a file", f"the folder {policy.trace!r}", remedy)
+    if not os.path.isdir(os.path.dirname(path)):
+        raise usage_error("trace= in a folder that is there", f"trace={policy.trace!r}", remedy)
 
 
 def _check_choice(name: str, value: Any, allowed: list[str], planned: Sequence[str] = ()) -> None:

@@ -27,7 +27,7 @@ from noria.limits import find, least
 from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
 from noria.plan import WrapPlan, fingerprint, make_plan
-from noria.policy import Policy, compute_device, make_policy
+from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.ranks import Ranks, grid_of, raised_by_all
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
@@ -40,6 +40,8 @@ __all__ = ["materialize", "plan", "unwrap", "wrap"]
 
 Models = TypeVar("Models", bound="nn.Module | Sequence[nn.Module]")
 Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
+
+_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 
@@ -55,6 +57,7 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
             if wrapped_by(module) is not None:
                 raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
             _refuse_cuda_graphs(module)
+            _refuse_parallel(module)
     for updater in updaters:
         check_optimizer(updater)
     known = {parameter for root in roots for parameter in root.parameters()}
@@ -83,6 +86,17 @@ def _refuse_cuda_graphs(module: nn.Module) -> None:
         )
 
 
+def _refuse_parallel(module: nn.Module) -> None:
+    """By name: the classes of what this torch has not, or nobody has imported, need not be there."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in _PARALLEL and cls.__module__.startswith("torch."):
+            raise usage_error(
+                "a plain model",
+                f"one with {cls.__name__} in it",
+                "wrap the model itself: noria averages gradients over ranks, and gives each its part of the model",
+            )
+
+
 def plan(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -101,6 +115,7 @@ def plan(
     grid = grid_of(mesh)
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
+    refuse_lost_trace(chosen)
     return make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
 
 
@@ -134,6 +149,7 @@ def wrap(
         with raised_by_all(met, "noria.wrap"):
             roots, updaters = _checked(model, optimizer)
             chosen = make_policy(policy, policy_fields)
+            refuse_lost_trace(chosen)
             found = find(compute_device(chosen))
         everybodys = [found] if ranks is None else ranks.host.gather_objects(found)
         with raised_by_all(met, "noria.wrap"):

@@ -121,6 +121,8 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
         ({"activations": "auto"}, ["not supported yet"]),
         ({"check": True}, ["check="]),
         ({"trace": 3}, ["trace="]),
+        ({"trace": "/no such folder/trace.json"}, ["trace='/no such folder/trace.json'", "make the folder first"]),
+        ({"trace": "/"}, ["the folder '/'"]),
         ({"device": "tpu"}, ["device="]),
         ({"device_memroy": "1GiB"}, ["device_memroy", "did you mean 'device_memory'?"]),
         ({"optimizer": 3}, ["optimizer=3"]),

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from noria.custody.together import Together
 from noria.testing import assert_same_bits
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.journeys.pairs import Net, adamw, loss_of, sgd
 from tests.journeys.test_shared import Normed, tied, values_of
@@ -252,6 +253,23 @@ def clips_inside_backward(rank: int, size: int) -> None:
     optimizer.step()
 
 
+def differs(act: Callable[[], Any], *words: str, error: type[Exception] = noria.UsageError) -> None:
+    with pytest.raises(error) as caught:
+        act()
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+def wraps_parallel(rank: int, size: int) -> None:
+    for parallel in (nn.parallel.DistributedDataParallel, fully_shard):
+        model = parallel(Net())
+        for given in (model, nn.Sequential(model)):
+            optimizer = adamw(given.parameters())
+            differs(
+                lambda given=given, its=optimizer: noria.wrap(given, its, device="cpu"), "a plain model", "averages"
+            )
+
+
 # ---- models without values --------------------------------------------------------------------------------------
 
 
@@ -340,6 +358,7 @@ def found(tmp_path_factory):
         "clears apart, no_sync": (clears_apart, (True,)),
         "steps alike": (steps_alike, ()),
         "clips in backward": (clips_inside_backward, ()),
+        "parallel": (wraps_parallel, ()),
         "keeps": (keeps, (folder,)),
         "lost buffer": (lost_buffer, ()),
         **{f"meta: {by}": (all_meta, (folder, by)) for by in WAYS},
@@ -365,6 +384,7 @@ NAMES = {
     "clears apart, no_sync": "a rank that clears a gradient alone is told at the first backward that sums",
     "steps alike": "several optimizers step in the same order on all ranks",
     "clips in backward": "a clip after updates inside backward is refused, with what works",
+    "parallel": "models inside of DistributedDataParallel or FSDP are refused",
     "keeps": "a model with values is kept for those without",
     "lost buffer": "buffers without values that no checkpoint has are refused",
     **{f"meta: {by}": f"values that no rank has built come by {by}" for by in WAYS},
