@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from noria.optimizer import WrappedOptimizer
 from noria.ranks import Ranks, raised_by_all
 
 __all__ = ["load", "save"]
+
+_GIVE = "give what noria.save has written, or torch.save of a dict with the entries 'model' and 'optimizer'"
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -85,8 +87,8 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     A folder is one that `torch.distributed.checkpoint.save` has written of `noria.sharded_state`: then model and
     optimizer must be wrapped, and each rank reads what it has at home.
 
-    Raises UsageError for a file without a model, or without an optimizer where one is given, or with another number of
-    them; for a folder, before anything is changed, where names or shapes are others.
+    Raises UsageError for what is no checkpoint, for a file without a model, or without an optimizer where one is given,
+    or with another number of them; for a folder, before anything is changed, where names or shapes are others.
 
     Where ranks share the model, all of them call this, with a path that all can read: where one cannot, all of them
     raise, before anything is changed.
@@ -97,7 +99,7 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         wrapped.together.meet("load a checkpoint")
     everybody = [ranks for _, ranks in shared]
     with raised_by_all(everybody, "noria.load"):
-        contents = None if os.path.isdir(path) else _read(path)
+        contents = None if os.path.isdir(path) else _checked(path)
         pairs = [] if contents is None else _pairs(path, contents, model, optimizer)
     if contents is None:
         return load_folder(path, model, optimizer, everybody)
@@ -119,6 +121,9 @@ def _pairs(
         targets, states = as_list(wanted), as_list(contents[name])
         if len(targets) != len(states):
             raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")
+        for state in states:
+            if not isinstance(state, Mapping):
+                raise usage_error(f"{name!r} in {path} to be a state_dict()", type(state).__qualname__, _GIVE)
         pairs += zip(targets, states, strict=True)
     return pairs
 
@@ -129,6 +134,18 @@ def _state_of(value: Any) -> Any:
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return contents
+
+
+def _checked(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As `_read`; raises UsageError for what is no checkpoint."""
+    expected = f"a checkpoint of one file in {path}"
+    try:
+        contents = _read(path)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise usage_error(expected, f"{type(error).__name__}: {error}", _GIVE) from error
+    if not isinstance(contents, dict):
+        raise usage_error(expected, f"one {type(contents).__qualname__}", _GIVE)
     return contents
 
 

@@ -323,6 +323,8 @@ def test_materialize_inside_a_pass_and_a_forward_inside_materialize():
             loss_of(side.model, 50)
         with noria.materialize(side.model.blocks[1]), refused("inside `with noria.materialize"):
             side.model.blocks[1](torch.ones(1, 16))
+        with refused("a wrapped model", "NoneType"), noria.materialize(None):
+            pass
         with refused("a wrapped model"), noria.materialize(Net()):
             pass
 
@@ -569,6 +571,27 @@ def test_saving_a_wrapped_module_as_a_whole():
             torch.save(side.model, os.devnull)
 
     undisturbed(misuse)
+
+
+def test_loading_what_is_no_checkpoint(tmp_path):
+    model = Net()
+    noria.wrap(model, device="cpu")
+    before = copy.deepcopy(dict(model.state_dict()))
+    (tmp_path / "text").write_text("weights of the second run")
+    (tmp_path / "nothing").touch()
+    torch.save(3, tmp_path / "number")
+    torch.save({"model": 3}, tmp_path / "number inside")
+    for name, words in {
+        "text": ["a checkpoint of one file"],
+        "nothing": ["a checkpoint of one file"],
+        "number": ["a checkpoint of one file", "one int"],
+        "number inside": ["'model' in", "found int"],
+    }.items():
+        with refused(str(tmp_path / name), *words):
+            noria.load(tmp_path / name, model)
+    with pytest.raises(FileNotFoundError):
+        noria.load(tmp_path / "not there", model)
+    noria.testing.assert_same_bits(dict(model.state_dict()), before)
 
 
 def test_unwrapping_what_was_not_wrapped_or_not_all_of_it():

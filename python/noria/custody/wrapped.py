@@ -40,7 +40,7 @@ _WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.W
 
 def wrapped_by(module: nn.Module) -> Wrapped | None:
     """The wrap call that a model, or a module inside of one, belongs to."""
-    found = _WRAPPED.get(module)
+    found = _WRAPPED.get(module) if isinstance(module, nn.Module) else None
     return found() if found is not None else None
 
 
