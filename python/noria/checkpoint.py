@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from noria._errors import usage_error
 from noria._lists import as_list
+from noria.contents import lines_of_model, lines_of_optimizer, refuse_others
 from noria.custody import Wrapped, wrapped_by
-from noria.folders import load_folder
+from noria.folders import describe_folder, load_folder
 from noria.optimizer import WrappedOptimizer
 from noria.ranks import Ranks, raised_by_all
 
@@ -90,8 +91,8 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Raises UsageError for what is no checkpoint, for a file without a model, or without an optimizer where one is given,
     or with another number of them; for a folder, before anything is changed, where names or shapes are others.
 
-    Where ranks share the model, all of them call this, with a path that all can read: where one cannot, all of them
-    raise, before anything is changed.
+    Where ranks share the model, all of them call this, with a path that all can read: where one cannot, or has another
+    checkpoint there, all of them raise, before anything is changed.
     """
     shared = _shared(model, optimizer)
     for wrapped, _ in shared:
@@ -101,6 +102,8 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     with raised_by_all(everybody, "noria.load"):
         contents = None if os.path.isdir(path) else _checked(path)
         pairs = [] if contents is None else _pairs(path, contents, model, optimizer)
+        lines = [describe_folder(path)] if contents is None else ["a file", *_lines(pairs)] if shared else []
+    refuse_others(everybody, lines)
     if contents is None:
         return load_folder(path, model, optimizer, everybody)
     for target, state in pairs:
@@ -126,6 +129,18 @@ def _pairs(
                 raise usage_error(f"{name!r} in {path} to be a state_dict()", type(state).__qualname__, _GIVE)
         pairs += zip(targets, states, strict=True)
     return pairs
+
+
+def _lines(pairs: list[tuple[Any, dict[str, Any]]]) -> list[str]:
+    """Of what ranks share, as they compare it."""
+    lines: list[str] = []
+    for target, state in pairs:
+        if isinstance(target, WrappedOptimizer) and target._noria is not None:
+            names = [target._noria.wrapped.slot_of[p].name for group in target.param_groups for p in group["params"]]
+            lines += lines_of_optimizer(names, state)
+        elif isinstance(target, nn.Module) and wrapped_by(target) is not None:
+            lines += lines_of_model(target, state)
+    return lines
 
 
 def _state_of(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,9 +21,23 @@ from noria.ranks import Ranks, raised_by_all
 from noria.sharded import parts_of
 from noria.updates.parts import UNKNOWN
 
-__all__ = ["load_folder"]
+__all__ = ["describe_folder", "load_folder"]
 
 _NORIAS_OWN = ("low_bits", ROUNDING_STEP)
+
+
+def describe_folder(path: str | os.PathLike[str]) -> str:
+    """In a line that ranks compare: each save gives its metadata another name. Raises UsageError for a folder that is
+    no checkpoint."""
+    try:
+        with open(os.path.join(path, ".metadata"), "rb") as file:
+            return f"a folder whose .metadata has checksum {zlib.crc32(file.read()):08x}"
+    except FileNotFoundError:
+        raise usage_error(
+            f"a folder that torch.distributed.checkpoint.save has written in {path}",
+            "one without .metadata",
+            "give the folder of one checkpoint, whose save has ended on all ranks",
+        ) from None
 
 
 def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any, everybody: Sequence[Ranks]) -> dict[str, Any]:

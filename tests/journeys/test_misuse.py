@@ -579,6 +579,7 @@ def test_loading_what_is_no_checkpoint(tmp_path):
     before = copy.deepcopy(dict(model.state_dict()))
     (tmp_path / "text").write_text("weights of the second run")
     (tmp_path / "nothing").touch()
+    (tmp_path / "folder").mkdir()
     torch.save(3, tmp_path / "number")
     torch.save({"model": 3}, tmp_path / "number inside")
     for name, words in {
@@ -586,6 +587,7 @@ def test_loading_what_is_no_checkpoint(tmp_path):
         "nothing": ["a checkpoint of one file"],
         "number": ["a checkpoint of one file", "one int"],
         "number inside": ["'model' in", "found int"],
+        "folder": ["torch.distributed.checkpoint.save", ".metadata"],
     }.items():
         with refused(str(tmp_path / name), *words):
             noria.load(tmp_path / name, model)

@@ -3,6 +3,7 @@ has built with values, and ranks that do not do the same, which hear of it at on
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -253,11 +254,108 @@ def clips_inside_backward(rank: int, size: int) -> None:
     optimizer.step()
 
 
+# ---- ranks that load different contents -------------------------------------------------------------------------
+
+
 def differs(act: Callable[[], Any], *words: str, error: type[Exception] = noria.UsageError) -> None:
     with pytest.raises(error) as caught:
         act()
     for word in words:
         assert word in str(caught.value), caught.value
+
+
+def loads_other_weights(rank: int, size: int) -> None:
+    """Nothing is written: neither what differs nor what is alike."""
+    model, optimizer = made(Normed, dtype=torch.bfloat16)
+    step(model, optimizer, rank)
+    before = model.state_dict()
+    kept = copy.deepcopy(before)
+    like = {name: torch.zeros_like(value) for name, value in before.items()}
+    last = "head.bias"
+    others = {
+        "values": {**like, last: torch.full_like(before[last], float(rank))},
+        "shapes": {**like, last: like[last] if rank == 0 else torch.zeros(3)},
+        "dtypes": {**like, last: like[last] if rank == 0 else like[last].double()},
+        "one is missing": {name: value for name, value in like.items() if name != last or rank == 0},
+    }
+    for other in others.values():
+        differs(lambda other=other: model.load_state_dict(other), "the same contents to load", f'"{last}"', "on rank 1")
+        assert_same_bits(model.state_dict(), kept)
+    differs(lambda: model.load_state_dict(like, assign=rank == 1), "assign=False", "assign=True")
+    differs(lambda: model.head.load_state_dict({**model.head.state_dict(), "bias": others["values"][last]}), '"bias"')
+    assert_same_bits(model.state_dict(), kept)
+    model.load_state_dict({**like, "norm.running_var": like["norm.running_var"] + rank})  # each rank's own
+    step(model, optimizer, rank)
+
+
+def loads_other_state(rank: int, size: int) -> None:
+    model, optimizer = made()
+    step(model, optimizer, rank)
+    kept = copy.deepcopy(optimizer.state_dict())
+
+    def other(change: Callable[[Any], Any]) -> Any:
+        found = copy.deepcopy(kept)
+        if rank == 1:
+            change(found)
+        return found
+
+    changes: dict[str, Callable[[Any], Any]] = {
+        "step": lambda state: state["state"][0]["step"].add_(1),
+        "exp_avg": lambda state: state["state"][0].update(exp_avg=torch.zeros(3)),
+        "'lr'": lambda state: state["param_groups"][0].update(lr=0.5),
+    }
+    for name, change in changes.items():
+        differs(lambda change=change: optimizer.load_state_dict(other(change)), "the same contents to load", name)
+        found = optimizer.state_dict()
+        assert found["param_groups"] == kept["param_groups"]
+        for number, entries in found["state"].items():
+            assert_same_bits(entries, kept["state"][number])
+    optimizer.load_state_dict(kept)
+    step(model, optimizer, rank)
+
+
+def loads_other_paths(rank: int, size: int, folder: str) -> None:
+    """Two files, two folders, or one of each: told before anything is loaded, of model or optimizer."""
+    model, optimizer = made()
+    paths = [os.path.join(folder, name) for name in ("one", "two")]
+    step(model, optimizer, rank)
+    for path in paths:
+        noria.save(path + ".pt", model, optimizer)
+        dcp.save(noria.sharded_state(model, optimizer), checkpoint_id=path)
+    stepped = os.path.join(folder, "stepped.pt")
+    weights = model.state_dict()
+    step(model, optimizer, rank)
+    noria.save(stepped, model, optimizer)
+    rest = os.path.join(folder, f"rest {rank}.pt")
+    state = optimizer.state_dict()
+    torch.save({"model": weights, "optimizer": {**state, "state": {}} if rank else state}, rest)
+    before = values_of(model, optimizer)
+    for pair, words in (
+        ((paths[0] + ".pt", stepped), ("rank 0: ", "rank 1: ", "with checksum")),
+        ((paths[0], paths[1]), ("folder whose .metadata",)),
+        ((paths[0] + ".pt", paths[1]), ("rank 0: a file", "rank 1: a folder")),
+        ((rest, rest), ("rank 0: ", "exp_avg")),
+    ):
+        differs(lambda pair=pair: noria.load(pair[rank], model, optimizer), "the same contents to load", *words)
+        assert_same_bits(values_of(model, optimizer), before)
+    noria.load(paths[rank] + ".pt", model, optimizer)  # two files of the same contents
+    step(model, optimizer, rank)
+
+
+def raises_alike(rank: int, size: int) -> None:
+    """What torch refuses of the same contents it refuses on all ranks; a load that fits makes good what was loaded."""
+    model, optimizer = made()
+    kept = model.state_dict()
+    differs(
+        lambda: model.load_state_dict({**kept, "head.bias": torch.zeros(3)}),
+        "size mismatch for head.bias",
+        error=RuntimeError,
+    )
+    whole = optimizer.state_dict()
+    broken = {"param_groups": 3} if rank else whole
+    differs(lambda: optimizer.load_state_dict(broken), "not iterable", error=TypeError if rank else RuntimeError)
+    model.load_state_dict(kept)
+    step(model, optimizer, rank)
 
 
 def wraps_parallel(rank: int, size: int) -> None:
@@ -358,6 +456,10 @@ def found(tmp_path_factory):
         "clears apart, no_sync": (clears_apart, (True,)),
         "steps alike": (steps_alike, ()),
         "clips in backward": (clips_inside_backward, ()),
+        "other weights": (loads_other_weights, ()),
+        "other state": (loads_other_state, ()),
+        "other paths": (loads_other_paths, (folder,)),
+        "raises alike": (raises_alike, ()),
         "parallel": (wraps_parallel, ()),
         "keeps": (keeps, (folder,)),
         "lost buffer": (lost_buffer, ()),
@@ -384,6 +486,10 @@ NAMES = {
     "clears apart, no_sync": "a rank that clears a gradient alone is told at the first backward that sums",
     "steps alike": "several optimizers step in the same order on all ranks",
     "clips in backward": "a clip after updates inside backward is refused, with what works",
+    "other weights": "ranks that load different weights are told the name, and nothing is written",
+    "other state": "ranks that load different optimizer state are told the entry, and nothing is written",
+    "other paths": "ranks that load different files or folders, or one of each, are told before anything is loaded",
+    "raises alike": "a load that torch refuses raises on all ranks, and another one makes it good",
     "parallel": "models inside of DistributedDataParallel or FSDP are refused",
     "keeps": "a model with values is kept for those without",
     "lost buffer": "buffers without values that no checkpoint has are refused",

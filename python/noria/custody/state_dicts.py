@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
+from noria.contents import lines_of_model, refuse_others
 from noria.custody.hooks import Hook
 from noria.home import HomeParameter
+from noria.ranks import raised_by_all
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
@@ -40,6 +42,8 @@ class StateDicts:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if parameter in self.wrapped.slot_of
         }
+        if self.wrapped.ranks is not None:
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._compare)))
         self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._refuse_assign)))
         if module._buffers:
             self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._note_buffers)))
@@ -67,6 +71,22 @@ class StateDicts:
                 "assign=True, which would replace the parameters that noria holds",
                 "leave assign out: values are copied into the home",
             )
+
+    def _compare(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """At the outermost module, before anything of it is written: torch gives the state dict of all of it."""
+        slots = [self.wrapped.slot_of[each] for each in module.parameters() if each in self.wrapped.slot_of]
+        is_outermost = not prefix or any(module is root for root in self.wrapped.partition.roots)
+        if self.wrapped.ranks is None or not slots or not is_outermost:
+            return
+        self.wrapped.recover()
+        self.wrapped.refuse_between_steps("model.load_state_dict()", mends=True)
+        self.wrapped.together.meet(f'load "{slots[0].name}" and {len(slots) - 1} more')
+        with raised_by_all([self.wrapped.ranks], "model.load_state_dict"):
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            lines = [f"assign={assign}", *lines_of_model(module, state_dict, prefix)]
+        refuse_others([self.wrapped.ranks], lines)
 
     def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, buffer in module.named_buffers(recurse=False):

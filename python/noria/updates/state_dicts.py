@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
+from noria.contents import lines_of_optimizer, refuse_others
 from noria.home import HomeParameter
 from noria.kernels import rule_of
 from noria.moments import are_low_bits, plain_values
 from noria.optimizer import original_class
+from noria.ranks import raised_by_all
 from noria.stand_ins import exchange
 from noria.updates.home_state import HomeState, whole_states
 from noria.updates.members import Members
@@ -54,9 +56,7 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
     state.settle(None)
     if optimizer.state is not state.shown:
         state.take_over()
-    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = before(optimizer, state_dict)
-        state_dict = changed if changed is not None else state_dict
+    state_dict = _compared(members, state_dict)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.inference_mode(False), torch.no_grad():
         state_dict = _parts_of(members, state_dict, parameters)
@@ -74,6 +74,19 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
             if low is not None and slot.has_master:
                 wrapped.values.masters.set_low_bits(slot, low)
             state.adopt(slot)
+
+
+def _compared(members: Members, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """As the user's hooks leave it; the same on all ranks, or all raise."""
+    optimizer, ranks = members.optimizer, members.wrapped.ranks
+    everybody = [] if ranks is None else [ranks]
+    with raised_by_all(everybody, "optimizer.load_state_dict"):
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        lines = lines_of_optimizer([slot.name for slot in members.slots()], state_dict) if everybody else []
+    refuse_others(everybody, lines)
+    return state_dict
 
 
 def _parts_of(members: Members, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
