@@ -111,6 +111,7 @@ def test_the_ring_is_a_line_of_plan_and_ledger():
         plan=planned,
         device=planned.device,
         home=types.SimpleNamespace(arenas={}),
+        beside=types.SimpleNamespace(taken={}),
         custody=types.SimpleNamespace(arena_bytes=planned.arena_bytes),
         backend=types.SimpleNamespace(staging_bytes=32 * MIB, allocated=planned.device_bytes),
     )
