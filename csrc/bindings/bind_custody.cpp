@@ -422,12 +422,7 @@ void bind_custody(py::module_& m) {
           "bring_home", [](Custody& self, const std::vector<std::int32_t>& units) { self.bring_home(unit_ids(units)); },
           NoGil())
       .def("release", &Custody::release)
-      .def(
-          "exchange",
-          [](Custody& self, std::vector<std::int64_t> numbers) {
-            return self.exchange(std::move(numbers));
-          },
-          NoGil())
+      .def("exchange", &Custody::exchange, NoGil())
       .def(
           "idle", [](Custody& self) { self.engine().idle(); }, NoGil())
       .def("close", &Custody::close, NoGil())

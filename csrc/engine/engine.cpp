@@ -94,7 +94,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
-  if (saver_ && *phase_ == Phase::forward) saver_->begin_forward();
+  if (saver_) saver_->begin_pass(*phase_);
   if (collector_) collector_->turn(signature.phase);
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
@@ -252,7 +252,7 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     if (!drainer_.is_unsynced()) hold(buffer.unit);
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
-  if (saver_ && !goes_on_) {
+  if (saver_) {
     for (const Access& read : saver_->enter(visit.hook, visit.phase, planned.unit, *stream_)) {
       open.op.accesses.push_back(read);
     }
@@ -333,9 +333,7 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   following_.base = position;
   following_.next_op = 0;
   count_.planned.reset();
-  goes_on_ = true;
   play_until(0);
-  goes_on_ = false;
   enter_visit(stream);
   visit_->is_recomputed = is_recomputed;
 }
@@ -475,16 +473,7 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
 void Engine::finish_user_op(Op op, Stream stream) {
   NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
   const Standstill standstill(*this);
-  auto begun = issuer_.begin(op);
-  const Ticket ticket = backend_->open(begun.label);
-  issuer_.keep(op.id, ticket);
-  try {
-    backend_->wait(begun.waits, stream, begun.label);
-  } catch (...) {
-    backend_->give_failed(ticket, std::current_exception());
-    throw;
-  }
-  backend_->give(ticket, stream);
+  issuer_.pass(std::move(op), stream);
 }
 
 void Engine::reset(Stream stream) {

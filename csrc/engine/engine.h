@@ -1,11 +1,11 @@
 // Follows the plan: the one object that Python holds. Hooks say what the model does now; the engine plays the ops that
 // the plan has for this moment, gives and takes tickets, and counts.
 //
-// Ownership: owns issuer, leases, fetcher, drainer and collector; shares the backend and the host optimizer; borrows
-// the custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the calls and
-// nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to it); a
-// call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL
-// held.
+// Ownership: owns issuer, leases, fetcher, drainer, collector and saver; shares the backend and the host optimizer;
+// borrows the custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the
+// calls and nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to
+// it); a call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the
+// GIL held.
 //
 // Note [A visit]. `announce` ends the visit before it: its compute ticket is given, what arrived is drained, its units
 // are evicted from their parameters. Then the ops that the plan has for the new visit are issued, the stream waits for
@@ -393,7 +393,6 @@ class Engine {
   Fetcher fetcher_;
   Drainer drainer_;
   std::optional<Saver> saver_;  // engaged: saves
-  bool goes_on_ = false;        // the visit that is issued is the rest of one
   ItineraryBook book_;
   std::map<PlanKey, std::shared_ptr<const PassPlan>> plans_;
 

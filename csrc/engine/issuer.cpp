@@ -28,6 +28,19 @@ Ticket Issuer::submit(Op op, Transfer transfer) {
   return ticket;
 }
 
+void Issuer::pass(Op op, Stream stream) {
+  auto begun = begin(op);
+  const Ticket ticket = backend_.open(begun.label);
+  keep(op.id, ticket);
+  try {
+    backend_.wait(begun.waits, stream, begun.label);
+  } catch (...) {
+    backend_.give_failed(ticket, std::current_exception());
+    throw;
+  }
+  backend_.give(ticket, stream);
+}
+
 std::vector<Ticket> Issuer::before(const Access& access) const {
   std::vector<Ticket> tickets;
   for (OpId op : hazards_.before(access)) {

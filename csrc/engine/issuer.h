@@ -31,6 +31,8 @@ class Issuer {
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
   /// Both, for an op that is a transfer.
   Ticket submit(Op op, Transfer transfer);
+  /// Both, for an op of the compute lane that is over as soon as the stream has come so far.
+  void pass(Op op, Stream stream);
   /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 

@@ -1,6 +1,7 @@
 #include "engine/saver.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
@@ -14,11 +15,13 @@ constexpr std::size_t kMostLeaving = 2;  // bundles whose copies are under way
 
 }  // namespace
 
-void Saver::begin_forward() {
+void Saver::begin_pass(Phase phase) {
+  is_inside_ = false;
+  if (phase == Phase::backward) return;
   ++forward_;
   open_.reset();
   for (auto bundle = bundles_.begin(); bundle != bundles_.end();) {
-    if (is_alive(*bundle)) {
+    if (is_any_alive(*bundle)) {
       ++bundle;
       continue;
     }
@@ -86,6 +89,7 @@ void Saver::let_go(SavedId saved) {
 
 std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
   let_go_forgotten();
+  if (std::exchange(is_inside_, true)) return {};
   if (phase == Phase::forward) {
     if (!open_) open_ = Bundle{hook, forward_, {}, false};
     return {};
@@ -94,10 +98,10 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   if (used == bundles_.end()) return {};
   used->is_used = true;
   std::erase(staying_, used);
-  const std::vector<SavedId> now = alive(used->saved);
+  const std::vector<SavedId> now = alive(*used);
   std::vector<SavedId> wanted = now;
   if (used != bundles_.begin() && std::prev(used)->forward == used->forward && !std::prev(used)->is_used) {
-    const std::vector<SavedId> next = alive(std::prev(used)->saved);
+    const std::vector<SavedId> next = alive(*std::prev(used));
     wanted.insert(wanted.end(), next.begin(), next.end());
   }
   reload(wanted, unit, stream);
@@ -112,21 +116,26 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   return reads;
 }
 
-bool Saver::is_alive(const Bundle& bundle) const { return !alive(bundle.saved).empty(); }
+bool Saver::is_alive(SavedId saved) const {
+  const auto entry = entries_.find(saved);
+  return entry != entries_.end() && !entry->second.is_forgotten;
+}
 
-std::vector<SavedId> Saver::alive(const std::vector<SavedId>& saved) const {
+bool Saver::is_any_alive(const Bundle& bundle) const {
+  return std::any_of(bundle.saved.begin(), bundle.saved.end(), [this](SavedId saved) { return is_alive(saved); });
+}
+
+std::vector<SavedId> Saver::alive(const Bundle& bundle) const {
   std::vector<SavedId> found;
-  for (SavedId each : saved) {
-    const auto entry = entries_.find(each);
-    if (entry != entries_.end() && !entry->second.is_forgotten) found.push_back(each);
-  }
+  std::copy_if(bundle.saved.begin(), bundle.saved.end(), std::back_inserter(found),
+               [this](SavedId saved) { return is_alive(saved); });
   return found;
 }
 
 Saver::Bundles::iterator Saver::next_used(HookId hook) {
   auto found = bundles_.end();
   for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
-    if (bundle->hook != hook || bundle->is_used || !is_alive(*bundle)) continue;
+    if (bundle->hook != hook || bundle->is_used || !is_any_alive(*bundle)) continue;
     if (found != bundles_.end() && found->forward != bundle->forward) break;
     found = bundle;
   }
@@ -135,9 +144,10 @@ Saver::Bundles::iterator Saver::next_used(HookId hook) {
 
 void Saver::leave(UnitId unit, Stream stream) {
   let_go_forgotten();
+  is_inside_ = false;
   if (open_ && !open_->saved.empty()) {
     bundles_.push_back(std::move(*open_));
-    mark(unit, alive(bundles_.back().saved), stream);
+    mark(unit, alive(bundles_.back()), stream);
     staying_.push_back(std::prev(bundles_.end()));
   }
   open_.reset();
@@ -174,16 +184,7 @@ void Saver::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) 
     if (std::exchange(entry.is_marked, true) && entry.state != State::away) continue;  // another bundle's too
     op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
   }
-  auto begun = issuer_.begin(op);
-  const Ticket ticket = backend_.open(begun.label);
-  issuer_.keep(op.id, ticket);
-  try {
-    backend_.wait(begun.waits, stream, begun.label);
-  } catch (...) {
-    backend_.give_failed(ticket, std::current_exception());
-    throw;
-  }
-  backend_.give(ticket, stream);
+  issuer_.pass(std::move(op), stream);
 }
 
 void Saver::offload(const Bundle& bundle, UnitId unit) {
@@ -193,7 +194,7 @@ void Saver::offload(const Bundle& bundle, UnitId unit) {
   op.unit = unit;
   Transfer transfer;
   std::vector<SavedId> going;
-  for (SavedId saved : alive(bundle.saved)) {
+  for (SavedId saved : alive(bundle)) {
     Entry& entry = at(saved);
     if (entry.state != State::there || entry.is_wanted) continue;
     going.push_back(saved);

@@ -43,7 +43,7 @@ class Saver {
   /// More memory at home.
   void add_memory(std::byte* memory, Bytes bytes) { pool_.add(memory, bytes); }
 
-  void begin_forward();
+  void begin_pass(Phase phase);
   /// A storage that the visit which is open has saved; none: there is no room for it at home.
   std::optional<SavedId> save(const std::byte* memory, Bytes bytes);
   /// The visit which is open has saved it too.
@@ -52,7 +52,7 @@ class Saver {
   void forget(SavedId saved);
 
   /// A visit of this module begins: in a forward it saves from now on, in a backward it needs what it saved there.
-  /// Returns what that reads.
+  /// Returns what that reads; nothing where the visit that was entered last only goes on.
   std::vector<Access> enter(HookId hook, Phase phase, UnitId unit, Stream stream);
   /// The visit has ended on the stream.
   void leave(UnitId unit, Stream stream);
@@ -92,9 +92,10 @@ class Saver {
   void let_go_forgotten();
   void mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream);
   Bundles::iterator next_used(HookId hook);
-  bool is_alive(const Bundle& bundle) const;
-  /// Of these, those that are asked for still.
-  std::vector<SavedId> alive(const std::vector<SavedId>& saved) const;
+  /// It may be asked for still.
+  bool is_alive(SavedId saved) const;
+  bool is_any_alive(const Bundle& bundle) const;
+  std::vector<SavedId> alive(const Bundle& bundle) const;
   Entry& at(SavedId saved) { return entries_.at(saved); }
 
   Issuer& issuer_;
@@ -107,6 +108,7 @@ class Saver {
   std::int32_t num_tokens_ = 0;
   std::int64_t forward_ = 0;
   Bundles bundles_;                           // in the order of their visits
+  bool is_inside_ = false;                    // of a visit
   std::optional<Bundle> open_;                // of the forward visit that is
   std::deque<Bundles::iterator> staying_;     // have not been sent out
   std::deque<std::vector<SavedId>> leaving_;  // by op

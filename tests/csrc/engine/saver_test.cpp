@@ -36,7 +36,7 @@ class Machine final : public Custodian {
   const SavedStats& stats() const { return saver_.stats(); }
   Bytes held() const { return saver_.held(); }
 
-  void begin_forward() { saver_.begin_forward(); }
+  void begin_forward() { saver_.begin_pass(Phase::forward); }
   SavedId forward(int module, float value) {
     (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     float* const block = allocate();
