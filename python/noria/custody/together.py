@@ -35,24 +35,20 @@ class Together:
     def meet(self, what: str) -> None:
         """Waits until all ranks are about to do this, and assists them until they are."""
         if self.wrapped.ranks is not None:
-            self._exchange(what, ())
+            self.numbers(what, ())
 
     def agree(self, what: str, lines: Sequence[str], *, expected: str, remedy: str) -> None:
         """As `meet`; raises UsageError on all ranks where one has other lines."""
         if self.wrapped.ranks is not None:
-            self._exchange(what, ())
+            self.numbers(what, ())
             self.wrapped.ranks.agree(lines, expected=expected, remedy=remedy)
-
-    def numbers(self, what: str, own: Sequence[int]) -> list[list[int]]:
-        """As `meet`; everybody's numbers, by rank. As many on all ranks."""
-        return self._exchange(what, own)
 
     def whole(self, slot: HomeParameter, part: torch.Tensor, what: str) -> torch.Tensor:
         """The whole tensor on the CPU, of this rank's part; what it has at home where there are no ranks."""
         ranks = self.wrapped.ranks
         if ranks is None:
             return part
-        self._exchange(f'gather {what} of "{slot.name}"', ())
+        self.numbers(f'gather {what} of "{slot.name}"', ())
         return ranks.whole(slot, part, on_first=self._on_first is not None)
 
     def values(self, slot: HomeParameter) -> torch.Tensor:
@@ -83,14 +79,15 @@ class Together:
         totals = [0.0] * len(sums)
         name = self.wrapped.slots[min(sums)].name
         what = f'clip the gradients of "{name}" and {len(sums) - 1} more to a norm of {max_norm}'
-        everybodys = self._exchange(what, bits.tolist())
+        everybodys = self.numbers(what, bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()
             totals = [total + each for total, each in zip(totals, numbers, strict=True)]
         return dict(zip(sums, totals, strict=True))
 
-    def _exchange(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's numbers, by rank. Raises UsageError on all ranks where one is about to do something else."""
+    def numbers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's numbers, by rank; as many on all. Raises UsageError on all ranks where one is about to do
+        something else."""
         own = _words(what)
         try:
             found = self.wrapped.custody.exchange([*own, *numbers])
