@@ -109,3 +109,8 @@ def alone() -> Iterator[None]:
     """Models wrapped here belong to this rank."""
     with mock.patch("noria.ranks.num_ranks", return_value=1):
         yield
+
+
+def assert_fine(found: dict[str, str], name: str) -> None:
+    """Of what `in_turn_on_ranks` has found."""
+    assert not found[name], found[name]

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, WIDTH, Block, Net, adamw, loss_of, sgd, state_tensors
-from tests.ranks import in_turn_on_ranks
+from tests.ranks import assert_fine, in_turn_on_ranks
 
 STEPS = 6
 
@@ -462,10 +462,6 @@ OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     return in_turn_on_ranks(2, OF_TWO)
-
-
-def assert_fine(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("name", COURSES)

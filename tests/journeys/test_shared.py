@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, Block, Net, adamw, lion, loss_of, state_tensors
-from tests.ranks import alone, in_turn_on_ranks, on_ranks
+from tests.ranks import alone, assert_fine, in_turn_on_ranks, on_ranks
 
 STEPS = 4
 
@@ -699,10 +699,6 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     return in_turn_on_ranks(2, OTHERS)
-
-
-def assert_fine(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("name", TWINS)

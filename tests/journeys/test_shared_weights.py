@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
-from tests.ranks import alone, in_turn_on_ranks
+from tests.ranks import alone, assert_fine, in_turn_on_ranks
 
 
 def tied() -> nn.Module:
@@ -232,10 +232,6 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
 def found() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         return in_turn_on_ranks(2, {**ACTS, "calls": (other_calls, (folder,))})
-
-
-def assert_fine(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("edits")])
