@@ -102,13 +102,12 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
 /// Address, bytes of a slot, slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
-std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
-                                      std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
-                                      std::int64_t arena, std::int32_t window, bool prefetch_at_step,
-                                      std::int64_t nan_range, std::shared_ptr<Arena> held_home,
-                                      const std::optional<RingOfSlots>& ring,
-                                      const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch,
-                                      std::int64_t assist_scratch, std::optional<std::int64_t> least_saved) {
+std::shared_ptr<Custody>
+make_custody(const py::list& described, std::shared_ptr<Backend> backend, std::shared_ptr<HostOptimizer> optimizer,
+             const std::string& device, std::int64_t arena, std::int32_t window, bool prefetch_at_step,
+             std::int64_t nan_range, std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
+             const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch, std::int64_t assist_scratch,
+             std::optional<std::int64_t> least_saved, std::optional<std::int64_t> saved_room) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   std::vector<CustodyUnit> units = read_units(described, buffers, shards);
@@ -118,6 +117,7 @@ std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr
   options.budget = {Bytes{arena}, window};
   options.prefetch_at_step = prefetch_at_step;
   options.saves = least_saved.has_value();
+  if (saved_room) options.saved_room = Bytes{*saved_room};
   if (ring) {
     const auto& [address, slot, num_slots] = *ring;
     options.ring = GradientRing(pointer(address), Bytes{slot}, num_slots);
@@ -224,7 +224,7 @@ void bind_custody(py::module_& m) {
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
            py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
-           py::arg("least_saved") = py::none())
+           py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none())
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {
              self.set_update_callback([kept = keep(std::move(run_update))](UnitId unit) {
@@ -232,16 +232,13 @@ void bind_custody(py::module_& m) {
              });
            })
       .def("set_saved_callback",
-           [](Custody& self, py::function grow) {
-             self.set_saved_callback(
-                 [kept = keep(std::move(grow))](Bytes bytes) { keep_python_errors([&] { (*kept)(bytes.count); }); });
+           [](Custody& self, py::function more_home) {
+             self.set_saved_callback([kept = keep(std::move(more_home))](Bytes least) {
+               std::pair<std::int64_t, std::int64_t> taken;
+               keep_python_errors([&] { taken = (*kept)(least.count).cast<decltype(taken)>(); });
+               return std::pair{pointer(taken.first), Bytes{taken.second}};
+             });
            })
-      .def(
-          "add_saved_memory",
-          [](Custody& self, std::int64_t address, std::int64_t bytes) {
-            self.engine().add_saved_memory(pointer(address), Bytes{bytes});
-          },
-          NoGil())
       .def("pack",
            [](Custody& self, const at::Tensor& tensor) -> py::object {
              auto saved = without_gil([&] { return self.pack(tensor); });
@@ -262,8 +259,14 @@ void bind_custody(py::module_& m) {
              result["num_unforeseen"] = stats.num_unforeseen;
              result["offloaded"] = stats.offloaded.count;
              result["reloaded"] = stats.reloaded.count;
+             result["offloaded_to_peers"] = stats.offloaded_to_peers.count;
+             result["reloaded_from_peers"] = stats.reloaded_from_peers.count;
              result["there"] = stats.there.count;
              result["most_there"] = stats.most_there.count;
+             result["saved"] = stats.saved.count;
+             result["most_saved"] = stats.most_saved.count;
+             result["most_at_peers"] = stats.most_at_peers.count;
+             result["largest"] = stats.largest.count;
              return result;
            })
       .def("set_backward_callback",

@@ -91,10 +91,10 @@ class Custody final : public Custodian {
   void after_accumulate(int index);
 
   // ---- saved tensors ----
-  /// Called when there is no room at home for as many bytes more.
-  void set_saved_callback(std::function<void(Bytes)> grow) { grow_saved_ = std::move(grow); }
+  using MoreHome = std::function<std::pair<std::byte*, Bytes>(Bytes)>;
+  void set_saved_callback(MoreHome more_home) { more_home_ = std::move(more_home); }
   /// As the hooks of torch.autograd.graph.saved_tensors_hooks; null: the tensor itself.
-  std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor) { return saved_.pack(engine_, tensor, grow_saved_); }
+  std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor) { return saved_.pack(engine_, tensor); }
   at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, current_stream()); }
 
   // ---- the optimizer ----
@@ -148,6 +148,7 @@ class Custody final : public Custodian {
   void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override;
   void update(UnitId unit) override { run_update_(unit); }
+  std::pair<std::byte*, Bytes> more_home(Bytes least) override { return more_home_(least); }
   std::byte* make_room(SavedId saved, Bytes bytes) override {
     return saved_.make_room(saved, bytes, /*poisoned=*/backend_->poisons());
   }
@@ -238,7 +239,7 @@ class Custody final : public Custodian {
   std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
   std::function<void()> begin_backward_;
-  std::function<void(Bytes)> grow_saved_;
+  MoreHome more_home_;
   SavedTensors saved_;
   const bool updates_in_backward_;
   const bool is_shared_;  // by ranks: each has a part of every unit

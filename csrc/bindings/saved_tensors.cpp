@@ -7,8 +7,6 @@
 
 #include <utility>
 
-#include "base/errors.h"
-
 namespace noria {
 
 SavedStorage::~SavedStorage() {
@@ -30,8 +28,7 @@ bool SavedTensors::goes(const at::Tensor& tensor) const {
   return whole >= least_.count && whole <= 4 * tensor.numel() * tensor.element_size() && !keeps_(tensor.storage());
 }
 
-std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor& tensor,
-                                                const std::function<void(Bytes)>& grow) {
+std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor& tensor) {
   forget_dropped(engine);
   if (!goes(tensor)) return nullptr;
   const c10::Storage& storage = tensor.storage();
@@ -50,16 +47,10 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
     engine.share_saved(result->storage->saved);
     return result;
   }
-  const auto* const memory = static_cast<const std::byte*>(storage.data());
-  const Bytes bytes{static_cast<std::int64_t>(storage.nbytes())};
-  auto saved = engine.save(memory, bytes);
-  if (!saved) {
-    grow(bytes);
-    saved = engine.save(memory, bytes);
-    NORIA_INVARIANT(saved.has_value(), "there is no room for what a forward saves after more has been taken");
-  }
-  storages_.emplace(*saved, storage);
-  result->storage = std::make_shared<const SavedStorage>(*saved, dropped_);
+  const SavedId saved =
+      engine.save(static_cast<const std::byte*>(storage.data()), Bytes{static_cast<std::int64_t>(storage.nbytes())});
+  storages_.emplace(saved, storage);
+  result->storage = std::make_shared<const SavedStorage>(saved, dropped_);
   known_.insert_or_assign(
       storage.unsafeGetStorageImpl(),
       Known{c10::weak_intrusive_ptr<c10::StorageImpl>(

@@ -53,8 +53,8 @@ class SavedTensors {
   /// `least`: smaller storages stay where they are. `keeps`: storages that must, such as those of weights.
   SavedTensors(c10::Device device, Bytes least, std::function<bool(const c10::Storage&)> keeps);
 
-  /// Null: autograd keeps the tensor. `grow` makes room at home for as many bytes.
-  std::shared_ptr<SavedTensor> pack(Engine& engine, const at::Tensor& tensor, const std::function<void(Bytes)>& grow);
+  /// Null: autograd keeps the tensor.
+  std::shared_ptr<SavedTensor> pack(Engine& engine, const at::Tensor& tensor);
   at::Tensor unpack(Engine& engine, const SavedTensor& saved, Stream stream);
   /// Storages of which autograd has let go since the last call.
   void forget_dropped(Engine& engine);

@@ -76,6 +76,7 @@ struct CopySpan {
   std::byte* to;
   const std::byte* from;
   Bytes bytes;
+  int link = 0;  // of the peer lane: copies over different links go side by side
 };
 
 /// What one op on the fetch or drain lane does: copies in order, then fills (0xFF: NaN in every float format).

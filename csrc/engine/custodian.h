@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/ids.h"
@@ -24,6 +25,8 @@ class Custodian {
   virtual void home_moved(UnitId unit, std::byte* working) = 0;
   /// The unit's gradients are held here from now on, until it is said again (update="backward").
   virtual void held_moved(UnitId unit, std::byte* held) = 0;
+  /// At least so much more memory in the home for what is saved and leaves; throws UsageError where there is none.
+  virtual std::pair<std::byte*, Bytes> more_home(Bytes least) = 0;
   /// Memory on the device for what was saved and has left; the custodian keeps it until it is told `left`.
   virtual std::byte* make_room(SavedId saved, Bytes bytes) = 0;
   /// Fills that memory from the home, on the compute stream, and blocks until it is done.

@@ -45,7 +45,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       early_(units_.size()),
       moved_(units_.size(), false),
       committed_(units_.size()) {
-  if (options_.saves) saver_.emplace(issuer_, *backend_, custodian_);
+  if (options_.saves) saver_.emplace(issuer_, *backend_, custodian_, options_.saved_room);
   if (!options_.ring) return;
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
@@ -94,7 +94,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
 
 void Engine::expect(const Signature& signature) {
   phase_ = signature.phase;
-  if (saver_) saver_->begin_pass(*phase_);
+  if (saver_) saver_->begin_pass(*phase_, signature.grad_enabled);
   if (collector_) collector_->turn(signature.phase);
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
   now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
@@ -560,12 +560,12 @@ void Engine::close() {
 
 // ---- what forwards save -----------------------------------------------------------------------------------------
 
-void Engine::add_saved_memory(std::byte* memory, Bytes bytes) {
+void Engine::add_peer(const PeerMemory& peer) {
   const std::lock_guard lock(mutex_);
-  saver_->add_memory(memory, bytes);
+  saver_->add_peer(peer);
 }
 
-std::optional<SavedId> Engine::save(const std::byte* memory, Bytes bytes) {
+SavedId Engine::save(const std::byte* memory, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   return saver_->save(memory, bytes);
 }

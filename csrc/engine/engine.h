@@ -84,7 +84,8 @@ struct EngineOptions {
   std::optional<GradientRing> ring;   // engaged: updates run inside backward; see Note [Inside backward]
   std::shared_ptr<CollectLane> lane;  // engaged: ranks share the home; see Note [Shards]
   CollectScratch scratch;             // for the lane
-  bool saves = false;                 // what forwards save for their backwards goes to the home; see engine/saver.h
+  bool saves = false;                 // what forwards save for their backwards may leave; see engine/saver.h
+  std::optional<Bytes> saved_room;    // on the device, for what stays; none: as little as overlap allows
 };
 
 /// What one kind of pass did, for the report.
@@ -202,9 +203,9 @@ class Engine {
   std::vector<UnitId> next_forward_order() const;
 
   // ---- what forwards save ----
-  void add_saved_memory(std::byte* memory, Bytes bytes);
+  void add_peer(const PeerMemory& peer);
   /// As the saver's.
-  std::optional<SavedId> save(const std::byte* memory, Bytes bytes);
+  SavedId save(const std::byte* memory, Bytes bytes);
   void share_saved(SavedId saved);
   void await_saved(SavedId saved, Stream stream);
   void forget_saved(const std::vector<SavedId>& saved);

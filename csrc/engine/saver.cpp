@@ -10,13 +10,16 @@
 namespace noria {
 namespace {
 
-constexpr std::size_t kMostStaying = 1;  // bundles that are complete and have not been sent out
-constexpr std::size_t kMostLeaving = 2;  // bundles whose copies are under way
+constexpr std::size_t kLeastStaying = 1;   // bundles: what a backward needs first
+constexpr std::int64_t kMostWorking = 4;   // bundles on the device without a room: one stays, one is saved, two leave
+constexpr std::size_t kMostAhead = 2;      // bundles that come before their backward has begun
+constexpr Bytes kLeastStretch{256 << 10};  // less is not worth the start of another copy
 
 }  // namespace
 
-void Saver::begin_pass(Phase phase) {
+void Saver::begin_pass(Phase phase, bool saves) {
   is_inside_ = false;
+  saves_ = phase == Phase::forward && saves;
   if (phase == Phase::backward) return;
   ++forward_;
   open_.reset();
@@ -30,29 +33,101 @@ void Saver::begin_pass(Phase phase) {
   }
 }
 
-std::optional<SavedId> Saver::save(const std::byte* memory, Bytes bytes) {
-  const auto range = pool_.take(bytes);
-  if (!range) return std::nullopt;
+void Saver::add_peer(const PeerMemory& peer) {
+  for (const Store& store : stores_) {
+    NORIA_INVARIANT(!store.peer || store.peer->rank != peer.rank,
+                    "rank " + std::to_string(peer.rank) + " lends a second time");
+  }
+  Store& store = stores_.emplace_back();
+  store.peer = peer;
+  store.pool.add(peer.memory, peer.bytes);
+}
+
+SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   const SavedId saved(next_id_++);
   if (free_tokens_.empty()) free_tokens_.push_back(num_tokens_++);
   const Bytes token{free_tokens_.back()};
   free_tokens_.pop_back();
   Entry entry;
-  entry.range = *range;
-  entry.copy = issuer_.buffers().intern({{Place::Kind::host, kSavedCopiesRegion},
-                                         range->offset,
-                                         range->bytes,
-                                         Format::compute,
-                                         Purpose::saved_copy,
-                                         UnitId()});
   entry.token = issuer_.buffers().intern(
       {{Place::Kind::host, kSavedRegion}, token, Bytes{1}, Format::compute, Purpose::saved_tensor, UnitId()});
   entry.bytes = bytes;
   note_there(entry, memory);
+  stats_.saved += bytes;
+  stats_.most_saved = std::max(stats_.most_saved, stats_.saved);
   entries_.emplace(saved, std::move(entry));
   share(saved);
   return saved;
 }
+
+// ---- where to ---------------------------------------------------------------------------------------------------
+
+void Saver::find_place(Entry& entry) {
+  if (!entry.stretches.empty() || find_peers(entry)) return;
+  RangePool& home = stores_.front().pool;
+  auto range = home.take(entry.bytes);
+  if (!range) {
+    const auto [memory, bytes] = custodian_.more_home(entry.bytes);
+    home.add(memory, bytes);
+    range = home.take(entry.bytes);
+    NORIA_INVARIANT(range.has_value(), "there is no room for what a forward saves after more has been taken");
+  }
+  const BufferId copy = issuer_.buffers().intern({{Place::Kind::host, kSavedCopiesRegion},
+                                                  range->offset,
+                                                  range->bytes,
+                                                  Format::compute,
+                                                  Purpose::saved_copy,
+                                                  UnitId()});
+  entry.stretches.push_back({0, *range, {}, entry.bytes, copy});
+}
+
+// Those with the most left first, as many as the size is worth. Who has not enough in one range is left out.
+bool Saver::find_peers(Entry& entry) {
+  std::vector<std::size_t> peers;
+  for (std::size_t store = 1; store < stores_.size(); ++store) peers.push_back(store);
+  const auto left = [this](std::size_t store) { return stores_[store].pool.size() - stores_[store].pool.taken(); };
+  std::stable_sort(peers.begin(), peers.end(), [&](std::size_t a, std::size_t b) { return left(a) > left(b); });
+  const auto most = static_cast<std::size_t>(std::max<std::int64_t>(entry.bytes.count / kLeastStretch.count, 1));
+  while (!peers.empty()) {
+    const std::vector<std::size_t> chosen(peers.begin(), peers.begin() + std::min(most, peers.size()));
+    double bandwidth = 0;
+    for (std::size_t store : chosen) bandwidth += stores_[store].peer->bandwidth;
+    std::optional<std::size_t> lacking;
+    Bytes begin;
+    double ends = 0;
+    for (std::size_t store : chosen) {
+      const PeerMemory& peer = *stores_[store].peer;
+      ends += peer.bandwidth;
+      const Bytes cut{static_cast<std::int64_t>(static_cast<double>(entry.bytes.count) * ends / bandwidth)};
+      const Bytes end = store == chosen.back() ? entry.bytes : std::min(align_up(cut, kTensorAlignment), entry.bytes);
+      if (end == begin) continue;
+      const auto range = stores_[store].pool.take(end - begin);
+      if (!range) {
+        lacking = store;
+        break;
+      }
+      const BufferId copy = issuer_.buffers().intern({{Place::Kind::peer, peer.rank},
+                                                      range->offset,
+                                                      range->bytes,
+                                                      Format::compute,
+                                                      Purpose::saved_copy,
+                                                      UnitId()});
+      entry.stretches.push_back({store, *range, begin, end - begin, copy});
+      begin = end;
+    }
+    if (!lacking) {
+      stats_.at_peers += entry.bytes;
+      stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
+      return true;
+    }
+    for (const Stretch& stretch : std::exchange(entry.stretches, {}))
+      stores_[stretch.store].pool.give_back(stretch.range);
+    std::erase(peers, *lacking);
+  }
+  return false;
+}
+
+// ---- what is saved ----------------------------------------------------------------------------------------------
 
 // `memory` null: it has left.
 void Saver::note_there(Entry& entry, const std::byte* memory) {
@@ -82,16 +157,23 @@ void Saver::let_go(SavedId saved) {
   Entry& entry = at(saved);
   note_there(entry, nullptr);
   custodian_.left(saved);
-  pool_.give_back(entry.range);
+  stats_.saved -= entry.bytes;
+  if (!entry.stretches.empty() && is_at_peers(entry)) stats_.at_peers -= entry.bytes;
+  for (const Stretch& stretch : entry.stretches) stores_[stretch.store].pool.give_back(stretch.range);
   free_tokens_.push_back(static_cast<std::int32_t>(issuer_.buffers()[entry.token].offset.count));
   entries_.erase(saved);
 }
 
+// ---- visits -----------------------------------------------------------------------------------------------------
+
 std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
   let_go_forgotten();
   if (std::exchange(is_inside_, true)) return {};
+  if (phase == Phase::forward && !saves_) return {};
   if (phase == Phase::forward) {
     if (!open_) open_ = Bundle{hook, forward_, {}, false};
+    refuse_large_bundle();
+    make_way(stats_.largest, unit);
     return {};
   }
   const auto used = next_used(hook);
@@ -99,12 +181,19 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   used->is_used = true;
   std::erase(staying_, used);
   const std::vector<SavedId> now = alive(*used);
-  std::vector<SavedId> wanted = now;
-  if (used != bundles_.begin() && std::prev(used)->forward == used->forward && !std::prev(used)->is_used) {
-    const std::vector<SavedId> next = alive(*std::prev(used));
-    wanted.insert(wanted.end(), next.begin(), next.end());
+  reload(now, unit, stream);
+  auto ahead = used;
+  for (std::size_t i = 0; i < kMostAhead; ++i) {
+    ahead = needed_after(ahead);
+    if (ahead == bundles_.end()) break;
+    std::vector<SavedId> next = alive(*ahead);
+    std::erase_if(next, [this](SavedId saved) { return at(saved).state == State::there; });
+    Bytes bytes;
+    for (SavedId saved : next) bytes += at(saved).state == State::away ? at(saved).bytes : Bytes{0};
+    // A forward that begins now has its place, and another bundle beside it.
+    if (stats_.there + bytes + stats_.largest * 2 > room()) break;
+    reload(next, unit, stream);
   }
-  reload(wanted, unit, stream);
   std::vector<Access> reads;
   for (SavedId saved : now) {
     Entry& entry = at(saved);
@@ -142,17 +231,78 @@ Saver::Bundles::iterator Saver::next_used(HookId hook) {
   return found;
 }
 
+Saver::Bundles::iterator Saver::needed_after(Bundles::iterator used) {
+  const auto is_needed = [this](const Bundle& bundle) { return !bundle.is_used && is_any_alive(bundle); };
+  const std::int64_t forward = used->forward;
+  for (auto bundle = used; bundle != bundles_.begin() && std::prev(bundle)->forward == forward;) {
+    --bundle;
+    if (is_needed(*bundle)) return bundle;
+  }
+  auto found = bundles_.end();
+  for (auto bundle = used; bundle != bundles_.end(); ++bundle) {
+    if (bundle->forward == forward || !is_needed(*bundle)) continue;
+    if (found != bundles_.end() && found->forward != bundle->forward) break;
+    found = bundle;
+  }
+  return found;
+}
+
 void Saver::leave(UnitId unit, Stream stream) {
   let_go_forgotten();
   is_inside_ = false;
   if (open_ && !open_->saved.empty()) {
     bundles_.push_back(std::move(*open_));
-    mark(unit, alive(bundles_.back()), stream);
+    const std::vector<SavedId> saved = alive(bundles_.back());
+    mark(unit, saved, stream);
     staying_.push_back(std::prev(bundles_.end()));
+    Bytes bytes;
+    for (SavedId each : saved) bytes += at(each).bytes;
+    stats_.largest = std::max(stats_.largest, bytes);
   }
   open_.reset();
-  for (; staying_.size() > kMostStaying; staying_.pop_front()) offload(*staying_.front(), unit);
-  await_leaving(kMostLeaving, unit);
+  end_left();
+  if (!saves_) return;
+  // One bundle more is saved while one leaves; where all has had its place at once, none needs to.
+  const Bytes may_stay = !room_ ? Bytes{0} : stats_.most_saved <= *room_ ? *room_ : *room_ - stats_.largest * 2;
+  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) offload_farthest(unit);
+}
+
+void Saver::refuse_large_bundle() const {
+  if (!room_ || stats_.largest * 2 <= *room_) return;
+  throw UsageError("activation_memory for what two blocks save, " + to_string(stats_.largest * 2) + " (" +
+                       std::to_string(2 * stats_.largest.count) + " bytes)",
+                   to_string(*room_) + " (" + std::to_string(room_->count) + " bytes)",
+                   "raise it, make the blocks smaller, or say activations=\"recompute\"");
+}
+
+Bytes Saver::room() const { return room_.value_or(stats_.largest * kMostWorking); }
+
+// ---- out and back -----------------------------------------------------------------------------------------------
+
+Bytes Saver::leaving_bytes() const {
+  Bytes bytes;
+  for (const Leaving& load : leaving_) {
+    for (SavedId saved : load.saved) {
+      const auto entry = entries_.find(saved);
+      if (entry != entries_.end() && !entry->second.is_wanted) bytes += entry->second.bytes;
+    }
+  }
+  return bytes;
+}
+
+// So much more will lie on the device.
+void Saver::make_way(Bytes bytes, UnitId unit) {
+  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() + bytes > room()) offload_farthest(unit);
+  end_left();
+  while (!leaving_.empty() && stats_.there + bytes > room()) await_leaving(unit);
+}
+
+void Saver::offload_farthest(UnitId unit) {
+  const std::int64_t newest = staying_.back()->forward;
+  const auto farthest =
+      std::find_if(staying_.begin(), staying_.end(), [&](auto bundle) { return bundle->forward == newest; });
+  offload(**farthest, unit);
+  staying_.erase(farthest);
 }
 
 void Saver::await(SavedId saved, Stream stream) {
@@ -160,13 +310,14 @@ void Saver::await(SavedId saved, Stream stream) {
   entry.is_wanted = true;
   if (entry.state == State::there || entry.state == State::leaving) return;
   ++stats_.num_unforeseen;
+  if (entry.state == State::away && is_at_peers(entry)) reload({saved}, UnitId(), stream);
   if (entry.state == State::coming) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
     entry.ticket->wait_passed();
     entry.ticket.reset();
   } else {
     note_there(entry, custodian_.make_room(saved, entry.bytes));
-    custodian_.fill(saved, entry.range.memory, entry.bytes);
+    custodian_.fill(saved, entry.stretches.front().range.memory, entry.bytes);
     ++stats_.num_reloaded;
     stats_.reloaded += entry.bytes;
   }
@@ -187,45 +338,70 @@ void Saver::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) 
   issuer_.pass(std::move(op), stream);
 }
 
+Ticket Saver::submit(Load load, Lane lane, Verb verb, UnitId unit) {
+  load.op.lane = lane;
+  load.op.verb = verb;
+  load.op.unit = unit;
+  load.op.bytes = load.transfer.bytes();
+  return issuer_.submit(std::move(load.op), std::move(load.transfer));
+}
+
 void Saver::offload(const Bundle& bundle, UnitId unit) {
-  Op op;
-  op.lane = Lane::drain;
-  op.verb = Verb::offload;
-  op.unit = unit;
-  Transfer transfer;
-  std::vector<SavedId> going;
+  Load to_home, to_peers;
   for (SavedId saved : alive(bundle)) {
     Entry& entry = at(saved);
     if (entry.state != State::there || entry.is_wanted) continue;
-    going.push_back(saved);
-    transfer.copies.push_back({entry.range.memory, entry.memory, entry.bytes});
-    op.bytes += entry.bytes;
-    op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    op.accesses.push_back({entry.copy, issuer_.next_version(entry.copy), Access::Mode::write});
+    find_place(entry);
+    Load& load = is_at_peers(entry) ? to_peers : to_home;
+    load.saved.push_back(saved);
+    load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
+    for (const Stretch& stretch : entry.stretches) {
+      const Store& store = stores_[stretch.store];
+      load.transfer.copies.push_back(
+          {stretch.range.memory, entry.memory + stretch.begin.count, stretch.bytes, store.peer ? store.peer->link : 0});
+      load.op.accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
+    }
   }
-  if (going.empty()) return;
-  stats_.num_offloaded += static_cast<std::int64_t>(going.size());
-  stats_.offloaded += op.bytes;
-  const Ticket ticket = issuer_.submit(std::move(op), std::move(transfer));
-  for (SavedId saved : going) {
-    at(saved).state = State::leaving;
-    at(saved).ticket = ticket;
+  for (Load* load : {&to_home, &to_peers}) {
+    if (load->saved.empty()) continue;
+    const bool is_to_peers = load == &to_peers;
+    const Bytes bytes = load->transfer.bytes();
+    std::vector<SavedId> saved = load->saved;
+    const Ticket ticket = submit(std::move(*load), is_to_peers ? Lane::peer : Lane::drain, Verb::offload, unit);
+    for (SavedId each : saved) {
+      at(each).state = State::leaving;
+      at(each).ticket = ticket;
+    }
+    stats_.num_offloaded += static_cast<std::int64_t>(saved.size());
+    stats_.offloaded += bytes;
+    if (is_to_peers) stats_.offloaded_to_peers += bytes;
+    leaving_.push_back({std::move(saved), ticket});
   }
-  leaving_.push_back(std::move(going));
 }
 
-void Saver::await_leaving(std::size_t most, UnitId unit) {
-  for (; !leaving_.empty(); leaving_.pop_front()) {
-    const std::vector<SavedId>& front = leaving_.front();
-    const auto one = std::find_if(front.begin(), front.end(), [&](SavedId saved) { return entries_.contains(saved); });
-    if (one != front.end()) {
-      const Ticket ticket = at(*one).ticket;
-      if (leaving_.size() <= most && !ticket->passed()) return;
-      backend_.wait({ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
+// Waits for the one that was sent out first.
+void Saver::await_leaving(UnitId unit) {
+  backend_.wait({leaving_.front().ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
+  end_left();
+}
+
+void Saver::end_left() {
+  for (auto load = leaving_.begin(); load != leaving_.end();) {
+    if (!load->ticket->passed()) {
+      ++load;
+      continue;
     }
-    for (SavedId saved : front) {
-      if (entries_.contains(saved)) end_copy(saved);
+    Leaving left = std::move(*load);
+    load = leaving_.erase(load);
+    std::erase_if(left.saved, [this](SavedId saved) { return !entries_.contains(saved); });
+    try {
+      left.ticket->wait_passed();
+    } catch (...) {  // it has not left
+      for (SavedId saved : left.saved) at(saved).is_wanted = true;
+      for (SavedId saved : left.saved) end_copy(saved);
+      throw;
     }
+    for (SavedId saved : left.saved) end_copy(saved);
   }
 }
 
@@ -239,38 +415,45 @@ void Saver::end_copy(SavedId saved) {
 }
 
 void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream) {
-  await_leaving(leaving_.size(), unit);
   std::vector<SavedId> coming;
+  Bytes bytes;
   for (SavedId saved : wanted) {
-    at(saved).is_wanted = true;
-    const bool is_twice = std::find(coming.begin(), coming.end(), saved) != coming.end();
-    if (at(saved).state == State::away && !is_twice) coming.push_back(saved);
+    Entry& entry = at(saved);
+    entry.is_wanted = true;
+    if (entry.state != State::away) continue;
+    coming.push_back(saved);
+    bytes += entry.bytes;
   }
   if (coming.empty()) return;
-  Op op;
-  op.lane = Lane::fetch;
-  op.verb = Verb::reload;
-  op.unit = unit;
-  Transfer transfer;
-  for (SavedId saved : coming) {
-    Entry& entry = at(saved);
-    std::byte* const memory = custodian_.make_room(saved, entry.bytes);
-    note_there(entry, memory);
-    transfer.copies.push_back({memory, entry.range.memory, entry.bytes});
-    op.bytes += entry.bytes;
-  }
+  make_way(bytes, unit);
+  for (SavedId saved : coming) note_there(at(saved), custodian_.make_room(saved, at(saved).bytes));
   mark(unit, coming, stream);  // that memory may have been somebody else's until now
+  Load from_home, from_peers;
   for (SavedId saved : coming) {
     Entry& entry = at(saved);
-    op.accesses.push_back({entry.copy, issuer_.version(entry.copy), Access::Mode::read});
-    op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
+    Load& load = is_at_peers(entry) ? from_peers : from_home;
+    load.saved.push_back(saved);
+    for (const Stretch& stretch : entry.stretches) {
+      const Store& store = stores_[stretch.store];
+      load.transfer.copies.push_back({const_cast<std::byte*>(entry.memory) + stretch.begin.count, stretch.range.memory,
+                                      stretch.bytes, store.peer ? store.peer->link : 0});
+      load.op.accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});
+    }
+    load.op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
   }
-  stats_.num_reloaded += static_cast<std::int64_t>(coming.size());
-  stats_.reloaded += op.bytes;
-  const Ticket ticket = issuer_.submit(std::move(op), std::move(transfer));
-  for (SavedId saved : coming) {
-    at(saved).state = State::coming;
-    at(saved).ticket = ticket;
+  for (Load* load : {&from_home, &from_peers}) {
+    if (load->saved.empty()) continue;
+    const bool is_from_peers = load == &from_peers;
+    const Bytes loaded = load->transfer.bytes();
+    const std::vector<SavedId> saved = load->saved;
+    const Ticket ticket = submit(std::move(*load), is_from_peers ? Lane::peer : Lane::fetch, Verb::reload, unit);
+    for (SavedId each : saved) {
+      at(each).state = State::coming;
+      at(each).ticket = ticket;
+    }
+    stats_.num_reloaded += static_cast<std::int64_t>(saved.size());
+    stats_.reloaded += loaded;
+    if (is_from_peers) stats_.reloaded_from_peers += loaded;
   }
 }
 

@@ -1,17 +1,23 @@
-// The way out and back of what forwards save for their backwards: to the host, and back ahead of the backward.
+// The way out and back of what forwards save for their backwards: to peers or to the host, and back ahead of the
+// backward.
 //
-// Ownership: borrows issuer and backend from the engine, the custodian has the device memory; the memory in the home is
-// the caller's. Order: as the fetcher's. Threads: the caller serialises; `leave` may block until the drain lane has
-// caught up, so that what is saved cannot pile up on the device.
+// Ownership: borrows issuer and backend from the engine, the custodian has the device memory and finds more at home;
+// what peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; `enter` and `leave` may
+// block until a lane has caught up, so that what is saved cannot pile up on the device.
 //
-// Note [Bundles]. What one forward visit saves is a bundle. It goes out when a later visit has saved something too:
-// what the backward needs first stays where it is. A backward visit takes the newest bundle of its module in the oldest
-// forward that has one left, which is right for micro-batches that come back in the order in which they went, and
-// brings the bundle before it as well. A guess that was wrong costs a wait, never a bit: whoever asks for a tensor that
-// is not there gets it then (`await`).
+// Note [Bundles]. What one forward visit saves is a bundle. Backwards are taken to come in the order of their forwards,
+// as those of micro-batches do, and each visits its modules backwards. So the future is known, and who leaves is
+// Belady's: of the bundles that stay, the one whose backward is farthest, the first of the newest forward. At least one
+// stays: what a backward needs first. When a backward visit takes its bundle, those that come next are on their way. A
+// guess that was wrong costs a wait, never a bit: whoever asks for a tensor that is not there gets it then (`await`).
 //
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
+//
+// Note [Places]. A storage that leaves goes to the peers that have room for it, cut into one stretch for each link, as
+// long as the link is fast, so that all end together; else to the home. On the lane of the peers there is nothing but
+// these copies, which wait for visits that are over: so there even what nobody foresaw can come back, while on the
+// fetch lane it might stand behind a fetch that waits for the very visit that asks.
 #pragma once
 
 #include <deque>
@@ -30,29 +36,47 @@ struct SavedStats {
   std::int64_t num_offloaded = 0, num_reloaded = 0;
   std::int64_t num_unforeseen = 0;  // of those reloaded: somebody had to wait for it there and then
   Bytes offloaded, reloaded;
-  Bytes there, most_there;  // of what is saved now, on the device
+  Bytes offloaded_to_peers, reloaded_from_peers;  // of these
+  Bytes there, most_there;                        // of what is saved now, on the device
+  Bytes saved, most_saved;                        // wherever it is
+  Bytes at_peers, most_at_peers;
+  Bytes largest;  // bundle
+};
+
+/// Memory of a peer that this process may use as it likes, and the way there.
+struct PeerMemory {
+  std::int32_t rank = 0;  // of the peer
+  int link = 0;           // copies over different links go side by side
+  double bandwidth = 1;   // of the link, as compared with the others'
+  std::byte* memory = nullptr;
+  Bytes bytes;
 };
 
 class Saver {
  public:
-  Saver(Issuer& issuer, Backend& backend, Custodian& custodian)
+  /// `room`: for bundles on the device; none: as few stay as overlap allows.
+  Saver(Issuer& issuer, Backend& backend, Custodian& custodian, std::optional<Bytes> room)
       : issuer_(issuer),
         backend_(backend),
-        custodian_(custodian) {}
+        custodian_(custodian),
+        room_(room),
+        stores_(1) {}
 
-  /// More memory at home.
-  void add_memory(std::byte* memory, Bytes bytes) { pool_.add(memory, bytes); }
+  /// From now on what leaves goes there first. Each peer once.
+  void add_peer(const PeerMemory& peer);
 
-  void begin_pass(Phase phase);
-  /// A storage that the visit which is open has saved; none: there is no room for it at home.
-  std::optional<SavedId> save(const std::byte* memory, Bytes bytes);
+  /// `saves`: a forward after which a backward may come.
+  void begin_pass(Phase phase, bool saves);
+  /// A storage that the visit which is open has saved.
+  SavedId save(const std::byte* memory, Bytes bytes);
   /// The visit which is open has saved it too.
   void share(SavedId saved);
   /// Nobody will ask for it again.
   void forget(SavedId saved);
 
   /// A visit of this module begins: in a forward it saves from now on, in a backward it needs what it saved there.
-  /// Returns what that reads; nothing where the visit that was entered last only goes on.
+  /// Returns what that reads; nothing where the visit that was entered last only goes on. Throws UsageError where a
+  /// bundle is known to be too large for the room.
   std::vector<Access> enter(HookId hook, Phase phase, UnitId unit, Stream stream);
   /// The visit has ended on the stream.
   void leave(UnitId unit, Stream stream);
@@ -60,13 +84,23 @@ class Saver {
   void await(SavedId saved, Stream stream);
 
   const SavedStats& stats() const { return stats_; }
-  Bytes held() const { return pool_.taken(); }
+  Bytes held() const { return stores_.front().pool.taken(); }  // at home
 
  private:
   enum class State : std::uint8_t { there, leaving, away, coming };
-  struct Entry {
+  struct Store {
+    RangePool pool;
+    std::optional<PeerMemory> peer;  // none: the home, which is the first
+  };
+  struct Stretch {
+    std::size_t store = 0;
     RangePool::Range range;
-    BufferId copy, token;
+    Bytes begin, bytes;  // of the storage
+    BufferId copy;
+  };
+  struct Entry {
+    std::vector<Stretch> stretches;  // where it was copied to; none yet: nowhere
+    BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
     State state = State::there;
@@ -82,16 +116,38 @@ class Saver {
     bool is_used = false;
   };
   using Bundles = std::list<Bundle>;
+  /// Storages that go the same way, with one op.
+  struct Load {
+    std::vector<SavedId> saved;
+    Op op;
+    Transfer transfer;
+  };
+  struct Leaving {
+    std::vector<SavedId> saved;
+    Ticket ticket;
+  };
 
+  void find_place(Entry& entry);
+  bool find_peers(Entry& entry);
+  bool is_at_peers(const Entry& entry) const { return stores_[entry.stretches.front().store].peer.has_value(); }
   void offload(const Bundle& bundle, UnitId unit);
+  /// Brings those of these that are away, and keeps the others.
   void reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream);
-  void await_leaving(std::size_t most, UnitId unit);
+  Ticket submit(Load load, Lane lane, Verb verb, UnitId unit);
+  void make_way(Bytes bytes, UnitId unit);
+  void offload_farthest(UnitId unit);
+  void await_leaving(UnitId unit);
+  void end_left();
   void end_copy(SavedId saved);
   void let_go(SavedId saved);
   void note_there(Entry& entry, const std::byte* memory);
   void let_go_forgotten();
   void mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream);
   Bundles::iterator next_used(HookId hook);
+  Bundles::iterator needed_after(Bundles::iterator used);
+  void refuse_large_bundle() const;
+  Bytes room() const;
+  Bytes leaving_bytes() const;
   /// It may be asked for still.
   bool is_alive(SavedId saved) const;
   bool is_any_alive(const Bundle& bundle) const;
@@ -101,18 +157,20 @@ class Saver {
   Issuer& issuer_;
   Backend& backend_;
   Custodian& custodian_;
-  RangePool pool_;
+  const std::optional<Bytes> room_;
+  std::vector<Store> stores_;
   std::map<SavedId, Entry> entries_;
   std::int32_t next_id_ = 0;
   std::vector<std::int32_t> free_tokens_;
   std::int32_t num_tokens_ = 0;
   std::int64_t forward_ = 0;
-  Bundles bundles_;                           // in the order of their visits
-  bool is_inside_ = false;                    // of a visit
-  std::optional<Bundle> open_;                // of the forward visit that is
-  std::deque<Bundles::iterator> staying_;     // have not been sent out
-  std::deque<std::vector<SavedId>> leaving_;  // by op
-  std::vector<SavedId> forgotten_;            // while a copy goes on
+  Bundles bundles_;                        // in the order of their visits
+  bool saves_ = false;                     // in this pass
+  bool is_inside_ = false;                 // of a visit
+  std::optional<Bundle> open_;             // of the forward visit that is
+  std::deque<Bundles::iterator> staying_;  // have not been sent out, in the order of their visits
+  std::deque<Leaving> leaving_;            // in the order of issue
+  std::vector<SavedId> forgotten_;         // while a copy goes on
   SavedStats stats_;
 };
 

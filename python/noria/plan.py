@@ -32,7 +32,15 @@ from noria.kernels import ELEMENTWISE, SEPARABLE, FusedRule, choose, fused_units
 from noria.limits import Free, check_fits, find, least, margin_of
 from noria.moments import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.partition import Partition, partition, split_units
-from noria.policy import Policy, compute_device, device_budget, draft_budget, format_bytes, host_budget
+from noria.policy import (
+    Policy,
+    activation_budget,
+    compute_device,
+    device_budget,
+    draft_budget,
+    format_bytes,
+    host_budget,
+)
 from noria.ranks import Grid, comparable
 from noria.updates.worker import is_array, part_values, predict_state
 
@@ -80,6 +88,8 @@ class WrapPlan:
     """Where gradients of 16 bits are summed over ranks in fp32."""
     assist_bytes: int = 0
     """Where this rank has its part of a unit that only others visit."""
+    saved_room: int | None = None
+    """For what blocks save, on the device, at most, where they save any of it in noria's way; None: no limit."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
@@ -121,6 +131,10 @@ class WrapPlan:
                 f"{name}: {len(planned.visits)} visits, {planned.num_fetches} fetches, "
                 f"{format_bytes(planned.fetched)}; at most {planned.peak_units} units and {format_bytes(planned.peak)} "
                 "leased at once"
+            )
+        if self.saved_room is not None:
+            lines.append(
+                f"activations: at most {format_bytes(self.saved_room)} of what blocks save stays on the device"
             )
         lines += [f"updates: {name}" for name in self.kernel_names]
         if self.drafted:
@@ -198,6 +212,7 @@ def make_plan(
         ring,
         reduce_bytes,
         assist_bytes,
+        _saved_room(policy, free),
     )
     _check_host(policy, result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
@@ -596,6 +611,14 @@ def _budget(
             )
         arena = min(arena, budget - other_bytes)
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
+
+
+def _saved_room(policy: Policy, free: Free) -> int | None:
+    room = activation_budget(policy)
+    if policy.activations != "auto" or room is not None or free.device is None:
+        return room
+    asked = device_budget(policy, free.device[1])
+    return (free.device[0] if asked is None else asked) // 4
 
 
 def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool, free: Free) -> None:

@@ -24,6 +24,7 @@ from noria._errors import UsageError, usage_error
 
 __all__ = [
     "Policy",
+    "activation_budget",
     "compute_device",
     "device_budget",
     "draft_budget",
@@ -99,8 +100,14 @@ class Policy:
     activations: str = "keep"
     """What happens to what backward needs of a block's forward: "keep" leaves it to autograd, on the device;
     "offload" moves it to the home and back ahead of the block's backward, but for small tensors; "recompute" keeps the
-    block's inputs only, and its backward runs the forward again. Same bits. Offloaded tensors take host memory in the
-    first forwards, row "saved for backward" of the ledger, held against `host_memory`."""
+    block's inputs only, and its backward runs the forward again; "auto" keeps as much as `activation_memory` has room
+    for and offloads the rest. Same bits. What is offloaded takes host memory in the first forwards, rows "saved for
+    backward" of the ledger, held against `host_memory`."""
+
+    activation_memory: str | int = "auto"
+    """Under activations="auto": device memory for what blocks save, at most, where backwards come in the order of their
+    forwards: "4GiB" or bytes. "auto": on CUDA a quarter of `device_memory`, for the window has half of it and the rest
+    of the computation needs some; on "cpu" no limit."""
 
     update: str = "auto"
     """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later. "backward": each unit in place
@@ -146,7 +153,14 @@ class Policy:
         _check_choice("state_dtype", self.state_dtype, ["fp32", "bf16", "8bit"])
         _check_state_kernel(self.state_dtype, self.kernel)
         _check_seed(self.rounding_seed)
-        _check_choice("activations", self.activations, ["keep", "recompute", "offload"], planned=["auto"])
+        _check_choice("activations", self.activations, ["keep", "recompute", "offload", "auto"])
+        _check_memory("activation_memory", self.activation_memory, fraction_allowed=False)
+        if self.activation_memory != "auto" and self.activations != "auto":
+            raise usage_error(
+                'activation_memory with activations="auto"',
+                f'it with activations="{self.activations}"',
+                'say activations="auto", or leave activation_memory out',
+            )
         _check_choice("update", self.update, ["auto", "backward", "blocking"])
         _check_norm(self.max_grad_norm)
         if self.update == "backward" and self.max_grad_norm is not None:
@@ -211,6 +225,11 @@ def device_budget(policy: Policy, whole: int) -> int | None:
 def draft_budget(policy: Policy) -> int | None:
     """`draft_memory` in bytes; None for "auto"."""
     return _budget(policy.draft_memory)
+
+
+def activation_budget(policy: Policy) -> int | None:
+    """`activation_memory` in bytes; None for "auto"."""
+    return _budget(policy.activation_memory)
 
 
 def host_budget(policy: Policy) -> int | None:
@@ -326,10 +345,8 @@ def refuse_lost_trace(policy: Policy) -> None:
         raise usage_error("trace= in a folder that is there", f"trace={policy.trace!r}", remedy)
 
 
-def _check_choice(name: str, value: Any, allowed: list[str], planned: Sequence[str] = ()) -> None:
+def _check_choice(name: str, value: Any, allowed: list[str]) -> None:
     if isinstance(value, str) and value in allowed:
         return
     expected = f"{name}=" + " or ".join(f'"{choice}"' for choice in allowed)
-    is_planned = isinstance(value, str) and value in planned
-    remedy = "that value is not supported yet: choose one of these" if is_planned else "choose one of these"
-    raise usage_error(expected, f"{name}={value!r}", remedy)
+    raise usage_error(expected, f"{name}={value!r}", "choose one of these")

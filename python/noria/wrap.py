@@ -207,7 +207,8 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         collectives=None if ranks is None else ranks.collectives(device),
         reduce_scratch=beside.address(REDUCE_SCRATCH),
         assist_scratch=beside.address(ASSIST_SCRATCH),
-        least_saved=activations.LEAST_SAVED if policy.activations == "offload" else None,
+        least_saved=activations.LEAST_SAVED if activations.leave(planned) else None,
+        saved_room=planned.saved_room,
     )
     wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks)
     while values:

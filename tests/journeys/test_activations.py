@@ -21,7 +21,11 @@ from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Block, Net, Side, adamw,
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LATE = {**HOSTILE, "hold_us": {"offload": 3000, "reload": 3000}}
-MODES = ["offload", "recompute"]
+MODES: dict[str, dict[str, Any]] = {
+    "offload": {"activations": "offload"},
+    "recompute": {"activations": "recompute"},
+    "auto": {"activations": "auto", "activation_memory": "12KiB"},  # two of the largest blocks'
+}
 
 
 @pytest.fixture(autouse=True)
@@ -153,14 +157,14 @@ MODELS = [Net, Dropping, Attending, Twice, Checkpointed]
 @pytest.mark.parametrize("hostility", [HOSTILE, LATE], ids=["hostile", "late"])
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: journey.__name__)
 def test_journeys_have_the_bits_of_plain_torch(mode, hostility, journey):
-    both(journey, activations=mode, hostility=hostility)
+    both(journey, **MODES[mode], hostility=hostility)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_models_have_the_bits_of_plain_torch(mode, model):
-    both(plain, model=model, activations=mode, hostility=LATE)
-    both(micro_batches, model=model, activations=mode, window=4)
+    both(plain, model=model, **MODES[mode], hostility=LATE)
+    both(micro_batches, model=model, **MODES[mode], window=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -168,7 +172,7 @@ def test_models_have_the_bits_of_plain_torch(mode, model):
     "policy", [{"update": "backward"}, {"draft_memory": "64MiB"}, {"dtype": torch.bfloat16}], ids=str
 )
 def test_other_policies_have_the_same_bits(mode, policy):
-    both(plain, activations=mode, kernel="fused", **policy)
+    both(plain, **MODES[mode], kernel="fused", **policy)
 
 
 def test_autocast_has_the_same_bits():
@@ -231,6 +235,41 @@ def test_what_is_saved_stays_on_the_device_for_a_few_blocks_only():
         bundle = first["offloaded"] / (num_blocks - 1)
         # One is saved, one or two stay, up to three are leaving.
         assert stats["most_there"] <= 6 * bundle < num_blocks * bundle
+
+
+def test_as_much_stays_as_there_is_room_for():
+    bundle = 100352
+    for num_blocks, room in ((8, 2 * bundle), (8, 5 * bundle), (16, 5 * bundle)):
+        model = Wide(num_blocks)
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device="cpu", window=2, activations="auto", activation_memory=room)
+        for _ in range(4):
+            step_of(model, optimizer)
+        stats = saved_of(model)
+        assert stats["most_saved"] == num_blocks * stats["largest"] == num_blocks * bundle
+        assert stats["most_there"] == room and stats["num_unforeseen"] == 0
+        assert stats["offloaded"] >= 4 * (num_blocks * bundle - room)
+        # What comes ahead, and what leaves while one is saved, have two more.
+        assert stats["offloaded"] <= 4 * (num_blocks * bundle - room + 2 * bundle)
+        assert noria.report(model).ledger_agrees
+
+
+def test_nothing_leaves_where_all_has_room():
+    model = Wide(4)
+    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=4 * 100352)
+    for _ in range(3):
+        model(torch.randn(4, 64, WIDTH)).mean().backward()
+    assert saved_of(model)["num_offloaded"] == 0
+    assert not any("saved" in row.purpose for row in noria.report(model).ledger)
+
+
+def test_too_little_room_for_one_block_beside_another_is_refused():
+    model = Wide(4)
+    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=2 * 100352 - 1)
+    with pytest.raises(noria.UsageError, match=r"activation_memory for what two blocks save.*200704 bytes"):
+        model(torch.randn(4, 64, WIDTH))
+    with torch.no_grad():
+        assert model(torch.randn(4, 64, WIDTH)).isfinite().all()
 
 
 def test_nothing_is_held_once_the_graph_is_gone():
@@ -308,7 +347,7 @@ def test_a_backward_after_unwrap_says_so():
 def test_copies_and_unwrapped_models_are_ordinary(mode, how):
     model = Net()
     plain_model = copy.deepcopy(model)
-    noria.wrap(model, device="cpu", window=2, activations=mode)
+    noria.wrap(model, device="cpu", window=2, **MODES[mode])
     loss_of(model, 0).backward()
     with noria.materialize(model):
         copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
@@ -369,12 +408,15 @@ def test_a_backward_waits_for_what_its_forward_saved(omitted):
         with on_machine(hostility={"hold_us": {"reload": 20_000}, "poison": True}):
             noria.wrap(model, device="cpu", device_memory=1.0, activations="offload")
         omit_wait(model, kind)
-        torch.manual_seed(1)
-        for _ in range(2):
-            model(torch.randn(4, 64, WIDTH)).square().mean().backward()
-        found.append({name: value.grad.clone() for name, value in model.named_parameters()})
         wrapped = wrapped_by(model)
         assert wrapped is not None
+        torch.manual_seed(1)
+        for _ in range(2):
+            loss = model(torch.randn(4, 64, WIDTH)).square().mean()
+            loss.backward(retain_graph=True)
+            wrapped.custody.idle()  # what nobody has waited for must not come into memory that is gone
+            del loss
+        found.append({name: value.grad.clone() for name, value in model.named_parameters()})
         if not kind:
             assert {omitted} - {""} <= set(wrapped.custody.wait_kinds())
     same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])

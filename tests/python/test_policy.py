@@ -85,7 +85,8 @@ WRONG = {
     "kernel": ["triton", "", None, True],
     "state_dtype": ["fp16", "bfloat16", torch.bfloat16, 8, None],
     "rounding_seed": [-1, 2**64, 0.5, True, "0", None],
-    "activations": ["auto", "drop", None],
+    "activations": ["drop", None],
+    "activation_memory": [0, 0.5, -1, "much", None],
     "update": ["inside", "async", None],
     "draft_memory": [-1, True, "lots", 0.5, None],
     "max_grad_norm": [0, -1.0, True, "1", float("nan"), 10**400],
@@ -103,7 +104,7 @@ RIGHT = {
     "kernel": ["auto", "fused", "torch"],
     "state_dtype": ["fp32", "bf16", "8bit"],
     "rounding_seed": [0, 2**64 - 1],
-    "activations": ["keep", "offload", "recompute"],
+    "activations": ["keep", "offload", "recompute", "auto"],
     "update": ["auto", "backward", "blocking"],
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "max_grad_norm": [None, 1, 0.5, float("inf")],
@@ -134,10 +135,11 @@ def test_a_right_value_is_kept_as_it_was_given(name, value):
     assert (list(kept) if isinstance(value, list) else kept) == value
 
 
-@pytest.mark.parametrize(("name", "value"), [("activations", "auto")])
-def test_a_value_that_is_planned_is_refused_as_not_supported_yet(name, value):
-    with pytest.raises(UsageError, match=r"not supported yet"):
-        make_policy(None, {name: value})
+def test_activation_memory_is_for_auto():
+    assert make_policy(None, {"activations": "auto", "activation_memory": "1MiB"}).activation_memory == "1MiB"
+    for other in ("keep", "offload", "recompute"):
+        with pytest.raises(UsageError, match=f'activations="auto"; found it with activations="{other}"'):
+            make_policy(None, {"activations": other, "activation_memory": "1MiB"})
 
 
 def test_a_window_of_one_is_refused_with_the_reason():

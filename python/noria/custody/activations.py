@@ -1,14 +1,16 @@
 """What forwards keep for their backwards, where the policy says that it is not to stay on the device.
 
 "offload": tensors that autograd saves inside of a block go to the home when the block is left, and come back ahead of
-its backward; the engine moves them (csrc/engine/saver.h). "recompute": a block saves its inputs only, and its backward
-computes the rest again, by torch.utils.checkpoint. Values and random numbers are the same either way.
+its backward; the engine moves them (csrc/engine/saver.h). "auto": those that find no room on the device do.
+"recompute": a block saves its inputs only, and its backward computes the rest again, by torch.utils.checkpoint. Values
+and random numbers are the same either way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +23,19 @@ from noria.home import Region
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
+    from noria.plan import WrapPlan
 
-__all__ = ["LEAST_SAVED", "Activations"]
+__all__ = ["LEAST_SAVED", "Activations", "leave"]
 
 LEAST_SAVED = 64 * 1024
 """Bytes of a storage: smaller ones stay where they are."""
 
 _LEAST_PIECE = 16 * 1024 * 1024
+
+
+def leave(planned: WrapPlan) -> bool:
+    """Some of what blocks save may have to."""
+    return planned.policy.activations == "offload" or planned.saved_room is not None
 
 
 class Activations:
@@ -46,8 +54,8 @@ class Activations:
             for block in blocks:
                 block.__dict__["forward"] = Recomputed(block)
                 self._recomputed.append(block)
-        if chosen == "offload":
-            wrapped.custody.set_saved_callback(wrapped.weakly(lambda wrapped, size: wrapped.activations.grow(size)))
+        if leave(wrapped.plan):
+            wrapped.custody.set_saved_callback(_more_home(weakref.ref(wrapped)))
             for block in blocks:
                 self._handles.append(block.register_forward_pre_hook(Hook(self._enter)))
                 self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
@@ -80,15 +88,25 @@ class Activations:
         while self._inside:
             self._leave(self.wrapped.partition.roots[0], (), None)
 
-    def grow(self, needed: int) -> None:
-        """More memory at home, for a storage of so many bytes that finds no room."""
-        size = max(needed, _LEAST_PIECE, self._taken // 4)
+    def more_home(self, least: int) -> tuple[int, int]:
+        """Address and bytes of more memory at home, for a storage of so many bytes that finds no room."""
+        size = max(least, _LEAST_PIECE, self._taken // 4)
         name = "saved for backward" if not self._num_pieces else f"saved for backward, piece {self._num_pieces + 1}"
         units = len(self.wrapped.units)
         [address, *_] = self.wrapped.later.take(Region.of(name, [size, *[0] * (units - 1)]), together=False)
-        self.wrapped.custody.add_saved_memory(address, size)
         self._num_pieces += 1
         self._taken += size
+        return address, size
+
+
+def _more_home(wrapped: weakref.ref[Wrapped]) -> Callable[[int], tuple[int, int]]:
+    def more_home(least: int) -> tuple[int, int]:
+        found = wrapped()
+        if found is None:
+            raise RuntimeError("what a forward saves outlives the model")
+        return found.activations.more_home(least)
+
+    return more_home
 
 
 class Recomputed:

@@ -363,6 +363,7 @@ void BareEngine::home_moved(UnitId unit, std::byte* working) {
   NORIA_INVARIANT(floats(working) == of(unit).spare[0], "a home moved to where no spare is");
 }
 
+std::pair<std::byte*, Bytes> BareEngine::more_home(Bytes) { throw InvariantError("the bare engine saves nothing"); }
 std::byte* BareEngine::make_room(SavedId, Bytes) { throw InvariantError("the bare engine saves nothing"); }
 void BareEngine::fill(SavedId, const std::byte*, Bytes) { throw InvariantError("the bare engine saves nothing"); }
 void BareEngine::left(SavedId) { throw InvariantError("the bare engine saves nothing"); }

@@ -123,6 +123,7 @@ class BareEngine final : public Custodian {
     (shards_.size > 1 ? of(unit).unsummed : of(unit).home[1]) = reinterpret_cast<float*>(held);
   }
   void update(UnitId unit) override;
+  std::pair<std::byte*, Bytes> more_home(Bytes least) override;
   std::byte* make_room(SavedId saved, Bytes bytes) override;
   void fill(SavedId saved, const std::byte* from, Bytes bytes) override;
   void left(SavedId saved) override;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <thread>
 
+#include "base/errors.h"
 #include "device/host_backend.h"
 
 namespace noria {
@@ -22,13 +23,11 @@ constexpr int kModules = 8;
 
 class Machine final : public Custodian {
  public:
-  explicit Machine(Hostility hostility)
+  explicit Machine(Hostility hostility, std::optional<Bytes> room = std::nullopt)
       : backend_(HostBackendOptions{Bytes{1 << 20}, {}, std::move(hostility)}),
         stream_(backend_.create_stream()),
         home_(static_cast<std::size_t>(3 * kModules * kFloats)),
-        saver_(issuer_, backend_, *this) {
-    saver_.add_memory(reinterpret_cast<std::byte*>(home_.data()), kBytes * (3 * kModules));
-  }
+        saver_(issuer_, backend_, *this, room) {}
   ~Machine() override { backend_.close(); }
 
   void omit(const std::string& kind) { issuer_.hazards().omit(kind); }
@@ -36,7 +35,7 @@ class Machine final : public Custodian {
   const SavedStats& stats() const { return saver_.stats(); }
   Bytes held() const { return saver_.held(); }
 
-  void begin_forward() { saver_.begin_pass(Phase::forward); }
+  void begin_forward() { saver_.begin_pass(Phase::forward, /*saves=*/true); }
   SavedId forward(int module, float value) {
     (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     float* const block = allocate();
@@ -44,11 +43,10 @@ class Machine final : public Custodian {
       std::this_thread::sleep_for(1ms);
       std::fill(block, block + kFloats, value);
     });
-    const auto saved = saver_.save(reinterpret_cast<const std::byte*>(block), kBytes);
-    EXPECT_TRUE(saved.has_value());
-    blocks_[*saved] = block;
+    const SavedId saved = saver_.save(reinterpret_cast<const std::byte*>(block), kBytes);
+    blocks_[saved] = block;
     saver_.leave(UnitId(module), stream_);
-    return *saved;
+    return saved;
   }
   /// The value that the module had saved, once the stream has come so far.
   void backward(int module, SavedId saved, float* value) {
@@ -80,6 +78,14 @@ class Machine final : public Custodian {
     now->wait_passed();
   }
 
+  /// What nobody asks for any more.
+  void let_go() {
+    backend_.idle();
+    begin_forward();
+    forget(forward(0, 0));
+  }
+  void forget(SavedId saved) { saver_.forget(saved); }
+
   // ---- Custodian ----
   void attach(UnitId, std::byte*) override {}
   void evict(UnitId) override {}
@@ -88,6 +94,10 @@ class Machine final : public Custodian {
   void home_moved(UnitId, std::byte*) override {}
   void held_moved(UnitId, std::byte*) override {}
   void update(UnitId) override {}
+  std::pair<std::byte*, Bytes> more_home(Bytes) override {
+    EXPECT_FALSE(std::exchange(has_home_, true));
+    return {reinterpret_cast<std::byte*>(home_.data()), kBytes * (3 * kModules)};
+  }
   std::byte* make_room(SavedId saved, Bytes) override {
     blocks_[saved] = allocate();
     return reinterpret_cast<std::byte*>(blocks_[saved]);
@@ -123,6 +133,7 @@ class Machine final : public Custodian {
   BufferTable buffers_;
   Issuer issuer_{backend_, buffers_};
   std::vector<float> home_;
+  bool has_home_ = false;
   Saver saver_;
 };
 
@@ -164,11 +175,40 @@ TEST(Saver, what_was_saved_comes_back_whatever_is_late) {
       EXPECT_GT(machine.stats().num_reloaded, 30);
       if (in_order) EXPECT_EQ(machine.stats().num_unforeseen, 0);
       else EXPECT_GT(machine.stats().num_unforeseen, 0);
-      machine.begin_forward();
-      (void)machine.forward(0, 1.0F);
-      EXPECT_EQ(machine.held(), kBytes);  // of all that was saved before, nothing
+      machine.let_go();
+      EXPECT_EQ(machine.held(), Bytes{0});
     }
   }
+}
+
+TEST(Saver, a_room_is_filled_and_never_exceeded) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    std::int64_t num_offloaded = 3 * 2 * kModules;
+    for (const int bundles : {2, 3, 5, 8, 12, 16}) {
+      Machine machine(Hostility{seed, 300, {}, false}, kBytes * bundles);
+      EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0) << bundles << " bundles, seed " << seed;
+      EXPECT_EQ(machine.stats().most_there, kBytes * bundles);
+      EXPECT_EQ(machine.stats().num_unforeseen, 0);
+      EXPECT_LE(machine.stats().num_offloaded, num_offloaded);
+      num_offloaded = machine.stats().num_offloaded;
+    }
+    EXPECT_EQ(num_offloaded, 0);
+  }
+}
+
+TEST(Saver, a_wrong_guess_costs_no_bit) {
+  for (const int bundles : {2, 5}) {
+    Machine machine(Hostility{1, 300, {}, false}, kBytes * bundles);
+    EXPECT_EQ(count_wrong(machine, /*in_order=*/false), 0);
+    EXPECT_GT(machine.stats().num_unforeseen, 0);
+  }
+}
+
+TEST(Saver, a_room_for_less_than_two_bundles_is_refused) {
+  Machine machine(Hostility{}, kBytes + kBytes - Bytes{1});
+  machine.begin_forward();
+  (void)machine.forward(0, 1.0F);
+  EXPECT_THROW((void)machine.forward(1, 1.0F), UsageError);
 }
 
 TEST(Saver, each_kind_of_wait_matters) {
