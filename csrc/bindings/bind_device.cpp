@@ -85,6 +85,12 @@ Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64
   return transfer;
 }
 
+void set_handle(SharedMemory& memory, const py::bytes& bytes) {
+  const auto handle = static_cast<std::string>(bytes);
+  NORIA_INVARIANT(handle.size() == memory.handle.size(), "a handle of shared memory has another size");
+  std::memcpy(memory.handle.data(), handle.data(), handle.size());
+}
+
 void bind_tickets(py::module_& m) {
   py::class_<TicketState, std::shared_ptr<TicketState>>(m, "Ticket", py::module_local(kLocal))
       .def_property_readonly("op", [](const TicketState& ticket) { return ticket.label.op.value; })
@@ -105,6 +111,26 @@ void bind_tickets(py::module_& m) {
           "fail",
           [](HostTicket& ticket, const std::string& why) { ticket.fail(std::make_exception_ptr(MachineError(why))); },
           py::arg("why"), Release());
+}
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<SharedMemory>(m, "SharedMemory", py::module_local(kLocal))
+      .def(py::init([](std::int64_t bytes, int fd, const py::bytes& handle) {
+             SharedMemory memory{Bytes{bytes}, fd, {}};
+             set_handle(memory, handle);
+             return memory;
+           }),
+           py::arg("bytes") = 0, py::arg("fd") = -1, py::arg("handle") = py::bytes(std::string(64, '\0')))
+      .def_property(
+          "bytes", [](const SharedMemory& memory) { return memory.bytes.count; },
+          [](SharedMemory& memory, std::int64_t bytes) { memory.bytes = Bytes{bytes}; })
+      .def_readwrite("fd", &SharedMemory::fd)
+      .def_property(
+          "handle",
+          [](const SharedMemory& memory) {
+            return py::bytes(reinterpret_cast<const char*>(memory.handle.data()), memory.handle.size());
+          },
+          &set_handle);
 }
 
 void bind_backend(py::module_& m) {
@@ -196,6 +222,7 @@ void bind_backend(py::module_& m) {
 
 void bind_device(py::module_& m) {
   bind_tickets(m);
+  bind_shared_memory(m);
   bind_backend(m);
   m.attr("DEFAULT_STREAM") = address_of(kDefaultStream);
   m.def("make_host_backend", &make_host, py::arg("capacity"),

@@ -1,7 +1,8 @@
-// The home's ground: layouts as pure functions, and arenas.
+// The home's ground: layouts as pure functions, and arenas; and what other processes are lent of a device's.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "bindings/home_use.h"
 #include "store/arena.h"
 #include "store/layout.h"
+#include "store/lending.h"
 
 namespace py = pybind11;
 
@@ -24,6 +26,51 @@ void populate_arena(Arena& arena, const py::object& told, int num_threads, bool 
   };
   const py::gil_scoped_release no_gil;
   arena.populate(look_up, {num_threads, ask_kernel});
+}
+
+void bind_lending(py::module_& m) {
+  using Ms = std::chrono::milliseconds;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Lender>(m, "Lender")
+      .def(py::init<int>(), py::arg("rank"))
+      .def_property_readonly("address", &Lender::address)
+      .def(
+          "lend",
+          [](Lender& self, const SharedMemory& arena,
+             const std::vector<std::tuple<int, std::int64_t, std::int64_t>>& loans, std::int64_t timeout_ms) {
+            std::vector<Loan> all;
+            for (const auto& [borrower, offset, bytes] : loans) all.push_back({borrower, Bytes{offset}, Bytes{bytes}});
+            self.lend(arena, all, Ms(timeout_ms));
+          },
+          py::arg("arena"), py::arg("loans"), py::arg("timeout_ms"), Release())
+      .def(
+          "ask_back", [](Lender& self, int borrower, std::int64_t left) { self.ask_back(borrower, Bytes{left}); },
+          py::arg("borrower"), py::arg("left"), Release())
+      .def(
+          "lent", [](const Lender& self, int borrower) { return self.lent(borrower).count; }, py::arg("borrower"),
+          Release())
+      .def("close", &Lender::close, Release());
+
+  py::class_<Borrower>(m, "Borrower")
+      .def(py::init([](int rank, int lender, const std::string& address, std::int64_t timeout_ms) {
+             const py::gil_scoped_release no_gil;
+             return std::make_unique<Borrower>(rank, lender, address, Ms(timeout_ms));
+           }),
+           py::arg("rank"), py::arg("lender"), py::arg("address"), py::arg("timeout_ms"))
+      .def(
+          "receive",
+          [](Borrower& self, std::int64_t timeout_ms) {
+            const Borrowed got = self.receive(Ms(timeout_ms));
+            return std::make_tuple(got.arena, got.offset.count, got.bytes.count);
+          },
+          py::arg("timeout_ms"), Release())
+      .def(
+          "allowed", [](const Borrower& self) { return self.allowed().count; }, Release())
+      .def(
+          "give_back", [](Borrower& self, std::int64_t left) { self.give_back(Bytes{left}); }, py::arg("left"),
+          Release())
+      .def("check", &Borrower::check, Release())
+      .def("close", &Borrower::close, Release());
 }
 
 }  // namespace
@@ -93,6 +140,8 @@ void bind_store(py::module_& m) {
       .def_property_readonly("bytes", [](const Arena& arena) { return arena.bytes().count; })
       .def_property_readonly("mapped_bytes", [](const Arena& arena) { return arena.mapped_bytes().count; })
       .def_property_readonly("registered", &Arena::registered);
+
+  bind_lending(m);
 }
 
 }  // namespace noria

@@ -19,6 +19,7 @@
 // the default stream alone passes kDefaultStream.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -77,6 +78,13 @@ struct CopySpan {
   const std::byte* from;
   Bytes bytes;
   int link = 0;  // of the peer lane: copies over different links go side by side
+};
+
+/// Device memory that other processes on this machine may open: what they are told.
+struct SharedMemory {
+  Bytes bytes;
+  int fd = -1;                         // HostBackend: of a memfd. Whoever gets it from another process owns that copy
+  std::array<std::byte, 64> handle{};  // CudaBackend: a cudaIpcMemHandle_t
 };
 
 /// What one op on the fetch or drain lane does: copies in order, then fills (0xFF: NaN in every float format).
