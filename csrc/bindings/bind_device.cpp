@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <tuple>
 
 #include "base/errors.h"
@@ -78,17 +79,13 @@ std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, cons
 }
 
 Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
-                       const std::vector<std::pair<Address, std::int64_t>>& poison) {
+                       const std::vector<std::pair<Address, std::int64_t>>& poison, const std::vector<int>& links) {
+  NORIA_INVARIANT(links.empty() || links.size() == copies.size(), "links are by copy");
   Transfer transfer;
   for (const auto& [to, from, bytes] : copies) transfer.copies.push_back({at(to), at(from), Bytes{bytes}});
+  for (std::size_t i = 0; i < links.size(); ++i) transfer.copies[i].link = links[i];
   for (const auto& [memory, bytes] : poison) transfer.poison.emplace_back(at(memory), Bytes{bytes});
   return transfer;
-}
-
-void set_handle(SharedMemory& memory, const py::bytes& bytes) {
-  const auto handle = static_cast<std::string>(bytes);
-  NORIA_INVARIANT(handle.size() == memory.handle.size(), "a handle of shared memory has another size");
-  std::memcpy(memory.handle.data(), handle.data(), handle.size());
 }
 
 void bind_tickets(py::module_& m) {
@@ -113,24 +110,24 @@ void bind_tickets(py::module_& m) {
           py::arg("why"), Release());
 }
 
+SharedMemory make_shared_memory(std::int64_t bytes, int fd, const py::bytes& handle) {
+  SharedMemory told{Bytes{bytes}, fd, {}};
+  const auto content = static_cast<std::string_view>(handle);
+  NORIA_INVARIANT(content.empty() || content.size() == told.handle.size(), "a handle of another size");
+  std::memcpy(told.handle.data(), content.data(), content.size());
+  return told;
+}
+
+py::bytes handle_of(const SharedMemory& told) {
+  return {reinterpret_cast<const char*>(told.handle.data()), told.handle.size()};
+}
+
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemory>(m, "SharedMemory", py::module_local(kLocal))
-      .def(py::init([](std::int64_t bytes, int fd, const py::bytes& handle) {
-             SharedMemory memory{Bytes{bytes}, fd, {}};
-             set_handle(memory, handle);
-             return memory;
-           }),
-           py::arg("bytes") = 0, py::arg("fd") = -1, py::arg("handle") = py::bytes(std::string(64, '\0')))
-      .def_property(
-          "bytes", [](const SharedMemory& memory) { return memory.bytes.count; },
-          [](SharedMemory& memory, std::int64_t bytes) { memory.bytes = Bytes{bytes}; })
-      .def_readwrite("fd", &SharedMemory::fd)
-      .def_property(
-          "handle",
-          [](const SharedMemory& memory) {
-            return py::bytes(reinterpret_cast<const char*>(memory.handle.data()), memory.handle.size());
-          },
-          &set_handle);
+      .def(py::init(&make_shared_memory), py::arg("bytes"), py::arg("fd") = -1, py::arg("handle") = py::bytes())
+      .def_property_readonly("bytes", [](const SharedMemory& told) { return told.bytes.count; })
+      .def_readonly("fd", &SharedMemory::fd)
+      .def_property_readonly("handle", &handle_of);
 }
 
 void bind_backend(py::module_& m) {
@@ -141,6 +138,16 @@ void bind_backend(py::module_& m) {
           py::arg("bytes"), Release())
       .def(
           "free", [](Backend& b, Address memory) { b.free(at(memory)); }, py::arg("memory"), Release())
+      .def(
+          "allocate_shared", [](Backend& b, std::int64_t bytes) { return address_of(b.allocate_shared(Bytes{bytes})); },
+          py::arg("bytes"), Release())
+      .def(
+          "shared", [](const Backend& b, Address memory) { return b.shared(at(memory)); }, py::arg("memory"), Release())
+      .def(
+          "open_shared", [](Backend& b, const SharedMemory& told) { return address_of(b.open_shared(told)); },
+          py::arg("told"), Release())
+      .def(
+          "close_shared", [](Backend& b, Address memory) { b.close_shared(at(memory)); }, py::arg("memory"), Release())
       .def_property_readonly("allocated", [](const Backend& b) { return b.allocated().count; })
       .def_property_readonly("capacity", [](const Backend& b) { return b.capacity().count; })
       .def_property_readonly("num_allocations", &Backend::num_allocations)
@@ -162,14 +169,14 @@ void bind_backend(py::module_& m) {
       .def(
           "submit",
           [](Backend& b, const std::string& lane, const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
-             const std::vector<std::pair<Address, std::int64_t>>& poison, std::vector<Ticket> waits, std::int64_t op,
-             const std::string& verb, std::int32_t unit) {
+             const std::vector<std::pair<Address, std::int64_t>>& poison, std::vector<Ticket> waits,
+             const std::vector<int>& links, std::int64_t op, const std::string& verb, std::int32_t unit) {
             const OpLabel label = make_label(op, lane, verb.empty() ? lane : verb, unit);
-            return b.submit(label, make_transfer(copies, poison), std::move(waits));
+            return b.submit(label, make_transfer(copies, poison, links), std::move(waits));
           },
           py::arg("lane"), py::arg("copies"), py::arg("poison") = std::vector<std::pair<Address, std::int64_t>>(),
-          py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("op") = -1, py::arg("verb") = "",
-          py::arg("unit") = -1, Release())
+          py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("links") = std::vector<int>(),
+          py::arg("op") = -1, py::arg("verb") = "", py::arg("unit") = -1, Release())
       .def(
           "open",
           [](Backend& b, std::int64_t op, const std::string& verb, std::int32_t unit, const std::string& lane,

@@ -80,14 +80,8 @@ struct CopySpan {
   int link = 0;  // of the peer lane: copies over different links go side by side
 };
 
-/// Device memory that other processes on this machine may open: what they are told.
-struct SharedMemory {
-  Bytes bytes;
-  int fd = -1;                         // HostBackend: of a memfd. Whoever gets it from another process owns that copy
-  std::array<std::byte, 64> handle{};  // CudaBackend: a cudaIpcMemHandle_t
-};
-
-/// What one op on the fetch or drain lane does: copies in order, then fills (0xFF: NaN in every float format).
+/// What one op on the fetch, drain or peer lane does: copies, in order on each link, then fills (0xFF: NaN in every
+/// float format).
 struct Transfer {
   std::vector<CopySpan> copies;
   std::vector<std::pair<std::byte*, Bytes>> poison;
@@ -99,6 +93,13 @@ struct LaneStats {
   std::int64_t num_ops = 0;
   Bytes bytes;
   std::map<std::pair<Verb, Verb>, std::int64_t> stalled_us;  // (giver, waiter) -> time lost
+};
+
+/// Device memory that other processes on this machine may open: what they are told.
+struct SharedMemory {
+  Bytes bytes;
+  int fd = -1;                         // HostBackend: of a memfd. Whoever gets it from another process owns that copy
+  std::array<std::byte, 64> handle{};  // CudaBackend: a cudaIpcMemHandle_t
 };
 
 /// Who touches a range of the home besides the host: the copy engines alone, or the device's own kernels too.
@@ -118,6 +119,16 @@ class Backend {
   /// device is exhausted; nothing is taken then.
   virtual std::byte* allocate(Bytes bytes) = 0;
   virtual void free(std::byte* memory) = 0;
+  /// As `allocate`, of memory that other processes may open; counted and given back (`free`) alike, but only after
+  /// whoever opened it has closed it.
+  virtual std::byte* allocate_shared(Bytes bytes) = 0;
+  /// What another process needs to open it. The descriptor stays this backend's, until `free`.
+  virtual SharedMemory shared(std::byte* memory) const = 0;
+  /// Memory of another process's device, for copies of the peer lane. Not in `allocated`. Keeps its own mapping:
+  /// `told.fd` stays the caller's. Throws MachineError when the machine cannot open it.
+  virtual std::byte* open_shared(const SharedMemory& told) = 0;
+  /// What is still open at `close` is closed there; after that this does nothing.
+  virtual void close_shared(std::byte* memory) = 0;
   virtual Bytes allocated() const = 0;
   virtual Bytes capacity() const = 0;
   virtual std::int64_t num_allocations() const = 0;  // ever made: a steady state makes none
@@ -137,8 +148,9 @@ class Backend {
   virtual std::string pci_bus_id() const { return {}; }
 
   // ---- lanes ----
-  /// Queues a transfer on the fetch or drain lane, after `waits`. Does not synchronize. If a wait fails, the transfer
-  /// is not done and its own ticket fails with the same error.
+  /// Queues a transfer on the fetch, drain or peer lane, after `waits`. Does not synchronize. If a wait fails, the
+  /// transfer is not done and its own ticket fails with the same error. On the peer lane, one side of each copy lies
+  /// in memory that `open_shared` gave, and the other does not.
   virtual Ticket submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) = 0;
 
   /// Ops of the compute and collect lanes are the caller's: opened here, given when the caller's kernels have been
@@ -151,7 +163,7 @@ class Backend {
   /// calling thread only until each is issued. Throws the failure of a ticket known to have failed.
   virtual void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) = 0;
 
-  /// Blocks until the fetch and drain lanes are empty. Does not throw ops' failures (their tickets carry them).
+  /// Blocks until the fetch, drain and peer lanes are empty. Does not throw ops' failures (their tickets carry them).
   virtual void idle() = 0;
   /// Stops the lanes and joins their threads; the running op is finished, queued ops and later ones fail. Idempotent.
   virtual void close() = 0;
@@ -159,7 +171,8 @@ class Backend {
   // ---- what happened ----
   /// Complete when the lane is idle. An op that was opened is busy from the end of its waits until it is given.
   virtual LaneStats stats(Lane lane) const = 0;
-  /// Spans of fetch, drain and collect ops go here from now on (null: nowhere); compute spans are the caller's to add.
+  /// Spans of fetch, drain, peer and collect ops go here from now on (null: nowhere); compute spans are the caller's
+  /// to add.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
   /// True when a device reads registered memory by itself: then a forked child must not share it, for copy-on-write
   /// would move pages under a running transfer.
@@ -168,7 +181,8 @@ class Backend {
   virtual bool poisons() const = 0;
 };
 
-/// A rate limit of one lane, so that overlap can be measured on any machine. 0 means unlimited.
+/// A rate limit of one lane, of the peer lane that of each link, so that overlap can be measured on any machine. 0
+/// means unlimited.
 struct LaneLimit {
   double bandwidth_gib_s = 0;
   double latency_us = 0;
@@ -184,7 +198,7 @@ struct Hostility {
 
 struct HostBackendOptions {
   Bytes capacity;                    // the cap on device memory
-  std::map<Lane, LaneLimit> limits;  // fetch, drain (update's limit is the host optimizer's)
+  std::map<Lane, LaneLimit> limits;  // fetch, drain, peer (update's limit is the host optimizer's)
   Hostility hostility;
 };
 

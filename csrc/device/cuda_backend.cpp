@@ -1,8 +1,8 @@
 // The verbs of device/backend.h on the CUDA runtime. The only file that sees it.
 //
-// Ownership: two non-blocking streams (copy engines are per direction, more streams add nothing), a host thread for
-//   each that never takes the GIL, a thread for each lane that follows the device for the numbers, and a pool of
-//   events.
+// Ownership: a non-blocking stream for each copy lane (copy engines are per direction, more streams add nothing; but
+//   each link of the peer lane has one), a host thread for each lane that never takes the GIL, a thread for each lane
+//   that follows the device for the numbers, and a pool of events.
 // Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets),
 //   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
 //   wait for an event that has not been recorded.
@@ -17,14 +17,22 @@
 // Down, it reads the home once the transfer's tickets are issued. That is enough: the device cannot write such memory,
 // so only the host and drains do, and theirs are issued after they have written.
 //
+// Note [Links]. The link that the peer lane sees first has the lane's own stream, every other one a stream of its own,
+// made when it is first used. An op that uses others forks them from the lane's stream, behind the op's waits, and
+// joins them to it before its fills and its event; so they order nothing by themselves, and whoever waits for the lane
+// waits for all of them. Both by events that are recorded again in every op: a stream that waits captured the record.
+//
 // Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
 // where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -38,6 +46,7 @@
 #include "device/host_ticket.h"
 #include "device/lane_follower.h"
 #include "device/lane_ledger.h"
+#include "device/opened_memory.h"
 #include "device/staging_ring.h"
 #include "device/timing.h"
 
@@ -203,6 +212,80 @@ void hold_back(cudaStream_t stream, const Ticket& ticket) {
   if (const auto* on_device = dynamic_cast<const CudaTicket*>(ticket.get())) on_device->hold_back(stream);
 }
 
+/// The streams of the peer lane: Note [Links]. Of the lane's thread alone, until `close`.
+class PeerLinks {
+ public:
+  PeerLinks(int device, std::shared_ptr<EventPool> events) : device_(device), events_(std::move(events)) {}
+
+  void copy(const std::vector<CopySpan>& copies, cudaStream_t lane) {
+    std::vector<Other*> links;  // by copy; null: the lane's own stream
+    std::set<Other*> used;
+    for (const CopySpan& span : copies) {
+      links.push_back(other(span.link));
+      if (links.back() != nullptr) used.insert(links.back());
+    }
+    if (!used.empty()) check(cudaEventRecord(forked_, lane), "cudaEventRecord", device_);
+    for (Other* link : used) check(cudaStreamWaitEvent(link->stream, forked_, 0), "cudaStreamWaitEvent", device_);
+    try {
+      for (std::size_t i = 0; i < copies.size(); ++i) {
+        const CopySpan& span = copies[i];
+        check(cudaMemcpyAsync(span.to, span.from, static_cast<std::size_t>(span.bytes.count), cudaMemcpyDeviceToDevice,
+                              links[i] == nullptr ? lane : links[i]->stream),
+              "cudaMemcpyAsync", device_, span.bytes);
+      }
+      for (Other* link : used) {
+        check(cudaEventRecord(link->joined, link->stream), "cudaEventRecord", device_);
+        check(cudaStreamWaitEvent(lane, link->joined, 0), "cudaStreamWaitEvent", device_);
+      }
+    } catch (...) {  // what comes next on the lane must not meet what is still under way
+      for (Other* link : used) {
+        if (cudaStreamSynchronize(link->stream) != cudaSuccess) (void)cudaGetLastError();
+      }
+      throw;
+    }
+  }
+
+  /// After the lane's stream was synchronized.
+  cudaError_t close() {
+    cudaError_t first = cudaSuccess;
+    for (auto& [link, other] : others_) {
+      const cudaError_t error = other.stream == nullptr ? cudaSuccess : cudaStreamDestroy(other.stream);
+      if (first == cudaSuccess) first = error;
+      if (other.joined != nullptr) events_->give_back(other.joined);
+    }
+    if (forked_ != nullptr) events_->give_back(forked_);
+    others_.clear();
+    forked_ = nullptr;
+    return first;
+  }
+
+ private:
+  struct Other {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t joined = nullptr;
+  };
+
+  Other* other(int link) {
+    if (link == first_.value_or(link)) {
+      first_ = link;
+      return nullptr;
+    }
+    Other& found = others_[link];  // what could not be made is made in the next op
+    if (forked_ == nullptr) forked_ = events_->take();
+    if (found.joined == nullptr) found.joined = events_->take();
+    if (found.stream == nullptr) {
+      check(cudaStreamCreateWithFlags(&found.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", device_);
+    }
+    return &found;
+  }
+
+  const int device_;
+  const std::shared_ptr<EventPool> events_;
+  std::optional<int> first_;
+  std::map<int, Other> others_;
+  cudaEvent_t forked_ = nullptr;
+};
+
 class CudaBackend final : public Backend {
  public:
   explicit CudaBackend(const CudaBackendOptions& options);
@@ -212,6 +295,10 @@ class CudaBackend final : public Backend {
 
   std::byte* allocate(Bytes bytes) override;
   void free(std::byte* memory) override;
+  std::byte* allocate_shared(Bytes bytes) override;
+  SharedMemory shared(std::byte* memory) const override;
+  std::byte* open_shared(const SharedMemory& told) override;
+  void close_shared(std::byte* memory) override;
   Bytes allocated() const override;
   Bytes capacity() const override { return options_.capacity; }
   std::int64_t num_allocations() const override;
@@ -239,8 +326,8 @@ class CudaBackend final : public Backend {
 
  private:
   struct CopyLane {
-    CopyLane(Lane lane, const CudaBackendOptions& options, LaneLedger& ledger)
-        : kind(lane == Lane::fetch ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost),
+    CopyLane(Lane lane, cudaMemcpyKind kind, const CudaBackendOptions& options, LaneLedger& ledger)
+        : kind(kind),
           delays(options.hostility, lane),
           follower(lane, ledger, [device = options.device_index] { use_device(device); }),
           thread(std::string(to_string(lane))) {}
@@ -254,13 +341,16 @@ class CudaBackend final : public Backend {
   };
   class RingLink;
 
+  std::array<CopyLane*, 3> copy_lanes() { return {&fetch_, &drain_, &peer_}; }
   CopyLane& copy_lane(Lane lane);
+  std::byte* take(Bytes bytes, bool for_others);
   void run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<bool>& staged,
            const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
   void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
   std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
   void make_rings();
   cudaError_t free_rings();
+  cudaError_t close_opened();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
   LaneFollower& follower_of(Lane lane);
   void hold_compute(cudaStream_t stream, Verb verb);
@@ -271,12 +361,19 @@ class CudaBackend final : public Backend {
   LaneLedger ledger_;
   Delays compute_delays_;
   LaneFollower compute_follower_, collect_follower_;
-  CopyLane fetch_, drain_;
+  CopyLane fetch_, drain_, peer_;
+  PeerLinks links_;
   bool closed_ = false;
   std::mutex close_mutex_;
 
   mutable std::mutex mutex_;  // protects all below
-  std::map<std::byte*, Bytes> allocations_;
+  struct Allocation {
+    Bytes bytes;
+    bool for_others = false;
+  };
+  std::map<std::byte*, Allocation> allocations_;
+  OpenedMemory opened_;
+  bool opened_closed_ = false;
   std::map<const std::byte*, Bytes> registered_, staged_;
   std::byte* ring_memory_ = nullptr;  // of both lanes, in one registration
   Bytes allocated_;
@@ -316,13 +413,20 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
       compute_delays_(options.hostility, Lane::compute),
       compute_follower_(Lane::compute, ledger_, [device = device_] { use_device(device); }),
       collect_follower_(Lane::collect, ledger_, [device = device_] { use_device(device); }),
-      fetch_(Lane::fetch, options, ledger_),
-      drain_(Lane::drain, options, ledger_) {
+      fetch_(Lane::fetch, cudaMemcpyHostToDevice, options, ledger_),
+      drain_(Lane::drain, cudaMemcpyDeviceToHost, options, ledger_),
+      // Not cudaMemcpyDefault, which would take an address of the home for what it is and go through the host.
+      peer_(Lane::peer, cudaMemcpyDeviceToDevice, options, ledger_),
+      links_(device_, events_) {
   OnDevice on(device_);
-  check(cudaStreamCreateWithFlags(&fetch_.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", device_);
-  const cudaError_t error = cudaStreamCreateWithFlags(&drain_.stream, cudaStreamNonBlocking);
+  cudaError_t error = cudaSuccess;
+  for (CopyLane* lane : copy_lanes()) {
+    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&lane->stream, cudaStreamNonBlocking);
+  }
   if (error == cudaSuccess) return;
-  (void)cudaStreamDestroy(fetch_.stream);
+  for (CopyLane* lane : copy_lanes()) {
+    if (lane->stream != nullptr) (void)cudaStreamDestroy(lane->stream);
+  }
   check(error, "cudaStreamCreateWithFlags", device_);
 }
 
@@ -335,7 +439,11 @@ CudaBackend::~CudaBackend() {
 
 // ---- memory ----
 
-std::byte* CudaBackend::allocate(Bytes bytes) {
+std::byte* CudaBackend::allocate(Bytes bytes) { return take(bytes, false); }
+
+std::byte* CudaBackend::allocate_shared(Bytes bytes) { return take(bytes, true); }
+
+std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
   NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
   std::lock_guard lock(mutex_);
   OnDevice on(device_);
@@ -345,9 +453,10 @@ std::byte* CudaBackend::allocate(Bytes bytes) {
     throw MachineError("allocating " + to_string(bytes) + " on " + name() + " failed" + policy);
   }
   // Plain cudaMalloc: a pipeline neighbour can open such memory (cudaIpcGetMemHandle), which memory of a stream-ordered
-  // pool or of an expandable segment does not allow.
+  // pool or of an expandable segment does not allow. He opens the whole block that it is cut from: hence whole ones.
+  const Bytes whole = for_others ? align_up(bytes, kDeviceAlignment) : bytes;
   void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(bytes.count));
+  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(whole.count));
   if (error != cudaSuccess) {
     std::size_t free = 0, total = 0;
     std::string found;
@@ -358,7 +467,7 @@ std::byte* CudaBackend::allocate(Bytes bytes) {
     fail(error, "cudaMalloc of " + to_string(bytes) + " on " + name() + found + policy);
   }
   auto* device_memory = static_cast<std::byte*>(memory);
-  allocations_.emplace(device_memory, bytes);
+  allocations_.emplace(device_memory, Allocation{bytes, for_others});
   allocated_ += bytes;
   ++num_allocations_;
   return device_memory;
@@ -369,11 +478,45 @@ void CudaBackend::free(std::byte* memory) {
   std::lock_guard lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what " + name() + " did not allocate");
-  const Bytes bytes = found->second;
+  const Bytes bytes = found->second.bytes;
   allocated_ -= bytes;
   allocations_.erase(found);
   OnDevice on(device_);
   check(cudaFree(memory), "cudaFree", device_, bytes);
+}
+
+SharedMemory CudaBackend::shared(std::byte* memory) const {
+  std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  NORIA_INVARIANT(found != allocations_.end() && found->second.for_others, "told of memory that is not shared");
+  OnDevice on(device_);
+  SharedMemory told{found->second.bytes, -1, {}};
+  cudaIpcMemHandle_t handle{};
+  check(cudaIpcGetMemHandle(&handle, memory), "cudaIpcGetMemHandle", device_, told.bytes);
+  static_assert(sizeof(handle) == sizeof(told.handle));
+  std::memcpy(told.handle.data(), &handle, sizeof(handle));
+  return told;
+}
+
+std::byte* CudaBackend::open_shared(const SharedMemory& told) {
+  std::lock_guard lock(mutex_);
+  OnDevice on(device_);
+  cudaIpcMemHandle_t handle{};
+  std::memcpy(&handle, told.handle.data(), sizeof(handle));
+  void* memory = nullptr;
+  check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle", device_,
+        told.bytes);
+  opened_.add(static_cast<std::byte*>(memory), told.bytes);
+  return static_cast<std::byte*>(memory);
+}
+
+void CudaBackend::close_shared(std::byte* memory) {
+  if (fetch_.thread.is_forked()) return;
+  std::lock_guard lock(mutex_);
+  if (opened_closed_) return;
+  const Bytes bytes = opened_.remove(memory);
+  OnDevice on(device_);
+  check(cudaIpcCloseMemHandle(memory), "cudaIpcCloseMemHandle", device_, bytes);
 }
 
 Bytes CudaBackend::allocated() const {
@@ -478,12 +621,30 @@ cudaError_t CudaBackend::free_rings() {
   return error;
 }
 
+/// After the lanes have ended.
+cudaError_t CudaBackend::close_opened() {
+  std::lock_guard lock(mutex_);
+  cudaError_t first = cudaSuccess;
+  try {
+    OnDevice on(device_);
+    for (const auto& [memory, bytes] : opened_) {
+      const cudaError_t error = cudaIpcCloseMemHandle(memory);
+      if (first == cudaSuccess) first = error;
+    }
+  } catch (const MachineError&) {
+    first = cudaErrorInvalidDevice;
+  }
+  opened_.clear();
+  opened_closed_ = true;
+  return first;
+}
+
 // ---- transfers ----
 
 CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
-  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain,
+  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain || lane == Lane::peer,
                   "no transfer runs on the " + std::string(to_string(lane)) + " lane");
-  return lane == Lane::fetch ? fetch_ : drain_;
+  return lane == Lane::fetch ? fetch_ : lane == Lane::drain ? drain_ : peer_;
 }
 
 // Which of the copies go through the ring; empty when none does. CUDA would copy from or to pageable memory too,
@@ -491,6 +652,10 @@ CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
 std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfer& transfer) const {
   std::vector<bool> staged;
   std::lock_guard lock(mutex_);
+  if (lane.kind == cudaMemcpyDeviceToDevice) {  // no home in it
+    opened_.check(transfer);
+    return staged;
+  }
   for (std::size_t i = 0; i < transfer.copies.size(); ++i) {
     const CopySpan& copy = transfer.copies[i];
     const std::byte* home = lane.kind == cudaMemcpyHostToDevice ? copy.from : copy.to;
@@ -532,7 +697,11 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
   }
   lane.delays.sleep(label.verb);
   op.begun_ns = now_ns();
-  copy(lane, transfer, staged);
+  if (lane.kind == cudaMemcpyDeviceToDevice) {
+    links_.copy(transfer.copies, lane.stream);
+  } else {
+    copy(lane, transfer, staged);
+  }
   for (const auto& [memory, bytes] : transfer.poison) {
     check(cudaMemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream), "cudaMemsetAsync", device_,
           bytes);
@@ -636,18 +805,15 @@ void CudaBackend::hold_compute([[maybe_unused]] cudaStream_t stream, Verb verb) 
 // ---- the end ----
 
 void CudaBackend::idle() {
-  fetch_.thread.idle();
-  drain_.thread.idle();
-  fetch_.follower.idle();
-  drain_.follower.idle();
+  for (CopyLane* lane : copy_lanes()) lane->thread.idle();
+  for (CopyLane* lane : copy_lanes()) lane->follower.idle();
 }
 
 void CudaBackend::close() {
   if (fetch_.thread.is_forked()) return;
   std::lock_guard lock(close_mutex_);
   if (std::exchange(closed_, true)) return;
-  fetch_.thread.close();
-  drain_.thread.close();
+  for (CopyLane* lane : copy_lanes()) lane->thread.close();
   // What was queued on the device is finished, whatever goes wrong on the way; the first failure is reported.
   cudaError_t first = cudaSuccess;
   auto attempt = [&first](cudaError_t error) {
@@ -655,12 +821,14 @@ void CudaBackend::close() {
     (void)cudaGetLastError();
     if (first == cudaSuccess) first = error;
   };
-  for (CopyLane* lane : {&fetch_, &drain_}) {
+  for (CopyLane* lane : copy_lanes()) {
     attempt(cudaStreamSynchronize(lane->stream));
     lane->follower.idle();
     lane->follower.close();
-    attempt(cudaStreamDestroy(lane->stream));
   }
+  attempt(close_opened());
+  attempt(links_.close());
+  for (CopyLane* lane : copy_lanes()) attempt(cudaStreamDestroy(lane->stream));
   compute_follower_.close();
   collect_follower_.close();
   attempt(free_rings());

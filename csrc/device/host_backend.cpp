@@ -6,6 +6,9 @@
 #include <system_error>
 #include <utility>
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include "base/errors.h"
 #include "device/host_memory.h"
 #include "device/host_ticket.h"
@@ -74,13 +77,18 @@ HostBackend::HostBackend(const HostBackendOptions& options)
     : options_(options),
       compute_delays_(options.hostility, Lane::compute),
       fetch_(std::make_unique<TransferLane>(Lane::fetch, options)),
-      drain_(std::make_unique<TransferLane>(Lane::drain, options)) {}
+      drain_(std::make_unique<TransferLane>(Lane::drain, options)),
+      peer_(std::make_unique<TransferLane>(Lane::peer, options)) {}
 
 HostBackend::~HostBackend() { close(); }
 
 // ---- memory ----
 
-std::byte* HostBackend::allocate(Bytes bytes) {
+std::byte* HostBackend::allocate(Bytes bytes) { return take(bytes, false); }
+
+std::byte* HostBackend::allocate_shared(Bytes bytes) { return take(bytes, true); }
+
+std::byte* HostBackend::take(Bytes bytes, bool for_others) {
   NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
   std::lock_guard lock(mutex_);
   const std::string policy =
@@ -88,12 +96,19 @@ std::byte* HostBackend::allocate(Bytes bytes) {
   if (allocated_ + bytes > options_.capacity) {
     throw MachineError("allocating " + to_string(bytes) + " of device memory on the host failed" + policy);
   }
-  std::byte* memory = map_pages(bytes);
+  const int fd = for_others ? make_shared_pages(bytes) : -1;
+  if (for_others && fd < 0) {
+    throw MachineError("memfd_create of " + to_string(bytes) + " failed: " + std::generic_category().message(errno) +
+                       policy);
+  }
+  std::byte* memory = for_others ? map_shared_pages(fd, bytes) : map_pages(bytes);
   if (memory == nullptr) {
-    throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::generic_category().message(errno) + policy);
+    const int why = errno;
+    if (for_others) ::close(fd);
+    throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::generic_category().message(why) + policy);
   }
   if (poisons()) std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
-  allocations_.emplace(memory, bytes);
+  allocations_.emplace(memory, Allocation{bytes, fd});
   allocated_ += bytes;
   ++num_allocations_;
   return memory;
@@ -103,9 +118,40 @@ void HostBackend::free(std::byte* memory) {
   std::lock_guard lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");
-  unmap_pages(memory, found->second);
-  allocated_ -= found->second;
+  const Allocation freed = found->second;
+  unmap_pages(memory, freed.bytes);
+  if (freed.fd >= 0) ::close(freed.fd);
+  allocated_ -= freed.bytes;
   allocations_.erase(found);
+}
+
+SharedMemory HostBackend::shared(std::byte* memory) const {
+  std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  NORIA_INVARIANT(found != allocations_.end() && found->second.fd >= 0, "told of memory that is not shared");
+  return {found->second.bytes, found->second.fd, {}};
+}
+
+std::byte* HostBackend::open_shared(const SharedMemory& told) {
+  const std::string what =
+      "opening shared memory of " + to_string(told.bytes) + " by descriptor " + std::to_string(told.fd) + " failed: ";
+  struct stat file{};
+  if (fstat(told.fd, &file) != 0) throw MachineError(what + "fstat: " + std::generic_category().message(errno));
+  const Bytes held{file.st_size};
+  if (told.bytes.count <= 0 || held < told.bytes) {
+    throw MachineError(what + "it holds " + std::to_string(held.count) + " bytes of " +
+                       std::to_string(told.bytes.count));
+  }
+  std::byte* memory = map_shared_pages(told.fd, told.bytes);
+  if (memory == nullptr) throw MachineError(what + "mmap: " + std::generic_category().message(errno));
+  std::lock_guard lock(mutex_);
+  opened_.add(memory, told.bytes);
+  return memory;
+}
+
+void HostBackend::close_shared(std::byte* memory) {
+  std::lock_guard lock(mutex_);
+  if (!closed_) unmap_pages(memory, opened_.remove(memory));
 }
 
 Bytes HostBackend::allocated() const {
@@ -121,13 +167,17 @@ std::int64_t HostBackend::num_allocations() const {
 // ---- transfers ----
 
 HostBackend::TransferLane& HostBackend::transfer_lane(Lane lane) {
-  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain,
+  NORIA_INVARIANT(lane == Lane::fetch || lane == Lane::drain || lane == Lane::peer,
                   "no transfer runs on the " + std::string(to_string(lane)) + " lane");
-  return lane == Lane::fetch ? *fetch_ : *drain_;
+  return lane == Lane::fetch ? *fetch_ : lane == Lane::drain ? *drain_ : *peer_;
 }
 
 Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
   TransferLane& lane = transfer_lane(label.lane);
+  if (label.lane == Lane::peer) {
+    std::lock_guard lock(mutex_);
+    opened_.check(transfer);
+  }
   auto ticket = std::make_shared<HostTicket>(label);
   const std::int64_t submitted_ns = now_ns();
   lane.thread.enqueue(
@@ -153,7 +203,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
     free_ns = stood_until(ticket, label, free_ns);
   }
   const bool delayed = lane.delays.sleep(label.verb);
-  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer.bytes());
+  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer);
   // A paced op begins at the moment it could: the lane then carries its bandwidth, however late each wake-up is.
   const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
 
@@ -289,18 +339,19 @@ HostBackend::ComputeStream& HostBackend::compute_stream(Stream stream) {
 // ---- the end ----
 
 void HostBackend::idle() {
-  fetch_->thread.idle();
-  drain_->thread.idle();
+  for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.idle();
 }
 
 void HostBackend::close() {
   // A forked child may have inherited our mutex locked, so nothing but the pid is looked at there.
   if (fetch_->thread.is_forked()) return;
-  fetch_->thread.close();
-  drain_->thread.close();
+  for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.close();
   std::vector<ComputeStream*> streams;
   {
     std::lock_guard lock(mutex_);
+    for (const auto& [memory, bytes] : opened_) unmap_pages(memory, bytes);
+    opened_.clear();
+    closed_ = true;
     for (auto& [handle, stream] : streams_) streams.push_back(stream.get());
   }
   for (ComputeStream* stream : streams) stream->thread.close();

@@ -18,6 +18,7 @@
 #include "device/backend.h"
 #include "device/host_lane.h"
 #include "device/lane_ledger.h"
+#include "device/opened_memory.h"
 #include "device/timing.h"
 
 namespace noria {
@@ -33,6 +34,10 @@ class HostBackend final : public Backend {
 
   std::byte* allocate(Bytes bytes) override;
   void free(std::byte* memory) override;
+  std::byte* allocate_shared(Bytes bytes) override;
+  SharedMemory shared(std::byte* memory) const override;
+  std::byte* open_shared(const SharedMemory& told) override;
+  void close_shared(std::byte* memory) override;
   Bytes allocated() const override;
   Bytes capacity() const override { return options_.capacity; }
   std::int64_t num_allocations() const override;
@@ -66,6 +71,7 @@ class HostBackend final : public Backend {
   struct TransferLane;
   struct ComputeStream;
   TransferLane& transfer_lane(Lane lane);
+  std::byte* take(Bytes bytes, bool for_others);
   ComputeStream& compute_stream(Stream stream);
   void run(TransferLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
            std::int64_t submitted_ns);
@@ -76,10 +82,16 @@ class HostBackend final : public Backend {
   const HostBackendOptions options_;
   LaneLedger ledger_;
   Delays compute_delays_;
-  std::unique_ptr<TransferLane> fetch_, drain_;
+  std::unique_ptr<TransferLane> fetch_, drain_, peer_;
 
   mutable std::mutex mutex_;  // protects all below
-  std::map<std::byte*, Bytes> allocations_;
+  struct Allocation {
+    Bytes bytes;
+    int fd = -1;  // where others may open it
+  };
+  std::map<std::byte*, Allocation> allocations_;
+  OpenedMemory opened_;
+  bool closed_ = false;
   Bytes allocated_;
   std::int64_t num_allocations_ = 0;
   std::map<Stream, std::unique_ptr<ComputeStream>> streams_;

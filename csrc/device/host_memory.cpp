@@ -1,5 +1,6 @@
 #include "device/host_memory.h"
 
+#include <cerrno>
 #include <cstdint>
 
 #include <sys/mman.h>
@@ -9,8 +10,8 @@ namespace noria {
 
 static Bytes whole_pages(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESIZE)}); }
 
-std::byte* map_pages(Bytes bytes) {
-  const auto size = static_cast<std::size_t>(whole_pages(bytes).count);
+// Aligned address space, of private pages. Null when the kernel refuses.
+static std::byte* map_aligned(std::size_t size) {
   const auto alignment = static_cast<std::size_t>(kDeviceAlignment.count);
   void* mapped =
       mmap(nullptr, size + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -20,8 +21,37 @@ std::byte* map_pages(Bytes bytes) {
   auto* memory = static_cast<std::byte*>(mapped) + before;
   if (before > 0) munmap(mapped, before);
   munmap(memory + size, alignment - before);
-  madvise(memory, size, MADV_HUGEPAGE);  // advice: refusal costs speed only
   return memory;
+}
+
+std::byte* map_pages(Bytes bytes) {
+  const auto size = static_cast<std::size_t>(whole_pages(bytes).count);
+  std::byte* memory = map_aligned(size);
+  if (memory != nullptr) madvise(memory, size, MADV_HUGEPAGE);  // advice: refusal costs speed only
+  return memory;
+}
+
+int make_shared_pages(Bytes bytes) {
+  const int fd = memfd_create("noria", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, bytes.count) == 0) return fd;
+  const int why = errno;
+  close(fd);
+  errno = why;
+  return -1;
+}
+
+std::byte* map_shared_pages(int fd, Bytes bytes) {
+  const auto size = static_cast<std::size_t>(whole_pages(bytes).count);
+  std::byte* memory = map_aligned(size);
+  if (memory == nullptr) return nullptr;
+  if (mmap(memory, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED) {
+    madvise(memory, size, MADV_HUGEPAGE);
+    return memory;
+  }
+  const int why = errno;
+  munmap(memory, size);
+  errno = why;
+  return nullptr;
 }
 
 void unmap_pages(std::byte* memory, Bytes bytes) { munmap(memory, static_cast<std::size_t>(whole_pages(bytes).count)); }

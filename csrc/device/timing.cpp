@@ -1,8 +1,10 @@
 #include "device/timing.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <ctime>
+#include <map>
 
 #include <sys/prctl.h>
 
@@ -27,6 +29,15 @@ std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes) {
   double ns = limit.latency_us * 1e3;
   if (limit.bandwidth_gib_s > 0) ns += static_cast<double>(bytes.count) / (limit.bandwidth_gib_s * 1073741824.0) * 1e9;
   return static_cast<std::int64_t>(std::ceil(ns));
+}
+
+std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer) {
+  std::map<int, Bytes> by_link;
+  for (const CopySpan& copy : transfer.copies) by_link[copy.link] += copy.bytes;
+  Bytes longest;
+  for (const auto& [link, bytes] : by_link) longest = std::max(longest, bytes);
+  for (const auto& [memory, bytes] : transfer.poison) longest += bytes;
+  return least_duration_ns(limit, longest);
 }
 
 // The lane is mixed into the seed so that the lanes of one backend do not delay in step.

@@ -23,6 +23,9 @@ void ask_for_precise_sleep();
 /// What `bytes` take under `limit`: bytes / bandwidth + latency, rounded up.
 std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes);
 
+/// What a transfer takes where each of its links has this limit: as long as the slowest of them, then its fills.
+std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer);
+
 class Delays {
  public:
   Delays(const Hostility& hostility, Lane lane);

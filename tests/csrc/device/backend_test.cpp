@@ -8,9 +8,14 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "base/errors.h"
 #include "device/host_backend.h"
 #include "device/host_lane.h"
+#include "device/host_memory.h"
 #include "device/host_ticket.h"
 #include "device/lane_follower.h"
 #include "device/timing.h"
@@ -23,6 +28,7 @@ constexpr Bytes kSize{4096};
 OpLabel label(Lane lane, Verb verb, std::int64_t op = -1) { return {OpId(op), lane, verb, UnitId(0)}; }
 const OpLabel kFetch = label(Lane::fetch, Verb::fetch);
 const OpLabel kDrain = label(Lane::drain, Verb::drain);
+const OpLabel kPeer = label(Lane::peer, Verb::offload);
 const OpLabel kForward = label(Lane::compute, Verb::forward);
 const OpLabel kBackward = label(Lane::compute, Verb::backward);
 const OpLabel kUpdate = label(Lane::update, Verb::update);
@@ -138,6 +144,109 @@ TEST(HostBackendTest, capacity_is_a_cap_and_bytes_are_exact) {
   backend.free(memory);
   EXPECT_EQ(backend.allocated(), Bytes{0});
   EXPECT_THROW(backend.free(memory), InvariantError);
+}
+
+TEST(HostBackendTest, another_process_reads_and_writes_shared_memory) {
+  HostBackend backend(roomy());
+  std::byte* memory = backend.allocate_shared(kSize);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % (2u << 20), 0u);
+  EXPECT_EQ(backend.allocated(), kSize);
+  const SharedMemory told = backend.shared(memory);
+  EXPECT_EQ(told.bytes, kSize);
+  memory[1] = std::byte{1};
+  const pid_t child = fork();
+  if (child == 0) {
+    std::byte* theirs = map_shared_pages(told.fd, told.bytes);
+    if (theirs == nullptr || theirs == memory || theirs[1] != std::byte{1}) _exit(1);
+    theirs[2] = std::byte{2};
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(memory[2], std::byte{2});
+  EXPECT_EQ(fcntl(told.fd, F_GETFD), FD_CLOEXEC);
+  backend.free(memory);
+  EXPECT_EQ(fcntl(told.fd, F_GETFD), -1);
+  EXPECT_EQ(backend.allocated(), Bytes{0});
+}
+
+TEST(HostBackendTest, opened_memory_is_no_allocation_and_outlives_the_descriptor) {
+  HostBackend lender(roomy()), borrower({Bytes{0}, {}, {}});
+  std::byte* memory = lender.allocate_shared(kSize);
+  SharedMemory told = lender.shared(memory);
+  std::byte* opened = borrower.open_shared(told);
+  lender.free(memory);
+  opened[0] = std::byte{1};
+  borrower.close_shared(opened);
+  EXPECT_THROW(borrower.close_shared(opened), InvariantError);
+  EXPECT_THROW(borrower.open_shared(told), MachineError);  // the descriptor is gone
+  memory = lender.allocate_shared(kSize);
+  told = lender.shared(memory);
+  told.bytes += Bytes{1};
+  EXPECT_THROW(borrower.open_shared(told), MachineError);
+  borrower.open_shared(lender.shared(memory));  // closed with the backend
+  lender.free(memory);
+}
+
+TEST(HostBackendTest, hostile_swaps_with_a_peer_keep_every_byte) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    HostBackendOptions options = roomy();
+    options.hostility = {seed, 50, {}, true};
+    HostBackend lender(roomy()), backend(options);
+    std::byte* lent = lender.allocate_shared(kSize);
+    std::byte* opened = backend.open_shared(lender.shared(lent));
+    std::byte* window = backend.allocate(kSize);
+    const Bytes half{kSize.count / 2};
+    std::vector<std::vector<std::byte>> homes, results;
+    for (int i = 0; i < 20; ++i) {
+      homes.push_back(filled(i + 1));
+      results.push_back(filled(0));
+    }
+    std::vector<Ticket> taken;
+    for (std::size_t i = 0; i < homes.size(); ++i) {
+      const Ticket arrived = backend.submit(kFetch, {{{window, homes[i].data(), kSize}}, {}}, taken);
+      const Ticket there = backend.submit(
+          kPeer, {{{opened, window, half, 1}, {opened + half.count, window + half.count, half, 2}}, {}}, {arrived});
+      const Ticket vacated = backend.submit(label(Lane::fetch, Verb::poison), {{}, {{window, kSize}}}, {there});
+      const Ticket back = backend.submit(kPeer, {{{window, opened, kSize, 3}}, {}}, {vacated});
+      taken = {backend.submit(kDrain, {{{results[i].data(), window, kSize}}, {}}, {back})};
+    }
+    taken.front()->wait_passed();
+    EXPECT_EQ(results, homes);
+    EXPECT_EQ(backend.stats(Lane::peer).num_ops, 40);
+    backend.close();
+    backend.free(window);
+    lender.free(lent);
+  }
+}
+
+TEST(HostBackendTest, a_peer_copy_waits_fails_and_is_closed_like_any_other) {
+  HostBackend backend(roomy());
+  auto late = std::make_shared<HostTicket>(kUpdate), never = std::make_shared<HostTicket>(kUpdate);
+  const Ticket failed = backend.submit(kPeer, {}, {late});
+  const Ticket behind = backend.submit(kPeer, {}, {});
+  EXPECT_FALSE(behind->passed());
+  late->fail(reason("lost"));
+  EXPECT_EQ(failure_of(failed), "lost");
+  EXPECT_EQ(failure_of(behind), "");
+  backend.idle();
+  const Ticket queued = backend.submit(kPeer, {}, {never});
+  backend.close();
+  EXPECT_NE(failure_of(queued), "");
+}
+
+TEST(TimingTest, a_transfer_takes_as_long_as_its_slowest_link_and_its_fills) {
+  const LaneLimit limit{1.0, 100};
+  std::byte* at = nullptr;
+  Transfer transfer;
+  EXPECT_EQ(least_duration_ns(limit, transfer), 100'000);
+  transfer.copies = {{at, at, Bytes{3000}, 1}, {at, at, Bytes{5000}, 2}, {at, at, Bytes{4000}, 1}, {at, at, Bytes{1}}};
+  EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, Bytes{7000}));
+  transfer.poison = {{at, Bytes{10}}};
+  EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, Bytes{7010}));
+  for (CopySpan& copy : transfer.copies) copy.link = 0;
+  EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, transfer.bytes()));
 }
 
 TEST(HostBackendTest, hostile_lanes_and_streams_never_outrun_a_ticket) {

@@ -41,6 +41,10 @@ class Registry final : public Backend {
   std::string name() const override { return "registry"; }
   std::byte* allocate(Bytes) override { return nullptr; }
   void free(std::byte*) override {}
+  std::byte* allocate_shared(Bytes) override { return nullptr; }
+  SharedMemory shared(std::byte*) const override { return {}; }
+  std::byte* open_shared(const SharedMemory&) override { return nullptr; }
+  void close_shared(std::byte*) override {}
   Bytes allocated() const override { return {}; }
   Bytes capacity() const override { return {}; }
   std::int64_t num_allocations() const override { return 0; }

@@ -1,8 +1,12 @@
 """The machines that the contract suite runs on: the host, CUDA over the fake runtime, and a real device."""
 
 import mmap
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +17,7 @@ from noria import _C
 
 BUILD = Path(__file__).parents[3] / "build" / "current"
 MIB = 1 << 20
+PATIENCE_S = 60
 
 
 class Machine:
@@ -26,6 +31,8 @@ class Machine:
         self.backends: list[Any] = []
         self.homes: list[tuple[Any, np.ndarray]] = []
         self.held: list[Any] = []
+        self.lent: list[tuple[Any, int]] = []
+        self.lenders: list[Lender] = []
 
     def backend(self, capacity: int = 64 * MIB, **options: Any) -> Any:
         self.backends.append(self.make(capacity, **options))
@@ -59,6 +66,19 @@ class Machine:
         backend.submit("drain", [(home.ctypes.data, memory, num_bytes)], waits=waits).wait_passed()
         return home.tobytes()
 
+    def opened(self, backend: Any, content: bytes) -> int:
+        """Memory of another backend that holds these bytes, opened by this one."""
+        lender = self.backend()
+        memory = lender.allocate_shared(len(content))
+        self.lent.append((lender, memory))
+        home = self.home(lender, content)
+        lender.submit("fetch", [(memory, home.ctypes.data, home.nbytes)]).wait_passed()
+        return backend.open_shared(lender.shared(memory))
+
+    def lender(self) -> "Lender":
+        self.lenders.append(Lender(self))
+        return self.lenders[-1]
+
     def ticket(self, **label: Any) -> Any:
         """A ticket that the test itself gives; given at the latest when the test ends."""
         self.held.append(self.module.HostTicket(**label))
@@ -83,6 +103,45 @@ class Machine:
             backend.close()
         for backend, array in self.homes:
             backend.unregister_home(array.ctypes.data)
+        for lender, memory in self.lent:
+            lender.free(memory)
+        for process in self.lenders:
+            process.close()
+
+
+class Lender:
+    """Another process with a backend of the same kind, which lends device memory: lender.py."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.module = machine.module
+        ours, theirs = socket.socketpair()
+        with theirs:
+            script = [sys.executable, str(Path(__file__).with_name("lender.py")), machine.name, str(theirs.fileno())]
+            self.process = subprocess.Popen(script, pass_fds=[theirs.fileno()])
+        self.pipe = Connection(ours.detach())
+
+    def _answer(self) -> Any:
+        assert self.pipe.poll(PATIENCE_S), "the lender does not answer"
+        return self.pipe.recv()
+
+    def lend(self, content: bytes) -> Any:
+        """Memory there that holds these bytes, as it is told. The descriptor in it is the caller's."""
+        self.pipe.send(("lend", content))
+        num_bytes, has_fd, handle = self._answer()
+        return self.module.SharedMemory(num_bytes, recv_handle(self.pipe) if has_fd else -1, handle)
+
+    def read(self) -> bytes:
+        """What the memory that was lent last holds, as its owner sees it."""
+        self.pipe.send(("read",))
+        return self._answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.pipe.close()
+        assert self.process.wait(PATIENCE_S) in (0, -9)
 
 
 class Host(Machine):
@@ -161,6 +220,10 @@ class Cuda(Machine):
     def make(self, capacity: int, **options: Any) -> Any:
         return _C.make_cuda_backend(options.pop("device", 0), capacity, options)
 
+    def opened(self, backend: Any, content: bytes) -> int:
+        # A process cannot open what it has exported itself.
+        return backend.open_shared(self.lender().lend(content))
+
     def stream(self, backend: Any) -> int:
         import torch
 
@@ -190,6 +253,9 @@ class Cuda(Machine):
         return lambda: None
 
 
+MACHINES = {"host": Host, "fake_cuda": FakeCuda, "staged_fake_cuda": StagedFakeCuda, "cuda": Cuda}
+
+
 def import_fake_cuda() -> ModuleType:
     if str(BUILD) not in sys.path:
         sys.path.append(str(BUILD))
@@ -206,8 +272,7 @@ def opened(machine: type[Machine]) -> Iterator[Machine]:
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if request.param == "cuda" and (reason := _C.cuda_absent_reason()):
         pytest.skip(f"needs a CUDA device: {reason}")
-    machines = {"host": Host, "fake_cuda": FakeCuda, "staged_fake_cuda": StagedFakeCuda, "cuda": Cuda}
-    yield from opened(machines[request.param])
+    yield from opened(MACHINES[request.param])
 
 
 @pytest.fixture

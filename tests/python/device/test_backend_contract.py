@@ -1,11 +1,13 @@
 """The contract of csrc/device/backend.h, one suite for every backend. See conftest.py for the machines."""
 
+import ctypes
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,11 @@ def blocks_until_passed(wait: Callable[[], Any], tickets: list[Any], release: Ca
     returned.set()
     assert releasing.join() is None
     assert all(passed)
+
+
+def swap(backend: Any, copies: list[tuple[int, int, int]], **options: Any) -> Any:
+    """An op of the peer lane."""
+    return backend.submit("peer", copies, **{"verb": "offload", **options})
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -243,6 +250,267 @@ def test_home_memory_is_read_only_after_what_writes_it(machine):
     assert machine.drained(backend, second, size) == content
 
 
+# ---- memory of other processes, and the peer lane ----
+
+
+def noria_memfds() -> tuple[int, int]:
+    """How many of ours this process has open, and has mapped."""
+    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:noria")
+    return sum("memfd:noria" in link for link in links), mapped
+
+
+def test_shared_memory_is_counted_as_any_other_and_given_back_whole(machine):
+    before = noria_memfds()
+    backend = machine.backend(capacity=10_000)
+    memory = backend.allocate_shared(6000)
+    assert memory % _C.TENSOR_ALIGNMENT == 0
+    assert (backend.allocated, backend.num_allocations) == (6000, 1)
+    told = backend.shared(memory)
+    assert told.bytes == 6000
+    assert (told.fd >= 0, any(told.handle)) == ((True, False) if machine.name == "host" else (False, True))
+    for allocate in (backend.allocate, backend.allocate_shared):
+        with pytest.raises(_C.MachineError, match=r"capacity of 9\.8 KiB"):
+            allocate(4001)
+    other = backend.allocate_shared(1)  # not in the block of 2 MiB that is opened as a whole
+    assert abs(other - memory) >= 2 * MIB
+    backend.free(other)
+    backend.free(memory)
+    assert backend.allocated == 0
+    assert noria_memfds() == before
+
+
+def test_another_process_reads_and_writes_what_it_has_opened(machine):
+    """The lender is a process of its own; it does nothing per copy."""
+    backend, lender, size = machine.backend(), machine.lender(), 70_001
+    theirs, ours = noise(size, 1), noise(size, 2)
+    before = noria_memfds()
+    told = lender.lend(theirs)
+    opened = backend.open_shared(told)
+    if told.fd >= 0:
+        os.close(told.fd)  # the mapping is the backend's own
+    assert backend.allocated == 0
+    memory = machine.fetched(backend, ours)
+    mirror = backend.allocate(size)
+    back = swap(backend, [(mirror, opened, size)])
+    assert machine.drained(backend, mirror, size, [back]) == theirs
+    swap(backend, [(opened + 100, memory + 100, 5000)]).wait_passed()
+    assert lender.read() == theirs[:100] + ours[100:5100] + theirs[5100:]
+    backend.idle()
+    backend.close_shared(opened)
+    assert noria_memfds() == before
+    with pytest.raises(_C.InvariantError, match="not open"):
+        backend.close_shared(opened)
+
+
+def test_a_killed_lender_leaves_nothing_behind_and_takes_nothing_away(host):
+    backend, lender = host.backend(), host.lender()
+    content = noise(4096)
+    told = lender.lend(content)
+    opened = backend.open_shared(told)
+    os.close(told.fd)
+    lender.kill()
+    memory = backend.allocate(4096)
+    assert host.drained(backend, memory, 4096, [swap(backend, [(memory, opened, 4096)])]) == content
+    assert not [name for name in os.listdir("/dev/shm") if "noria" in name]
+
+
+def test_what_cannot_be_opened_is_said_with_the_reason(machine):
+    backend, told = machine.backend(), machine.module.SharedMemory
+    if machine.name != "host":
+        with pytest.raises(_C.MachineError, match=r"cudaIpcOpenMemHandle of 4\.0 KiB"):
+            backend.open_shared(told(4096, handle=bytes(64)))
+        return
+    memory = backend.allocate_shared(4096)
+    fd = backend.shared(memory).fd
+    with pytest.raises(_C.MachineError, match=r"opening shared memory of 4\.0 KiB .*: it holds 4096 bytes of 4097"):
+        backend.open_shared(told(4097, fd))
+    os.fstat(fd)  # still there
+    with pytest.raises(_C.MachineError, match="Bad file descriptor"):
+        backend.open_shared(told(4096, -1))
+    with pytest.raises(_C.InvariantError, match="not shared"):
+        backend.shared(backend.allocate(4096))
+
+
+def test_what_is_open_at_close_is_closed_there(machine):
+    before = noria_memfds()
+    backend = machine.backend()
+    opened = machine.opened(backend, noise(64))
+    count = machine.module.alive()["opened"] if machine.name == "fake_cuda" else 1
+    backend.close()
+    backend.close_shared(opened)  # nothing is left to do
+    if machine.name == "fake_cuda":
+        assert machine.module.alive()["opened"] == count - 1
+    if machine.name == "host":
+        assert noria_memfds() == (before[0] + 1, before[1] + 1)  # the lender's
+
+
+def test_what_is_opened_twice_is_closed_twice(machine):
+    if machine.name == "cuda":
+        pytest.skip("needs two openings of one handle in this process: as the fake runtime has it, read and not run")
+    lender, backend = machine.backend(), machine.backend()
+    shared, memory = lender.allocate_shared(4096), backend.allocate(4096)
+    first, second = (backend.open_shared(lender.shared(shared)) for _ in range(2))
+    assert (first == second) == (machine.name == "fake_cuda")
+    backend.close_shared(first)
+    swap(backend, [(memory, second, 4096)]).wait_passed()
+    backend.idle()
+    backend.close_shared(second)
+    with pytest.raises(_C.InvariantError, match="exactly one side"):
+        swap(backend, [(memory, second, 4096)])
+    lender.free(shared)
+
+
+def test_the_peer_lane_has_memory_of_another_on_exactly_one_side(machine):
+    backend, size = machine.backend(), 4096
+    own, opened = [machine.fetched(backend, noise(size)) for _ in range(2)], machine.opened(backend, noise(size))
+    home = machine.home(backend, size)
+    for to, from_, count in (
+        (own[0], own[1], size),
+        (opened, opened, size),
+        (address(home), own[0], size),
+        (opened, own[0], size + 1),
+        (own[0], opened + 1, size),
+    ):
+        with pytest.raises(_C.InvariantError, match="exactly one side"):
+            swap(backend, [(to, from_, count)])
+
+
+def test_the_peer_lane_passes_its_ops_in_the_order_of_submission(machine):
+    backend, size = machine.backend(), 4096
+    opened, result, held = machine.opened(backend, bytes(size)), backend.allocate(size), machine.ticket()
+    sources = [machine.fetched(backend, noise(size, seed)) for seed in range(8)]
+    ops = [
+        swap(backend, [(opened, source, size)], waits=[held] if i == 0 else [], links=[i % 3])
+        for i, source in enumerate(sources)
+    ]
+    back = swap(backend, [(result, opened, size)], links=[5])
+    machine.drained(backend, sources[0], size)  # the other lanes are free to run
+    assert not any(op.passed() for op in ops)
+    held.pass_()
+    assert machine.drained(backend, result, size, [back]) == noise(size, 7)
+    assert all(op.passed() for op in ops)
+
+
+@pytest.mark.parametrize("giver", ["host ticket", "fetch lane", "compute stream"])
+def test_a_copy_over_any_link_sees_what_its_givers_did_however_late(machine, giver):
+    backend, size = machine.backend(), 5000
+    content = noise(2 * size)
+    opened, memory = machine.opened(backend, bytes(2 * size)), machine.fetched(backend, bytes(2 * size))
+    result, stream, held = backend.allocate(2 * size), machine.stream(backend), machine.ticket()
+    if giver == "host ticket":
+        machine.drained(backend, memory, 1)
+        source = machine.fetched(backend, content)
+        waits, release = [held], held.pass_
+    elif giver == "fetch lane":
+        source, home = memory, machine.home(backend, content)
+        waits = [backend.submit("fetch", [(memory, address(home), 2 * size)], waits=[held])]
+        release = held.pass_
+    else:
+        source, scratch = memory, machine.fetched(backend, content)
+        release = machine.hold(backend, stream)
+        machine.copy_on(backend, stream, memory, scratch, 2 * size)
+        waits = [backend.open()]
+        backend.give(waits[0], stream)
+    copies = [(opened + at, source + at, size) for at in (0, size)]
+    lent = swap(backend, copies, waits=waits, links=[1, 2])
+    assert not lent.passed()
+    back = swap(backend, [(result, opened, 2 * size)], waits=[lent], links=[2])
+    release()
+    assert machine.drained(backend, result, 2 * size, [back]) == content
+
+
+def test_a_failed_wait_fails_the_copy_to_a_peer_and_its_lane_goes_on(machine):
+    backend = machine.backend()
+    content = noise(256)
+    opened, memory, late = machine.opened(backend, content), machine.fetched(backend, noise(256, 1)), machine.ticket()
+    failed = swap(backend, [(opened, memory, 256)], waits=[late])
+    after = swap(backend, [(memory, opened, 256)])
+    late.fail("the fetch of blocks.3 failed")
+    with pytest.raises(_C.MachineError, match=r"the fetch of blocks\.3 failed"):
+        failed.wait_passed()
+    assert machine.drained(backend, memory, 256, [after]) == content
+
+
+def test_an_idle_backend_has_no_copy_to_a_peer_under_way(machine):
+    backend = machine.backend(hold_us={"offload": 20_000})
+    opened, memory = machine.opened(backend, noise(256)), machine.fetched(backend, noise(256))
+    began = time.monotonic()
+    lent = swap(backend, [(opened, memory, 256)])
+    backend.idle()
+    assert lent.passed()
+    assert time.monotonic() - began >= 0.020  # held back, as the hostile setting has it
+
+
+def test_a_peer_s_memory_can_be_poisoned(machine):
+    backend = machine.backend(seed=1, poison=True)
+    content = noise(1000)
+    opened, memory = machine.opened(backend, content), backend.allocate(1000)
+    swap(backend, [], poison=[(opened + 100, 300)], verb="poison").wait_passed()
+    back = swap(backend, [(memory, opened, 1000)])
+    assert machine.drained(backend, memory, 1000, [back]) == content[:100] + b"\xff" * 300 + content[400:]
+
+
+def test_shared_memory_is_poisoned_before_it_is_used(host):
+    backend = host.backend(seed=1, poison=True)
+    assert host.drained(backend, backend.allocate_shared(5000), 5000) == b"\xff" * 5000
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(1, 1 << 40))
+def test_no_delay_loses_a_byte_on_its_way_to_a_peer_and_back(machine, seed):
+    """One window and one range of the peer's, used again every round: every wait matters."""
+    if machine.name == "cuda":
+        pytest.skip("one process for each example")
+    backend, trace = machine.backend(seed=seed, max_delay_us=200), _C.Trace(1000)
+    backend.set_trace(trace)
+    size, half, rounds = 4096, 2048, 8
+    window, opened = backend.allocate(size), machine.opened(backend, bytes(size))
+    homes = [machine.home(backend, noise(size, i)) for i in range(rounds)]
+    results = [machine.home(backend, size) for _ in range(rounds)]
+    last: list[Any] = []
+    for i in range(rounds):
+        fetch = backend.submit("fetch", [(window, address(homes[i]), size)], waits=last, op=5 * i)
+        halves = [(opened + at, window + at, half) for at in (0, half)]
+        there = swap(backend, halves, waits=[fetch], op=5 * i + 1, links=[i % 2, 2])
+        gone = backend.submit("fetch", [], poison=[(window, size)], waits=[there], op=5 * i + 2, verb="poison")
+        halves = [(window + at, opened + at, half) for at in (0, half)]
+        back = swap(backend, halves, waits=[gone], op=5 * i + 3, links=[3, i % 3])
+        last = [backend.submit("drain", [(address(results[i]), window, size)], waits=[back], op=5 * i + 4)]
+    last[0].wait_passed()
+    backend.idle()
+    for home, result in zip(homes, results, strict=True):
+        assert result.tobytes() == home.tobytes()
+    spans = [span for span in trace.spans() if span.lane == "peer"]
+    assert [span.op for span in spans] == sorted(span.op for span in spans) and len(spans) == 2 * rounds
+    assert all(a.end_us <= b.start_us + 1 for a, b in itertools.pairwise(spans))
+    stats = backend.stats("peer")
+    assert (stats["num_ops"], stats["bytes"]) == (2 * rounds, 2 * rounds * size)
+    backend.close()
+
+
+def test_links_are_made_once(machine):
+    backend, size = machine.backend(), 4096
+    opened, memory = machine.opened(backend, bytes(size)), backend.allocate(size)
+
+    def step() -> None:
+        copies = [(opened, memory, 1024), (opened + 1024, memory + 1024, 1024), (memory + 2048, opened + 2048, 1024)]
+        swap(backend, copies, links=[4, 9, 2]).wait_passed()
+        backend.idle()
+
+    def taken() -> tuple[int, ...]:
+        made = ("cudaMalloc", "cudaIpcOpenMemHandle", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags")
+        counts = machine.module.counts() if machine.name == "fake_cuda" else {}
+        return (backend.num_events, backend.num_allocations, *(counts.get(call, 0) for call in made))
+
+    for _ in range(10):
+        step()
+    before = taken()
+    for _ in range(100):
+        step()
+    assert taken() == before
+
+
 # ---- the compute lane ----
 
 
@@ -378,6 +646,7 @@ def test_a_forked_child_neither_hangs_nor_joins_the_parents_threads(machine):
     backend = machine.backend()
     held = machine.ticket()
     queued = backend.submit("fetch", [], waits=[held])
+    opened = machine.opened(backend, noise(64))
     child = os.fork()
     if child == 0:
         signal.alarm(PATIENCE_S)
@@ -387,9 +656,14 @@ def test_a_forked_child_neither_hangs_nor_joins_the_parents_threads(machine):
         except _C.MachineError as error:
             told = "a forked child has no lanes" in str(error)
         backend.idle()
+        backend.close_shared(opened)
         backend.close()
+        if machine.name == "fake_cuda":
+            told = told and "cudaIpcCloseMemHandle" not in machine.module.counts()
         os._exit(0 if told else 1)
     assert os.waitpid(child, 0)[1] == 0
+    memory = backend.allocate(64)
+    swap(backend, [(memory, opened, 64)]).wait_passed()
     held.pass_()
     queued.wait_passed()  # the parent's lanes are as they were
 
@@ -583,6 +857,18 @@ def test_a_limited_lane_is_busy_for_at_least_bytes_over_bandwidth_and_latency(ho
     assert all(a.end_us <= b.start_us + 1 for a, b in itertools.pairwise(spans))  # one at a time
 
 
+def test_a_copy_over_many_links_takes_the_time_of_one(host):
+    """In turn they would take 10 s: nothing here is compared with less than a quarter of that."""
+    link_us, links = 20_000, 500
+    backend = host.backend(limits={"peer": (4096 / 2**30 / (link_us / 1e6), 0.0)})
+    opened, memory = host.opened(backend, bytes(4096 * links)), backend.allocate(4096 * links)
+    copies = [(opened + 4096 * i, memory + 4096 * i, 4096) for i in range(links)]
+    swap(backend, copies, links=range(links)).wait_passed()
+    assert link_us <= backend.stats("peer")["busy_us"] < link_us * links / 4
+    swap(backend, copies[:3], links=[7, 7, 8]).wait_passed()
+    assert backend.stats("peer")["busy_us"] >= 3 * link_us  # the same link carries two in turn
+
+
 def test_a_broken_compute_stream_fails_its_tickets(host):
     backend = host.backend()
     stream, late = backend.create_stream(), host.ticket()
@@ -598,6 +884,19 @@ def test_a_broken_compute_stream_fails_its_tickets(host):
 
 
 # ---- CUDA's own rules, over the fake runtime ----
+
+
+def lend(backend: Any, memory: int) -> None:
+    """To itself, as only the fake allows."""
+    shared = backend.allocate_shared(2048)
+    try:
+        opened = backend.open_shared(backend.shared(shared))
+        try:
+            swap(backend, [(opened, memory, 2048)]).wait_passed()
+        finally:
+            backend.close_shared(opened)
+    finally:
+        backend.free(shared)
 
 
 def use(machine: Any, backend: Any) -> None:
@@ -619,6 +918,7 @@ def use(machine: Any, backend: Any) -> None:
                 poison = backend.submit("fetch", [], poison=[(memory, 2048)], waits=[drain], verb="poison")
                 for ticket in (fetch, visit, drain, poison):
                     ticket.wait_passed()
+                lend(backend, memory)
             finally:
                 backend.idle()
                 backend.free(memory)
@@ -639,6 +939,9 @@ INJECTED = {
     "cudaEventCreateWithFlags": "",
     "cudaEventRecord": "",
     "cudaStreamWaitEvent": "",
+    "cudaIpcGetMemHandle": "2.0 KiB (2048 bytes)",
+    "cudaIpcOpenMemHandle": "2.0 KiB (2048 bytes)",
+    "cudaIpcCloseMemHandle": "2.0 KiB (2048 bytes)",
 }
 
 
@@ -652,8 +955,88 @@ def test_a_failing_cuda_call_is_named_with_its_sizes_and_leaves_nothing_behind(f
     assert call in str(caught.value) and INJECTED[call] in str(caught.value)
     assert "on cuda:0" in str(caught.value) and "cudaErrorUnknown" in str(caught.value)
     assert fake.pending_error() == 0
-    if call not in ("cudaFree", "cudaHostUnregister"):  # the fake still holds what could not be given back
+    # What could not be given back, the fake still holds.
+    if call not in ("cudaFree", "cudaHostUnregister", "cudaIpcCloseMemHandle"):
         use(fake_cuda, backend)
+
+
+def test_copies_over_different_links_go_side_by_side_and_the_op_is_all_of_them(fake_cuda):
+    backend, size = fake_cuda.backend(), 4096
+    opened = fake_cuda.opened(backend, bytes(2 * size))
+    swap(backend, [(opened, backend.allocate(1), 1)], links=[1]).wait_passed()  # the lane's own stream
+    content = noise(size)
+    for slow, fast in ((opened, opened + size), (opened + size, opened)):
+        memory = fake_cuda.fetched(backend, content)
+        ctypes.memset(opened, 0, 2 * size)  # the device of the fake is the host's
+        held = fake_cuda.ticket()
+        fake_cuda.module.hold_copy(slow, held)
+        lent = swap(backend, [(opened, memory, size), (opened + size, memory, size)], links=[1, 2])
+        behind = swap(backend, [], poison=[(memory, 1)])
+        until(lambda fast=fast: ctypes.string_at(fast, size) == content)
+        assert not lent.passed() and ctypes.string_at(slow, size) == bytes(size)
+        returned = threading.Event()
+        releasing = Started(lambda held=held, returned=returned: (returned.wait(0.05), held.pass_()))
+        behind.wait_passed()
+        assert lent.passed() and ctypes.string_at(slow, size) == content
+        returned.set()
+        assert releasing.join() is None
+
+
+@pytest.mark.parametrize("call", ["cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_copy_that_fails_leaves_the_links_to_the_next(fake_cuda, call, nth):
+    backend, size = fake_cuda.backend(), 4096
+    content = noise(size)
+    opened, memory = fake_cuda.opened(backend, bytes(3 * size)), fake_cuda.fetched(backend, content)
+    copies = [(opened + i * size, memory, size) for i in range(3)]
+    swap(backend, copies, links=[1, 2, 3]).wait_passed()
+    ctypes.memset(opened, 0, 3 * size)
+    held = fake_cuda.ticket()
+    for to, _, _ in copies[1:]:
+        fake_cuda.module.hold_copy(to, held)
+    fake_cuda.module.fail_next(call, nth, 700)
+    failed = swap(backend, copies, links=[1, 2, 3])
+    behind = swap(backend, [], poison=[(memory, size)])
+    returned = threading.Event()
+    releasing = Started(lambda: (returned.wait(0.05), held.pass_()))
+    behind.wait_passed()
+    returned.set()
+    assert releasing.join() is None
+    with pytest.raises(_C.MachineError, match=call):
+        failed.wait_passed()
+    for to, _, _ in copies:  # what was begun was over before the source was overwritten
+        assert ctypes.string_at(to, size) in (bytes(size), content)
+    swap(backend, [(memory, opened, size)], links=[2]).wait_passed()
+
+
+@pytest.mark.parametrize("call", ["cudaEventCreateWithFlags", "cudaStreamCreateWithFlags"])
+def test_a_link_that_could_not_be_made_is_made_in_the_next_op(fake_cuda, call):
+    backend, size = fake_cuda.backend(), 4096
+    opened, memory = fake_cuda.opened(backend, bytes(size)), fake_cuda.fetched(backend, noise(size))
+    swap(backend, [(opened, memory, 1)], links=[1]).wait_passed()
+    fake_cuda.module.fail_next(call)
+    with pytest.raises(_C.MachineError, match=call):
+        swap(backend, [(opened, memory, size)], links=[2]).wait_passed()
+    swap(backend, [(opened, memory, size)], links=[2]).wait_passed()
+    assert ctypes.string_at(opened, size) == noise(size)
+
+
+def test_what_is_open_is_closed_after_the_last_copy_and_before_the_streams(fake_cuda):
+    fake, backend = fake_cuda.module, fake_cuda.backend()
+    opened, memory = fake_cuda.opened(backend, noise(64)), backend.allocate(64)
+    swap(backend, [(memory, opened, 64), (memory, opened, 64)], links=[1, 2])
+    backend.idle()
+    streams, begun = fake.alive()["streams"], len(fake.log())
+    backend.close()
+    calls = [call for call in fake.log()[begun:] if call.startswith(("cudaStream", "cudaIpc"))]
+    assert calls == ["cudaStreamSynchronize"] * 3 + ["cudaIpcCloseMemHandle"] + ["cudaStreamDestroy"] * 4
+    assert fake.alive()["streams"] == streams - 4
+    another = fake_cuda.backend()
+    opened = fake_cuda.opened(another, noise(64))
+    fake.fail_next("cudaIpcCloseMemHandle")
+    with pytest.raises(_C.MachineError, match="closing the lanes on cuda:0 failed"):
+        another.close()
+    assert fake.alive()["streams"] <= streams
 
 
 def test_a_device_that_cannot_be_waited_for_is_said(fake_cuda):
@@ -671,7 +1054,7 @@ def test_a_device_that_cannot_be_waited_for_is_said(fake_cuda):
 
 def test_a_backend_that_cannot_be_made_says_why(fake_cuda):
     fake = fake_cuda.module
-    for nth in (1, 2):
+    for nth in (1, 2, 3):
         fake.fail_next("cudaStreamCreateWithFlags", nth)
         with pytest.raises(_C.MachineError, match="cudaStreamCreateWithFlags on cuda:0 failed"):
             fake.make_cuda_backend(0, MIB)
@@ -811,9 +1194,13 @@ def test_the_null_stream_means_the_default_stream_and_the_caller(fake_cuda):
 
 
 def test_nothing_of_a_closed_backend_stays_alive(fake_cuda):
-    fake = fake_cuda.module
+    fake, lender = fake_cuda.module, fake_cuda.backend()
+    lent = lender.shared(lender.allocate_shared(64))
     before = fake.alive()
     backend = fake.make_cuda_backend(0, MIB)
+    opened, memory = backend.open_shared(lent), backend.allocate(64)
+    swap(backend, [(opened, memory, 32), (opened + 32, memory + 32, 32)], links=[1, 2]).wait_passed()
+    backend.free(memory)
     ticket = backend.open()
     backend.give(ticket)
     backend.submit("fetch", [], waits=[ticket]).wait_passed()

@@ -11,6 +11,10 @@
 #include <thread>
 #include <utility>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 namespace {
 
 struct Record {  // one recording of an event
@@ -81,6 +85,28 @@ namespace {
 
 using Range = std::pair<std::size_t, int>;  // size, device
 
+constexpr std::size_t kPage = 4096;
+std::size_t whole_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
+
+/// All memory of a device.
+struct Block {
+  int fd = -1;
+  std::byte* begin = nullptr;
+};
+
+/// What a cudaIpcMemHandle_t holds, without gaps: handles are compared.
+struct Handle {
+  pid_t pid;
+  int fd;
+  std::size_t offset, size;
+};
+static_assert(sizeof(Handle) == 2 * sizeof(int) + 2 * sizeof(std::size_t));
+
+struct Opened {
+  cudaIpcMemHandle_t handle;
+  int times;
+};
+
 struct World {
   std::mutex mutex;
   std::map<std::string, std::int64_t> counts;
@@ -91,7 +117,10 @@ struct World {
     cudaError_t error;
   };
   std::vector<Injected> injected;
-  std::map<const std::byte*, Range> device_memory, registered;
+  Block blocks[fake_cuda::kNumDevices];
+  std::map<const std::byte*, Range> device_memory, registered, opened_ranges;
+  std::map<const std::byte*, Opened> opened;
+  std::map<const void*, std::function<void()>> held_copies;
   std::int64_t num_empty_waits = 0;
   std::size_t used[fake_cuda::kNumDevices] = {};
   std::set<cudaStream_t> streams;
@@ -142,7 +171,34 @@ const Range* holder(const std::map<const std::byte*, Range>& ranges, const void*
   return start + size <= found->first + found->second.first ? &found->second : nullptr;
 }
 
-/// Caller holds the world's mutex.
+/// Caller holds the world's mutex, as below. The device's own memory, or what was opened on it.
+bool on_device(int device, const void* memory, std::size_t size) {
+  for (const auto* ranges : {&world().device_memory, &world().opened_ranges}) {
+    const Range* found = holder(*ranges, memory, size);
+    if (found != nullptr && found->second == device) return true;
+  }
+  return false;
+}
+
+/// The first gap that is large enough, or null.
+std::byte* gap(int device, std::size_t size) {
+  World& w = world();
+  Block& block = w.blocks[device];
+  if (block.begin == nullptr) {
+    block.fd = memfd_create("fake_cuda", MFD_CLOEXEC);
+    if (ftruncate(block.fd, fake_cuda::kDeviceMemory) != 0) std::abort();
+    void* begin = mmap(nullptr, fake_cuda::kDeviceMemory, PROT_READ | PROT_WRITE, MAP_SHARED, block.fd, 0);
+    if (begin == MAP_FAILED) std::abort();
+    block.begin = static_cast<std::byte*>(begin);
+  }
+  std::byte* begin = block.begin;
+  for (auto it = w.device_memory.lower_bound(begin); it != w.device_memory.end(); ++it) {
+    if (it->second.second != device || begin + size <= it->first) break;
+    begin = block.begin + (it->first - block.begin) + whole_pages(it->second.first);
+  }
+  return begin + size <= block.begin + fake_cuda::kDeviceMemory ? begin : nullptr;
+}
+
 cudaStream_t resolve(cudaStream_t stream) {
   World& w = world();
   if (stream != nullptr && stream != cudaStreamLegacy) return w.streams.count(stream) ? stream : nullptr;
@@ -178,6 +234,7 @@ void reset() {
   w.counts.clear();
   w.log.clear();
   w.injected.clear();
+  w.held_copies.clear();
   w.registered.clear();
 }
 
@@ -190,7 +247,8 @@ Alive alive() {
   World& w = world();
   std::lock_guard lock(w.mutex);
   return {static_cast<std::int64_t>(w.device_memory.size()), static_cast<std::int64_t>(w.registered.size()),
-          static_cast<std::int64_t>(w.streams.size()), static_cast<std::int64_t>(w.events.size())};
+          static_cast<std::int64_t>(w.streams.size()), static_cast<std::int64_t>(w.events.size()),
+          static_cast<std::int64_t>(w.opened.size())};
 }
 
 cudaError_t pending_error() { return last_error; }
@@ -200,6 +258,11 @@ cudaStream_t make_stream() {
   std::lock_guard lock(world().mutex);
   world().streams.insert(stream);
   return stream;
+}
+
+void hold_copy(const void* to, std::function<void()> until) {
+  std::lock_guard lock(world().mutex);
+  world().held_copies[to] = std::move(until);
 }
 
 void run_on(cudaStream_t stream, std::function<void()> work) {
@@ -229,6 +292,8 @@ const char* cudaGetErrorName(cudaError_t error) {
     return "cudaErrorMemoryAllocation";
   case cudaErrorInvalidDevice:
     return "cudaErrorInvalidDevice";
+  case cudaErrorMapBufferObjectFailed:
+    return "cudaErrorMapBufferObjectFailed";
   case cudaErrorInvalidResourceHandle:
     return "cudaErrorInvalidResourceHandle";
   case cudaErrorNotReady:
@@ -280,7 +345,8 @@ cudaError_t cudaMalloc(void** memory, std::size_t size) {
   World& w = world();
   std::lock_guard lock(w.mutex);
   if (w.used[current_device] + size > fake_cuda::kDeviceMemory) return leave(cudaErrorMemoryAllocation);
-  *memory = std::aligned_alloc(512, (size + 511) / 512 * 512);
+  *memory = gap(current_device, size);
+  if (*memory == nullptr) return leave(cudaErrorMemoryAllocation);
   w.used[current_device] += size;
   w.device_memory[static_cast<std::byte*>(*memory)] = {size, current_device};
   return cudaSuccess;
@@ -293,8 +359,64 @@ cudaError_t cudaFree(void* memory) {
   const auto found = w.device_memory.find(static_cast<std::byte*>(memory));
   if (found == w.device_memory.end()) return leave(cudaErrorInvalidValue);
   w.used[found->second.second] -= found->second.first;
+  madvise(memory, whole_pages(found->second.first), MADV_REMOVE);
   w.device_memory.erase(found);
-  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  ENTER("cudaIpcGetMemHandle");
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  const auto found = w.device_memory.find(static_cast<std::byte*>(memory));
+  if (found == w.device_memory.end()) return leave(cudaErrorInvalidValue);
+  const auto [size, device] = found->second;
+  const Block& block = w.blocks[device];
+  const Handle told{getpid(), block.fd, static_cast<std::size_t>(found->first - block.begin), size};
+  *handle = {};
+  std::memcpy(handle, &told, sizeof(told));
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned int flags) {
+  ENTER("cudaIpcOpenMemHandle");
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  if (flags != cudaIpcMemLazyEnablePeerAccess) return leave(cudaErrorInvalidValue);
+  for (auto& [address, opened] : w.opened) {
+    if (std::memcmp(&opened.handle, &handle, sizeof(handle)) != 0 || w.opened_ranges[address].second != current_device)
+      continue;
+    ++opened.times;
+    *memory = const_cast<std::byte*>(address);
+    return cudaSuccess;
+  }
+  Handle told{};
+  std::memcpy(&told, &handle, sizeof(told));
+  const std::string path = "/proc/" + std::to_string(told.pid) + "/fd/" + std::to_string(told.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return leave(cudaErrorMapBufferObjectFailed);
+  void* mapped =
+      mmap(nullptr, whole_pages(told.size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(told.offset));
+  close(fd);
+  if (mapped == MAP_FAILED) return leave(cudaErrorMapBufferObjectFailed);
+  *memory = mapped;
+  w.opened[static_cast<std::byte*>(mapped)] = {handle, 1};
+  w.opened_ranges[static_cast<std::byte*>(mapped)] = {told.size, current_device};
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void* memory) {
+  ENTER("cudaIpcCloseMemHandle");
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  const auto found = w.opened.find(static_cast<std::byte*>(memory));
+  if (found == w.opened.end()) return leave(cudaErrorInvalidValue);
+  const auto [size, device] = w.opened_ranges[found->first];
+  if (device != current_device) return leave(cudaErrorInvalidValue);
+  if (--found->second.times > 0) return cudaSuccess;
+  munmap(memory, whole_pages(size));
+  w.opened_ranges.erase(found->first);
+  w.opened.erase(found);
   return cudaSuccess;
 }
 
@@ -431,10 +553,16 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMe
   std::lock_guard lock(w.mutex);
   stream = resolve(stream);
   if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-  const Range* host = holder(w.registered, kind == cudaMemcpyHostToDevice ? from : to, size);
-  const Range* device = holder(w.device_memory, kind == cudaMemcpyHostToDevice ? to : from, size);
-  if (host == nullptr) return leave(cudaErrorHostMemoryNotRegistered);
-  if (device == nullptr || device->second != stream->device) return leave(cudaErrorInvalidValue);
+  const void* host = kind == cudaMemcpyHostToDevice ? from : kind == cudaMemcpyDeviceToHost ? to : nullptr;
+  if (host != nullptr && holder(w.registered, host, size) == nullptr) return leave(cudaErrorHostMemoryNotRegistered);
+  for (const void* memory : {static_cast<const void*>(to), from}) {
+    if (memory != host && !on_device(stream->device, memory, size)) return leave(cudaErrorInvalidValue);
+  }
+  const auto held = w.held_copies.find(to);
+  if (held != w.held_copies.end()) {
+    stream->enqueue(std::move(held->second));
+    w.held_copies.erase(held);
+  }
   stream->enqueue([=] { std::memcpy(to, from, size); });
   return cudaSuccess;
 }
@@ -445,8 +573,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t size, cudaStrea
   std::lock_guard lock(w.mutex);
   stream = resolve(stream);
   if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-  const Range* device = holder(w.device_memory, memory, size);
-  if (device == nullptr || device->second != stream->device) return leave(cudaErrorInvalidValue);
+  if (!on_device(stream->device, memory, size)) return leave(cudaErrorInvalidValue);
   stream->enqueue([=] { std::memset(memory, value, size); });
   return cudaSuccess;
 }

@@ -5,7 +5,12 @@
 // again re-arms; a query of what is not done leaves cudaErrorNotReady behind as the thread's last error; events and
 // streams belong to the device that was current when they were made, and recording one in a stream of another device
 // is an error. It is stricter than CUDA in one thing: an asynchronous copy must have registered host memory, all in
-// one range, on its host side, and device memory of the stream's own device on the other.
+// one range, on its host side, and device memory of the stream's own device on the other, or on both; memory that was
+// opened counts as that of the device that was current then. It is laxer in one: a real runtime refuses to open a
+// handle in the process that it comes from. Here as there, what is opened twice has one address and is closed twice.
+//
+// Device memory is cut from one memfd for each device, and a handle says where in which process's: so it can be opened
+// by any process of the same user, while the exporting one lives.
 //
 // Threads: every stream is a thread. Two devices of 1 GiB each.
 #pragma once
@@ -29,8 +34,8 @@ void fail_next(const std::string& call, int nth, cudaError_t error);
 /// How often each call was made since `reset`, and their names in order.
 std::map<std::string, std::int64_t> counts();
 std::vector<std::string> log();
-/// Forgets counts, log, injected errors and registrations (whose memory may be gone after a failed test); device
-/// memory, streams and events stay.
+/// Forgets counts, log, injected errors, held copies and registrations (whose memory may be gone after a failed test);
+/// device memory, streams and events stay.
 void reset();
 
 /// How many streams were told to wait for an event that was never recorded: no error, and no wait either.
@@ -38,7 +43,7 @@ std::int64_t num_empty_waits();
 
 /// Objects alive now.
 struct Alive {
-  std::int64_t allocations = 0, registrations = 0, streams = 0, events = 0;
+  std::int64_t allocations = 0, registrations = 0, streams = 0, events = 0, opened = 0;
 };
 Alive alive();
 
@@ -47,6 +52,9 @@ cudaError_t pending_error();
 
 /// A stream of the calling thread's device, as a user of CUDA would make one.
 cudaStream_t make_stream();
+
+/// The next copy to this address waits for `until` first, and with it all that comes later on its stream.
+void hold_copy(const void* to, std::function<void()> until);
 void run_on(cudaStream_t stream, std::function<void()> work);
 
 }  // namespace fake_cuda

@@ -39,7 +39,8 @@ PYBIND11_MODULE(_fake_cuda, m) {
     return std::map<std::string, std::int64_t>{{"allocations", alive.allocations},
                                                {"registrations", alive.registrations},
                                                {"streams", alive.streams},
-                                               {"events", alive.events}};
+                                               {"events", alive.events},
+                                               {"opened", alive.opened}};
   });
   m.def("num_empty_waits", &fake_cuda::num_empty_waits);
   m.def("pending_error", [] { return static_cast<int>(fake_cuda::pending_error()); });
@@ -57,6 +58,9 @@ PYBIND11_MODULE(_fake_cuda, m) {
   m.def("enqueue_copy", [](std::uintptr_t stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
     fake_cuda::run_on(as_stream(stream),
                       [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
+  });
+  m.def("hold_copy", [](std::uintptr_t to, const std::shared_ptr<noria::HostTicket>& until) {
+    fake_cuda::hold_copy(reinterpret_cast<const void*>(to), [until] { until->wait_passed(); });
   });
   m.def("enqueue_hold", [](std::uintptr_t stream, const std::shared_ptr<noria::HostTicket>& until) {
     fake_cuda::run_on(as_stream(stream), [until] { until->wait_passed(); });
