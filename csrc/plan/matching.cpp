@@ -1,0 +1,136 @@
+#include "plan/matching.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <set>
+
+#include "base/errors.h"
+
+namespace noria {
+namespace {
+
+using Counts = std::vector<std::int64_t>;  // of granules, by rank
+
+std::int64_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), std::int64_t{0}); }
+
+/// What each gets of `total` if what then remains lacking shall be as even as it can be.
+Counts even_out(const Counts& needed, std::int64_t total) {
+  std::int64_t low = 0, high = *std::max_element(needed.begin(), needed.end());
+  const auto above = [&](std::int64_t level) {
+    std::int64_t count = 0;
+    for (std::int64_t need : needed) count += std::max<std::int64_t>(need - level, 0);
+    return count;
+  };
+  while (low < high) {  // the lowest level that all of it can be brought to
+    const std::int64_t level = (low + high) / 2;
+    if (above(level) <= total) high = level;
+    else low = level + 1;
+  }
+  Counts given;
+  for (std::int64_t need : needed) given.push_back(std::max<std::int64_t>(need - low, 0));
+  std::int64_t left = total - sum(given);  // less than brings all of them one further down
+  for (std::size_t i = 0; i < needed.size() && left > 0; ++i) {
+    if (given[i] == needed[i] || needed[i] < low) continue;
+    ++given[i];
+    --left;
+  }
+  return given;
+}
+
+class Market {
+ public:
+  Market(Counts wanted, Counts spare, const std::vector<std::vector<double>>& bandwidth)
+      : wanted_(std::move(wanted)),
+        spare_(std::move(spare)),
+        bandwidth_(bandwidth) {}
+
+  /// Until nobody wants anything that somebody has.
+  void settle() {
+    while (deal()) {
+    }
+  }
+  const std::map<std::pair<int, int>, std::int64_t>& given() const { return given_; }  // by lender and borrower
+
+ private:
+  bool deal() {
+    std::map<int, Counts> claims;  // by lender
+    for (std::size_t i = 0; i < wanted_.size(); ++i) claim(static_cast<int>(i), claims);
+    bool is_any = false;
+    for (auto& [lender, by] : claims) is_any |= grant(lender, by);
+    return is_any;
+  }
+
+  void claim(int borrower, std::map<int, Counts>& claims) {
+    const auto b = static_cast<std::size_t>(borrower);
+    double all = 0;
+    int best = -1;
+    for (std::size_t l = 0; l < spare_.size(); ++l) {
+      if (spare_[l] == 0 || bandwidth_[l][b] <= 0) continue;
+      all += bandwidth_[l][b];
+      if (best < 0 || bandwidth_[l][b] > bandwidth_[static_cast<std::size_t>(best)][b]) best = static_cast<int>(l);
+    }
+    if (wanted_[b] == 0 || best < 0) return;
+    std::int64_t left = wanted_[b];
+    for (std::size_t l = 0; l < spare_.size(); ++l) {
+      if (spare_[l] == 0 || bandwidth_[l][b] <= 0) continue;
+      const auto share = static_cast<std::int64_t>(static_cast<double>(wanted_[b]) * bandwidth_[l][b] / all);
+      of(claims, static_cast<int>(l))[b] += std::min(share, left);
+      left -= std::min(share, left);
+    }
+    of(claims, best)[b] += left;
+  }
+
+  Counts& of(std::map<int, Counts>& claims, int lender) {
+    return claims.try_emplace(lender, Counts(wanted_.size(), 0)).first->second;
+  }
+
+  bool grant(int lender, const Counts& claims) {
+    std::int64_t& spare = spare_[static_cast<std::size_t>(lender)];
+    const std::int64_t all = sum(claims), had = spare;
+    for (std::size_t b = 0; b < claims.size(); ++b) {
+      if (claims[b] == 0) continue;
+      // Rounded up, so that a round gives something away; the last to come has what is left.
+      const std::int64_t share = all <= had ? claims[b] : (claims[b] * had + all - 1) / all;
+      const std::int64_t given = std::min(share, spare);
+      spare -= given;
+      wanted_[b] -= given;
+      if (given > 0) given_[{lender, static_cast<int>(b)}] += given;
+    }
+    return spare < had;
+  }
+
+  Counts wanted_, spare_;
+  const std::vector<std::vector<double>>& bandwidth_;
+  std::map<std::pair<int, int>, std::int64_t> given_;
+};
+
+}  // namespace
+
+std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
+                              const std::vector<std::vector<double>>& bandwidth) {
+  NORIA_INVARIANT(bandwidth.size() == offers.size(), "a row of bandwidths for each lender");
+  std::vector<MemoryLoan> loans;
+  std::set<std::string> machines;
+  for (const MemoryOffer& offer : offers) machines.insert(offer.machine);
+  for (const std::string& machine : machines) {
+    Counts needed(offers.size(), 0), spare(offers.size(), 0);
+    for (std::size_t i = 0; i < offers.size(); ++i) {
+      if (offers[i].machine != machine) continue;
+      needed[i] = (offers[i].needed.count + kLoanGranule.count - 1) / kLoanGranule.count;
+      if (needed[i] == 0) spare[i] = offers[i].spare.count / kLoanGranule.count;
+    }
+    Market market(even_out(needed, std::min(sum(needed), sum(spare))), spare, bandwidth);
+    market.settle();
+    std::map<int, Bytes> ends;
+    for (const auto& [pair, count] : market.given()) {
+      const Bytes bytes = kLoanGranule * count;
+      loans.push_back({pair.first, pair.second, ends[pair.first], bytes});
+      ends[pair.first] += bytes;
+    }
+  }
+  std::sort(loans.begin(), loans.end());
+  return loans;
+}
+
+}  // namespace noria
