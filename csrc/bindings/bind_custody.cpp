@@ -178,6 +178,7 @@ py::dict sums_dict(const StepSums& sums) {
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
   result["offload_us"] = sums.offload_us;
+  result["peer_us"] = sums.peer_us;
   result["forward_collect_us"] = sums.forward_collect_us;
   result["backward_collect_us"] = sums.backward_collect_us;
   result["update_us"] = sums.update_us;
@@ -231,6 +232,15 @@ void bind_custody(py::module_& m) {
                keep_python_errors([&] { (*kept)(unit.value); });
              });
            })
+      .def(
+          "add_peer",
+          [](Custody& self, std::int32_t rank, int link, double bandwidth, std::int64_t address, std::int64_t bytes) {
+            self.engine().add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}});
+          },
+          py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"), NoGil())
+      .def(
+          "set_saved_room", [](Custody& self, std::int64_t room) { self.engine().set_saved_room(Bytes{room}); },
+          py::arg("room"), NoGil())
       .def("set_saved_callback",
            [](Custody& self, py::function more_home) {
              self.set_saved_callback([kept = keep(std::move(more_home))](Bytes least) {

@@ -14,6 +14,7 @@
 #include "plan/costs.h"
 #include "plan/hazards.h"
 #include "plan/itinerary.h"
+#include "plan/matching.h"
 #include "plan/planner.h"
 #include "plan/simulate.h"
 
@@ -297,13 +298,14 @@ void bind_costs(py::module_& m) {
   py::class_<StepTimes>(m, "StepTimes")
       .def(py::init([](double forward_us, double backward_us, double update_us, double forward_fetch_us,
                        double backward_fetch_us, double drain_us, double forward_collect_us, double backward_collect_us,
-                       double offload_us) {
+                       double offload_us, double peer_us) {
              return StepTimes{forward_us, backward_us,        update_us,           forward_fetch_us, backward_fetch_us,
-                              drain_us,   forward_collect_us, backward_collect_us, offload_us};
+                              drain_us,   forward_collect_us, backward_collect_us, offload_us,       peer_us};
            }),
            py::arg("forward_us") = 0, py::arg("backward_us") = 0, py::arg("update_us") = 0,
            py::arg("forward_fetch_us") = 0, py::arg("backward_fetch_us") = 0, py::arg("drain_us") = 0,
-           py::arg("forward_collect_us") = 0, py::arg("backward_collect_us") = 0, py::arg("offload_us") = 0)
+           py::arg("forward_collect_us") = 0, py::arg("backward_collect_us") = 0, py::arg("offload_us") = 0,
+           py::arg("peer_us") = 0)
       .def_readonly("forward_us", &StepTimes::forward_us)
       .def_readonly("backward_us", &StepTimes::backward_us)
       .def_readonly("update_us", &StepTimes::update_us)
@@ -312,7 +314,22 @@ void bind_costs(py::module_& m) {
       .def_readonly("drain_us", &StepTimes::drain_us)
       .def_readonly("forward_collect_us", &StepTimes::forward_collect_us)
       .def_readonly("backward_collect_us", &StepTimes::backward_collect_us)
-      .def_readonly("offload_us", &StepTimes::offload_us);
+      .def_readonly("offload_us", &StepTimes::offload_us)
+      .def_readonly("peer_us", &StepTimes::peer_us);
+
+  m.def(
+      "match_memory",
+      [](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& offers,
+         const std::vector<std::vector<double>>& bandwidth) {
+        std::vector<MemoryOffer> all;
+        for (const auto& [machine, needed, spare] : offers) all.push_back({machine, Bytes{needed}, Bytes{spare}});
+        std::vector<std::tuple<int, int, std::int64_t, std::int64_t>> loans;
+        for (const MemoryLoan& loan : match(all, bandwidth)) {
+          loans.emplace_back(loan.lender, loan.borrower, loan.offset.count, loan.bytes.count);
+        }
+        return loans;
+      },
+      py::arg("offers"), py::arg("bandwidth"), Release());
 
   m.def("duration_us", &duration_us, py::arg("op"), py::arg("costs"));
   m.def("blocking_bound_us", &blocking_bound_us, py::arg("times"));

@@ -565,6 +565,11 @@ void Engine::add_peer(const PeerMemory& peer) {
   saver_->add_peer(peer);
 }
 
+void Engine::set_saved_room(Bytes room) {
+  const std::lock_guard lock(mutex_);
+  saver_->set_room(room);
+}
+
 SavedId Engine::save(const std::byte* memory, Bytes bytes) {
   const std::lock_guard lock(mutex_);
   return saver_->save(memory, bytes);

@@ -106,7 +106,7 @@ struct StepSums {
   std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
   Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: got from other ranks, to be summed
-  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0;
+  std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0, peer_us = 0;
   std::int64_t forward_collect_us = 0, backward_collect_us = 0;
   std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
   std::int64_t update_behind_forward_us = 0, update_behind_backward_us = 0, update_exposed_us = 0;
@@ -204,6 +204,7 @@ class Engine {
 
   // ---- what forwards save ----
   void add_peer(const PeerMemory& peer);
+  void set_saved_room(Bytes room);
   /// As the saver's.
   SavedId save(const std::byte* memory, Bytes bytes);
   void share_saved(SavedId saved);

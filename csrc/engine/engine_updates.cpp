@@ -274,6 +274,7 @@ StepSums Engine::step_sums() const {
   sums.backward_fetch_us -= first.backward_fetch_us;
   sums.drain_us -= first.drain_us;
   sums.offload_us -= first.offload_us;
+  sums.peer_us -= first.peer_us;
   sums.forward_collect_us -= first.forward_collect_us;
   sums.backward_collect_us -= first.backward_collect_us;
   sums.update_us -= first.update_us;
@@ -295,8 +296,10 @@ StepSums Engine::sums_so_far() const {
   };
   const SavedStats saved = saver_ ? saver_->stats() : SavedStats{};
   std::tie(sums.forward_fetch_us, sums.backward_fetch_us) =
-      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched + saved.reloaded);
-  std::tie(sums.offload_us, sums.drain_us) = share(Lane::drain, saved.offloaded, drainer_.drained());
+      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched + saved.reloaded - saved.reloaded_from_peers);
+  std::tie(sums.offload_us, sums.drain_us) =
+      share(Lane::drain, saved.offloaded - saved.offloaded_to_peers, drainer_.drained());
+  sums.peer_us = backend_->stats(Lane::peer).busy_us;
   if (options_.lane) {
     const std::int64_t others = options_.lane->shards().size - 1;
     std::tie(sums.forward_collect_us, sums.backward_collect_us) =

@@ -64,6 +64,7 @@ class Saver {
 
   /// From now on what leaves goes there first. Each peer once.
   void add_peer(const PeerMemory& peer);
+  void set_room(Bytes room) { room_ = room; }
 
   /// `saves`: a forward after which a backward may come.
   void begin_pass(Phase phase, bool saves);
@@ -157,7 +158,7 @@ class Saver {
   Issuer& issuer_;
   Backend& backend_;
   Custodian& custodian_;
-  const std::optional<Bytes> room_;
+  std::optional<Bytes> room_;
   std::vector<Store> stores_;
   std::map<SavedId, Entry> entries_;
   std::int32_t next_id_ = 0;

@@ -1,8 +1,9 @@
 // How long things take, for predictions; and the bound that no schedule of a mode can beat.
 //
 // Units: microseconds, GiB/s. The bounds are those of docs/journey.md: with F, B compute of forward and backward, U
-// host update, f_F and f_B fetches of each, d drains, c_F and c_B what ranks send each other, o what is offloaded.
-// blocking: max(max(F, f_F, c_F) + max(B, d, f_B, c_B), d + o) + U; deferred: the same with U inside of the first max.
+// host update, f_F and f_B fetches of each, d drains, c_F and c_B what ranks send each other, o what is offloaded, p
+// both ways to peers. blocking: max(max(F, f_F, c_F) + max(B, d, f_B, c_B), d + o, p) + U; deferred: the same with U
+// inside of the first max.
 #pragma once
 
 #include <map>
@@ -26,6 +27,7 @@ struct StepTimes {
   double forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
   double forward_collect_us = 0, backward_collect_us = 0;
   double offload_us = 0;  // of what forwards save, on the lane of the drains; its way back is a fetch of backward
+  double peer_us = 0;     // both, where it goes to peers
 };
 double blocking_bound_us(const StepTimes& times);
 double deferred_bound_us(const StepTimes& times);

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from noria import _C
 
-__all__ = ["ASSIST_SCRATCH", "NAN_RANGE", "REDUCE_SCRATCH", "Beside"]
+__all__ = ["ASSIST_SCRATCH", "LENT", "NAN_RANGE", "REDUCE_SCRATCH", "Beside"]
 
 NAN_RANGE = "NaN range for evicted units"
 REDUCE_SCRATCH = "sums over ranks in fp32"
 ASSIST_SCRATCH = "parts for other ranks"
+LENT = "lent to other stages"
 
 
 class Beside:
@@ -20,21 +21,34 @@ class Beside:
         self._backend = backend
         self._addresses: dict[str, int] = {}
         self.taken: dict[str, int] = {}
+        self._kept = {NAN_RANGE}  # tensors that the user has kept may show it
         try:
             for purpose, size in planned.items():
-                before = backend.allocated
-                self._addresses[purpose] = backend.allocate(size)
-                self.taken[purpose] = backend.allocated - before
+                self._take(purpose, lambda size=size: backend.allocate(size))  # type: ignore[misc]
         except BaseException:
             self.close()
             raise
+
+    def take_shared(self, purpose: str, size: int) -> int:
+        """The address of memory that other processes may open."""
+        self._take(purpose, lambda: self._backend.allocate_shared(size))
+        return self.address(purpose)
+
+    def leave(self, purpose: str) -> None:
+        """It stays until the process ends: others have it open."""
+        self._kept.add(purpose)
+
+    def _take(self, purpose: str, allocate: Callable[[], int]) -> None:
+        before = self._backend.allocated
+        self._addresses[purpose] = allocate()
+        self.taken[purpose] = self._backend.allocated - before
 
     def address(self, purpose: str) -> int:
         """0 where none was planned."""
         return self._addresses.get(purpose, 0)
 
     def close(self) -> None:
-        """Once nothing runs on the device any more. The NaN range stays: tensors that the user has kept may show it."""
-        for purpose in [each for each in self._addresses if each != NAN_RANGE]:
+        """Once nothing runs on the device any more."""
+        for purpose in [each for each in self._addresses if each not in self._kept]:
             self._backend.free(self._addresses.pop(purpose))
             del self.taken[purpose]

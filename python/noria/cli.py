@@ -352,11 +352,13 @@ class PlannedStep:
     def times(self) -> Any:
         from noria import _C
 
-        names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload")
+        names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload", "peer")
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
             phase = self.phases[span.op]
             name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
+            if span.lane == "peer":
+                name = "peer_us"
             if name in sums:
                 sums[name] += span.end_us - span.start_us
         return _C.StepTimes(**sums)

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from noria import _C
+from noria._errors import UsageError
 from noria.policy import format_bytes
 
-__all__ = ["Group"]
+__all__ = ["Group", "timeout"]
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -54,7 +55,7 @@ class Group:
         c10d._register_process_group(self.name, self._group)  # where C++ finds it
 
     def _meet_by_gloo(self, c10d: Any, store: Any) -> Any:
-        patience = _timeout() or c10d.default_pg_timeout
+        patience = timeout()
         try:
             return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
         except RuntimeError as error:
@@ -85,6 +86,19 @@ class Group:
         padded[: data.numel()] = data
         everybodys = zip(self.gather(padded), counts, strict=True)
         return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]
+
+    def first_failure(self, own: Exception | None, call: str) -> Exception | None:
+        """This rank's own, or else that of the first rank that has one. Collective."""
+        is_usage = isinstance(own, UsageError)
+        everybodys = self.gather_objects(own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}"))
+        if own is not None:
+            return own
+        for rank, its in enumerate(everybodys):
+            if its is not None:
+                is_usage, text = its
+                told = f"{call} on rank {rank} failed: {text}"
+                return UsageError(told) if is_usage else RuntimeError(told)
+        return None
 
     def broadcast(self, value: torch.Tensor) -> None:
         """The first rank's into everybody's. Collective."""
@@ -117,6 +131,11 @@ def _to_first() -> Any:
     options: Any = dist.distributed_c10d.GatherOptions()
     options.rootRank = 0
     return options
+
+
+def timeout() -> datetime.timedelta:
+    """Of the default group."""
+    return _timeout() or dist.distributed_c10d.default_pg_timeout
 
 
 def _timeout() -> datetime.timedelta | None:

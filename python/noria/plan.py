@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH
+from noria.beside import ASSIST_SCRATCH, LENT, NAN_RANGE, REDUCE_SCRATCH
 from noria.home import (
     HomeParameter,
     HomeUnit,
@@ -90,6 +90,8 @@ class WrapPlan:
     """Where this rank has its part of a unit that only others visit."""
     saved_room: int | None = None
     """For what blocks save, on the device, at most, where they save any of it in noria's way; None: no limit."""
+    lent_bytes: int = 0
+    """To other stages of a pipeline, of that room; known after a step."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 
@@ -103,7 +105,12 @@ class WrapPlan:
 
     def beside_the_arena(self) -> dict[str, int]:
         """Bytes on the device, by purpose."""
-        needed = {NAN_RANGE: self.nan_bytes, REDUCE_SCRATCH: self.reduce_bytes, ASSIST_SCRATCH: self.assist_bytes}
+        needed = {
+            NAN_RANGE: self.nan_bytes,
+            REDUCE_SCRATCH: self.reduce_bytes,
+            ASSIST_SCRATCH: self.assist_bytes,
+            LENT: self.lent_bytes,
+        }
         return {purpose: amount for purpose, amount in needed.items() if amount}
 
     def rows(self) -> list[tuple[str, str, int]]:

@@ -10,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from noria import _C
-from noria._errors import UsageError, usage_error
+from noria._errors import usage_error
 from noria.groups import Group
 
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
 __all__ = ["Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
+
+
+class Together(Protocol):
+    """Ranks that tell each other what fails."""
+
+    def first_failure(self, own: Exception | None, call: str) -> Exception | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +175,7 @@ class Ranks:
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
         """This rank's own, or else that of the first rank that has one. Collective."""
-        is_usage = isinstance(own, UsageError)
-        everybodys = self.host.gather_objects(
-            own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}")
-        )
-        if own is not None:
-            return own
-        for rank, its in enumerate(everybodys):
-            if its is not None:
-                is_usage, text = its
-                told = f"{call} on rank {rank} failed: {text}"
-                return UsageError(told) if is_usage else RuntimeError(told)
-        return None
+        return self.host.first_failure(own, call)
 
     def word_of_first(self, word: Any) -> Any:
         """What rank 0 says. Collective."""
@@ -228,7 +223,7 @@ def comparable(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def raised_by_all(everybody: Sequence[Ranks], call: str) -> Iterator[None]:
+def raised_by_all(everybody: Sequence[Together], call: str) -> Iterator[None]:
     """What one rank raises inside of the block, all raise when they come to its end, where they wait for each other:
     none goes on by itself. Nothing inside is collective. `everybody`: of each wrap call that is concerned."""
     failure: Exception | None = None

@@ -10,6 +10,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.custody import Wrapped, wrapped_by
+from noria.lending import Loan
 from noria.plan import STAGING_RING
 from noria.policy import format_bytes
 
@@ -21,7 +22,8 @@ class LaneReport:
     """Microseconds since the wrap call. `stalled_us`: by "giver -> waiter", time that ops of this lane lost waiting.
 
     `collect` is there where ranks share the model. Its `bytes` are what this rank got from the others at least, and
-    so what it sent; it is busy from when all ranks are ready for an op until the op is over.
+    so what it sent; it is busy from when all ranks are ready for an op until the op is over. `peer` is there where
+    other stages lend memory: both ways.
 
     The compute lane's times are the host's, and so measured only where the host computes (device "cpu").
     """
@@ -113,7 +115,10 @@ class Report:
     ledger: list[LedgerRow]
     num_fetches: int
     drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
-    saved: dict[str, int]  # with activations="offload": storages and bytes that left and came back, and what was there
+    saved: dict[
+        str, int
+    ]  # by blocks: storages and bytes that left and came back, to peers of these, and what was there
+    loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what another one's blocks save
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
@@ -146,8 +151,10 @@ class Report:
             lines.append(
                 f"saved for backward: {format_bytes(saved['offloaded'])} offloaded, {format_bytes(saved['reloaded'])} "
                 f"reloaded ({saved['num_unforeseen']} storages unforeseen), at most "
-                f"{format_bytes(saved['most_there'])} on the device"
+                f"{format_bytes(saved['most_there'])} of {format_bytes(saved['most_saved'])} on the device"
+                + (f", {format_bytes(saved['most_at_peers'])} at other stages" if saved["most_at_peers"] else "")
             )
+        lines += [f"stage {each.lender} lends {format_bytes(each.bytes)} to {each.borrower}" for each in self.loans]
         lines.append("passes (last occurrence):")
         for each in self.passes:
             kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"
@@ -226,6 +233,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         num_fetches=custody.num_fetches,
         drafts=custody.draft_counts(),
         saved=custody.saved_stats(),
+        loans=list(wrapped.lending.loans),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,
@@ -239,7 +247,12 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
 
 def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
-    for lane in ("compute", "fetch", "drain", *(("collect",) if wrapped.ranks is not None else ()), "update"):
+    names = ["compute", "fetch", "drain", "collect", "peer", "update"]
+    if wrapped.ranks is None:
+        names.remove("collect")
+    if not wrapped.lending.borrowed:
+        names.remove("peer")
+    for lane in names:
         stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
         busy = wrapped.custody.compute_us if lane == "compute" else stats["busy_us"]
         stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
@@ -279,6 +292,7 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         per_step["forward_collect_us"],
         per_step["backward_collect_us"],
         per_step["offload_us"],
+        per_step["peer_us"],
     )
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update

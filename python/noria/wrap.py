@@ -23,6 +23,7 @@ from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, activations, wrapped_by
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
+from noria.lending import Stages
 from noria.limits import find, least
 from noria.modes import plainly
 from noria.optimizer import check_optimizer, facade, unfacade
@@ -126,6 +127,7 @@ def wrap(
     /,
     *,
     mesh: DeviceMesh | None = None,
+    stages: DeviceMesh | None = None,
     **policy_fields: Any,
 ) -> Any:
     """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
@@ -134,7 +136,9 @@ def wrap(
     `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher);
     `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which ranks
     share the model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards); without it
-    all ranks of the default process group do, where there is one. Returns `(model, optimizer)` as given, or the model
+    all ranks of the default process group do, where there is one. `stages`: where the model is one stage of a pipeline,
+    the DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without `mesh` the
+    model is this rank's alone. Returns `(model, optimizer)` as given, or the model
     alone without an optimizer. Raises UsageError before anything is changed: nonsense policy, a budget that is too
     small (with what would fit), an optimizer with parameters that no wrapped model has, a model that is wrapped
     already, a mesh without this rank; and what one of the ranks that share refuses, all of them do (but for a mesh that
@@ -143,9 +147,13 @@ def wrap(
     was. What of a model was built under `torch.device("meta")` gets its values by a load, and until all have come the
     model cannot be used.
     """
-    ranks = Ranks.meet(mesh)
-    met = [] if ranks is None else [ranks]
+    ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
+    line: Stages | None = None
+    met: list[Any] = [] if ranks is None else [ranks]
     try:
+        line = Stages.meet(stages)
+        if line is not None:
+            met.append(line)
         with raised_by_all(met, "noria.wrap"):
             roots, updaters = _checked(model, optimizer)
             chosen = make_policy(policy, policy_fields)
@@ -160,24 +168,30 @@ def wrap(
         if ranks is not None:
             ranks.agree(lines)
         with plainly():
-            wrapped = _carry_out(planned, roots, updaters, ranks)
+            wrapped = _carry_out(planned, roots, updaters, ranks, line)
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        for each in met:
+            each.close()
         raise
     _LIVE.add(wrapped)
     return (model, optimizer) if optimizer is not None else model
 
 
-def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None) -> Wrapped:
+def _carry_out(
+    planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None, stages: Stages | None
+) -> Wrapped:
     policy, device, units = planned.policy, planned.device, planned.units
     settings = machine()
     pool = None
-    with raised_by_all([] if ranks is None else [ranks], "noria.wrap"):
+    capacity = planned.device_bytes
+    if stages is not None:
+        capacity += planned.saved_room or 0  # what of it is spare may be lent
+    met: list[Any] = [each for each in (ranks, stages) if each is not None]
+    with raised_by_all(met, "noria.wrap"):
         if device.type == "cuda":
-            backend = _C.make_cuda_backend(device.index, planned.device_bytes, settings.hostility)
+            backend = _C.make_cuda_backend(device.index, capacity, settings.hostility)
         else:
-            backend = _C.make_host_backend(planned.device_bytes, settings.backend_limits(), settings.hostility)
+            backend = _C.make_host_backend(capacity, settings.backend_limits(), settings.hostility)
         if planned.fused:
             pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
         home = Home(units, planned.regions, backend)
@@ -210,7 +224,7 @@ def _carry_out(planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimiz
         least_saved=activations.LEAST_SAVED if activations.leave(planned) else None,
         saved_room=planned.saved_room,
     )
-    wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks)
+    wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks, stages)
     while values:
         slot, value = values.pop(0)
         if missing.pop(0):

@@ -52,6 +52,8 @@ def trained(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     dtype: torch.dtype = torch.float32,
     replicas: int = 1,
+    length: int = 5,
+    look: Callable[[noria.Report], None] = lambda report: None,
 ) -> dict[str, torch.Tensor]:
     """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas"))
@@ -63,7 +65,8 @@ def trained(
     optimizer = make_optimizer(parameters)
     if policy is not None:
         with on_machine(hostility=HOSTILE):
-            noria.wrap(models, optimizer, device="cpu", window=2, mesh=mesh["replicas"], **policy)
+            policy = {"mesh": mesh["replicas"], "stages": mesh["stages"], **policy}
+            noria.wrap(models, optimizer, device="cpu", window=2, **policy)
     stages = [
         pipelining.PipelineStage(
             model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
@@ -82,7 +85,7 @@ def trained(
     kept: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + replica)
-        x, target = (torch.randn(8, 5, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+        x, target = (torch.randn(8, length, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
         losses: list[torch.Tensor] = []
         if rank == 0:
             play.step(x)
@@ -103,6 +106,7 @@ def trained(
             report = noria.report(model)
             assert report.num_fetches > 0 and report.ledger_agrees and report.peak_units <= 2, str(report)
             assert "offload" not in policy.get("activations", "") or report.saved["num_offloaded"] > 0, str(report)
+            look(report)
     return kept | {name: value.clone() for name, value in state_tensors(optimizer).items()}
 
 

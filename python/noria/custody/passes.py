@@ -105,6 +105,7 @@ class Passes:
             self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
             if len(self._entered_roots) > 1:
                 return
+            self.wrapped.lending.check()
             self._forget_inner_hooks()
             training, grad = module.training, torch.is_grad_enabled()
             if (number, training, grad) not in self._known_roots:

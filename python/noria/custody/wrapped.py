@@ -23,9 +23,11 @@ from noria.custody.state_dicts import StateDicts
 from noria.custody.together import Together
 from noria.custody.values import Values
 from noria.home import Home, HomeParameter
+from noria.lending import Lending
 
 if TYPE_CHECKING:
     from noria.beside import Beside
+    from noria.lending import Stages
     from noria.plan import WrapPlan
     from noria.ranks import Ranks
     from noria.updates import Updates
@@ -56,6 +58,7 @@ class Wrapped:
         beside: Beside,
         pool: _C.HostOptimizer | None,
         ranks: Ranks | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.plan = plan
         self.partition = plan.partition
@@ -84,6 +87,7 @@ class Wrapped:
         self.drafts = DraftJudge(self)
         self.loaded = Loaded(self)
         self.activations = Activations(self)
+        self.lending = Lending(self, stages)
         self.passes = Passes(self)  # after it: what a block saves is known when its visit ends
         self.state_dicts = StateDicts(self)
         for root in self.partition.roots:
@@ -198,6 +202,7 @@ class Wrapped:
         self.write_trace()
         self.custody.close()
         self.custody.clear_callbacks()
+        self.lending.close()
         self.beside.close()
         if self.ranks is not None:
             self.ranks.close()

@@ -1,0 +1,83 @@
+"""Stages of a pipeline lend each other memory: the same bits in the same budgets, and less over the host's link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import noria
+import pytest
+from noria.custody import activations
+from noria.testing import assert_same_bits
+
+from tests.journeys.pairs import adamw
+from tests.journeys.test_pipelines import trained
+from tests.ranks import assert_fine, in_turn_on_ranks
+
+LENGTH = 128
+BUNDLE = 100_352  # what a block saves of a micro-batch of 2 x 128 x 16
+KIB64 = 65_536
+
+
+def lends(
+    rank: int, size: int, schedule: str, policy: dict[str, Any], look: Callable[[int, int, noria.Report], None]
+) -> None:
+    activations.LEAST_SAVED = 64
+    policy = {"kernel": "torch", **policy}
+    ours = trained(schedule, policy, adamw, length=LENGTH, look=lambda report: look(rank, size, report))
+    assert_same_bits(ours, trained(schedule, None, adamw, length=LENGTH))
+
+
+def keeps_in_room(rank: int, size: int, report: noria.Report) -> None:
+    room = ROOM
+    assert report.saved["num_unforeseen"] == 0, str(report)
+    assert report.saved["most_there"] <= room, str(report)
+    lent = [loan for loan in report.loans if loan.lender == rank]
+    borrowed = [loan for loan in report.loans if loan.borrower == rank]
+    rows = {row.purpose: row for row in report.ledger if row.place == "cpu"}
+    assert sum(loan.bytes for loan in lent) == (rows["lent to other stages"].taken if lent else 0)
+    assert report.saved["most_there"] + sum(loan.bytes for loan in lent) <= room
+    if rank == 0:
+        assert borrowed and not lent and report.saved["most_saved"] > room, str(report)
+    if rank == size - 1:
+        assert lent and not borrowed and report.saved["num_offloaded"] == 0, str(report)
+    assert report.saved["most_at_peers"] <= sum(loan.bytes for loan in borrowed)
+    assert (report.saved["offloaded_to_peers"] > 0) == bool(borrowed), str(report)
+    assert [lane.lane for lane in report.lanes if lane.lane == "peer"] == ["peer"] * bool(borrowed)
+
+
+# In flight under 1F1B: as many micro-batches as stages from here on. Three blocks each.
+ROOM = 5 * BUNDLE
+
+
+def lends_all_that_is_needed(rank: int, size: int, report: noria.Report) -> None:
+    keeps_in_room(rank, size, report)
+    # After the first step, in which nobody had lent yet, nothing goes to the host.
+    first = report.saved["offloaded"] / 3
+    if rank == 0:
+        assert report.saved["offloaded_to_peers"] >= 2 * first * 0.99, str(report)
+
+
+def lends_nothing(rank: int, size: int, report: noria.Report) -> None:
+    assert not report.loans and not report.saved["offloaded_to_peers"]
+
+
+AUTO: dict[str, Any] = {"activations": "auto", "activation_memory": ROOM}
+OF_TWO: dict[str, tuple[Callable[..., Any], Any]] = {
+    "1F1B": (lends, ("1F1B", AUTO, keeps_in_room)),
+    "blocking": (lends, ("1F1B", {**AUTO, "update": "blocking"}, keeps_in_room)),
+    "room for all": (lends, ("1F1B", {**AUTO, "activation_memory": "1GiB"}, lends_nothing)),
+    "GPipe": (lends, ("GPipe", AUTO, lends_nothing)),  # all stages have all micro-batches in flight
+    "offload": (lends, ("1F1B", {"activations": "offload"}, lends_nothing)),
+    "keep": (lends, ("1F1B", {"activations": "keep"}, lends_nothing)),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return in_turn_on_ranks(2, OF_TWO)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_two_stages_have_the_bits_of_the_same_pipeline(found, name):
+    assert_fine(found, name)
