@@ -17,17 +17,42 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::int64_t kFloats = 1024;
-constexpr Bytes kBytes{kFloats * static_cast<std::int64_t>(sizeof(float))};
+constexpr Bytes kBytes{4096};
 constexpr int kModules = 8;
+
+struct Setting {
+  std::uint64_t seed = 0;     // 0: nothing is late
+  bool late_reloads = false;  // very
+  std::optional<Bytes> room = std::nullopt;
+  std::vector<int> peers = {};  // how many blocks each lends
+  Bytes block = kBytes;
+};
+
+Hostility hostility_of(const Setting& setting) {
+  Hostility hostility;
+  hostility.seed = setting.seed;
+  hostility.max_delay_us = setting.late_reloads ? 0 : 300;
+  if (setting.late_reloads) hostility.hold_us[Verb::reload] = 20'000;
+  return hostility;
+}
 
 class Machine final : public Custodian {
  public:
-  explicit Machine(Hostility hostility, std::optional<Bytes> room = std::nullopt)
-      : backend_(HostBackendOptions{Bytes{1 << 20}, {}, std::move(hostility)}),
+  explicit Machine(const Setting& setting)
+      : block_(setting.block),
+        num_floats_(setting.block.count / static_cast<std::int64_t>(sizeof(float))),
+        backend_(HostBackendOptions{Bytes{1 << 20}, {}, hostility_of(setting)}),
+        lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
         stream_(backend_.create_stream()),
-        home_(static_cast<std::size_t>(3 * kModules * kFloats)),
-        saver_(issuer_, backend_, *this, room) {}
+        home_(static_cast<std::size_t>(3 * kModules * num_floats_)),
+        saver_(issuer_, backend_, *this, setting.room) {
+    for (const int num_blocks : setting.peers) {
+      std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
+      const SharedMemory told = lender_.shared(memory);
+      saver_.add_peer({num_peers_, num_peers_, 1.0 + num_peers_, backend_.open_shared(told), told.bytes});
+      ++num_peers_;
+    }
+  }
   ~Machine() override { backend_.close(); }
 
   void omit(const std::string& kind) { issuer_.hazards().omit(kind); }
@@ -39,11 +64,11 @@ class Machine final : public Custodian {
   SavedId forward(int module, float value) {
     (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     float* const block = allocate();
-    backend_.enqueue(stream_, [block, value] {
+    backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
-      std::fill(block, block + kFloats, value);
+      std::fill(block, block + count, value);
     });
-    const SavedId saved = saver_.save(reinterpret_cast<const std::byte*>(block), kBytes);
+    const SavedId saved = saver_.save(reinterpret_cast<const std::byte*>(block), block_);
     blocks_[saved] = block;
     saver_.leave(UnitId(module), stream_);
     return saved;
@@ -60,10 +85,10 @@ class Machine final : public Custodian {
     backend_.wait(begun.waits, stream_, begun.label);
     saver_.await(saved, stream_);
     const float* const block = blocks_.at(saved);
-    backend_.enqueue(stream_, [block, value] {
+    backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
       *value = block[0];
-      for (std::int64_t i = 1; i < kFloats; ++i) {
+      for (std::int64_t i = 1; i < count; ++i) {
         if (block[i] != block[0]) *value = -1;
       }
     });
@@ -85,6 +110,7 @@ class Machine final : public Custodian {
     forget(forward(0, 0));
   }
   void forget(SavedId saved) { saver_.forget(saved); }
+  void add_peer(int rank) { saver_.add_peer({rank, 0, 1.0, nullptr, Bytes{0}}); }
 
   // ---- Custodian ----
   void attach(UnitId, std::byte*) override {}
@@ -96,7 +122,7 @@ class Machine final : public Custodian {
   void update(UnitId) override {}
   std::pair<std::byte*, Bytes> more_home(Bytes) override {
     EXPECT_FALSE(std::exchange(has_home_, true));
-    return {reinterpret_cast<std::byte*>(home_.data()), kBytes * (3 * kModules)};
+    return {reinterpret_cast<std::byte*>(home_.data()), block_ * (3 * kModules)};
   }
   std::byte* make_room(SavedId saved, Bytes) override {
     blocks_[saved] = allocate();
@@ -117,7 +143,7 @@ class Machine final : public Custodian {
   // What was freed last is what the stream is still busy with: it comes first.
   float* allocate() {
     if (free_.empty()) {
-      memory_.push_back(std::make_unique<std::vector<float>>(kFloats));
+      memory_.push_back(std::make_unique<std::vector<float>>(num_floats_));
       free_.push_back(memory_.back()->data());
     }
     float* const block = free_.back();
@@ -128,12 +154,15 @@ class Machine final : public Custodian {
   std::vector<std::unique_ptr<std::vector<float>>> memory_;
   std::vector<float*> free_;
   std::map<SavedId, float*> blocks_;
-  HostBackend backend_;
+  const Bytes block_;
+  const std::int64_t num_floats_;
+  HostBackend backend_, lender_;
   const Stream stream_;
   BufferTable buffers_;
   Issuer issuer_{backend_, buffers_};
   std::vector<float> home_;
   bool has_home_ = false;
+  int num_peers_ = 0;
   Saver saver_;
 };
 
@@ -169,7 +198,7 @@ int count_wrong(Machine& machine, bool in_order) {
 TEST(Saver, what_was_saved_comes_back_whatever_is_late) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     for (const bool in_order : {true, false}) {
-      Machine machine(Hostility{seed, 300, {}, false});
+      Machine machine({.seed = seed});
       EXPECT_EQ(count_wrong(machine, in_order), 0) << "seed " << seed;
       EXPECT_GT(machine.stats().num_offloaded, 30);
       EXPECT_GT(machine.stats().num_reloaded, 30);
@@ -185,7 +214,7 @@ TEST(Saver, a_room_is_filled_and_never_exceeded) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     std::int64_t num_offloaded = 3 * 2 * kModules;
     for (const int bundles : {2, 3, 5, 8, 12, 16}) {
-      Machine machine(Hostility{seed, 300, {}, false}, kBytes * bundles);
+      Machine machine({.seed = seed, .room = kBytes * bundles});
       EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0) << bundles << " bundles, seed " << seed;
       EXPECT_EQ(machine.stats().most_there, kBytes * bundles);
       EXPECT_EQ(machine.stats().num_unforeseen, 0);
@@ -198,33 +227,64 @@ TEST(Saver, a_room_is_filled_and_never_exceeded) {
 
 TEST(Saver, a_wrong_guess_costs_no_bit) {
   for (const int bundles : {2, 5}) {
-    Machine machine(Hostility{1, 300, {}, false}, kBytes * bundles);
+    Machine machine({.seed = 1, .room = kBytes * bundles});
     EXPECT_EQ(count_wrong(machine, /*in_order=*/false), 0);
     EXPECT_GT(machine.stats().num_unforeseen, 0);
   }
 }
 
 TEST(Saver, a_room_for_less_than_two_bundles_is_refused) {
-  Machine machine(Hostility{}, kBytes + kBytes - Bytes{1});
+  Machine machine({.room = kBytes + kBytes - Bytes{1}});
   machine.begin_forward();
   (void)machine.forward(0, 1.0F);
   EXPECT_THROW((void)machine.forward(1, 1.0F), UsageError);
 }
 
-TEST(Saver, each_kind_of_wait_matters) {
-#ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "without its waits it races, on purpose";
-#endif
+TEST(Saver, peers_are_used_first_and_the_home_for_what_they_have_no_room_for) {
+  // 0: nothing, 1: something, 2: all.
+  const std::vector<std::pair<std::vector<int>, int>> cases{{{100}, 0}, {{30, 30, 30}, 0}, {{2, 1}, 1}, {{}, 2}};
+  for (const auto& [peers, at_home] : cases) {
+    for (const bool in_order : {true, false}) {
+      // Large enough to be cut into a stretch for each link.
+      Machine machine({.seed = 1, .peers = peers, .block = Bytes{768 << 10}});
+      EXPECT_EQ(count_wrong(machine, in_order), 0);
+      const SavedStats& stats = machine.stats();
+      EXPECT_GT(stats.num_offloaded, 30);
+      EXPECT_EQ(stats.offloaded == stats.offloaded_to_peers, at_home == 0);
+      EXPECT_EQ(stats.offloaded_to_peers > Bytes{0}, at_home < 2);
+      EXPECT_EQ(stats.reloaded_from_peers > Bytes{0}, at_home < 2);
+      EXPECT_EQ(stats.num_unforeseen > 0, !in_order);
+      machine.let_go();
+      EXPECT_EQ(machine.stats().at_peers, Bytes{0});
+      EXPECT_EQ(machine.held(), Bytes{0});
+    }
+  }
+}
+
+TEST(Saver, what_is_cut_over_links_comes_back_whole_with_any_size) {
+  for (const std::int64_t bytes : {4096, 262'144, 262'148, 524'300, 1'000'004, 3'000'000}) {
+    Machine machine({.seed = 1, .peers = {40, 40, 40}, .block = Bytes{bytes}});
+    EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0) << bytes;
+    EXPECT_EQ(machine.stats().offloaded, machine.stats().offloaded_to_peers);
+  }
+}
+
+TEST(Saver, a_rank_lends_once) {
+  Machine machine({.peers = {1}});
+  EXPECT_THROW(machine.add_peer(0), InvariantError);
+}
+
+void expect_waits_to_matter(const Setting& plain) {
   for (const std::string kind : {"save -> offload on saved_tensor (RAW)", "save -> reload on saved_tensor (WAW)",
                                  "reload -> backward on saved_tensor (RAW)"}) {
-    Hostility hostility;
-    hostility.seed = 1;
-    if (kind.starts_with("reload")) hostility.hold_us = {{Verb::reload, 20'000}};
-    Machine machine(hostility);
+    Setting setting = plain;
+    setting.seed = 1;
+    setting.late_reloads = kind.starts_with("reload");
+    Machine machine(setting);
     machine.omit(kind);
     EXPECT_GT(count_wrong(machine, /*in_order=*/true), 0) << kind;
   }
-  Machine machine(Hostility{});
+  Machine machine(plain);
   EXPECT_EQ(count_wrong(machine, true), 0);
   for (const std::string& kind : machine.kinds()) {
     const bool is_known =
@@ -235,6 +295,20 @@ TEST(Saver, each_kind_of_wait_matters) {
         kind == "offload -> save on saved_tensor (WAW)";
     EXPECT_TRUE(is_known) << kind;
   }
+}
+
+TEST(Saver, each_kind_of_wait_matters) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "without its waits it races, on purpose";
+#endif
+  expect_waits_to_matter({});
+}
+
+TEST(Saver, each_kind_of_wait_of_the_peer_lane_matters) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "without its waits it races, on purpose";
+#endif
+  expect_waits_to_matter({.peers = {100}});
 }
 
 }  // namespace
