@@ -225,6 +225,24 @@ TEST(Saver, a_room_is_filled_and_never_exceeded) {
   }
 }
 
+TEST(Saver, who_leaves_is_whose_backward_comes_last) {
+  Machine machine({.room = kBytes * (kModules + 2)});
+  std::vector<SavedId> first, second;
+  for (std::vector<SavedId>* saved : {&first, &second}) {
+    machine.begin_forward();
+    for (int module = 0; module < kModules; ++module) saved->push_back(machine.forward(module, 1.0F));
+  }
+  EXPECT_GE(machine.stats().num_offloaded, kModules - 2);
+  std::vector<float> found(kModules, 0);
+  for (int module = kModules - 1; module >= 0; --module) {
+    const auto at = static_cast<std::size_t>(module);
+    machine.backward(module, first[at], &found[at]);
+  }
+  EXPECT_LE(machine.stats().num_reloaded, 2);  // of the second, ahead of its backward; all of the first has stayed
+  machine.finish();
+  EXPECT_EQ(found, std::vector<float>(kModules, 1));
+}
+
 TEST(Saver, a_wrong_guess_costs_no_bit) {
   for (const int bundles : {2, 5}) {
     Machine machine({.seed = 1, .room = kBytes * bundles});
