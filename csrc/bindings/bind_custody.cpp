@@ -279,6 +279,14 @@ void bind_custody(py::module_& m) {
              result["largest"] = stats.largest.count;
              return result;
            })
+      .def("saved_by_module",
+           [](Custody& self) {
+             std::map<std::int32_t, std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>> result;
+             for (const auto& [hook, saved] : without_gil([&] { return self.engine().saved_by_module(); })) {
+               result[hook.value] = {saved.num_visits, saved.bytes.count, saved.forward_us, saved.gap_us};
+             }
+             return result;
+           })
       .def("set_backward_callback",
            [](Custody& self, py::function begin) {
              self.set_backward_callback([kept = keep(std::move(begin))] { keep_python_errors([&] { (*kept)(); }); });

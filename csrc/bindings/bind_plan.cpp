@@ -16,6 +16,7 @@
 #include "plan/itinerary.h"
 #include "plan/matching.h"
 #include "plan/planner.h"
+#include "plan/recompute.h"
 #include "plan/simulate.h"
 
 namespace py = pybind11;
@@ -317,6 +318,18 @@ void bind_costs(py::module_& m) {
       .def_readonly("offload_us", &StepTimes::offload_us)
       .def_readonly("peer_us", &StepTimes::peer_us);
 
+  m.def(
+      "choose_recomputed",
+      [](const std::vector<std::tuple<std::int64_t, std::int64_t, int, double, double>>& blocks, std::int64_t bytes,
+         double out_us_per_byte, double back_us_per_byte, double out_free_us, double back_free_us) {
+        std::vector<SavedBlock> all;
+        for (const auto& [saved, inputs, visits, forward_us, gap_us] : blocks) {
+          all.push_back({Bytes{saved}, Bytes{inputs}, visits, forward_us, gap_us});
+        }
+        return choose_recomputed(all, {Bytes{bytes}, out_us_per_byte, back_us_per_byte, out_free_us, back_free_us});
+      },
+      py::arg("blocks"), py::arg("bytes"), py::arg("out_us_per_byte"), py::arg("back_us_per_byte"),
+      py::arg("out_free_us"), py::arg("back_free_us"), Release());
   m.def(
       "match_memory",
       [](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& offers,

@@ -599,6 +599,11 @@ SavedStats Engine::saved_stats() const {
   return saver_ ? saver_->stats() : SavedStats{};
 }
 
+std::map<HookId, SavedByModule> Engine::saved_by_module() const {
+  const std::lock_guard lock(mutex_);
+  return saver_ ? saver_->by_module() : std::map<HookId, SavedByModule>{};
+}
+
 // ---- what happened ----------------------------------------------------------------------------------------------
 
 std::vector<PassStats> Engine::passes() const {

@@ -211,6 +211,7 @@ class Engine {
   void await_saved(SavedId saved, Stream stream);
   void forget_saved(const std::vector<SavedId>& saved);
   SavedStats saved_stats() const;
+  std::map<HookId, SavedByModule> saved_by_module() const;
 
   // ---- the home, seen from outside ----
   /// Blocks until no op still reads or writes what is asked for. `write_weights`: the caller changes working copy and

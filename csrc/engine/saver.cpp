@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/trace.h"
 #include "engine/unit.h"
 
 namespace noria {
@@ -14,6 +15,8 @@ constexpr std::size_t kLeastStaying = 1;   // bundles: what a backward needs fir
 constexpr std::int64_t kMostWorking = 4;   // bundles on the device without a room: one stays, one is saved, two leave
 constexpr std::size_t kMostAhead = 2;      // bundles that come before their backward has begun
 constexpr Bytes kLeastStretch{256 << 10};  // less is not worth the start of another copy
+
+void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us : std::min(least, us); }
 
 }  // namespace
 
@@ -174,11 +177,13 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
     if (!open_) open_ = Bundle{hook, forward_, {}, false};
     refuse_large_bundle();
     make_way(stats_.largest, unit);
+    entered_us_ = clock_us();
     return {};
   }
   const auto used = next_used(hook);
   if (used == bundles_.end()) return {};
   used->is_used = true;
+  note_least(by_module_[hook].gap_us, clock_us() - used->left_us);
   std::erase(staying_, used);
   const std::vector<SavedId> now = alive(*used);
   reload(now, unit, stream);
@@ -258,6 +263,12 @@ void Saver::leave(UnitId unit, Stream stream) {
     Bytes bytes;
     for (SavedId each : saved) bytes += at(each).bytes;
     stats_.largest = std::max(stats_.largest, bytes);
+    Bundle& bundle = bundles_.back();
+    bundle.left_us = clock_us();
+    SavedByModule& module = by_module_[bundle.hook];
+    ++module.num_visits;
+    module.bytes = std::max(module.bytes, bytes);
+    note_least(module.forward_us, bundle.left_us - entered_us_);
   }
   open_.reset();
   end_left();

@@ -118,6 +118,7 @@ class Report:
     saved: dict[
         str, int
     ]  # by blocks: storages and bytes that left and came back, to peers of these, and what was there
+    recomputed: list[str]  # blocks that compute their activations again, in backward
     loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what another one's blocks save
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
@@ -154,6 +155,8 @@ class Report:
                 f"{format_bytes(saved['most_there'])} of {format_bytes(saved['most_saved'])} on the device"
                 + (f", {format_bytes(saved['most_at_peers'])} at other stages" if saved["most_at_peers"] else "")
             )
+        if self.recomputed:
+            lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
         lines += [f"stage {each.lender} lends {format_bytes(each.bytes)} to {each.borrower}" for each in self.loans]
         lines.append("passes (last occurrence):")
         for each in self.passes:
@@ -233,6 +236,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         num_fetches=custody.num_fetches,
         drafts=custody.draft_counts(),
         saved=custody.saved_stats(),
+        recomputed=wrapped.activations.recomputed(),
         loans=list(wrapped.lending.loans),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,

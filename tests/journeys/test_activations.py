@@ -254,6 +254,29 @@ def test_as_much_stays_as_there_is_room_for():
         assert noria.report(model).ledger_agrees
 
 
+def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
+    """When they pay: tests/csrc/plan/recompute_test.cpp."""
+    left: dict[bool, dict[str, torch.Tensor]] = {}
+    offloaded: list[int] = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = Wide(6)
+        optimizer = adamw(model.parameters())
+        if wraps:
+            with on_machine(limits={"drain": (1e-4, 0.0)}):
+                policy = {"activations": "auto", "activation_memory": 2 * 100352, "kernel": "torch", "window": 2}
+                noria.wrap(model, optimizer, device="cpu", **policy)
+        for _ in range(6):
+            step_of(model, optimizer)
+            if wraps:
+                offloaded.append(saved_of(model)["offloaded"])
+        left[wraps] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits(left[True], left[False])
+    again = noria.report(model).recomputed
+    assert again and set(again) <= {f"blocks.{number}" for number in range(6)}
+    assert offloaded[5] - offloaded[2] < offloaded[2]
+
+
 def test_nothing_leaves_where_all_has_room():
     model = Wide(4)
     noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=4 * 100352)

@@ -9,16 +9,15 @@ and random numbers are the same either way.
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from noria.custody.hooks import Hook, in_backward
+from noria.custody.recompute import Recomputation
 from noria.home import Region
 
 if TYPE_CHECKING:
@@ -44,17 +43,14 @@ class Activations:
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
         self._handles: list[Any] = []
-        self._recomputed: list[nn.Module] = []
         self._inside: list[contextlib.AbstractContextManager[Any] | None] = []  # innermost last
         self._taken = 0  # bytes at home
         self._num_pieces = 0
-        chosen = wrapped.policy.activations
-        blocks = [spec.module for spec in wrapped.partition.hooks if spec.is_block]
-        if chosen == "recompute":
-            for block in blocks:
-                block.__dict__["forward"] = Recomputed(block)
-                self._recomputed.append(block)
+        self._recomputation: Recomputation | None = None
+        if wrapped.policy.activations == "recompute" or wrapped.plan.saved_room is not None:
+            self._recomputation = Recomputation(wrapped, chooses=wrapped.plan.saved_room is not None)
         if leave(wrapped.plan):
+            blocks = [spec.module for spec in wrapped.partition.hooks if spec.is_block]
             wrapped.custody.set_saved_callback(_more_home(weakref.ref(wrapped)))
             for block in blocks:
                 self._handles.append(block.register_forward_pre_hook(Hook(self._enter)))
@@ -64,11 +60,16 @@ class Activations:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for block in self._recomputed:
-            forward = block.__dict__.pop("forward")
-            if forward.own is not None:
-                block.__dict__["forward"] = forward.own
-        self._recomputed.clear()
+        if self._recomputation is not None:
+            self._recomputation.remove()
+
+    def recomputed(self) -> list[str]:
+        """Names of the blocks that compute their activations again."""
+        return [] if self._recomputation is None else self._recomputation.names()
+
+    def begin_step(self) -> None:
+        if self._recomputation is not None:
+            self._recomputation.begin_step()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
@@ -107,24 +108,3 @@ def _more_home(wrapped: weakref.ref[Wrapped]) -> Callable[[int], tuple[int, int]
         return found.activations.more_home(least)
 
     return more_home
-
-
-class Recomputed:
-    """The `forward` of a block that saves its inputs only. A copy of the block has its own forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._module = module
-        self._forward = module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module))
-        return self.own if copied is None else types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        return (getattr, (self._module, "forward"))

@@ -153,6 +153,11 @@ class Wrapped:
         self.state_dicts.end_loads()
         self.values.settle_writes()
 
+    def begin_step(self) -> None:
+        """Once in a step, at the beginning of the first optimizer's."""
+        self.lending.begin_step()
+        self.activations.begin_step()
+
     # ---- what others call back ----
 
     def run_update(self, unit: int) -> None:

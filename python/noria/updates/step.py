@@ -83,7 +83,8 @@ class Updates:
         refuse_inside_backward("optimizer.step()")
         wrapped.recover()
         wrapped.loaded.refuse_missing("optimizer.step()")
-        wrapped.lending.begin_step()
+        if wrapped.optimizers[0] is self:
+            wrapped.begin_step()
         self._state.follow()
         if self._members.kernel == "whole":
             result = self._whole.step(closure)
