@@ -101,8 +101,8 @@ class Policy:
     """What happens to what backward needs of a block's forward: "keep" leaves it to autograd, on the device;
     "offload" moves it to the home and back ahead of the block's backward, but for small tensors; "recompute" keeps the
     block's inputs only, and its backward runs the forward again; "auto" keeps as much as `activation_memory` has room
-    for, and offloads the rest, or recomputes it where that is measured to be cheaper. Same bits. What is offloaded takes host memory in the first forwards, rows "saved for
-    backward" of the ledger, held against `host_memory`."""
+    for, and offloads the rest, or recomputes it where that is measured to be cheaper. Same bits. What is offloaded
+    takes host memory in the first forwards, rows "saved for backward" of the ledger, held against `host_memory`."""
 
     activation_memory: str | int = "auto"
     """Under activations="auto": device memory for what blocks save, at most, where backwards come in the order of their
