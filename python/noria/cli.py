@@ -74,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
         speed.add_argument(f"--{lane}-gib-s", type=_positive, metavar="GIB/S")
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
     speed.add_argument("--tokens", type=int, default=4096, help="of a step: batch x length (default 4096)")
+    line = plan.add_argument_group("a pipeline of stages: what blocks save, who lends what")
+    line.add_argument("--pipeline", type=int, metavar="STAGES")
+    line.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
+    line.add_argument("--micro-batches", type=int, default=None, metavar="N", help="of a step (default: 2 a stage)")
+    line.add_argument("--micro-batch-size", type=int, default=1, metavar="ROWS")
+    line.add_argument("--length", type=int, default=512, metavar="TOKENS")
+    line.add_argument("--activation-memory", metavar="BYTES", help="of each stage; default: no limit, nothing moves")
     plan.add_argument("--check", action="store_true", help="derive every wait of the planned step, and prove them")
 
     doctor = commands.add_parser("doctor", help="what this machine has for noria, and what it lacks")
@@ -141,6 +148,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.dtype is not None:
         fields["dtype"] = torch.bfloat16
     planned = plan(model, optimizers or None, **fields)
+    if args.pipeline is not None:
+        return _run_pipeline(args, model, planned)
     print(planned)
     step = PlannedStep(planned, args.tokens, _speeds(args, planned))
     step.show()
@@ -149,6 +158,41 @@ def run_plan(args: argparse.Namespace) -> int:
     faults = step.check()
     print("\n".join(faults) if faults else "every conflicting pair is ordered")
     return 1 if faults else 0
+
+
+def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan) -> int:
+    from noria.pipeline import drawing, plan_pipeline, run_without_memory, saved_by_block
+    from noria.policy import activation_budget, format_bytes, make_policy
+
+    num_micro_batches = 2 * args.pipeline if args.micro_batches is None else args.micro_batches
+    for name, value in (("--micro-batches", num_micro_batches), ("--length", args.length)):
+        if value < 1:
+            raise usage_error(f"{name} of 1 or more", f"{value}", "raise it")
+    room = None
+    if args.activation_memory is not None:
+        memory = _amount(args.activation_memory)
+        room = activation_budget(make_policy(None, {"activations": "auto", "activation_memory": memory}))
+    run = run_without_memory(model, planned.policy.dtype, (args.micro_batch_size, args.length))
+    found = plan_pipeline(
+        planned.partition,
+        saved_by_block(planned.partition, run),
+        [unit.weights for unit in planned.units],
+        num_stages=args.pipeline,
+        schedule=args.schedule,
+        num_micro_batches=num_micro_batches,
+        room=room,
+    )
+    columns = ["stage", "blocks", "in flight", "weights", "saved", "on the device", "lent", "borrowed", "at the host"]
+    rows = []
+    for number, stage in enumerate(found.stages):
+        amounts = (stage.weights, stage.saved, stage.kept, stage.lent, stage.borrowed, stage.at_host)
+        rows.append([str(number), str(len(stage.blocks)), str(stage.in_flight), *map(format_bytes, amounts)])
+    batches = f"{num_micro_batches} micro-batches of {args.micro_batch_size} x {args.length} tokens"
+    _show(f"{args.pipeline} stages by {args.schedule}, {batches}: what blocks save at most", columns, rows)
+    for loan in found.loans:
+        print(f"stage {loan.lender} lends {format_bytes(loan.bytes)} to stage {loan.borrower}")
+    print("\n".join(drawing(found)))
+    return 0
 
 
 def _amount(text: str) -> str | int | float:

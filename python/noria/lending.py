@@ -23,7 +23,7 @@ from noria.ranks import raised_by_all
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
-__all__ = ["Lending", "Loan", "Stages"]
+__all__ = ["Lending", "Loan", "Stages", "need_and_spare"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +106,14 @@ class Lending:
             return
         self._has_met = True
         with raised_by_all([self.stages], "noria's lending between stages"):
-            offer = (_machine(), *self._need_and_spare())
+            saved, room = self.wrapped.custody.saved_stats(), self.wrapped.plan.saved_room
+            needs = room is not None or self.wrapped.policy.activations == "offload"
+            offer = (_machine(), *(need_and_spare(saved["most_saved"], saved["largest"], room) if needs else (0, 0)))
         offers = self.stages.group.gather_objects(offer)
         even = [[1.0] * self.stages.size for _ in offers]
         self.loans = [Loan(*each) for each in _C.match_memory(offers, even)]
         if self.loans:
             self._meet(self.stages)
-
-    def _need_and_spare(self) -> tuple[int, int]:
-        """Bytes. Two bundles' room is for what is saved now, and what leaves or comes meanwhile."""
-        saved, room = self.wrapped.custody.saved_stats(), self.wrapped.plan.saved_room
-        if room is None:
-            return saved["most_saved"] if self.wrapped.policy.activations == "offload" else 0, 0
-        if saved["most_saved"] > room:
-            return saved["most_saved"] - room + 2 * saved["largest"], 0
-        return 0, room - saved["most_saved"]
 
     def _meet(self, stages: Stages) -> None:
         wrapped, group = self.wrapped, stages.group
@@ -167,6 +160,16 @@ class Lending:
             self._lender = None
         if self.stages is not None:
             self.stages.close()
+
+
+def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]:
+    """Bytes of what a stage's blocks save, `most_saved` at once and `largest` of one block; without a `room` all of it
+    leaves. Two blocks' room is for what is saved now, and what leaves or comes meanwhile."""
+    if room is None:
+        return most_saved, 0
+    if most_saved > room:
+        return most_saved - room + 2 * largest, 0
+    return 0, room - most_saved
 
 
 def _machine() -> str:
