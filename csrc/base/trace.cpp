@@ -58,6 +58,12 @@ void Trace::add(Span span) {
   }
 }
 
+void Trace::sample(const SavedMemory& memory) {
+  std::lock_guard lock(mutex_);
+  saved_.push_back(memory);
+  if (saved_.size() > capacity_) saved_.pop_front();
+}
+
 std::vector<Span> Trace::spans() const {
   std::lock_guard lock(mutex_);
   return {spans_.begin(), spans_.end()};
@@ -71,6 +77,7 @@ std::size_t Trace::num_dropped() const {
 void Trace::clear() {
   std::lock_guard lock(mutex_);
   spans_.clear();
+  saved_.clear();
   num_dropped_ = 0;
 }
 
@@ -104,6 +111,13 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
       out += ",\n{\"ph\":\"s\"," + arrow + where(leaves_us, giver->second->lane) + "}";
       out += ",\n{\"ph\":\"f\",\"bp\":\"e\"," + arrow + where(span.start_us, span.lane) + "}";
     }
+  }
+  std::lock_guard lock(mutex_);
+  for (const SavedMemory& memory : saved_) {
+    out += ",\n{\"ph\":\"C\",\"name\":\"saved for backward\",\"pid\":0,\"ts\":" + std::to_string(memory.at_us) +
+           ",\"args\":{\"on the device\":" + std::to_string(memory.on_device.count) +
+           ",\"at peers\":" + std::to_string(memory.at_peers.count) +
+           ",\"at home\":" + std::to_string(memory.at_home.count) + "}}";
   }
   return out + "\n]}\n";
 }

@@ -1,4 +1,4 @@
-// What happened, or what a plan predicts: spans on lanes, and the waits between them.
+// What happened, or what a plan predicts: spans on lanes, the waits between them, and memory over time.
 //
 // Units: microseconds since the trace began. Ownership: spans are copied in; a ring keeps the newest `capacity` of them
 // and counts what it dropped. Threads: `add` may be called from any thread. Predicted (simulate) and real traces have
@@ -28,11 +28,19 @@ struct Span {
   std::vector<OpId> waits;  // ops that this one waited for: arrows in the picture
 };
 
+/// Where what blocks have saved for their backwards lies at a moment.
+struct SavedMemory {
+  std::int64_t at_us = 0;
+  Bytes on_device, at_peers, at_home;
+};
+
 class Trace {
  public:
   explicit Trace(std::size_t capacity);
 
   void add(Span span);
+  /// Kept as spans are, apart from them.
+  void sample(const SavedMemory& memory);
   std::vector<Span> spans() const;
   std::size_t num_dropped() const;
   void clear();
@@ -40,7 +48,8 @@ class Trace {
   /// Microseconds since this trace was made.
   std::int64_t now_us() const;
 
-  /// Chrome/Perfetto JSON: one row per lane, one slice per span ("fetch blocks.3"), one flow arrow per wait.
+  /// Chrome/Perfetto JSON: one row per lane, one slice per span ("fetch blocks.3"), one flow arrow per wait; what is
+  /// saved as a counter over time.
   std::string chrome_json(const std::vector<std::string>& unit_names) const;
 
  private:
@@ -48,6 +57,7 @@ class Trace {
   const std::int64_t origin_ns_;
   mutable std::mutex mutex_;
   std::deque<Span> spans_;
+  std::deque<SavedMemory> saved_;
   std::size_t num_dropped_ = 0;
 };
 

@@ -639,6 +639,7 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   const std::lock_guard lock(mutex_);
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
+  if (saver_) saver_->set_trace(trace);
   trace_ = std::move(trace);
 }
 

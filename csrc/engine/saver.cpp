@@ -186,6 +186,7 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   note_least(by_module_[hook].gap_us, clock_us() - used->left_us);
   std::erase(staying_, used);
   const std::vector<SavedId> now = alive(*used);
+  tell_trace();
   reload(now, unit, stream);
   auto ahead = used;
   for (std::size_t i = 0; i < kMostAhead; ++i) {
@@ -272,10 +273,15 @@ void Saver::leave(UnitId unit, Stream stream) {
   }
   open_.reset();
   end_left();
+  tell_trace();
   if (!saves_) return;
   // One bundle more is saved while one leaves; where all has had its place at once, none needs to.
   const Bytes may_stay = !room_ ? Bytes{0} : stats_.most_saved <= *room_ ? *room_ : *room_ - stats_.largest * 2;
   while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) offload_farthest(unit);
+}
+
+void Saver::tell_trace() const {
+  if (trace_) trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held()});
 }
 
 void Saver::refuse_large_bundle() const {

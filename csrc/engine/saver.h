@@ -23,9 +23,11 @@
 #include <deque>
 #include <list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
+#include "base/trace.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
 #include "store/range_pool.h"
@@ -73,6 +75,8 @@ class Saver {
   /// From now on what leaves goes there first. Each peer once.
   void add_peer(const PeerMemory& peer);
   void set_room(Bytes room) { room_ = room; }
+  /// Is told what lies where, at the ends of visits and where one of backward begins; null: nobody.
+  void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
 
   /// `saves`: a forward after which a backward may come.
   void begin_pass(Phase phase, bool saves);
@@ -138,6 +142,7 @@ class Saver {
     Ticket ticket;
   };
 
+  void tell_trace() const;
   void find_place(Entry& entry);
   bool find_peers(Entry& entry);
   bool is_at_peers(const Entry& entry) const { return stores_[entry.stretches.front().store].peer.has_value(); }
@@ -185,6 +190,7 @@ class Saver {
   std::int64_t entered_us_ = 0;
   SavedStats stats_;
   std::map<HookId, SavedByModule> by_module_;
+  std::shared_ptr<Trace> trace_;
 };
 
 }  // namespace noria

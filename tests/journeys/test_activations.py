@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 from typing import Any
 
@@ -275,6 +276,23 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     again = noria.report(model).recomputed
     assert again and set(again) <= {f"blocks.{number}" for number in range(6)}
     assert offloaded[5] - offloaded[2] < offloaded[2]
+
+
+def test_the_trace_shows_what_lies_where_over_time(tmp_path):
+    room, path = 3 * 100352, tmp_path / "trace.json"
+    model = Wide(8)
+    optimizer = adamw(model.parameters())
+    policy = {"activations": "auto", "activation_memory": room, "trace": path}
+    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    for _ in range(2):
+        step_of(model, optimizer)
+    noria.report(model)
+    events = json.loads(path.read_text())["traceEvents"]
+    seen = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "saved for backward"]
+    assert len(seen) == 2 * 8 * 3  # at the ends of visits, and where one of backward begins
+    assert max(each["on the device"] for each in seen) == room
+    assert max(each["at home"] for each in seen) >= 8 * 100352 - room
+    assert all(each["at peers"] == 0 for each in seen)
 
 
 def test_nothing_leaves_where_all_has_room():
