@@ -229,6 +229,49 @@ def test_torchrun_restarts_ranks_that_share_a_gpt_and_they_end_with_the_same_bit
     assert_same_bits(tensors(shared[1]), tensors(torch.load(killed, weights_only=True)))
 
 
+PIPELINE = "--steps 3 --micro-batches 4 --layers 12 --width 64 --vocab 300 --text-bytes 60000"
+
+
+def pipeline_d2d(options: str) -> tuple[int, str]:
+    """On two stages: exit status and what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/05_pipeline_d2d.py", *PIPELINE.split(), *options.split()]
+    found = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    return found.returncode, found.stdout
+
+
+def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plain_pytorch(tmp_path):
+    status, printed = pipeline_d2d(f"--trace {tmp_path}")
+    assert status == 0, printed
+    assert printed.count("\nyes  ") == 3 and "NO " not in printed
+    plain, ours = (
+        [line for line in printed.splitlines() if line.startswith(name)] for name in ("plain", "noria: step")
+    )
+    losses = [re.findall(r"step +(\d+)  loss (\S+)", "\n".join(lines)) for lines in (plain, ours)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert re.search(r"stage 1 lends \d\.\d MiB to stage 0", printed)
+    to_host, to_peers = re.search(
+        r"sent to the host .* step, (\S+) MiB after it; to other stages (\S+) MiB", printed
+    ).groups()
+    assert float(to_host) == 0 < float(to_peers)
+    lanes = [peer_spans(tmp_path / f"stage{rank}.json") for rank in range(2)]
+    assert set(lanes[0]) == {"offload", "reload"} and not lanes[1]
+    assert lanes[0].count("offload") == lanes[0].count("reload")
+
+
+def peer_spans(trace: Path) -> list[str]:
+    """The verbs on the lane of that name."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    [lane] = [event["tid"] for event in events if event["ph"] == "M" and event["args"].get("name") == "peer"]
+    return [event["name"].split()[0] for event in events if event["ph"] == "X" and event["tid"] == lane]
+
+
+def test_the_pipeline_fails_when_nobody_needed_to_borrow():
+    status, printed = pipeline_d2d("--activation-memory 1000000000")
+    assert status != 0
+    assert "NO   stages save more than that ([])" in printed and printed.count("\nyes  ") == 2
+
+
 def test_a_local_model_directory_brings_its_own_weights_and_tokenizer(run, tmp_path, monkeypatch):
     import text
     import transformers
