@@ -9,8 +9,10 @@ import argparse
 import dataclasses
 import json
 import platform
+import queue
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `examples`
 
 import torch
+import torch.multiprocessing as mp
 from noria.doctor import cpu_name, versions
 from rich.console import Console
 from rich.table import Table
@@ -109,6 +112,25 @@ def seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def on_ranks(size: int, act: Callable[..., None], *args: Any) -> list[dict[str, Any]]:
+    """What each rank found, by rank: `act(rank, size, meeting, answers, *args)`, a process each, puts (rank, found)
+    among the answers. `meeting`: a path for their process group."""
+    answers = mp.get_context("spawn").Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, str(Path(folder) / "meeting"), answers, *args)
+        ranks = mp.start_processes(act, arguments, nprocs=size, join=False, start_method="spawn")
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < size:
+            try:
+                rank, answer = answers.get(timeout=1)
+                found[rank] = answer
+            except queue.Empty:
+                ranks.join(timeout=0)  # raises where one has failed
+        while not ranks.join():
+            pass
+    return [found[rank] for rank in range(size)]
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

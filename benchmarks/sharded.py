@@ -25,10 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import queue
 import sys
-import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,7 +33,6 @@ import _common
 import noria
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from noria import _C
 from noria.custody import wrapped_by
 from overlap import LATENCY_US, Chain, Limits, Run, Setting, as_dict, limits_of, transfer_us
@@ -60,7 +56,7 @@ class Shape:
     warmup: int
 
 
-def on_rank(rank: int, size: int, meeting: str, limits: Limits, shape: Shape, answers: Any) -> None:
+def on_rank(rank: int, size: int, meeting: str, answers: Any, limits: Limits, shape: Shape) -> None:
     """Puts (rank, what it measured) among the answers."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -117,25 +113,6 @@ def on_rank(rank: int, size: int, meeting: str, limits: Limits, shape: Shape, an
         dist.barrier()  # nobody leaves while another one still moves
 
 
-def measure(size: int, limits: Limits, shape: Shape) -> list[dict[str, Any]]:
-    """What each rank found, by rank."""
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (size, str(Path(folder) / "meeting"), limits, shape, answers)
-        ranks = mp.start_processes(on_rank, arguments, nprocs=size, join=False, start_method="spawn")
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < size:
-            try:
-                rank, answer = answers.get(timeout=1)
-                found[rank] = answer
-            except queue.Empty:
-                ranks.join(timeout=0)  # raises where one has failed
-        while not ranks.join():
-            pass
-    return [found[rank] for rank in range(size)]
-
-
 def summarised(turns: list[list[dict[str, Any]]], alone: dict[str, Any] | None) -> dict[str, Any]:
     """Of one number of ranks, over its turns; `alone`: of one rank."""
     everybody = [found for turn in turns for found in turn]
@@ -188,7 +165,7 @@ def main() -> int:
     turns: dict[int, list[list[dict[str, Any]]]] = {size: [] for size in sizes}
     for _ in range(args.rounds):
         for size in sizes:
-            turns[size].append(measure(size, limits, shape))
+            turns[size].append(_common.on_ranks(size, on_rank, limits, shape))
     summary: dict[str, Any] = {}
     for size in sizes:
         summary[str(size)] = summarised(turns[size], summary.get("1"))
