@@ -130,6 +130,13 @@ bool Saver::find_peers(Entry& entry) {
   return false;
 }
 
+void Saver::give_back_place(Entry& entry) {
+  if (entry.stretches.empty()) return;
+  if (is_at_peers(entry)) stats_.at_peers -= entry.bytes;
+  for (const Stretch& stretch : std::exchange(entry.stretches, {}))
+    stores_[stretch.store].pool.give_back(stretch.range);
+}
+
 // ---- what is saved ----------------------------------------------------------------------------------------------
 
 // `memory` null: it has left.
@@ -161,8 +168,7 @@ void Saver::let_go(SavedId saved) {
   note_there(entry, nullptr);
   custodian_.left(saved);
   stats_.saved -= entry.bytes;
-  if (!entry.stretches.empty() && is_at_peers(entry)) stats_.at_peers -= entry.bytes;
-  for (const Stretch& stretch : entry.stretches) stores_[stretch.store].pool.give_back(stretch.range);
+  give_back_place(entry);
   free_tokens_.push_back(static_cast<std::int32_t>(issuer_.buffers()[entry.token].offset.count));
   entries_.erase(saved);
 }
@@ -176,10 +182,11 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   if (phase == Phase::forward) {
     if (!open_) open_ = Bundle{hook, forward_, {}, false};
     refuse_large_bundle();
-    make_way(stats_.largest, unit);
+    make_way(expected_of(hook), unit);
     entered_us_ = clock_us();
     return {};
   }
+  end_left();
   const auto used = next_used(hook);
   if (used == bundles_.end()) return {};
   used->is_used = true;
@@ -270,6 +277,8 @@ void Saver::leave(UnitId unit, Stream stream) {
     ++module.num_visits;
     module.bytes = std::max(module.bytes, bytes);
     note_least(module.forward_us, bundle.left_us - entered_us_);
+  } else if (open_ && saves_) {
+    by_module_[open_->hook];  // saves nothing
   }
   open_.reset();
   end_left();
@@ -282,6 +291,12 @@ void Saver::leave(UnitId unit, Stream stream) {
 
 void Saver::tell_trace() const {
   if (trace_) trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held()});
+}
+
+// Blocks are alike, until they are known.
+Bytes Saver::expected_of(HookId hook) const {
+  const auto known = by_module_.find(hook);
+  return known == by_module_.end() ? stats_.largest : known->second.bytes;
 }
 
 void Saver::refuse_large_bundle() const {
@@ -335,6 +350,7 @@ void Saver::await(SavedId saved, Stream stream) {
   } else {
     note_there(entry, custodian_.make_room(saved, entry.bytes));
     custodian_.fill(saved, entry.stretches.front().range.memory, entry.bytes);
+    give_back_place(entry);
     ++stats_.num_reloaded;
     stats_.reloaded += entry.bytes;
   }
@@ -426,6 +442,7 @@ void Saver::end_copy(SavedId saved) {
   Entry& entry = at(saved);
   entry.ticket.reset();
   entry.state = entry.is_wanted ? State::there : State::away;
+  if (entry.is_wanted) give_back_place(entry);
   if (entry.is_wanted || entry.is_forgotten) return;
   note_there(entry, nullptr);
   custodian_.left(saved);
@@ -467,6 +484,7 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
     for (SavedId each : saved) {
       at(each).state = State::coming;
       at(each).ticket = ticket;
+      give_back_place(at(each));
     }
     stats_.num_reloaded += static_cast<std::int64_t>(saved.size());
     stats_.reloaded += loaded;

@@ -15,8 +15,9 @@
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
 //
 // Note [Places]. A storage that leaves goes to the peers that have room for it, cut into one stretch for each link, as
-// long as the link is fast, so that all end together; else to the home. On the lane of the peers there is nothing but
-// these copies, which wait for visits that are over: so there even what nobody foresaw can come back, while on the
+// long as the link is fast, so that all end together; else to the home. Its place there is somebody else's as soon as
+// its way back is issued: whoever writes it waits for that, as for any read. On the lane of the peers there is nothing
+// but these copies, which wait for visits that are over: so there even what nobody foresaw can come back, while on the
 // fetch lane it might stand behind a fetch that waits for the very visit that asks.
 #pragma once
 
@@ -113,7 +114,7 @@ class Saver {
     BufferId copy;
   };
   struct Entry {
-    std::vector<Stretch> stretches;  // where it was copied to; none yet: nowhere
+    std::vector<Stretch> stretches;  // where it leaves to, or is; none: it is on the device, or comes
     BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
@@ -145,6 +146,7 @@ class Saver {
   void tell_trace() const;
   void find_place(Entry& entry);
   bool find_peers(Entry& entry);
+  void give_back_place(Entry& entry);
   bool is_at_peers(const Entry& entry) const { return stores_[entry.stretches.front().store].peer.has_value(); }
   void offload(const Bundle& bundle, UnitId unit);
   /// Brings those of these that are away, and keeps the others.
@@ -162,6 +164,7 @@ class Saver {
   Bundles::iterator next_used(HookId hook);
   Bundles::iterator needed_after(Bundles::iterator used);
   void refuse_large_bundle() const;
+  Bytes expected_of(HookId hook) const;
   Bytes room() const;
   Bytes leaving_bytes() const;
   /// It may be asked for still.

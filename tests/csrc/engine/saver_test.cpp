@@ -26,6 +26,7 @@ struct Setting {
   std::optional<Bytes> room = std::nullopt;
   std::vector<int> peers = {};  // how many blocks each lends
   Bytes block = kBytes;
+  int home = 3 * kModules;  // blocks
 };
 
 Hostility hostility_of(const Setting& setting) {
@@ -44,7 +45,7 @@ class Machine final : public Custodian {
         backend_(HostBackendOptions{Bytes{1 << 20}, {}, hostility_of(setting)}),
         lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
         stream_(backend_.create_stream()),
-        home_(static_cast<std::size_t>(3 * kModules * num_floats_)),
+        home_(static_cast<std::size_t>(setting.home * num_floats_)),
         saver_(issuer_, backend_, *this, setting.room) {
     for (const int num_blocks : setting.peers) {
       std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
@@ -103,6 +104,15 @@ class Machine final : public Custodian {
     now->wait_passed();
   }
 
+  void finish_copies() {
+    finish();
+    backend_.idle();
+  }
+  void begin_backward() { saver_.begin_pass(Phase::backward, false); }
+  void visit_head() {
+    (void)saver_.enter(HookId(kModules), Phase::forward, UnitId(), stream_);
+    saver_.leave(UnitId(), stream_);
+  }
   /// What nobody asks for any more.
   void let_go() {
     backend_.idle();
@@ -122,7 +132,7 @@ class Machine final : public Custodian {
   void update(UnitId) override {}
   std::pair<std::byte*, Bytes> more_home(Bytes) override {
     EXPECT_FALSE(std::exchange(has_home_, true));
-    return {reinterpret_cast<std::byte*>(home_.data()), block_ * (3 * kModules)};
+    return {reinterpret_cast<std::byte*>(home_.data()), Bytes{static_cast<std::int64_t>(home_.size() * sizeof(float))}};
   }
   std::byte* make_room(SavedId saved, Bytes) override {
     blocks_[saved] = allocate();
@@ -191,6 +201,34 @@ int count_wrong(Machine& machine, bool in_order) {
       const int value = 100 * step + 10 * (i / kModules) + i % kModules;
       num_wrong += found[static_cast<std::size_t>(i)] == static_cast<float>(value) ? 0 : 1;
     }
+  }
+  return num_wrong;
+}
+
+/// As a pipeline's first stage has it: a backward of the oldest forward, then another forward, and so on.
+int count_wrong_in_turn(Machine& machine) {
+  constexpr int kForwards = 8, kInFlight = 3;
+  std::vector<std::vector<SavedId>> saved;
+  std::vector<float> found(static_cast<std::size_t>(kForwards * kModules), -2);
+  const auto go_back = [&](int forward) {
+    for (int module = kModules - 1; module >= 0; --module) {
+      machine.backward(module, saved[static_cast<std::size_t>(forward)][static_cast<std::size_t>(module)],
+                       &found[static_cast<std::size_t>(kModules * forward + module)]);
+    }
+  };
+  for (int forward = 0; forward < kForwards; ++forward) {
+    if (forward >= kInFlight) go_back(forward - kInFlight);
+    machine.begin_forward();
+    saved.emplace_back();
+    for (int module = 0; module < kModules; ++module) {
+      saved.back().push_back(machine.forward(module, static_cast<float>(10 * forward + module)));
+    }
+  }
+  for (int forward = kForwards - kInFlight; forward < kForwards; ++forward) go_back(forward);
+  machine.finish();
+  int num_wrong = 0;
+  for (int i = 0; i < kForwards * kModules; ++i) {
+    num_wrong += found[static_cast<std::size_t>(i)] == static_cast<float>(10 * (i / kModules) + i % kModules) ? 0 : 1;
   }
   return num_wrong;
 }
@@ -292,6 +330,40 @@ TEST(Saver, a_rank_lends_once) {
   EXPECT_THROW(machine.add_peer(0), InvariantError);
 }
 
+TEST(Saver, a_stage_of_a_pipeline_takes_no_more_elsewhere_than_it_lacks) {
+  // Three forwards are in flight at most; what comes back has given its place away.
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    for (const int bundles : {4, 8, 16}) {
+      const int lacking = 3 * kModules - (bundles - 2);
+      Machine machine({.seed = seed, .room = kBytes * bundles, .peers = {lacking}});
+      EXPECT_EQ(count_wrong_in_turn(machine), 0);
+      EXPECT_EQ(machine.stats().most_there, kBytes * bundles);
+      EXPECT_EQ(machine.stats().offloaded, machine.stats().offloaded_to_peers) << bundles;
+      EXPECT_EQ(machine.stats().num_unforeseen, 0);
+    }
+  }
+}
+
+TEST(Saver, no_way_is_made_for_modules_that_save_nothing) {
+  for (int round = 0; round < 2; ++round) {
+    Machine machine({.room = kBytes * kModules});
+    for (int step = 0; step < 3; ++step) {
+      std::vector<SavedId> saved;
+      machine.begin_forward();
+      for (int module = 0; module < kModules; ++module) saved.push_back(machine.forward(module, 1.0F));
+      machine.visit_head();
+      for (int module = kModules - 1; module >= 0; --module) {
+        float found = 0;
+        machine.backward(module, saved[static_cast<std::size_t>(module)], &found);
+        machine.finish();
+        EXPECT_EQ(found, 1.0F);
+      }
+    }
+    // The first time nobody knows.
+    EXPECT_LE(machine.stats().num_offloaded, 1);
+  }
+}
+
 void expect_waits_to_matter(const Setting& plain) {
   for (const std::string kind : {"save -> offload on saved_tensor (RAW)", "save -> reload on saved_tensor (WAW)",
                                  "reload -> backward on saved_tensor (RAW)"}) {
@@ -304,10 +376,12 @@ void expect_waits_to_matter(const Setting& plain) {
   }
   Machine machine(plain);
   EXPECT_EQ(count_wrong(machine, true), 0);
+  EXPECT_EQ(count_wrong_in_turn(machine), 0);
   for (const std::string& kind : machine.kinds()) {
     const bool is_known =
         kind == "save -> offload on saved_tensor (RAW)" || kind == "save -> reload on saved_tensor (WAW)" ||
         kind == "reload -> backward on saved_tensor (RAW)" ||
+        kind == "reload -> offload on saved_copy (WAR)" ||  // at home: over two lanes
         // Redundant: nothing is reloaded, and no token is handed on, before its copy is over.
         kind == "offload -> save on saved_tensor (WAR)" || kind == "backward -> save on saved_tensor (WAR)" ||
         kind == "offload -> save on saved_tensor (WAW)";
@@ -320,6 +394,23 @@ TEST(Saver, each_kind_of_wait_matters) {
   GTEST_SKIP() << "without its waits it races, on purpose";
 #endif
   expect_waits_to_matter({});
+  for (const bool waits : {true, false}) {  // for a place at home that its last owner has not been read from yet
+    Machine machine({.late_reloads = true, .home = 2});
+    if (!waits) machine.omit("reload -> offload on saved_copy (WAR)");
+    std::vector<SavedId> saved;
+    float last = 0, one_before = 0;
+    machine.begin_forward();
+    for (int module = 0; module < 3; ++module) saved.push_back(machine.forward(module, 1.0F));
+    machine.finish_copies();
+    machine.backward(2, saved[2], &last);  // the way back of the one before begins
+    machine.begin_forward();
+    for (int module = 3; module < 5; ++module) (void)machine.forward(module, 2.0F);
+    machine.begin_backward();
+    machine.backward(1, saved[1], &one_before);
+    machine.finish();
+    EXPECT_EQ(last, 1.0F);
+    EXPECT_EQ(one_before == 1.0F, waits);
+  }
 }
 
 TEST(Saver, each_kind_of_wait_of_the_peer_lane_matters) {
