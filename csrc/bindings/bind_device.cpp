@@ -147,6 +147,12 @@ void bind_backend(py::module_& m) {
           "open_shared", [](Backend& b, const SharedMemory& told) { return address_of(b.open_shared(told)); },
           py::arg("told"), Release())
       .def(
+          "discard_shared",
+          [](Backend& b, Address memory, std::int64_t offset, std::int64_t bytes) {
+            return b.discard_shared(at(memory), Bytes{offset}, Bytes{bytes}).count;
+          },
+          py::arg("memory"), py::arg("offset"), py::arg("bytes"), Release())
+      .def(
           "close_shared", [](Backend& b, Address memory) { b.close_shared(at(memory)); }, py::arg("memory"), Release())
       .def_property_readonly("allocated", [](const Backend& b) { return b.allocated().count; })
       .def_property_readonly("capacity", [](const Backend& b) { return b.capacity().count; })

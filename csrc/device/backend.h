@@ -127,6 +127,9 @@ class Backend {
   /// Memory of another process's device, for copies of the peer lane. Not in `allocated`. Keeps its own mapping:
   /// `told.fd` stays the caller's. Throws MachineError when the machine cannot open it.
   virtual std::byte* open_shared(const SharedMemory& told) = 0;
+  /// Nobody uses this range of such memory any more. Returns what the device has back of it, before `free`: nothing
+  /// where memory is given back whole only, and what of a page others still use. Each range once.
+  virtual Bytes discard_shared(std::byte* /*memory*/, Bytes /*offset*/, Bytes /*bytes*/) { return {}; }
   /// What is still open at `close` is closed there; after that this does nothing.
   virtual void close_shared(std::byte* memory) = 0;
   virtual Bytes allocated() const = 0;

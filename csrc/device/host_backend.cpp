@@ -108,7 +108,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
     throw MachineError("mmap of " + to_string(bytes) + " failed: " + std::generic_category().message(why) + policy);
   }
   if (poisons()) std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
-  allocations_.emplace(memory, Allocation{bytes, fd});
+  allocations_.emplace(memory, Allocation{bytes, fd, {}});
   allocated_ += bytes;
   ++num_allocations_;
   return memory;
@@ -121,7 +121,7 @@ void HostBackend::free(std::byte* memory) {
   const Allocation freed = found->second;
   unmap_pages(memory, freed.bytes);
   if (freed.fd >= 0) ::close(freed.fd);
-  allocated_ -= freed.bytes;
+  allocated_ -= freed.bytes - freed.discarded;
   allocations_.erase(found);
 }
 
@@ -130,6 +130,16 @@ SharedMemory HostBackend::shared(std::byte* memory) const {
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end() && found->second.fd >= 0, "told of memory that is not shared");
   return {found->second.bytes, found->second.fd, {}};
+}
+
+Bytes HostBackend::discard_shared(std::byte* memory, Bytes offset, Bytes bytes) {
+  std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  NORIA_INVARIANT(found != allocations_.end() && found->second.fd >= 0, "discarded memory that is not shared");
+  const Bytes discarded = discard_pages(found->second.fd, offset, bytes);
+  found->second.discarded += discarded;
+  allocated_ -= discarded;
+  return discarded;
 }
 
 std::byte* HostBackend::open_shared(const SharedMemory& told) {

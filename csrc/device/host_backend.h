@@ -36,6 +36,7 @@ class HostBackend final : public Backend {
   void free(std::byte* memory) override;
   std::byte* allocate_shared(Bytes bytes) override;
   SharedMemory shared(std::byte* memory) const override;
+  Bytes discard_shared(std::byte* memory, Bytes offset, Bytes bytes) override;
   std::byte* open_shared(const SharedMemory& told) override;
   void close_shared(std::byte* memory) override;
   Bytes allocated() const override;
@@ -87,7 +88,8 @@ class HostBackend final : public Backend {
   mutable std::mutex mutex_;  // protects all below
   struct Allocation {
     Bytes bytes;
-    int fd = -1;  // where others may open it
+    int fd = -1;      // where others may open it
+    Bytes discarded;  // of these
   };
   std::map<std::byte*, Allocation> allocations_;
   OpenedMemory opened_;

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdint>
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -38,6 +39,14 @@ int make_shared_pages(Bytes bytes) {
   close(fd);
   errno = why;
   return -1;
+}
+
+Bytes discard_pages(int fd, Bytes offset, Bytes bytes) {
+  const Bytes page{sysconf(_SC_PAGESIZE)};
+  const Bytes begin = whole_pages(offset), end{(offset + bytes).count / page.count * page.count};
+  if (begin >= end) return {};
+  const int how = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  return fallocate(fd, how, begin.count, (end - begin).count) == 0 ? end - begin : Bytes{};
 }
 
 std::byte* map_shared_pages(int fd, Bytes bytes) {

@@ -18,6 +18,8 @@ std::byte* map_pages(Bytes bytes);
 
 /// A descriptor of new zeroed pages for all who have it; -1 when the kernel refuses; errno says why.
 int make_shared_pages(Bytes bytes);
+/// Gives the whole pages of a range back to the kernel; who maps them finds zeros. How much: nothing where it refuses.
+Bytes discard_pages(int fd, Bytes offset, Bytes bytes);
 /// The pages behind a descriptor, aligned and sized likewise. Null when the kernel refuses; errno says why.
 std::byte* map_shared_pages(int fd, Bytes bytes);
 

@@ -189,6 +189,25 @@ TEST(HostBackendTest, opened_memory_is_no_allocation_and_outlives_the_descriptor
   lender.free(memory);
 }
 
+TEST(HostBackendTest, whole_pages_of_shared_memory_go_back_to_the_machine_before_the_rest) {
+  const Bytes page{sysconf(_SC_PAGESIZE)};
+  HostBackend lender({page * 8, {}, {}}), borrower({Bytes{0}, {}, {}});
+  std::byte* memory = lender.allocate_shared(page * 8);
+  std::byte* opened = borrower.open_shared(lender.shared(memory));
+  std::memset(memory, 1, static_cast<std::size_t>(page.count * 8));
+  EXPECT_EQ(lender.discard_shared(memory, page + Bytes{1}, page * 3), page * 2);
+  EXPECT_EQ(lender.discard_shared(memory, page * 6 + Bytes{1}, page - Bytes{2}), Bytes{0});
+  EXPECT_EQ(lender.allocated(), page * 6);
+  for (std::int64_t i = 0; i < page.count * 8; ++i) {
+    EXPECT_EQ(opened[i], std::byte(i / page.count == 2 || i / page.count == 3 ? 0 : 1)) << i;
+  }
+  std::byte* other = lender.allocate(page * 2);
+  lender.free(memory);
+  EXPECT_EQ(lender.allocated(), page * 2);
+  lender.free(other);
+  EXPECT_EQ(lender.allocated(), Bytes{0});
+}
+
 TEST(HostBackendTest, hostile_swaps_with_a_peer_keep_every_byte) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     HostBackendOptions options = roomy();
