@@ -49,6 +49,7 @@ void bind_lending(py::module_& m) {
       .def(
           "lent", [](const Lender& self, int borrower) { return self.lent(borrower).count; }, py::arg("borrower"),
           Release())
+      .def("leave", &Lender::leave, Release())
       .def("close", &Lender::close, Release());
 
   py::class_<Borrower>(m, "Borrower")

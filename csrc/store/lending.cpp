@@ -155,6 +155,9 @@ struct Lender::State {
     return found->second;
   }
   std::map<int, Peer> meet(const std::vector<Loan>& loans, milliseconds timeout);
+  void leave() const {
+    for (const auto& [borrower, to] : lent) to.line->lender_closed.store(1, std::memory_order_release);
+  }
 };
 
 Lender::Lender(int rank) : process_(getpid()) {
@@ -171,7 +174,7 @@ void Lender::close() {
     return;
   }
   if (state_ == nullptr) return;
-  for (const auto& [borrower, lent] : state_->lent) lent.line->lender_closed.store(1, std::memory_order_release);
+  state_->leave();
   state_.reset();
 }
 
@@ -241,9 +244,11 @@ void Lender::lend(const SharedMemory& arena, const std::vector<Loan>& loans, mil
 void Lender::ask_back(int borrower, Bytes left) { lower(state().to(borrower).line->wanted, left); }
 
 Bytes Lender::lent(int borrower) const {
-  const State::Lent& lent = state().to(borrower);
-  return lent.peer.ended() ? Bytes{0} : read(lent.line->used);
+  const auto found = state().lent.find(borrower);
+  return found == state().lent.end() || found->second.peer.ended() ? Bytes{0} : read(found->second.line->used);
 }
+
+void Lender::leave() { state().leave(); }
 
 // ---- borrower ----------------------------------------------------------------------------------------------------
 struct Borrower::State {

@@ -64,11 +64,13 @@ class Lender {
   /// The borrower shall soon use no more than the first `left` bytes of its range; never more than was asked before.
   void ask_back(int borrower, Bytes left);
   /// How much of its range, from the front, the borrower may be using still: its last word; nothing once it has closed
-  /// or ended.
+  /// or ended, and where it was told of no range.
   Bytes lent(int borrower) const;
 
-  /// What is lent stays lent, and the arena must outlive its use; only nobody hears of it here any more. Idempotent, in
-  /// any order with the borrowers' own, waits for nobody.
+  /// From now on this process may end and be missed by no borrower. What is lent stays lent, and `lent` tells of it.
+  void leave();
+  /// As `leave`, and nobody hears here any more of what is lent; the arena must outlive its use all the same.
+  /// Idempotent, in any order with the borrowers' own, waits for nobody.
   void close();
 
  private:
