@@ -239,6 +239,12 @@ void bind_custody(py::module_& m) {
           },
           py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"), NoGil())
       .def(
+          "shrink_peer",
+          [](Custody& self, std::int32_t rank, std::int64_t left) {
+            return self.engine().shrink_peer(rank, Bytes{left});
+          },
+          py::arg("rank"), py::arg("left"), NoGil())
+      .def(
           "set_saved_room", [](Custody& self, std::int64_t room) { self.engine().set_saved_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",

@@ -318,6 +318,7 @@ void bind_costs(py::module_& m) {
       .def_readonly("offload_us", &StepTimes::offload_us)
       .def_readonly("peer_us", &StepTimes::peer_us);
 
+  m.attr("LOAN_GRANULE") = kLoanGranule.count;
   m.def(
       "choose_recomputed",
       [](const std::vector<std::tuple<std::int64_t, std::int64_t, int, double, double>>& blocks, std::int64_t bytes,

@@ -565,6 +565,11 @@ void Engine::add_peer(const PeerMemory& peer) {
   saver_->add_peer(peer);
 }
 
+bool Engine::shrink_peer(std::int32_t rank, Bytes left) {
+  const std::lock_guard lock(mutex_);
+  return saver_->shrink_peer(rank, left);
+}
+
 void Engine::set_saved_room(Bytes room) {
   const std::lock_guard lock(mutex_);
   saver_->set_room(room);

@@ -46,6 +46,18 @@ void Saver::add_peer(const PeerMemory& peer) {
   store.pool.add(peer.memory, peer.bytes);
 }
 
+bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
+  let_go_forgotten();
+  const auto store = std::find_if(stores_.begin(), stores_.end(),
+                                  [&](const Store& each) { return each.peer && each.peer->rank == rank; });
+  NORIA_INVARIANT(store != stores_.end(), "rank " + std::to_string(rank) + " lends nothing");
+  store->pool.shrink(left);
+  if (store->pool.taken_beyond() > Bytes{0}) return false;
+  // What is forgotten may be on its way still: to a visit that the stream has yet to come to.
+  if (const Ticket last = std::exchange(last_from_peers_, nullptr)) last->wait_passed();
+  return true;
+}
+
 SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   const SavedId saved(next_id_++);
   if (free_tokens_.empty()) free_tokens_.push_back(num_tokens_++);
@@ -300,10 +312,10 @@ Bytes Saver::expected_of(HookId hook) const {
 }
 
 void Saver::refuse_large_bundle() const {
-  if (!room_ || stats_.largest * 2 <= *room_) return;
+  if (!own_room_ || stats_.largest * 2 <= *own_room_) return;
   throw UsageError("activation_memory for what two blocks save, " + to_string(stats_.largest * 2) + " (" +
                        std::to_string(2 * stats_.largest.count) + " bytes)",
-                   to_string(*room_) + " (" + std::to_string(room_->count) + " bytes)",
+                   to_string(*own_room_) + " (" + std::to_string(own_room_->count) + " bytes)",
                    "raise it, make the blocks smaller, or say activations=\"recompute\"");
 }
 
@@ -481,6 +493,7 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
     const Bytes loaded = load->transfer.bytes();
     const std::vector<SavedId> saved = load->saved;
     const Ticket ticket = submit(std::move(*load), is_from_peers ? Lane::peer : Lane::fetch, Verb::reload, unit);
+    if (is_from_peers) last_from_peers_ = ticket;
     for (SavedId each : saved) {
       at(each).state = State::coming;
       at(each).ticket = ticket;

@@ -10,6 +10,8 @@
 // Belady's: of the bundles that stay, the one whose backward is farthest, the first of the newest forward. At least one
 // stays: what a backward needs first. When a backward visit takes its bundle, those that come next are on their way. A
 // guess that was wrong costs a wait, never a bit: whoever asks for a tensor that is not there gets it then (`await`).
+// Two bundles must have room. Where they had it until some was lent, they have it still: there is more on the device
+// then than the room, until the lender has got back what it asks for.
 //
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
@@ -70,11 +72,16 @@ class Saver {
       : issuer_(issuer),
         backend_(backend),
         custodian_(custodian),
+        own_room_(room),
         room_(room),
         stores_(1) {}
 
   /// From now on what leaves goes there first. Each peer once.
   void add_peer(const PeerMemory& peer);
+  /// From now on nothing of it is used beyond so many bytes. False: something lies there still, and nothing is known of
+  /// its copies. True: nothing does, and those have passed, which it has waited for; so not inside of a pass.
+  bool shrink_peer(std::int32_t rank, Bytes left);
+  /// What is left of the room: the rest is lent.
   void set_room(Bytes room) { room_ = room; }
   /// Is told what lies where, at the ends of visits and where one of backward begins; null: nobody.
   void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
@@ -176,7 +183,8 @@ class Saver {
   Issuer& issuer_;
   Backend& backend_;
   Custodian& custodian_;
-  std::optional<Bytes> room_;
+  const std::optional<Bytes> own_room_;
+  std::optional<Bytes> room_;  // what of it is left
   std::vector<Store> stores_;
   std::map<SavedId, Entry> entries_;
   std::int32_t next_id_ = 0;
@@ -191,6 +199,7 @@ class Saver {
   std::deque<Leaving> leaving_;            // in the order of issue
   std::vector<SavedId> forgotten_;         // while a copy goes on
   std::int64_t entered_us_ = 0;
+  Ticket last_from_peers_;
   SavedStats stats_;
   std::map<HookId, SavedByModule> by_module_;
   std::shared_ptr<Trace> trace_;
