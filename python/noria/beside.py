@@ -34,9 +34,17 @@ class Beside:
         self._take(purpose, lambda: self._backend.allocate_shared(size))
         return self.address(purpose)
 
-    def leave(self, purpose: str) -> None:
-        """It stays until the process ends: others have it open."""
-        self._kept.add(purpose)
+    def discard(self, purpose: str, offset: int, size: int) -> None:
+        """Of shared memory: nobody uses that any more. What the device has back is not `taken` any more."""
+        self.taken[purpose] -= self._backend.discard_shared(self._addresses[purpose], offset, size)
+
+    def give_up(self, purpose: str) -> int:
+        """The address of what is somebody else's to free."""
+        del self.taken[purpose]
+        return self._addresses.pop(purpose)
+
+    def free(self, purpose: str) -> None:
+        self._backend.free(self.give_up(purpose))
 
     def _take(self, purpose: str, allocate: Callable[[], int]) -> None:
         before = self._backend.allocated
@@ -50,5 +58,4 @@ class Beside:
     def close(self) -> None:
         """Once nothing runs on the device any more."""
         for purpose in [each for each in self._addresses if each not in self._kept]:
-            self._backend.free(self._addresses.pop(purpose))
-            del self.taken[purpose]
+            self.free(purpose)

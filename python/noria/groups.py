@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from noria import _C
-from noria._errors import UsageError
+from noria._errors import UsageError, usage_error
 from noria.policy import format_bytes
 
 __all__ = ["Group", "timeout"]
@@ -86,6 +86,19 @@ class Group:
         padded[: data.numel()] = data
         everybodys = zip(self.gather(padded), counts, strict=True)
         return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]
+
+    def agree(self, lines: Sequence[str], *, expected: str, remedy: str) -> None:
+        """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
+        everybodys = self.gather_objects(list(lines))
+        for rank, its in enumerate(everybodys):
+            if its == everybodys[0]:
+                continue
+            number = next(
+                (n for n, (a, b) in enumerate(zip(everybodys[0], its, strict=False)) if a != b),
+                min(len(everybodys[0]), len(its)),
+            )
+            first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
+            raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
         """This rank's own, or else that of the first rank that has one. Collective."""

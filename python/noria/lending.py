@@ -8,6 +8,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,18 @@ import torch.distributed as dist
 from noria import _C
 from noria._errors import usage_error
 from noria.beside import LENT
-from noria.groups import Group, timeout
-from noria.ranks import raised_by_all
+from noria.groups import Group
+from noria.ranks import SAME_MESHES, raised_by_all
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
 __all__ = ["Lending", "Loan", "Stages", "need_and_spare"]
+
+CALL = "noria's lending between stages"
+
+PATIENCE_MS = 10_000
+"""Only a process that has stopped comes to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,11 @@ class Stages:
         """Collective."""
         self.group = Group(ranks)
         self.rank, self.size = self.group.rank, self.group.size
+        try:
+            self.group.agree([f"stages={ranks}"], **SAME_MESHES)
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def meet(mesh: Any = None) -> Stages | None:
@@ -74,17 +85,33 @@ class Stages:
         self.group.close()
 
 
+@dataclasses.dataclass
+class _Source:
+    """What this process has borrowed from one lender."""
+
+    loan: Loan
+    line: _C.Borrower
+    opened: int = 0  # the address of the lender's arena here; 0: not yet
+
+
 class Lending:
-    """Of one wrap call. Without stages nothing happens."""
+    """Of one wrap call. Without stages nothing happens.
+
+    A lender keeps what its own blocks need. When that grows, it asks back what it then lacks (Note [Words that only
+    fall] in csrc/store/lending.h), all of it at step boundaries: its own, where it asks; the borrower's next, where
+    nothing may lie there any more; and its own again, where it gets it. Until then its blocks have less room, and more
+    of what they save goes to the host.
+    """
 
     def __init__(self, wrapped: Wrapped, stages: Stages | None) -> None:
+        _free_left()
         self.wrapped = wrapped
         self.stages = stages
-        self.loans: list[Loan] = []  # all of them
+        self.loans: list[Loan] = []  # all of them as they were made, but this stage's as they are
         self._has_met = False
         self._lender: _C.Lender | None = None
-        self._borrowers: list[_C.Borrower] = []
-        self._opened: list[int] = []
+        self._asked: dict[int, int] = {}  # by borrower: what it may have still
+        self._sources: list[_Source] = []
 
     @property
     def lent(self) -> list[Loan]:
@@ -96,70 +123,216 @@ class Lending:
 
     def check(self) -> None:
         """Raises MachineError where a lender has died."""
-        for borrower in self._borrowers:
-            borrower.check()
+        for source in self._sources:
+            source.line.check()
 
     def begin_step(self) -> None:
         """The first time collective over the stages."""
         self.check()
-        if self.stages is None or self._has_met:
+        if self.stages is None:
+            return
+        if self._has_met:
+            self._give_back()
+            self._take_back()
+            self._ask_back()
             return
         self._has_met = True
-        with raised_by_all([self.stages], "noria's lending between stages"):
-            saved, room = self.wrapped.custody.saved_stats(), self.wrapped.plan.saved_room
-            needs = room is not None or self.wrapped.policy.activations == "offload"
-            offer = (_machine(), *(need_and_spare(saved["most_saved"], saved["largest"], room) if needs else (0, 0)))
-        offers = self.stages.group.gather_objects(offer)
-        even = [[1.0] * self.stages.size for _ in offers]
-        self.loans = [Loan(*each) for each in _C.match_memory(offers, even)]
-        if self.loans:
+        try:
             self._meet(self.stages)
+        except BaseException:
+            self._abandon()
+            raise
+
+    # ---- once ----
 
     def _meet(self, stages: Stages) -> None:
-        wrapped, group = self.wrapped, stages.group
-        patience = int(timeout().total_seconds() * 1000)
+        ranks = list(stages.group.ranks)
+        try:
+            with raised_by_all([stages], CALL):
+                offer = (_machine(), *self._need_and_spare())
+            offers = stages.group.gather_objects(offer)
+        except _C.MachineError as error:
+            raise _C.MachineError(
+                f"the stages of a pipeline, ranks {ranks}, did not all come to their first optimizer.step(), where "
+                f"they agree on who lends memory to whom; let each of them step as often as the others, or wrap all "
+                f"without stages= ({error})"
+            ) from error
+        even = [[1.0] * stages.size for _ in offers]
+        self.loans = [Loan(*each) for each in _C.match_memory(offers, even)]
+        if self.loans:
+            self._trade(stages)
+
+    def _own_need(self) -> int:
+        saved = self.wrapped.custody.saved_stats()
+        return own_need(saved["most_saved"], saved["largest"])
+
+    def _need_and_spare(self) -> tuple[int, int]:
+        saved, room = self.wrapped.custody.saved_stats(), self.wrapped.plan.saved_room
+        if room is None and self.wrapped.policy.activations != "offload":
+            return 0, 0
+        return need_and_spare(saved["most_saved"], saved["largest"], room)
+
+    def _trade(self, stages: Stages) -> None:
+        """After each part all tell each other whether it went well. So what a part needs of others is there when it
+        begins, and nobody waits for one that has failed."""
+        wrapped, ranks = self.wrapped, stages.group.ranks
+        rank = ranks[stages.rank]
         arena = sum(loan.bytes for loan in self.lent)
         address = ""
-        with raised_by_all([stages], "noria's lending between stages"):
+        with raised_by_all([stages], CALL):
             if arena:
-                memory = wrapped.beside.take_shared(LENT, arena)
-                wrapped.plan.lent_bytes = arena
-                assert wrapped.plan.saved_room is not None
-                wrapped.custody.set_saved_room(wrapped.plan.saved_room - arena)
-                self._lender = _C.Lender(stages.rank)
+                wrapped.beside.take_shared(LENT, arena)
+                self._note_lent()
+                self._lender = _C.Lender(rank)
                 address = self._lender.address
-        addresses = group.gather_objects(address)
-        with raised_by_all([stages], "noria's lending between stages"):
+        addresses = stages.group.gather_objects(address)
+        with raised_by_all([stages], CALL):
             for loan in self.borrowed:
-                self._borrowers.append(_C.Borrower(stages.rank, loan.lender, addresses[loan.lender], patience))
+                line = _C.Borrower(rank, ranks[loan.lender], addresses[loan.lender], PATIENCE_MS)
+                self._sources.append(_Source(loan, line))
+        with raised_by_all([stages], CALL):
             if self._lender is not None:
-                loans = [(loan.borrower, loan.offset, loan.bytes) for loan in self.lent]
-                self._lender.lend(wrapped.backend.shared(memory), loans, patience)
-            for link, (loan, borrower) in enumerate(zip(self.borrowed, self._borrowers, strict=True)):
-                shared, offset, size = borrower.receive(patience)
+                loans = [(ranks[loan.borrower], loan.offset, loan.bytes) for loan in self.lent]
+                self._lender.lend(wrapped.backend.shared(wrapped.beside.address(LENT)), loans, PATIENCE_MS)
+                self._asked = {loan.borrower: loan.bytes for loan in self.lent}
+        with raised_by_all([stages], CALL):
+            for link, source in enumerate(self._sources):
+                shared, offset, size = source.line.receive(PATIENCE_MS)
                 try:
-                    opened = wrapped.backend.open_shared(shared)
+                    source.opened = wrapped.backend.open_shared(shared)
                 finally:
                     if shared.fd >= 0:
                         os.close(shared.fd)
-                self._opened.append(opened)
-                wrapped.custody.add_peer(loan.lender, link, 1.0, opened + offset, size)
+                wrapped.custody.add_peer(source.loan.lender, link, 1.0, source.opened + offset, size)
+
+    def _abandon(self) -> None:
+        """Nobody lends: a step that is made again is made without. What has come to a borrower already comes back at a
+        later step."""
+        for source in self._sources:
+            if source.opened:
+                self.wrapped.custody.shrink_peer(source.loan.lender, 0)
+                self.wrapped.backend.close_shared(source.opened)
+            source.line.close()
+        self._sources.clear()
+        self.loans = self.lent
+        self._take_back()
+
+    # ---- at step boundaries ----
+
+    def _ask_back(self) -> None:
+        """Of the borrowers, in proportion to what they have. All, where a device has memory back only as a whole."""
+        plan, left = self.wrapped.plan, sum(self._asked.values())
+        if self._lender is None or plan.saved_room is None or not left:
+            return
+        lacking = min(self._own_need(), plan.saved_room) - (plan.saved_room - left)
+        if lacking <= 0:
+            return
+        for borrower, asked in self._asked.items():
+            kept = asked - -(-lacking * asked // left) if self.wrapped.device.type == "cpu" else 0
+            self._asked[borrower] = kept = max(kept, 0) // _C.LOAN_GRANULE * _C.LOAN_GRANULE
+            self._lender.ask_back(self._world(borrower), kept)
+
+    def _give_back(self) -> None:
+        wrapped = self.wrapped
+        for source in list(self._sources):
+            loan, left = source.loan, source.line.allowed()
+            if left >= loan.bytes or not wrapped.custody.shrink_peer(loan.lender, left):
+                continue  # what is saved now across steps lies there
+            if left:
+                source.line.give_back(left)
+            else:
+                wrapped.backend.close_shared(source.opened)
+                source.line.close()
+                self._sources.remove(source)
+            source.loan = self._shrunk(loan, left)
+
+    def _take_back(self) -> None:
+        beside = self.wrapped.beside
+        if not beside.address(LENT):
+            return
+        left = {loan: self._still_lent(loan) for loan in self.lent}
+        for loan, still in left.items():
+            if still < loan.bytes:
+                beside.discard(LENT, loan.offset + still, loan.bytes - still)
+                self._shrunk(loan, still)
+        if not any(left.values()):
+            beside.free(LENT)
+            if self._lender is not None:
+                self._lender.close()
+                self._lender = None
+        self._note_lent()
+
+    def _still_lent(self, loan: Loan) -> int:
+        return 0 if self._lender is None else self._lender.lent(self._world(loan.borrower))
+
+    def _note_lent(self) -> None:
+        """What the arena takes is of the room for what this stage's own blocks save."""
+        plan, beside = self.wrapped.plan, self.wrapped.beside
+        plan.lent_bytes = beside.taken.get(LENT, 0)
+        assert plan.saved_room is not None
+        self.wrapped.custody.set_saved_room(plan.saved_room - plan.lent_bytes)
+
+    def _shrunk(self, loan: Loan, left: int) -> Loan:
+        self.loans[self.loans.index(loan)] = shrunk = dataclasses.replace(loan, bytes=left)
+        return shrunk
+
+    def _world(self, rank: int) -> int:
+        assert self.stages is not None
+        return self.stages.group.ranks[rank]
+
+    # ---- end ----
 
     def close(self) -> None:
         """Once nothing runs on the device any more. Waits for nobody."""
-        for memory in self._opened:
-            self.wrapped.backend.close_shared(memory)
-        self._opened.clear()
-        for borrower in self._borrowers:
-            borrower.close()
-        self._borrowers.clear()
-        if self._lender is not None:
-            if any(self._lender.lent(loan.borrower) for loan in self.lent):
-                self.wrapped.beside.leave(LENT)
-            self._lender.close()
-            self._lender = None
-        if self.stages is not None:
-            self.stages.close()
+        with contextlib.ExitStack() as ends:  # each comes, whatever another one raises; the last one first
+            if self.stages is not None:
+                ends.callback(self.stages.close)
+            ends.callback(self._end_lending)
+            for source in self._sources:
+                ends.callback(source.line.close)
+                if source.opened:
+                    ends.callback(self.wrapped.backend.close_shared, source.opened)
+            self._sources.clear()
+
+    def _end_lending(self) -> None:
+        _free_left()
+        lender, self._lender = self._lender, None
+        if lender is None:
+            return
+        lender.leave()
+        borrowers = [self._world(loan.borrower) for loan in self.lent]
+        if any(lender.lent(borrower) for borrower in borrowers):
+            _LEFT.append(_Left(os.getpid(), lender, borrowers, self.wrapped.backend, self.wrapped.beside.give_up(LENT)))
+        else:
+            lender.close()
+
+
+@dataclasses.dataclass
+class _Left:
+    """An arena that others may be using, of a model that is wrapped no more."""
+
+    pid: int
+    lender: _C.Lender
+    borrowers: list[int]
+    backend: _C.Backend
+    arena: int
+
+
+_LEFT: list[_Left] = []
+
+
+def _free_left() -> None:
+    """Of arenas that are left those that nobody uses any more. What is left at the end of the process goes with it."""
+    for each in list(_LEFT):
+        if each.pid == os.getpid() and not any(each.lender.lent(borrower) for borrower in each.borrowers):
+            _LEFT.remove(each)
+            each.lender.close()
+            each.backend.free(each.arena)
+
+
+def own_need(most_saved: int, largest: int) -> int:
+    """Bytes of room for what was saved at once; two bundles have it in any case."""
+    return max(most_saved, 2 * largest)
 
 
 def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]:
@@ -169,7 +342,7 @@ def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int
         return most_saved, 0
     if most_saved > room:
         return most_saved - room + 2 * largest, 0
-    return 0, room - most_saved
+    return 0, max(room - own_need(most_saved, largest), 0)
 
 
 def _machine() -> str:

@@ -22,7 +22,12 @@ from noria.groups import Group
 if TYPE_CHECKING:
     from noria.home import HomeParameter
 
-__all__ = ["Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
+__all__ = ["SAME_MESHES", "Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
+
+SAME_MESHES = {
+    "expected": "the same mesh= and stages= on all ranks of them",
+    "remedy": "call noria.wrap with the same ones there",
+}
 
 
 class Together(Protocol):
@@ -121,7 +126,7 @@ class Ranks:
         self._groups: list[Group] = []
         self.host = self._group(grid.members)
         try:
-            self.agree([str(grid)])
+            self.agree([str(grid)], **SAME_MESHES)
             apart = self.num_replicas > 1 and self.num_shards > 1
             self.host_shards = self._group(grid.row) if apart else self.host
         except BaseException:
@@ -161,17 +166,8 @@ class Ranks:
         expected: str = "the same model, optimizer and policy on all ranks",
         remedy: str = "build them alike on all ranks, from the same seed and settings",
     ) -> None:
-        """Raises UsageError on all ranks, with the first line that is not as on rank 0, if any. Collective."""
-        everybodys = self.host.gather_objects(list(lines))
-        for rank, its in enumerate(everybodys):
-            if its == everybodys[0]:
-                continue
-            number = next(
-                (n for n, (a, b) in enumerate(zip(everybodys[0], its, strict=False)) if a != b),
-                min(len(everybodys[0]), len(its)),
-            )
-            first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
-            raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
+        """As the group's. Collective."""
+        self.host.agree(lines, expected=expected, remedy=remedy)
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
         """This rank's own, or else that of the first rank that has one. Collective."""

@@ -73,6 +73,42 @@ OF_TWO: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
+# The last stage has one micro-batch in flight: it keeps three bundles, and lends two.
+GROWN = {"some of it": 148, "all of it": 212}
+BEFORE, AFTER = 3, 6
+
+
+def grows(rank: int, size: int, length: int) -> None:
+    """The lender's own need grows: it gets memory back, and then all that its blocks save stays with it again."""
+    activations.LEAST_SAVED = 64
+    reports: list[noria.Report] = []
+    lengths = [LENGTH] * BEFORE + [length] * AFTER
+    policy = {"kernel": "torch", **AUTO}
+    ours = trained(
+        "1F1B", policy, adamw, length=lengths, after_step=lambda step, models: reports.append(noria.report(models[0]))
+    )
+    assert_same_bits(ours, trained("1F1B", None, adamw, length=lengths))
+    lent = [[loan.bytes for loan in report.loans] for report in reports]
+    if rank == 1:
+        bundle = BUNDLE * length // LENGTH
+        assert all(report.ledger_agrees for report in reports)
+        room_left = ROOM - 3 * bundle
+        assert [loan.bytes for loan in reports[-1].loans] == [room_left // KIB64 * KIB64]
+        offloaded = [report.saved["num_offloaded"] for report in reports]
+        assert offloaded[BEFORE - 1] == 0 < offloaded[-1], offloaded
+        assert offloaded[BEFORE + 2 :] == [offloaded[-1]] * (AFTER - 2), offloaded
+        assert reports[-1].saved["most_there"] == 3 * bundle, str(reports[-1])
+    assert lent[0] == lent[BEFORE - 1] > lent[-1] == lent[BEFORE + 2], lent
+    swapped = [report.saved["offloaded_to_peers"] for report in reports]
+    if rank == 0 and not lent[-1][0]:
+        assert swapped[BEFORE + 2] == swapped[-1] > 0, swapped
+    elif rank == 0:
+        assert swapped[BEFORE + 2] < swapped[-1], swapped
+
+
+OF_TWO |= {f"{what} comes back": (grows, (length,)) for what, length in GROWN.items()}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     return in_turn_on_ranks(2, OF_TWO)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import noria
@@ -52,10 +52,13 @@ def trained(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     dtype: torch.dtype = torch.float32,
     replicas: int = 1,
-    length: int = 5,
+    length: int | Sequence[int] = 5,
     look: Callable[[noria.Report], None] = lambda report: None,
+    after_step: Callable[[int, list[Stage]], None] = lambda step, models: None,
 ) -> dict[str, torch.Tensor]:
-    """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain."""
+    """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain.
+    `length`: of sequences; or of those of each step."""
+    lengths = [length] * STEPS if isinstance(length, int) else length
     mesh = init_device_mesh("cpu", (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas"))
     rank, size, replica = mesh.get_local_rank("stages"), mesh["stages"].size(), mesh.get_local_rank("replicas")
     make_schedule, num_models = SCHEDULES[schedule]
@@ -67,25 +70,26 @@ def trained(
         with on_machine(hostility=HOSTILE):
             policy = {"mesh": mesh["replicas"], "stages": mesh["stages"], **policy}
             noria.wrap(models, optimizer, device="cpu", window=2, **policy)
-    stages = [
-        pipelining.PipelineStage(
-            model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
-        )
-        for nth, model in enumerate(models)
-    ]
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = F.mse_loss(output, target)
         return loss / NUM_MICRO_BATCHES if replicas > 1 else loss
 
-    # No rank has a whole gradient that torch could scale.
-    play = make_schedule(
-        stages if num_models > 1 else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of, scale_grads=replicas == 1
-    )
     kept: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
+    for step, now in enumerate(lengths):
+        if step == 0 or now != lengths[step - 1]:  # a schedule knows one shape
+            stages = [
+                pipelining.PipelineStage(
+                    model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
+                )
+                for nth, model in enumerate(models)
+            ]
+            # No rank has a whole gradient that torch could scale.
+            play = make_schedule(
+                stages if num_models > 1 else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of, scale_grads=replicas == 1
+            )
         generator = torch.Generator().manual_seed(10 * step + replica)
-        x, target = (torch.randn(8, length, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+        x, target = (torch.randn(8, now, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
         losses: list[torch.Tensor] = []
         if rank == 0:
             play.step(x)
@@ -99,6 +103,7 @@ def trained(
                 parameter.grad.div_(replicas)
         optimizer.step()
         optimizer.zero_grad()
+        after_step(step, models)
         kept |= {f"loss {step}.{nth}": loss.detach() for nth, loss in enumerate(losses)}
     for nth, model in enumerate(models):
         kept |= {f"{nth}.{name}": value.clone() for name, value in model.state_dict().items()}
