@@ -1,0 +1,243 @@
+"""Stages of a pipeline that lend each other memory, of which some fail or end in a given order: the script of
+tests/journeys/test_lending_failures.py.
+
+Everything is imported once. Each line of the input asks for a round, as JSON; its ranks are forked, and end as any
+interpreter does. The answer is a line of JSON too: by rank, how it ended, and how long that took after the first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import noria
+import torch
+import torch.distributed as dist
+from noria import _C
+from noria.custody import activations, wrapped_by
+from noria.testing import assert_same_bits
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from tests.failing_rank import Moment
+from tests.journeys.pairs import WIDTH, adamw
+from tests.journeys.test_lending import LENGTH, ROOM
+from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage
+
+
+class MomentOfAnother(Moment):
+    """At which another rank is killed, and is gone when the call begins."""
+
+    def __init__(self, described: str, pid_file: Path) -> None:
+        rank, moment = described.split(":", 1)
+        super().__init__(f"raise:{moment}")
+        self.pid_file = pid_file.with_name(f"pid{rank}")
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        try:
+            super().__call__(frame, event, argument)
+        except Exception:
+            pid = int(self.pid_file.read_text())
+            os.kill(pid, signal.SIGKILL)
+            wait_for_end(pid)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        time.sleep(0.005)
+
+
+def wait_for_end(pid: int) -> None:
+    """Of another rank, of all its threads, though whoever has forked it may not have been told yet."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([process], [], [])
+    os.close(process)
+
+
+class HookedStage(Stage):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.register_hook(on_gradient)
+        return x
+
+
+def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone()
+
+
+def on_step(step: int) -> None:
+    """Between steps."""
+
+
+class Loop:
+    """One rank's. Of `orders` each may lack. `fails`: a moment, as tests/failing_rank.py has it; `kills`: the same of
+    this rank's, at which that one is killed whose number comes first; `workers`: that it forks; `never_steps`; `other`:
+    the one that fails; `ends`: "unwrap", "drop" or "exit", which waits for the other one's `after`: "end" or "exit".
+    """
+
+    def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any]) -> None:
+        self.rank, self.size, self.folder, self.orders = rank, size, folder, orders
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("stages",))
+        torch.manual_seed(rank)
+        self.model = HookedStage()
+        self.optimizer = adamw(self.model.parameters())
+        policy = {"kernel": "torch", "activations": "auto", "activation_memory": ROOM, "stages": mesh["stages"]}
+        noria.wrap(self.model, self.optimizer, device="cpu", window=2, **policy)
+        group = mesh["stages"].get_group()
+        stage = pipelining.PipelineStage(self.model, rank, size, torch.device("cpu"), group=group)
+        self.play = pipelining.Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=F.mse_loss)
+
+    def train(self) -> None:
+        for step in range(self.orders.get("steps", 4)):
+            generator = torch.Generator().manual_seed(step)
+            x, target = (torch.randn(8, LENGTH, WIDTH, generator=generator) for _ in range(2))
+            on_step(step)
+            if self.rank == 0:
+                self.play.step(x)
+            else:
+                self.play.step(**({"target": target, "losses": []} if self.rank == self.size - 1 else {}))
+            if self.orders.get("never_steps"):
+                wait_for_end(self.pid_of(1 - self.rank))
+                return
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if step == 0:
+                self.note_lending()
+                self.workers = [fork_worker() for _ in range(self.orders.get("workers", 0))]
+            print("step", step + 1, flush=True)
+
+    def note_lending(self) -> None:
+        """Before anything fails: this rank does lend or borrow, and its socket's name can be seen."""
+        lending = wrapped_by(self.model).lending
+        assert lending.lent or self.rank != self.size - 1
+        assert lending.borrowed or self.rank != 0
+        if lending.lent:
+            name = lending._lender.address.split(":")[1]
+            assert name in Path("/proc/net/unix").read_text()
+            (self.folder / "socket").write_text(name)
+
+    def pid_of(self, rank: int) -> int:
+        return int((self.folder / f"pid{rank}").read_text())
+
+    def go_on_alone(self) -> None:
+        """After an error that another rank is to blame for: what noria says then, and that the model is whole."""
+        lending = wrapped_by(self.model).lending
+        if "other" in self.orders:  # connections are closed before a process has ended
+            wait_for_end(self.pid_of(self.orders["other"]))
+        try:
+            self.optimizer.step()
+        except _C.MachineError as error:
+            print("step raised", error, flush=True)
+        print("lends", sum(loan.bytes for loan in lending.lent), flush=True)
+        self.unwrap()
+        print("unwrapped", flush=True)
+
+    def end(self) -> None:
+        after, how = self.orders.get("after"), self.orders.get("ends", "exit")
+        if after == "end":
+            wait_until((self.folder / f"ended{1 - self.rank}").exists)
+        elif after == "exit":
+            wait_for_end(self.pid_of(1 - self.rank))
+        if how == "unwrap":
+            self.unwrap()
+        elif how == "drop":
+            del self.model, self.optimizer, self.play
+            gc.collect()
+        (self.folder / f"ended{self.rank}").touch()
+
+    def unwrap(self) -> None:
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        noria.unwrap(self.model, self.optimizer)
+        assert_same_bits(before, {name: value.detach() for name, value in self.model.named_parameters()})
+
+
+def fork_worker() -> int:
+    """As a data loader's: it has all that its parent has, and goes when that is gone."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        os._exit(0)
+    return pid
+
+
+def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    activations.LEAST_SAVED = 64
+    folder.joinpath(f"pid{rank}").write_text(str(os.getpid()))
+    store = dist.FileStore(str(folder / "meeting"), size)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    loop = Loop(rank, size, folder, orders)
+    if "fails" in orders:
+        sys.setprofile(Moment(orders["fails"]))
+    if "kills" in orders:
+        sys.setprofile(MomentOfAnother(orders["kills"], folder / "pid"))
+    try:
+        loop.train()
+    except RuntimeError:
+        sys.setprofile(None)
+        loop.go_on_alone()
+        raise
+    sys.setprofile(None)
+    loop.end()
+    print("finished", flush=True)
+
+
+def wait_for(ranks: list[int], patience_s: float) -> list[tuple[int | None, float]]:
+    """By rank: its exit code, and the seconds after the first one's end; None: it had to be killed."""
+    found: dict[int, tuple[int | None, float]] = {}
+    deadline = time.monotonic() + patience_s
+    first = 0.0
+    while len(found) < len(ranks):
+        for pid in ranks:
+            if pid in found or not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                continue
+            _, status = os.waitpid(pid, 0)
+            first = first or time.monotonic()
+            found[pid] = (os.waitstatus_to_exitcode(status), time.monotonic() - first)
+        if time.monotonic() > deadline:
+            for pid in set(ranks).difference(found):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                found[pid] = (None, patience_s)
+        time.sleep(0.01)
+    return [found[pid] for pid in ranks]
+
+
+def main() -> None:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        folder, size = Path(asked["folder"]), len(asked["ranks"])
+        pids = []
+        for rank, orders in enumerate(asked["ranks"]):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                for number, name in enumerate((os.devnull, folder / f"out{rank}", folder / f"error{rank}")):
+                    file = os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
+                    os.dup2(file, number)
+                    os.close(file)
+                run(rank, size, folder, orders, asked["timeout_s"])
+                return  # this interpreter ends
+        ended = wait_for(pids, asked["patience_s"])
+        print(json.dumps({"ended": ended, "descriptors": len(os.listdir("/proc/self/fd"))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A stage that lends or borrows may die at any moment, and stages may end in any order: the others raise or end, soon,
+and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import noria
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GROUP_TIMEOUT_S = 120.0
+BOUND_S = 30.0  # of what is to happen at once, on a machine that is busy; far below the group's timeout
+GONE = r"rank 1, which lends 192\.0 KiB to this rank, is gone"
+
+
+@dataclasses.dataclass
+class Ended:
+    """How a rank did; `status` None: it had to be killed."""
+
+    status: int | None
+    late_s: float  # after the first of the round
+    out: str
+    error: str
+
+
+class Pipeline:
+    """Starts rounds of tests/failing_stage.py, and looks what each has left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mark = f"noria-test-{uuid.uuid4()}"
+        paths = os.pathsep.join([str(ROOT), str(Path(noria.__file__).parents[1])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.failing_stage"],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NORIA_TEST": self._mark},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._num_rounds = 0
+        self._descriptors: int | None = None
+
+    def run(self, *ranks: dict[str, Any], timeout_s: float = GROUP_TIMEOUT_S) -> list[Ended]:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        self._num_rounds += 1
+        folder = self._folder / str(self._num_rounds)
+        folder.mkdir()
+        asked = {"folder": str(folder), "ranks": ranks, "timeout_s": timeout_s, "patience_s": 60 + timeout_s}
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        ended = [
+            Ended(*how, (folder / f"out{rank}").read_text(), (folder / f"error{rank}").read_text())
+            for rank, how in enumerate(answer["ended"])
+        ]
+        for each in ended:
+            for wrong in ("terminate called", "Fatal Python error", "Exception ignored", "AssertionError"):
+                assert wrong not in each.error, f"{each}"
+        self._descriptors = self._descriptors or answer["descriptors"]
+        assert answer["descriptors"] == self._descriptors
+        eventually(lambda: self._processes() == [process.pid])
+        if (folder / "socket").exists():
+            assert (folder / "socket").read_text() not in Path("/proc/net/unix").read_text()
+        return ended
+
+    def _processes(self) -> list[int]:
+        found = []
+        for each in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (each / "environ").read_bytes():
+                    found.append(int(each.name))
+            except OSError:  # it has ended, or is somebody else's
+                continue
+        return found
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:
+            pass
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def shared_memory() -> set[str]:
+    """But for the semaphores of Python's queues, which other tests may use meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    descriptors, shared = len(os.listdir("/proc/self/fd")), shared_memory()
+    pipeline = Pipeline(tmp_path_factory.mktemp("pipeline"))
+    yield pipeline
+    pipeline.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    eventually(lambda: shared_memory() <= shared)
+
+
+def assert_is_finished(ended: Ended) -> None:
+    assert ended.status == 0 and "finished" in ended.out and ended.error == "", f"{ended}"
+
+
+def assert_has_raised(ended: Ended, *, soon: bool = True) -> None:
+    """And the model is as it was."""
+    assert ended.status == 1 and "Error" in ended.error and "unwrapped" in ended.out, f"{ended}"
+    assert ended.late_s < BOUND_S or not soon, f"{ended}"
+
+
+# ---- deaths ------------------------------------------------------------------------------------------------------
+
+BETWEEN = {
+    "between steps": "on_step:3",
+    "as a step begins": "step:3",
+}
+INSIDE = {
+    "in a forward": "forward:40",
+    "in a backward": "on_gradient:28",
+    "in a step": "_begin:3",
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN | INSIDE)
+def test_borrower_whose_lender_dies_raises(pipeline, name):
+    moment = (BETWEEN | INSIDE)[name]
+    borrower, lender = pipeline.run({"kills": f"1:{moment}", "other": 1}, {})
+    assert "failing in" in borrower.out and lender.status == -signal.SIGKILL
+    assert_has_raised(borrower)
+    assert re.search(f"step raised {GONE}", borrower.out), f"{borrower}"
+    if name in BETWEEN:  # later torch's own receive may be who hears of it first
+        assert re.search(f"noria._C.MachineError: {GONE}", borrower.error), f"{borrower}"
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_lender_whose_borrower_dies_raises_and_lends_nothing(pipeline, name):
+    borrower, lender = pipeline.run({"fails": f"kill:{INSIDE[name]}"}, {"other": 0})
+    assert "failing in" in borrower.out and borrower.status == -signal.SIGKILL
+    assert_has_raised(lender)
+    assert "lends 0" in lender.out and "step raised" not in lender.out, f"{lender}"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("moment", ["begin_step:1", "_trade:1"])
+def test_stage_that_dies_while_stages_meet_is_missed(pipeline, moment, failing):
+    ranks: list[dict[str, Any]] = [{}, {}]
+    ranks[failing] = {"fails": f"kill:{moment}"}
+    ended = pipeline.run(*ranks)
+    assert "failing in" in ended[failing].out
+    other = ended[1 - failing]
+    assert_has_raised(other)
+    assert re.search(r"noria\._C\.MachineError: .*all-gather of .* failed; a rank has died", other.error), f"{other}"
+
+
+def test_stages_that_wait_for_one_that_never_steps_say_so(pipeline):
+    ended = pipeline.run({}, {"never_steps": True}, timeout_s=3.0)
+    assert_has_raised(ended[0], soon=False)
+    told = (
+        r"MachineError: the stages of a pipeline, ranks \[0, 1\], did not all come to their first optimizer\.step\(\)"
+        r".*; let each of them step as often as the others, or wrap all without stages= \(.*Timed out waiting 3000ms"
+    )
+    assert re.search(told, ended[0].error), f"{ended[0]}"
+
+
+def test_lender_that_dies_is_missed_although_its_worker_lives_on(pipeline):
+    borrower, _ = pipeline.run({"kills": "1:on_step:3", "other": 1, "workers": 1}, {"workers": 2})
+    assert_has_raised(borrower)
+    assert re.search(f"step raised {GONE}", borrower.out), f"{borrower}"
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("of_first, of_other, after", [("unwrap", "unwrap", "end"), ("exit", "exit", "exit")])
+def test_stages_end_one_after_the_other(pipeline, first, of_first, of_other, after):
+    ends_in_order(pipeline, first, of_first, of_other, after)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("of_first", ["unwrap", "drop", "exit"])
+@pytest.mark.parametrize("of_other", ["unwrap", "drop", "exit"])
+@pytest.mark.parametrize("after", ["", "end", "exit"])
+def test_stages_end_in_any_order(pipeline, first, of_first, of_other, after):
+    ends_in_order(pipeline, first, of_first, of_other, after)
+
+
+def ends_in_order(pipeline: Pipeline, first: int, of_first: str, of_other: str, after: str) -> None:
+    ranks: list[dict[str, Any]] = [{"ends": of_other, "after": after, "workers": 1}] * 2
+    ranks[first] = {"ends": of_first}
+    for each in pipeline.run(*ranks):
+        assert_is_finished(each)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_stages_end_where_one_raises_in_a_forward(pipeline, failing):
+    ranks: list[dict[str, Any]] = [{}, {}]
+    ranks[failing] = {"fails": "raise:forward:40"}
+    ended = pipeline.run(*ranks)
+    assert ended[failing].status == 1 and "MishapError: of this rank's own" in ended[failing].error
+    assert_has_raised(ended[1 - failing])
+
+
+# ---- what is left ------------------------------------------------------------------------------------------------
+
+
+def test_five_starts_and_kills_leave_nothing(pipeline):
+    for seed in range(5):
+        kill_at_any_moment(pipeline, seed)
+
+
+@pytest.mark.long
+def test_two_hundred_starts_and_kills_leave_nothing(pipeline):
+    for seed in range(5, 205):
+        kill_at_any_moment(pipeline, seed)
+
+
+def kill_at_any_moment(pipeline: Pipeline, seed: int) -> None:
+    draw = random.Random(seed)
+    ranks: list[dict[str, Any]] = [{"workers": draw.randrange(2)} for _ in range(draw.choice([2, 2, 2, 3]))]
+    failing = draw.randrange(len(ranks))
+    ranks[failing]["fails"] = f"kill:any:{draw.randrange(1, MOST_CALLS)}"
+    ended = pipeline.run(*ranks)
+    assert ended[failing].status == -signal.SIGKILL and "failing in" in ended[failing].out, f"{seed}: {ended}"
+    for rank, each in enumerate(ended):
+        if rank != failing and each.status != 0:  # else it had nothing more to do with it
+            assert_has_raised(each)
+
+
+MOST_CALLS = 4000
