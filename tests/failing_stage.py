@@ -27,7 +27,7 @@ from noria import _C
 from noria.custody import activations, wrapped_by
 from noria.testing import assert_same_bits
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from tests.failing_rank import Moment
@@ -86,17 +86,18 @@ def on_step(step: int) -> None:
 
 class Loop:
     """One rank's. Of `orders` each may lack. `fails`: a moment, as tests/failing_rank.py has it; `kills`: the same of
-    this rank's, at which that one is killed whose number comes first; `workers`: that it forks; `never_steps`; `other`:
-    the one that fails; `ends`: "unwrap", "drop" or "exit", which waits for the other one's `after`: "end" or "exit".
-    """
+    this rank's, at which that one is killed whose number comes first; `other`: the one that fails; `workers`: that it
+    forks; `never_steps`; `alone`: wraps without stages; `ends`: "unwrap", "drop" or "exit", which waits for the other
+    one's `after`: "end" or "exit"; `times` that it does all."""
 
-    def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any]) -> None:
-        self.rank, self.size, self.folder, self.orders = rank, size, folder, orders
+    def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any], nth: int) -> None:
+        self.rank, self.size, self.folder, self.orders, self.nth = rank, size, folder, orders, nth
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("stages",))
         torch.manual_seed(rank)
         self.model = HookedStage()
         self.optimizer = adamw(self.model.parameters())
-        policy = {"kernel": "torch", "activations": "auto", "activation_memory": ROOM, "stages": mesh["stages"]}
+        policy = {"kernel": "torch", "activations": "auto", "activation_memory": ROOM}
+        policy |= {"mesh": DeviceMesh("cpu", [rank])} if "alone" in orders else {"stages": mesh["stages"]}
         noria.wrap(self.model, self.optimizer, device="cpu", window=2, **policy)
         group = mesh["stages"].get_group()
         stage = pipelining.PipelineStage(self.model, rank, size, torch.device("cpu"), group=group)
@@ -150,7 +151,7 @@ class Loop:
     def end(self) -> None:
         after, how = self.orders.get("after"), self.orders.get("ends", "exit")
         if after == "end":
-            wait_until((self.folder / f"ended{1 - self.rank}").exists)
+            wait_until((self.folder / f"ended{1 - self.rank}-{self.nth}").exists)
         elif after == "exit":
             wait_for_end(self.pid_of(1 - self.rank))
         if how == "unwrap":
@@ -158,7 +159,7 @@ class Loop:
         elif how == "drop":
             del self.model, self.optimizer, self.play
             gc.collect()
-        (self.folder / f"ended{self.rank}").touch()
+        (self.folder / f"ended{self.rank}-{self.nth}").touch()
 
     def unwrap(self) -> None:
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -184,11 +185,19 @@ def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: f
     store = dist.FileStore(str(folder / "meeting"), size)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    loop = Loop(rank, size, folder, orders)
+    for nth in range(orders.get("times", 1)):
+        run_once(Loop(rank, size, folder, orders, nth))
+        gc.collect()
+        print("descriptors", len(os.listdir("/proc/self/fd")), flush=True)
+    print("finished", flush=True)
+
+
+def run_once(loop: Loop) -> None:
+    orders = loop.orders
     if "fails" in orders:
         sys.setprofile(Moment(orders["fails"]))
     if "kills" in orders:
-        sys.setprofile(MomentOfAnother(orders["kills"], folder / "pid"))
+        sys.setprofile(MomentOfAnother(orders["kills"], loop.folder / "pid"))
     try:
         loop.train()
     except RuntimeError:
@@ -197,7 +206,6 @@ def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: f
         raise
     sys.setprofile(None)
     loop.end()
-    print("finished", flush=True)
 
 
 def wait_for(ranks: list[int], patience_s: float) -> list[tuple[int | None, float]]:

@@ -61,7 +61,7 @@ class Group:
         except RuntimeError as error:
             raise _C.MachineError(
                 f"ranks {list(self.ranks)} of the world did not all meet within {patience}; they call noria.wrap "
-                f"together, with a mesh of the same ranks ({error})"
+                f"together, with mesh= or stages= of the same ranks ({error})"
             ) from error
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:

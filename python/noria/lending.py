@@ -214,7 +214,7 @@ class Lending:
                 self.wrapped.backend.close_shared(source.opened)
             source.line.close()
         self._sources.clear()
-        self.loans = self.lent
+        self.loans = self.lent if self.wrapped.beside.address(LENT) else []
         self._take_back()
 
     # ---- at step boundaries ----

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import noria
 import pytest
+import torch
+from noria import _C
+from noria.beside import Beside
 from noria.custody import activations
 from noria.testing import assert_same_bits
+from noria.updates import Updates
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.journeys.pairs import adamw
+from tests.journeys import test_pipelines
+from tests.journeys.pairs import Block, adamw
 from tests.journeys.test_pipelines import trained
 from tests.ranks import assert_fine, in_turn_on_ranks
 
@@ -106,6 +115,96 @@ def grows(rank: int, size: int, length: int) -> None:
         assert swapped[BEFORE + 2] < swapped[-1], swapped
 
 
+# Which rank fails in which part of the first step.
+PARTS: dict[str, tuple[int, Any, str]] = {
+    "an arena": (1, Beside, "take_shared"),
+    "a connection": (0, _C, "Borrower"),
+    "an offer": (1, _C.Lender, "lend"),
+    "a loan that has come": (0, _C.Borrower, "receive"),
+    "a loan that is opened": (0, _C.Backend, "open_shared"),
+}
+
+
+def fails_to_lend(rank: int, size: int, part: str) -> None:
+    """All raise what one has met; the step that is made again is made without lending."""
+    activations.LEAST_SAVED = 64
+    failing, where, what = PARTS[part]
+    step, failures = Updates.step, []
+
+    def twice(self: Updates, closure: Any) -> Any:
+        if not failures:
+            with pytest.raises(RuntimeError, match="no such luck") as caught, failing_there():
+                step(self, closure)
+            failures.append(str(caught.value))
+        return step(self, closure)
+
+    def failing_there() -> contextlib.AbstractContextManager[Any]:
+        if rank != failing:
+            return contextlib.nullcontext()
+        return mock.patch.object(where, what, side_effect=_C.MachineError("no such luck"))
+
+    def look(report: noria.Report) -> None:
+        assert not any(loan.bytes for loan in report.loans) and not report.saved["offloaded_to_peers"], str(report)
+        assert all(row.purpose != "lent to other stages" for row in report.ledger), str(report)
+        assert report.saved["most_there"] <= ROOM, str(report)
+
+    with mock.patch.object(Updates, "step", twice):
+        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, look=look)
+    told = f"noria's lending between stages on rank {failing} failed: MachineError: no such luck"
+    assert failures == ["no such luck" if rank == failing else told]
+    assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
+
+
+class OneBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+def keeps_room_for_two(rank: int, size: int) -> None:
+    """A lender whose blocks save less than two bundles at once: less than their room is refused to no stage."""
+
+    def look(report: noria.Report) -> None:
+        [loan] = report.loans
+        assert loan.bytes == (ROOM - 2 * BUNDLE) // KIB64 * KIB64, str(report)
+        assert rank == 0 or report.saved["most_saved"] == BUNDLE, str(report)
+
+    activations.LEAST_SAVED = 64
+    with mock.patch.object(test_pipelines, "Stage", OneBlock) if rank == 1 else contextlib.nullcontext():
+        trained("1F1B", {"kernel": "torch", "units": [Block], **AUTO}, adamw, length=LENGTH, look=look)
+
+
+def refuses(rank: int, size: int) -> None:
+    model = test_pipelines.Stage()
+    wrong: dict[str, Any] = {
+        "found stages='stages'": "stages",
+        "a DeviceMesh of one dimension": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "stages")),
+    }
+    for told, stages in wrong.items():
+        with pytest.raises(noria.UsageError, match=told):
+            noria.wrap(model, device="cpu", stages=stages)
+    elsewhere = DeviceMesh("cpu", [1])
+    if rank == 0:
+        told = r"expected stages with rank 0 in them; found ranks \[1\]; remedy: let those ranks alone call it"
+        with pytest.raises(noria.UsageError, match=told):
+            noria.wrap(model, device="cpu", stages=elsewhere)
+    else:
+        noria.wrap(model, device="cpu", stages=elsewhere)  # of one stage, which lends to nobody
+        noria.unwrap(model)
+    meshes = {"stages": init_device_mesh("cpu", (2,))} if rank == 0 else {}
+    told = (
+        r"expected the same mesh= and stages= on all ranks of them; found on rank 0: stages=\[0, 1\]; on rank 1: a "
+        r"mesh of 1 x 2 ranks, \[\[0, 1\]\]; remedy: call noria.wrap with the same ones there"
+    )
+    with pytest.raises(noria.UsageError, match=told):
+        noria.wrap(model, device="cpu", **meshes)
+
+
+OF_TWO |= {f"{name} fails": (fails_to_lend, (name,)) for name in PARTS}
+OF_TWO |= {"a small lender": (keeps_room_for_two, ()), "misuse": (refuses, ())}
 OF_TWO |= {f"{what} comes back": (grows, (length,)) for what, length in GROWN.items()}
 
 
@@ -117,3 +216,8 @@ def found() -> dict[str, str]:
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_stages_have_the_bits_of_the_same_pipeline(found, name):
     assert_fine(found, name)
+
+
+def test_stages_without_a_process_group_are_refused():
+    with pytest.raises(noria.UsageError, match=r"a process group before stages=.*call init_process_group first"):
+        noria.wrap(test_pipelines.Stage(), device="cpu", stages="any")

@@ -180,6 +180,13 @@ def test_stages_that_wait_for_one_that_never_steps_say_so(pipeline):
     assert re.search(told, ended[0].error), f"{ended[0]}"
 
 
+def test_stages_that_wait_for_one_that_is_wrapped_without_them_say_so(pipeline):
+    ended = pipeline.run({}, {"alone": True}, timeout_s=3.0)
+    told = r"ranks \[0, 1\] of the world did not all meet within 0:00:03; .* with mesh= or stages= of the same ranks"
+    assert ended[0].status == 1 and re.search(told, ended[0].error), f"{ended[0]}"
+    assert ended[1].status == 1 and ended[1].late_s < BOUND_S, f"{ended[1]}"
+
+
 def test_lender_that_dies_is_missed_although_its_worker_lives_on(pipeline):
     borrower, _ = pipeline.run({"kills": "1:on_step:3", "other": 1, "workers": 1}, {"workers": 2})
     assert_has_raised(borrower)
@@ -218,6 +225,14 @@ def test_stages_end_where_one_raises_in_a_forward(pipeline, failing):
     ended = pipeline.run(*ranks)
     assert ended[failing].status == 1 and "MishapError: of this rank's own" in ended[failing].error
     assert_has_raised(ended[1 - failing])
+
+
+def test_arena_that_a_lender_leaves_is_freed_when_it_is_wrapped_again(pipeline):
+    borrower, lender = pipeline.run({"ends": "unwrap", "after": "end", "times": 3}, {"ends": "unwrap", "times": 3})
+    for each in (borrower, lender):
+        assert_is_finished(each)
+        counts = re.findall(r"descriptors (\d+)", each.out)
+        assert len(counts) == 3 and len(set(counts)) == 1, f"{each}"
 
 
 # ---- what is left ------------------------------------------------------------------------------------------------
