@@ -87,8 +87,8 @@ def on_step(step: int) -> None:
 class Loop:
     """One rank's. Of `orders` each may lack. `fails`: a moment, as tests/failing_rank.py has it; `kills`: the same of
     this rank's, at which that one is killed whose number comes first; `other`: the one that fails; `workers`: that it
-    forks; `never_steps`; `alone`: wraps without stages; `ends`: "unwrap", "drop" or "exit", which waits for the other
-    one's `after`: "end" or "exit"; `times` that it does all."""
+    forks; `never_steps`; `early_step`; `alone`: wraps without stages; `ends`: "unwrap", "drop" or "exit", which waits
+    for the other one's `after`: "end" or "exit"; `times` that it does all."""
 
     def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any], nth: int) -> None:
         self.rank, self.size, self.folder, self.orders, self.nth = rank, size, folder, orders, nth
@@ -104,6 +104,8 @@ class Loop:
         self.play = pipelining.Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=F.mse_loss)
 
     def train(self) -> None:
+        if "early_step" in self.orders:
+            self.optimizer.step()
         for step in range(self.orders.get("steps", 4)):
             generator = torch.Generator().manual_seed(step)
             x, target = (torch.randn(8, LENGTH, WIDTH, generator=generator) for _ in range(2))

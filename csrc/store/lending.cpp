@@ -236,6 +236,7 @@ void Lender::lend(const SharedMemory& arena, const std::vector<Loan>& loans, mil
     const Peer& peer = found.first->second.peer;
     const Offer offer{kProtocol, self.rank, index, loans.size(), arena, loan.offset, loan.bytes};
     if (peer.ended() || !peer.send(std::as_bytes(std::span(&offer, 1)), descriptors)) {
+      self.lent.erase(found.first);  // nobody knows of it
       throw MachineError(self.who(loan) + ", is gone");
     }
   }
@@ -257,6 +258,7 @@ struct Borrower::State {
   Words words;
   Line* line = nullptr;  // null: nothing has come yet
   Bytes bytes;
+  bool outlives_lender = false;
 
   std::string who() const {
     return rank_name(lender) + ", which " + (line == nullptr ? "is to lend" : "lends " + to_string(bytes)) +
@@ -274,7 +276,7 @@ Borrower::Borrower(int rank, int lender, const std::string& address, millisecond
     throw MachineError(rank_name(lender) + ", which is to lend to this rank, cannot be reached (" +
                        std::generic_category().message(errno) + "): it has ended, or is on another machine");
   }
-  state_ = std::make_unique<State>(State{lender, std::move(*peer), {}, nullptr, {}});
+  state_ = std::make_unique<State>(State{lender, std::move(*peer), {}, nullptr, {}, false});
 }
 
 Borrower::~Borrower() { close(); }
@@ -319,6 +321,7 @@ std::optional<Borrowed> Borrower::State::take_offer() {
   words = Words(packet->descriptors.front(), offer.num_lines);
   line = words.line(offer.line);
   bytes = offer.bytes;
+  outlives_lender = offer.arena.fd >= 0;
   offer.arena.fd = offer.arena.fd >= 0 ? packet->descriptors.back().release() : -1;
   return Borrowed{offer.arena, offer.offset, offer.bytes};
 }
@@ -344,7 +347,7 @@ void Borrower::give_back(Bytes left) { lower(received().line->used, left); }
 void Borrower::check() const {
   const State& self = state();
   if (!self.peer.ended()) return;
-  if (self.line != nullptr && self.line->lender_closed.load(std::memory_order_acquire) != 0) return;
+  if (self.outlives_lender && self.line->lender_closed.load(std::memory_order_acquire) != 0) return;
   throw MachineError(self.who() + "is gone");
 }
 

@@ -67,7 +67,7 @@ class Lender {
   /// or ended, and where it was told of no range.
   Bytes lent(int borrower) const;
 
-  /// From now on this process may end and be missed by no borrower. What is lent stays lent, and `lent` tells of it.
+  /// From now on this process may end, where the arena outlives it. What is lent stays lent, and `lent` tells of it.
   void leave();
   /// As `leave`, and nobody hears here any more of what is lent; the arena must outlive its use all the same.
   /// Idempotent, in any order with the borrowers' own, waits for nobody.
@@ -96,8 +96,8 @@ class Borrower {
   Bytes allowed() const;
   /// From now on no more than that is used: copies to and from the rest have passed. Never more than before.
   void give_back(Bytes left);
-  /// Throws MachineError once the lender's process has ended without closing. One that has closed may end: what it has
-  /// lent stays open.
+  /// Throws MachineError once the lender's process has ended, and what it has lent with it. Of memory that is told by a
+  /// descriptor the lender may end when it has closed: what others have open stays.
   void check() const;
 
   /// Gives back all. Idempotent, in any order with the lender's own, waits for nobody.

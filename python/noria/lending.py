@@ -127,10 +127,10 @@ class Lending:
             source.line.check()
 
     def begin_step(self) -> None:
-        """The first time collective over the stages."""
+        """The first time after a pass collective over the stages."""
         self.check()
-        if self.stages is None:
-            return
+        if self.stages is None or not (self._has_met or self.wrapped.custody.passes()):
+            return  # a step before anything was saved, as for the sake of a checkpoint, tells nothing
         if self._has_met:
             self._give_back()
             self._take_back()

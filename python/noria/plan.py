@@ -91,7 +91,8 @@ class WrapPlan:
     saved_room: int | None = None
     """For what blocks save, on the device, at most, where they save any of it in noria's way; None: no limit."""
     lent_bytes: int = 0
-    """To other stages of a pipeline, of that room; known after a step."""
+    """Of that room, what the arena takes that is lent to other stages of a pipeline; known after a step. What they give
+    back of it stays in here until the device has it back: pages at once where it is the host, on CUDA all together."""
     staging_bytes: int = 0
     """Of the ring through which copies go where the driver has refused to pin the home; known at wrap time."""
 

@@ -75,7 +75,8 @@ class Pipeline:
         assert answer["descriptors"] == self._descriptors
         eventually(lambda: self._processes() == [process.pid])
         if (folder / "socket").exists():
-            assert (folder / "socket").read_text() not in Path("/proc/net/unix").read_text()
+            name = (folder / "socket").read_text()
+            eventually(lambda: name not in Path("/proc/net/unix").read_text())
         return ended
 
     def _processes(self) -> list[int]:
@@ -178,6 +179,11 @@ def test_stages_that_wait_for_one_that_never_steps_say_so(pipeline):
         r".*; let each of them step as often as the others, or wrap all without stages= \(.*Timed out waiting 3000ms"
     )
     assert re.search(told, ended[0].error), f"{ended[0]}"
+
+
+def test_step_before_the_first_pass_does_not_count(pipeline):
+    for each in pipeline.run({"early_step": True}, {"early_step": True}):
+        assert_is_finished(each)
 
 
 def test_stages_that_wait_for_one_that_is_wrapped_without_them_say_so(pipeline):

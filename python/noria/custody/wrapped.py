@@ -204,13 +204,14 @@ class Wrapped:
         self.closed = True
         with contextlib.suppress(Exception):
             self.custody.idle()
-        self.write_trace()
-        self.custody.close()
-        self.custody.clear_callbacks()
-        self.lending.close()
-        self.beside.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        with contextlib.ExitStack() as ends:  # each comes, whatever another one raises; the last one first
+            if self.ranks is not None:
+                ends.callback(self.ranks.close)
+            ends.callback(self.beside.close)
+            ends.callback(self.lending.close)
+            ends.callback(self.custody.clear_callbacks)
+            ends.callback(self.custody.close)
+            ends.callback(self.write_trace)
 
     def remove_hooks(self) -> None:
         self.passes.remove()

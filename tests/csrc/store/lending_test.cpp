@@ -657,6 +657,56 @@ TEST(Lending, LenderMayCloseFirst) {
   EXPECT_THROW((void)borrower.allowed(), InvariantError);
 }
 
+TEST(Lending, LenderOfMemoryThatEndsWithItIsMissedAlsoWhenItHasClosed) {
+  Process lender([](const Line& line) {
+    Lender lender(0);
+    line.say(lender.address());
+    lender.lend({kArena, -1, {}}, {{1, Bytes{4096}, Bytes{65536}}}, kLong);
+    lender.leave();
+    lender.close();
+    line.say("closed");
+    return line.hear() == "end";
+  });
+  Borrower borrower(1, 0, lender.line().hear(), kLong);
+  (void)borrower.receive(kLong);
+  ASSERT_EQ(lender.line().hear(), "closed");
+  EXPECT_NO_THROW(borrower.check());
+  lender.line().say("end");
+  EXPECT_TRUE(lender.succeeded());
+  EXPECT_EQ(error_of([&] { borrower.check(); }), kGone);
+}
+
+TEST(Lending, LenderThatHasLeftHearsOfItsLoansAndIsNotMissed) {
+  auto listening = std::make_unique<Process>([](const Line& line) {
+    const SharedArena arena(kArena);
+    Lender lender(0);
+    line.say(lender.address());
+    lender.lend(arena.told, {{1, Bytes{4096}, Bytes{65536}}}, kLong);
+    lender.leave();
+    line.say("left");
+    for (std::string told = line.hear(); told == "lent?"; told = line.hear()) line.say(lender.lent(1));
+    return true;
+  });
+  Borrower borrower(1, 0, listening->line().hear(), kLong);
+  const Descriptor arena(borrower.receive(kLong).arena.fd);
+  ASSERT_EQ(listening->line().hear(), "left");
+  EXPECT_EQ(ask(*listening, "lent?"), "65536");
+  borrower.give_back(Bytes{5});
+  EXPECT_EQ(ask(*listening, "lent?"), "5");
+  listening->kill();
+  EXPECT_NO_THROW(borrower.check());
+}
+
+TEST(Lending, NothingIsLentToABorrowerThatHasClosedBeforeItWasTold) {
+  const SharedArena arena(kArena);
+  Lender lender(0);
+  Borrower borrower(1, 0, lender.address(), kLong);
+  borrower.close();
+  EXPECT_EQ(error_of([&] { lender.lend(arena.told, {{1, Bytes{0}, Bytes{65536}}}, kLong); }),
+            "rank 1, which is to borrow 64.0 KiB of rank 0, is gone");
+  EXPECT_EQ(lender.lent(1), Bytes{0});
+}
+
 TEST(Lending, BorrowerMayCloseFirst) {
   Process lender([](const Line& line) { return lends(line); });
   Borrower borrower(1, 0, lender.line().hear(), kLong);
