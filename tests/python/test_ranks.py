@@ -1,7 +1,6 @@
 """Of every unit each rank has one part, and all parts together are the whole."""
 
 import datetime
-import types
 
 import noria
 import pytest
@@ -125,7 +124,8 @@ def test_own_groups_have_the_timeout_of_the_users(tmp_path):
 
 def ranks_that_say(everybodys):
     ranks = object.__new__(Ranks)
-    ranks.host = types.SimpleNamespace(gather_objects=lambda own: everybodys)
+    ranks.host = object.__new__(Group)
+    ranks.host.gather_objects = lambda own: everybodys
     return ranks
 
 
