@@ -105,6 +105,7 @@ RIGHT = {
     "state_dtype": ["fp32", "bf16", "8bit"],
     "rounding_seed": [0, 2**64 - 1],
     "activations": ["keep", "offload", "recompute", "auto"],
+    "activation_memory": ["auto"],
     "update": ["auto", "backward", "blocking"],
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "max_grad_norm": [None, 1, 0.5, float("inf")],
