@@ -275,6 +275,7 @@ void Engine::enter_visit(Stream stream) {
   }
   open.waits.clear();
   open.opened_us = clock_us();
+  if (saver_) saver_->opened(open.opened_us);
   count_.stall_us += open.opened_us - before;
   for (UnitId unit : open.visit.needs) {
     custodian_.attach(unit, fetcher_.address(unit));

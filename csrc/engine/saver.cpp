@@ -11,10 +11,9 @@
 namespace noria {
 namespace {
 
-constexpr std::size_t kLeastStaying = 1;   // bundles: what a backward needs first
-constexpr std::int64_t kMostWorking = 4;   // bundles on the device without a room: one stays, one is saved, two leave
-constexpr std::size_t kMostAhead = 2;      // bundles that come before their backward has begun
-constexpr Bytes kLeastStretch{256 << 10};  // less is not worth the start of another copy
+constexpr std::size_t kLeastStaying = 1;  // bundles: what a backward needs first
+constexpr std::int64_t kMostWorking = 4;  // bundles on the device without a room: one stays, one is saved, two leave
+constexpr std::size_t kMostAhead = 2;     // bundles that come before their backward has begun
 
 void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us : std::min(least, us); }
 
@@ -36,23 +35,9 @@ void Saver::begin_pass(Phase phase, bool saves) {
   }
 }
 
-void Saver::add_peer(const PeerMemory& peer) {
-  for (const Store& store : stores_) {
-    NORIA_INVARIANT(!store.peer || store.peer->rank != peer.rank,
-                    "rank " + std::to_string(peer.rank) + " lends a second time");
-  }
-  Store& store = stores_.emplace_back();
-  store.peer = peer;
-  store.pool.add(peer.memory, peer.bytes);
-}
-
 bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
   let_go_forgotten();
-  const auto store = std::find_if(stores_.begin(), stores_.end(),
-                                  [&](const Store& each) { return each.peer && each.peer->rank == rank; });
-  NORIA_INVARIANT(store != stores_.end(), "rank " + std::to_string(rank) + " lends nothing");
-  store->pool.shrink(left);
-  if (store->pool.taken_beyond() > Bytes{0}) return false;
+  if (!places_.shrink_peer(rank, left)) return false;
   // What is forgotten may be on its way still: to a visit that the stream has yet to come to.
   if (const Ticket last = std::exchange(last_from_peers_, nullptr)) last->wait_passed();
   return true;
@@ -75,78 +60,17 @@ SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   return saved;
 }
 
-// ---- where to ---------------------------------------------------------------------------------------------------
-
-void Saver::find_place(Entry& entry) {
-  if (!entry.stretches.empty() || find_peers(entry)) return;
-  RangePool& home = stores_.front().pool;
-  auto range = home.take(entry.bytes);
-  if (!range) {
-    const auto [memory, bytes] = custodian_.more_home(entry.bytes);
-    home.add(memory, bytes);
-    range = home.take(entry.bytes);
-    NORIA_INVARIANT(range.has_value(), "there is no room for what a forward saves after more has been taken");
-  }
-  const BufferId copy = issuer_.buffers().intern({{Place::Kind::host, kSavedCopiesRegion},
-                                                  range->offset,
-                                                  range->bytes,
-                                                  Format::compute,
-                                                  Purpose::saved_copy,
-                                                  UnitId()});
-  entry.stretches.push_back({0, *range, {}, entry.bytes, copy});
-}
-
-// Those with the most left first, as many as the size is worth. Who has not enough in one range is left out.
-bool Saver::find_peers(Entry& entry) {
-  std::vector<std::size_t> peers;
-  for (std::size_t store = 1; store < stores_.size(); ++store) peers.push_back(store);
-  const auto left = [this](std::size_t store) { return stores_[store].pool.size() - stores_[store].pool.taken(); };
-  std::stable_sort(peers.begin(), peers.end(), [&](std::size_t a, std::size_t b) { return left(a) > left(b); });
-  const auto most = static_cast<std::size_t>(std::max<std::int64_t>(entry.bytes.count / kLeastStretch.count, 1));
-  while (!peers.empty()) {
-    const std::vector<std::size_t> chosen(peers.begin(), peers.begin() + std::min(most, peers.size()));
-    double bandwidth = 0;
-    for (std::size_t store : chosen) bandwidth += stores_[store].peer->bandwidth;
-    std::optional<std::size_t> lacking;
-    Bytes begin;
-    double ends = 0;
-    for (std::size_t store : chosen) {
-      const PeerMemory& peer = *stores_[store].peer;
-      ends += peer.bandwidth;
-      const Bytes cut{static_cast<std::int64_t>(static_cast<double>(entry.bytes.count) * ends / bandwidth)};
-      const Bytes end = store == chosen.back() ? entry.bytes : std::min(align_up(cut, kTensorAlignment), entry.bytes);
-      if (end == begin) continue;
-      const auto range = stores_[store].pool.take(end - begin);
-      if (!range) {
-        lacking = store;
-        break;
-      }
-      const BufferId copy = issuer_.buffers().intern({{Place::Kind::peer, peer.rank},
-                                                      range->offset,
-                                                      range->bytes,
-                                                      Format::compute,
-                                                      Purpose::saved_copy,
-                                                      UnitId()});
-      entry.stretches.push_back({store, *range, begin, end - begin, copy});
-      begin = end;
-    }
-    if (!lacking) {
-      stats_.at_peers += entry.bytes;
-      stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
-      return true;
-    }
-    for (const Stretch& stretch : std::exchange(entry.stretches, {}))
-      stores_[stretch.store].pool.give_back(stretch.range);
-    std::erase(peers, *lacking);
-  }
-  return false;
+void Saver::take_place(Entry& entry) {
+  if (!entry.stretches.empty()) return;
+  entry.stretches = places_.take(entry.bytes);
+  if (places_.is_at_peers(entry.stretches)) stats_.at_peers += entry.bytes;
+  stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
 }
 
 void Saver::give_back_place(Entry& entry) {
   if (entry.stretches.empty()) return;
-  if (is_at_peers(entry)) stats_.at_peers -= entry.bytes;
-  for (const Stretch& stretch : std::exchange(entry.stretches, {}))
-    stores_[stretch.store].pool.give_back(stretch.range);
+  if (places_.is_at_peers(entry.stretches)) stats_.at_peers -= entry.bytes;
+  places_.give_back(std::exchange(entry.stretches, {}));
 }
 
 // ---- what is saved ----------------------------------------------------------------------------------------------
@@ -354,14 +278,14 @@ void Saver::await(SavedId saved, Stream stream) {
   entry.is_wanted = true;
   if (entry.state == State::there || entry.state == State::leaving) return;
   ++stats_.num_unforeseen;
-  if (entry.state == State::away && is_at_peers(entry)) reload({saved}, UnitId(), stream);
+  if (entry.state == State::away && places_.is_at_peers(entry.stretches)) reload({saved}, UnitId(), stream);
   if (entry.state == State::coming) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
     entry.ticket->wait_passed();
     entry.ticket.reset();
   } else {
     note_there(entry, custodian_.make_room(saved, entry.bytes));
-    custodian_.fill(saved, entry.stretches.front().range.memory, entry.bytes);
+    custodian_.fill(saved, entry.stretches.front().memory, entry.bytes);
     give_back_place(entry);
     ++stats_.num_reloaded;
     stats_.reloaded += entry.bytes;
@@ -396,14 +320,12 @@ void Saver::offload(const Bundle& bundle, UnitId unit) {
   for (SavedId saved : alive(bundle)) {
     Entry& entry = at(saved);
     if (entry.state != State::there || entry.is_wanted) continue;
-    find_place(entry);
-    Load& load = is_at_peers(entry) ? to_peers : to_home;
+    take_place(entry);
+    Load& load = places_.is_at_peers(entry.stretches) ? to_peers : to_home;
     load.saved.push_back(saved);
     load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    for (const Stretch& stretch : entry.stretches) {
-      const Store& store = stores_[stretch.store];
-      load.transfer.copies.push_back(
-          {stretch.range.memory, entry.memory + stretch.begin.count, stretch.bytes, store.peer ? store.peer->link : 0});
+    for (const SavedPlaces::Stretch& stretch : entry.stretches) {
+      load.transfer.copies.push_back({stretch.memory, entry.memory + stretch.begin.count, stretch.bytes, stretch.link});
       load.op.accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
     }
   }
@@ -477,12 +399,11 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
   Load from_home, from_peers;
   for (SavedId saved : coming) {
     Entry& entry = at(saved);
-    Load& load = is_at_peers(entry) ? from_peers : from_home;
+    Load& load = places_.is_at_peers(entry.stretches) ? from_peers : from_home;
     load.saved.push_back(saved);
-    for (const Stretch& stretch : entry.stretches) {
-      const Store& store = stores_[stretch.store];
-      load.transfer.copies.push_back({const_cast<std::byte*>(entry.memory) + stretch.begin.count, stretch.range.memory,
-                                      stretch.bytes, store.peer ? store.peer->link : 0});
+    for (const SavedPlaces::Stretch& stretch : entry.stretches) {
+      load.transfer.copies.push_back(
+          {const_cast<std::byte*>(entry.memory) + stretch.begin.count, stretch.memory, stretch.bytes, stretch.link});
       load.op.accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});
     }
     load.op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
@@ -497,7 +418,9 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
     for (SavedId each : saved) {
       at(each).state = State::coming;
       at(each).ticket = ticket;
-      give_back_place(at(each));
+      // There is little, and the next to write it stands on the same lane. At home there is more, and the lane back
+      // may stand behind fetches: whoever had the place next would wait for those.
+      if (is_from_peers) give_back_place(at(each));
     }
     stats_.num_reloaded += static_cast<std::int64_t>(saved.size());
     stats_.reloaded += loaded;

@@ -16,11 +16,9 @@
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
 //
-// Note [Places]. A storage that leaves goes to the peers that have room for it, cut into one stretch for each link, as
-// long as the link is fast, so that all end together; else to the home. Its place there is somebody else's as soon as
-// its way back is issued: whoever writes it waits for that, as for any read. On the lane of the peers there is nothing
-// but these copies, which wait for visits that are over: so there even what nobody foresaw can come back, while on the
-// fetch lane it might stand behind a fetch that waits for the very visit that asks.
+// Note [What nobody foresaw]. On the lane of the peers there is nothing but these copies, which wait for visits that
+// are over. So there it can come back as ever, while on the fetch lane it might stand behind a fetch that waits for the
+// very visit that asks: from home it is copied by whoever asks.
 #pragma once
 
 #include <deque>
@@ -33,7 +31,7 @@
 #include "base/trace.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
-#include "store/range_pool.h"
+#include "engine/saved_places.h"
 
 namespace noria {
 
@@ -56,15 +54,6 @@ struct SavedByModule {
   std::int64_t gap_us = 0;  // to the backward
 };
 
-/// Memory of a peer that this process may use as it likes, and the way there.
-struct PeerMemory {
-  std::int32_t rank = 0;  // of the peer
-  int link = 0;           // copies over different links go side by side
-  double bandwidth = 1;   // of the link, as compared with the others'
-  std::byte* memory = nullptr;
-  Bytes bytes;
-};
-
 class Saver {
  public:
   /// `room`: for bundles on the device; none: as few stay as overlap allows.
@@ -74,10 +63,10 @@ class Saver {
         custodian_(custodian),
         own_room_(room),
         room_(room),
-        stores_(1) {}
+        places_(issuer.buffers(), custodian) {}
 
   /// From now on what leaves goes there first. Each peer once.
-  void add_peer(const PeerMemory& peer);
+  void add_peer(const PeerMemory& peer) { places_.add_peer(peer); }
   /// From now on nothing of it is used beyond so many bytes. False: something lies there still, and nothing is known of
   /// its copies. True: nothing does, and those have passed, which it has waited for; so not inside of a pass.
   bool shrink_peer(std::int32_t rank, Bytes left);
@@ -99,29 +88,21 @@ class Saver {
   /// Returns what that reads; nothing where the visit that was entered last only goes on. Throws UsageError where a
   /// bundle is known to be too large for the room.
   std::vector<Access> enter(HookId hook, Phase phase, UnitId unit, Stream stream);
+  /// The visit that was entered has waited for all that it needs.
+  void opened(std::int64_t at_us) { entered_us_ = at_us; }
   /// The visit has ended on the stream.
   void leave(UnitId unit, Stream stream);
   /// Somebody asks for it: the stream waits until it lies on the device, if it does not yet.
   void await(SavedId saved, Stream stream);
 
   const SavedStats& stats() const { return stats_; }
-  Bytes held() const { return stores_.front().pool.taken(); }  // at home
+  Bytes held() const { return places_.at_home(); }
   const std::map<HookId, SavedByModule>& by_module() const { return by_module_; }
 
  private:
   enum class State : std::uint8_t { there, leaving, away, coming };
-  struct Store {
-    RangePool pool;
-    std::optional<PeerMemory> peer;  // none: the home, which is the first
-  };
-  struct Stretch {
-    std::size_t store = 0;
-    RangePool::Range range;
-    Bytes begin, bytes;  // of the storage
-    BufferId copy;
-  };
   struct Entry {
-    std::vector<Stretch> stretches;  // where it leaves to, or is; none: it is on the device, or comes
+    SavedPlaces::Stretches stretches;  // where it leaves to, or is; none: it is on the device, or comes
     BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
@@ -151,10 +132,8 @@ class Saver {
   };
 
   void tell_trace() const;
-  void find_place(Entry& entry);
-  bool find_peers(Entry& entry);
+  void take_place(Entry& entry);
   void give_back_place(Entry& entry);
-  bool is_at_peers(const Entry& entry) const { return stores_[entry.stretches.front().store].peer.has_value(); }
   void offload(const Bundle& bundle, UnitId unit);
   /// Brings those of these that are away, and keeps the others.
   void reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream);
@@ -185,7 +164,7 @@ class Saver {
   Custodian& custodian_;
   const std::optional<Bytes> own_room_;
   std::optional<Bytes> room_;  // what of it is left
-  std::vector<Store> stores_;
+  SavedPlaces places_;
   std::map<SavedId, Entry> entries_;
   std::int32_t next_id_ = 0;
   std::vector<std::int32_t> free_tokens_;

@@ -98,9 +98,9 @@ struct UpdateJob {
   UnitArrays from, to;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
-  GradientNote note;                  // null: nobody will ask
-  GradientSums sums;                  // null: nobody will ask
-  std::shared_ptr<LookCounts> looks;  // of the jobs that look; may be null
+  GradientNote note;                       // null: nobody will ask
+  GradientSums sums;                       // null: nobody will ask
+  std::shared_ptr<LookCounts> looks;       // of the jobs that look; may be null
   std::function<bool(std::size_t)> wants;  // of a piece, asked when all waits have passed; null: all are wanted
 
   bool in_place() const;

@@ -90,7 +90,7 @@ class _Source:
     """What this process has borrowed from one lender."""
 
     loan: Loan
-    line: _C.Borrower
+    borrower: _C.Borrower
     opened: int = 0  # the address of the lender's arena here; 0: not yet
 
 
@@ -124,12 +124,14 @@ class Lending:
     def check(self) -> None:
         """Raises MachineError where a lender has died."""
         for source in self._sources:
-            source.line.check()
+            source.borrower.check()
 
     def begin_step(self) -> None:
         """The first time after a pass collective over the stages."""
         self.check()
-        if self.stages is None or not (self._has_met or self.wrapped.custody.passes()):
+        if self.stages is None:
+            return
+        if not self._has_met and all(each["phase"] != "backward" for each in self.wrapped.custody.passes()):
             return  # a step before anything was saved, as for the sake of a checkpoint, tells nothing
         if self._has_met:
             self._give_back()
@@ -149,7 +151,7 @@ class Lending:
         ranks = list(stages.group.ranks)
         try:
             with raised_by_all([stages], CALL):
-                offer = (_machine(), *self._need_and_spare())
+                offer = (f"{_machine()} {self.wrapped.device.type}", *self._need_and_spare())
             offers = stages.group.gather_objects(offer)
         except _C.MachineError as error:
             raise _C.MachineError(
@@ -188,8 +190,8 @@ class Lending:
         addresses = stages.group.gather_objects(address)
         with raised_by_all([stages], CALL):
             for loan in self.borrowed:
-                line = _C.Borrower(rank, ranks[loan.lender], addresses[loan.lender], PATIENCE_MS)
-                self._sources.append(_Source(loan, line))
+                borrower = _C.Borrower(rank, ranks[loan.lender], addresses[loan.lender], PATIENCE_MS)
+                self._sources.append(_Source(loan, borrower))
         with raised_by_all([stages], CALL):
             if self._lender is not None:
                 loans = [(ranks[loan.borrower], loan.offset, loan.bytes) for loan in self.lent]
@@ -197,7 +199,7 @@ class Lending:
                 self._asked = {loan.borrower: loan.bytes for loan in self.lent}
         with raised_by_all([stages], CALL):
             for link, source in enumerate(self._sources):
-                shared, offset, size = source.line.receive(PATIENCE_MS)
+                shared, offset, size = source.borrower.receive(PATIENCE_MS)
                 try:
                     source.opened = wrapped.backend.open_shared(shared)
                 finally:
@@ -212,7 +214,7 @@ class Lending:
             if source.opened:
                 self.wrapped.custody.shrink_peer(source.loan.lender, 0)
                 self.wrapped.backend.close_shared(source.opened)
-            source.line.close()
+            source.borrower.close()
         self._sources.clear()
         self.loans = self.lent if self.wrapped.beside.address(LENT) else []
         self._take_back()
@@ -235,14 +237,14 @@ class Lending:
     def _give_back(self) -> None:
         wrapped = self.wrapped
         for source in list(self._sources):
-            loan, left = source.loan, source.line.allowed()
+            loan, left = source.loan, source.borrower.allowed()
             if left >= loan.bytes or not wrapped.custody.shrink_peer(loan.lender, left):
                 continue  # what is saved now across steps lies there
             if left:
-                source.line.give_back(left)
+                source.borrower.give_back(left)
             else:
                 wrapped.backend.close_shared(source.opened)
-                source.line.close()
+                source.borrower.close()
                 self._sources.remove(source)
             source.loan = self._shrunk(loan, left)
 
@@ -254,6 +256,7 @@ class Lending:
         for loan, still in left.items():
             if still < loan.bytes:
                 beside.discard(LENT, loan.offset + still, loan.bytes - still)
+                self._asked[loan.borrower] = min(self._asked.get(loan.borrower, 0), still)
                 self._shrunk(loan, still)
         if not any(left.values()):
             beside.free(LENT)
@@ -289,7 +292,7 @@ class Lending:
                 ends.callback(self.stages.close)
             ends.callback(self._end_lending)
             for source in self._sources:
-                ends.callback(source.line.close)
+                ends.callback(source.borrower.close)
                 if source.opened:
                     ends.callback(self.wrapped.backend.close_shared, source.opened)
             self._sources.clear()
@@ -337,11 +340,12 @@ def own_need(most_saved: int, largest: int) -> int:
 
 def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]:
     """Bytes of what a stage's blocks save, `most_saved` at once and `largest` of one block; without a `room` all of it
-    leaves. Two blocks' room is for what is saved now, and what leaves or comes meanwhile."""
+    leaves. Two blocks' room is for what is saved now, and what leaves or comes meanwhile; whole blocks' leave; and one
+    block's is for ranges that do not fit each other."""
     if room is None:
         return most_saved, 0
     if most_saved > room:
-        return most_saved - room + 2 * largest, 0
+        return -(-(most_saved - room + 3 * largest) // largest) * largest, 0
     return 0, max(room - own_need(most_saved, largest), 0)
 
 

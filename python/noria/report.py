@@ -157,7 +157,9 @@ class Report:
             )
         if self.recomputed:
             lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
-        lines += [f"stage {each.lender} lends {format_bytes(each.bytes)} to {each.borrower}" for each in self.loans]
+        for loan in self.loans:
+            if loan.bytes:
+                lines.append(f"stage {loan.lender} lends {format_bytes(loan.bytes)} to {loan.borrower}")
         lines.append("passes (last occurrence):")
         for each in self.passes:
             kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"

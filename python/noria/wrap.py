@@ -148,16 +148,22 @@ def wrap(
     model cannot be used.
     """
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
-    line: Stages | None = None
+    pipeline: Stages | None = None
     met: list[Any] = [] if ranks is None else [ranks]
     try:
-        line = Stages.meet(stages)
-        if line is not None:
-            met.append(line)
+        pipeline = Stages.meet(stages)
+        if pipeline is not None:
+            met.append(pipeline)
         with raised_by_all(met, "noria.wrap"):
             roots, updaters = _checked(model, optimizer)
             chosen = make_policy(policy, policy_fields)
             refuse_lost_trace(chosen)
+            if pipeline is not None and not updaters:
+                raise usage_error(
+                    "an optimizer with stages=, for stages meet in its first step()",
+                    "none",
+                    "give the stage one, or wrap all stages without stages=",
+                )
             found = find(compute_device(chosen))
         everybodys = [found] if ranks is None else ranks.host.gather_objects(found)
         with raised_by_all(met, "noria.wrap"):
@@ -165,10 +171,11 @@ def wrap(
             grid = None if ranks is None else ranks.grid
             planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=least(everybodys))
             lines = [] if ranks is None else fingerprint(planned, updaters)
-        if ranks is not None:
-            ranks.agree(lines)
+        with raised_by_all([] if pipeline is None else [pipeline], "noria.wrap"):
+            if ranks is not None:
+                ranks.agree(lines)  # raises on all of them alike
         with plainly():
-            wrapped = _carry_out(planned, roots, updaters, ranks, line)
+            wrapped = _carry_out(planned, roots, updaters, ranks, pipeline)
     except BaseException:
         for each in met:
             each.close()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
-from tests.journeys.test_pipelines import trained
+from tests.journeys.test_pipelines import Stage, trained
 from tests.ranks import assert_fine, in_turn_on_ranks
 
 LENGTH = 128
@@ -59,12 +59,21 @@ def keeps_in_room(rank: int, size: int, report: noria.Report) -> None:
 ROOM = 5 * BUNDLE
 
 
-def lends_all_that_is_needed(rank: int, size: int, report: noria.Report) -> None:
-    keeps_in_room(rank, size, report)
-    # After the first step, in which nobody had lent yet, nothing goes to the host.
-    first = report.saved["offloaded"] / 3
+def is_lent_all_it_needs(rank: int, size: int, borrower: dict[str, Any]) -> None:
+    """The last stage has room for all; after the first step, in which nobody has lent yet, nothing goes to the host."""
+    activations.LEAST_SAVED = 64
+    policy = {"kernel": "torch", **(borrower if rank == 0 else {**AUTO, "activation_memory": "1GiB"})}
+    reports: list[noria.Report] = []
+    ours = trained(
+        "1F1B", policy, adamw, length=LENGTH, after_step=lambda step, models: reports.append(noria.report(models[0]))
+    )
+    assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
+    assert reports[0].loans and reports[-1].saved["num_unforeseen"] == 0, str(reports[-1])
     if rank == 0:
-        assert report.saved["offloaded_to_peers"] >= 2 * first * 0.99, str(report)
+        to_host = [each.saved["offloaded"] - each.saved["offloaded_to_peers"] for each in reports]
+        assert 0 < to_host[0] == to_host[-1], str(reports[-1])
+        [peer] = [lane for lane in reports[-1].lanes if lane.lane == "peer"]
+        assert peer.bytes == reports[-1].saved["offloaded_to_peers"] + reports[-1].saved["reloaded_from_peers"] > 0
 
 
 def lends_nothing(rank: int, size: int, report: noria.Report) -> None:
@@ -74,6 +83,8 @@ def lends_nothing(rank: int, size: int, report: noria.Report) -> None:
 AUTO: dict[str, Any] = {"activations": "auto", "activation_memory": ROOM}
 OF_TWO: dict[str, tuple[Callable[..., Any], Any]] = {
     "1F1B": (lends, ("1F1B", AUTO, keeps_in_room)),
+    "all that is needed": (is_lent_all_it_needs, (AUTO,)),
+    "to one that offloads": (is_lent_all_it_needs, ({"activations": "offload"},)),
     "blocking": (lends, ("1F1B", {**AUTO, "update": "blocking"}, keeps_in_room)),
     "room for all": (lends, ("1F1B", {**AUTO, "activation_memory": "1GiB"}, lends_nothing)),
     "GPipe": (lends, ("GPipe", AUTO, lends_nothing)),  # all stages have all micro-batches in flight
@@ -206,6 +217,17 @@ def refuses(rank: int, size: int) -> None:
 OF_TWO |= {f"{name} fails": (fails_to_lend, (name,)) for name in PARTS}
 OF_TWO |= {"a small lender": (keeps_room_for_two, ()), "misuse": (refuses, ())}
 OF_TWO |= {f"{what} comes back": (grows, (length,)) for what, length in GROWN.items()}
+
+
+def refuses_a_stage_without_an_optimizer(rank: int, size: int) -> None:
+    """Both hear of it at once."""
+    model = Stage()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("stages",))
+    with pytest.raises(noria.UsageError, match="an optimizer with stages="):
+        noria.wrap(model, adamw(model.parameters()) if rank else None, device="cpu", stages=mesh["stages"])
+
+
+OF_TWO["no optimizer"] = (refuses_a_stage_without_an_optimizer, ())
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class Activations:
             blocks = [spec.module for spec in wrapped.partition.hooks if spec.is_block]
             wrapped.custody.set_saved_callback(_more_home(weakref.ref(wrapped)))
             for block in blocks:
-                self._handles.append(block.register_forward_pre_hook(Hook(self._enter)))
+                self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                 self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
 
     def remove(self) -> None:
@@ -71,7 +71,7 @@ class Activations:
         if self._recomputation is not None:
             self._recomputation.begin_step()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
             self._inside.append(None)
             return
@@ -79,15 +79,20 @@ class Activations:
         saving = torch.autograd.graph.saved_tensors_hooks(custody.pack, custody.unpack)
         saving.__enter__()
         self._inside.append(saving)
+        if self._recomputation is not None:
+            self._recomputation.enter(module, args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside and (saving := self._inside.pop()) is not None:
             saving.__exit__(None, None, None)
+            if self._recomputation is not None:
+                self._recomputation.leave(module)
 
     def abandon(self) -> None:
         """A forward that ended without its hooks."""
         while self._inside:
-            self._leave(self.wrapped.partition.roots[0], (), None)
+            if (saving := self._inside.pop()) is not None:
+                saving.__exit__(None, None, None)
 
     def more_home(self, least: int) -> tuple[int, int]:
         """Address and bytes of more memory at home, for a storage of so many bytes that finds no room."""

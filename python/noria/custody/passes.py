@@ -106,6 +106,8 @@ class Passes:
             if len(self._entered_roots) > 1:
                 return
             self.wrapped.lending.check()
+            if torch.is_grad_enabled():
+                self.wrapped.has_begun_step = False
             self._forget_inner_hooks()
             training, grad = module.training, torch.is_grad_enabled()
             if (number, training, grad) not in self._known_roots:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +27,15 @@ _LOOKED_AT = 3  # of the steps
 
 
 class Recomputed:
-    """The `forward` of a block that saves its inputs only, while it is on. A copy of the block has its own forward."""
+    """The `forward` of a block that saves its inputs only. A copy of the block has its own forward."""
 
-    def __init__(self, module: nn.Module, is_on: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.is_on = is_on
-        self.input_bytes = 0
         self._module = module
         self._forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        if not self.is_on:
-            self.input_bytes = max(self.input_bytes, sum(each.nbytes for each in tensors_of((args, kwargs))))
             return self._forward(*args, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
@@ -50,6 +45,17 @@ class Recomputed:
 
     def __reduce__(self) -> Any:
         return (getattr, (self._module, "forward"))
+
+
+@dataclasses.dataclass
+class _Block:
+    hook: int
+    module: nn.Module
+    input_bytes: int = 0
+    versions: int = 0
+    """Of its buffers, before the forward that goes on."""
+    is_pure: bool = True
+    """No forward has written a buffer, as one of BatchNorm does: a second one would write it again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,38 +74,60 @@ class Recomputation:
     def __init__(self, wrapped: Wrapped, *, chooses: bool) -> None:
         """`chooses`: which of them, once it has been measured; else all."""
         self.wrapped = wrapped
-        self._forwards: dict[int, Recomputed] = {}  # by hook
-        self._names: dict[int, str] = {}
-        self._chooses = chooses and wrapped.device.type == "cpu"
+        self._blocks = {
+            id(spec.module): _Block(hook, spec.module)
+            for hook, spec in enumerate(wrapped.partition.hooks)
+            if spec.is_block
+        }
+        self._is_looking = chooses and wrapped.device.type == "cpu"
         self._num_steps = 0
         self._before: _Seen | None = None
-        for hook, spec in enumerate(wrapped.partition.hooks):
-            if spec.is_block and (self._chooses or not chooses):
-                forward = Recomputed(spec.module, is_on=not chooses)
-                spec.module.__dict__["forward"] = forward
-                self._forwards[hook] = forward
-                self._names[hook] = spec.name
+        self._recomputed: list[_Block] = []
+        if not chooses:
+            self._recompute(self._blocks.values())
 
     def names(self) -> list[str]:
         """Of the blocks that compute again."""
-        return [self._names[hook] for hook, forward in self._forwards.items() if forward.is_on]
+        return [self.wrapped.partition.hooks[block.hook].name for block in self._recomputed]
+
+    def _recompute(self, blocks: Iterable[_Block]) -> None:
+        for block in blocks:
+            block.module.__dict__["forward"] = Recomputed(block.module)
+            self._recomputed.append(block)
+
+    # ---- looking ----
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A block's forward, after which a backward may come."""
+        if self._is_looking:
+            block = self._blocks[id(module)]
+            block.input_bytes = max(block.input_bytes, sum(each.nbytes for each in tensors_of((args, kwargs))))
+            block.versions = _versions(module)
+
+    def leave(self, module: nn.Module) -> None:
+        if self._is_looking:
+            block = self._blocks[id(module)]
+            block.is_pure &= _versions(module) == block.versions
 
     def begin_step(self) -> None:
-        if not self._chooses:
+        if not self._is_looking:
             return
         self._num_steps += 1
         if self._num_steps == _LOOKED_AT - 1:
             self._before = self._see()
-        elif self._num_steps == _LOOKED_AT and self._before is not None:
-            for hook in self._choose(self._before, self._see()):
-                self._forwards[hook].is_on = True
+        elif self._num_steps >= _LOOKED_AT and self._before is not None:
+            now = self._see()
+            if now.saved["saved"]:
+                return  # a backward of what has been saved without computing again is to come
+            self._is_looking = False
+            self._recompute(self._choose(self._before, now))
 
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
         lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch")}
         return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, custody.compute_us)
 
-    def _choose(self, before: _Seen, now: _Seen) -> list[int]:
+    def _choose(self, before: _Seen, now: _Seen) -> list[_Block]:
         def more(name: str) -> int:
             return now.saved[name] - before.saved[name]
 
@@ -112,21 +140,24 @@ class Recomputation:
             busy_us, moved = (a - b for a, b in zip(now.lanes[lane], before.lanes[lane], strict=True))
             us_per_byte = busy_us / max(moved, 1)
             speeds.append((us_per_byte, max(compute_us - us_per_byte * (moved - own), 0.0)))
-        hooks, blocks = [], []
-        for hook, forward in self._forwards.items():
-            num_visits, size, forward_us, gap_us = now.by_hook.get(hook, (0, 0, 0, 0))
-            num_visits -= before.by_hook.get(hook, (0,))[0]
-            if num_visits:
-                hooks.append(hook)
-                blocks.append((size, forward.input_bytes, num_visits, forward_us, gap_us))
+        offered, described = [], []
+        for block in self._blocks.values():
+            num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
+            num_visits -= before.by_hook.get(block.hook, (0,))[0]
+            if num_visits and block.is_pure:
+                offered.append(block)
+                described.append((size, block.input_bytes, num_visits, forward_us, gap_us))
         (out_us, out_free_us), (back_us, back_free_us) = speeds
-        chosen = _C.choose_recomputed(blocks, out, out_us, back_us, out_free_us, back_free_us)
-        return [hooks[each] for each in chosen]
+        chosen = _C.choose_recomputed(described, out, out_us, back_us, out_free_us, back_free_us)
+        return [offered[each] for each in chosen]
 
     def remove(self) -> None:
-        for hook, forward in self._forwards.items():
-            module = self.wrapped.partition.hooks[hook].module
-            module.__dict__.pop("forward")
+        for block in self._recomputed:
+            forward = block.module.__dict__.pop("forward")
             if forward.own is not None:
-                module.__dict__["forward"] = forward.own
-        self._forwards.clear()
+                block.module.__dict__["forward"] = forward.own
+        self._recomputed.clear()
+
+
+def _versions(module: nn.Module) -> int:
+    return sum(buffer._version for buffer in module.buffers())

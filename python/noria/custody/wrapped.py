@@ -80,6 +80,7 @@ class Wrapped:
         self.trace: _C.Trace | None = None
         self.pid = os.getpid()
         self.closed = False
+        self.has_begun_step = False
         self.together = Together(self)
         self.later = LaterMemory(self)
         self.values = Values(self)
@@ -154,7 +155,10 @@ class Wrapped:
         self.values.settle_writes()
 
     def begin_step(self) -> None:
-        """Once in a step, at the beginning of the first optimizer's."""
+        """By each optimizer; the first one after a forward that may train begins a step."""
+        if self.has_begun_step:
+            return
+        self.has_begun_step = True
         self.lending.begin_step()
         self.activations.begin_step()
 

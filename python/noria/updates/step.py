@@ -83,8 +83,7 @@ class Updates:
         refuse_inside_backward("optimizer.step()")
         wrapped.recover()
         wrapped.loaded.refuse_missing("optimizer.step()")
-        if wrapped.optimizers[0] is self:
-            wrapped.begin_step()
+        wrapped.begin_step()
         self._state.follow()
         if self._members.kernel == "whole":
             result = self._whole.step(closure)

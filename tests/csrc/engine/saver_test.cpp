@@ -26,7 +26,6 @@ struct Setting {
   std::optional<Bytes> room = std::nullopt;
   std::vector<int> peers = {};  // how many blocks each lends
   Bytes block = kBytes;
-  int home = 3 * kModules;  // blocks
 };
 
 Hostility hostility_of(const Setting& setting) {
@@ -45,7 +44,7 @@ class Machine final : public Custodian {
         backend_(HostBackendOptions{Bytes{1 << 20}, {}, hostility_of(setting)}),
         lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
         stream_(backend_.create_stream()),
-        home_(static_cast<std::size_t>(setting.home * num_floats_)),
+        home_(static_cast<std::size_t>(3 * kModules * num_floats_)),
         saver_(issuer_, backend_, *this, setting.room) {
     for (const int num_blocks : setting.peers) {
       std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
@@ -114,11 +113,6 @@ class Machine final : public Custodian {
     now->wait_passed();
   }
 
-  void finish_copies() {
-    finish();
-    backend_.idle();
-  }
-  void begin_backward() { saver_.begin_pass(Phase::backward, false); }
   void visit_head() {
     (void)saver_.enter(HookId(kModules), Phase::forward, UnitId(), stream_);
     saver_.leave(UnitId(), stream_);
@@ -142,7 +136,7 @@ class Machine final : public Custodian {
   void update(UnitId) override {}
   std::pair<std::byte*, Bytes> more_home(Bytes) override {
     EXPECT_FALSE(std::exchange(has_home_, true));
-    return {reinterpret_cast<std::byte*>(home_.data()), Bytes{static_cast<std::int64_t>(home_.size() * sizeof(float))}};
+    return {reinterpret_cast<std::byte*>(home_.data()), block_ * (3 * kModules)};
   }
   std::byte* make_room(SavedId saved, Bytes) override {
     blocks_[saved] = allocate();
@@ -426,7 +420,6 @@ void expect_waits_to_matter(const Setting& plain) {
     const bool is_known =
         kind == "save -> offload on saved_tensor (RAW)" || kind == "save -> reload on saved_tensor (WAW)" ||
         kind == "reload -> backward on saved_tensor (RAW)" ||
-        kind == "reload -> offload on saved_copy (WAR)" ||  // at home: over two lanes
         // Redundant: nothing is reloaded, and no token is handed on, before its copy is over.
         kind == "offload -> save on saved_tensor (WAR)" || kind == "backward -> save on saved_tensor (WAR)" ||
         kind == "offload -> save on saved_tensor (WAW)";
@@ -439,23 +432,6 @@ TEST(Saver, each_kind_of_wait_matters) {
   GTEST_SKIP() << "without its waits it races, on purpose";
 #endif
   expect_waits_to_matter({});
-  for (const bool waits : {true, false}) {  // for a place at home that its last owner has not been read from yet
-    Machine machine({.hold_reloads_us = 20'000, .home = 2});
-    if (!waits) machine.omit("reload -> offload on saved_copy (WAR)");
-    std::vector<SavedId> saved;
-    float last = 0, one_before = 0;
-    machine.begin_forward();
-    for (int module = 0; module < 3; ++module) saved.push_back(machine.forward(module, 1.0F));
-    machine.finish_copies();
-    machine.backward(2, saved[2], &last);  // the way back of the one before begins
-    machine.begin_forward();
-    for (int module = 3; module < 5; ++module) (void)machine.forward(module, 2.0F);
-    machine.begin_backward();
-    machine.backward(1, saved[1], &one_before);
-    machine.finish();
-    EXPECT_EQ(last, 1.0F);
-    EXPECT_EQ(one_before == 1.0F, waits);
-  }
 }
 
 TEST(Saver, each_kind_of_wait_of_the_peer_lane_matters) {
