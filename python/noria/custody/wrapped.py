@@ -156,11 +156,10 @@ class Wrapped:
 
     def begin_step(self) -> None:
         """By each optimizer; the first one after a forward that may train begins a step."""
-        if self.has_begun_step:
-            return
-        self.has_begun_step = True
         self.lending.begin_step()
-        self.activations.begin_step()
+        if not self.has_begun_step:
+            self.has_begun_step = True
+            self.activations.begin_step()
 
     # ---- what others call back ----
 
