@@ -227,6 +227,10 @@ NEVER_LATE = {
 }
 
 
+# A unit that is updated twice without a visit between: shown to matter by the cases of test_shared_engine.py.
+SHOWN_AMONG_RANKS = {"update -> update on optimizer_state (WAW)"}
+
+
 def outcome_of(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[dict[str, np.ndarray], list[str]]:
     """Every bit of a run (what was read at home and the arena included), and the kinds of wait it had."""
     model, program = case.program.model, case.program.calls
@@ -283,7 +287,7 @@ def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
         model.units, arena=arena, window=window, poison=data.draw(st.booleans()), drafts=data.draw(st.booleans())
     )
     play([*program, ("idle", ())], engine)
-    assert set(engine.wait_kinds()) <= CASES.keys() | GIVEN_AT_ONCE | NEVER_LATE
+    assert set(engine.wait_kinds()) <= CASES.keys() | GIVEN_AT_ONCE | NEVER_LATE | SHOWN_AMONG_RANKS
     engine.close()
 
 
