@@ -30,7 +30,7 @@ SAME_MESHES = {
 }
 
 
-class Together(Protocol):
+class Met(Protocol):
     """Ranks that tell each other what fails."""
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None: ...
@@ -219,7 +219,7 @@ def comparable(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def raised_by_all(everybody: Sequence[Together], call: str) -> Iterator[None]:
+def raised_by_all(everybody: Sequence[Met], call: str) -> Iterator[None]:
     """What one rank raises inside of the block, all raise when they come to its end, where they wait for each other:
     none goes on by itself. Nothing inside is collective. `everybody`: of each wrap call that is concerned."""
     failure: Exception | None = None

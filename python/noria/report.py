@@ -115,9 +115,7 @@ class Report:
     ledger: list[LedgerRow]
     num_fetches: int
     drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
-    saved: dict[
-        str, int
-    ]  # by blocks: storages and bytes that left and came back, to peers of these, and what was there
+    saved: dict[str, int]  # by blocks: storages and bytes that left, of these to peers, came back, and were there
     recomputed: list[str]  # blocks that compute their activations again, in backward
     loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what another one's blocks save
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next

@@ -133,19 +133,18 @@ def wrap(
     """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
     device memory from now on. Edits both objects in place and returns what it was given.
 
-    `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher);
-    `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which ranks
-    share the model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards); without it
-    all ranks of the default process group do, where there is one. `stages`: where the model is one stage of a pipeline,
-    the DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without `mesh` the
-    model is this rank's alone. Returns `(model, optimizer)` as given, or the model
-    alone without an optimizer. Raises UsageError before anything is changed: nonsense policy, a budget that is too
-    small (with what would fit), an optimizer with parameters that no wrapped model has, a model that is wrapped
-    already, a mesh without this rank; and what one of the ranks that share refuses, all of them do (but for a mesh that
-    is wrong on one of them: there the others wait for the process group's timeout). The home is taken
-    before anything moves, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it
-    was. What of a model was built under `torch.device("meta")` gets its values by a load, and until all have come the
-    model cannot be used.
+    `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher); `policy`: a
+    `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which ranks share the
+    model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards); without it all ranks
+    of the default process group do, where there is one. `stages`: where the model is one stage of a pipeline, the
+    DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without `mesh` the model
+    is this rank's alone. Returns `(model, optimizer)` as given, or the model alone without an optimizer. Raises
+    UsageError before anything is changed: nonsense policy, a budget that is too small (with what would fit), an
+    optimizer with parameters that no wrapped model has, a model that is wrapped already, a mesh without this rank; and
+    what one of the ranks that share refuses, all of them do (but for a mesh that is wrong on one of them: there the
+    others wait for the process group's timeout). The home is taken before anything moves, in parallel and with a
+    progress bar where that takes long; Ctrl-C until then leaves all as it was. What of a model was built under
+    `torch.device("meta")` gets its values by a load, and until all have come the model cannot be used.
     """
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
     pipeline: Stages | None = None
