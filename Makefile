@@ -14,7 +14,7 @@ CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
 
-.PHONY: all demo test test-modules test-all googletest sanitize lint clean
+.PHONY: all demo test test-modules test-all googletest sanitize lint clean rivals
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -62,6 +62,10 @@ sanitize: googletest
 	    -DNORIA_SANITIZE=$$s -DCMAKE_PREFIX_PATH=$(abspath $(VENV)) && \
 	  $(CMAKE) --build $$d --target cpp_tests --parallel $(JOBS) && \
 	  $(BIN)/ctest --test-dir $$d --output-on-failure || exit 1; done
+
+# The systems that noria is compared with, each in an environment of its own: benchmarks/versus, benchmarks/largest.
+rivals: all
+	$(BIN)/python -m benchmarks.rivals
 
 lint: all
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

@@ -80,7 +80,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "question": self.question,
-            "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "command": " ".join(["python", _program(), *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d"),
             "versions": versions(),
             "hardware": began,
@@ -91,6 +91,13 @@ class Result:
         path.write_text(json.dumps(content, indent=1, default=str) + "\n")
         print(f"written: {path}")
         return path
+
+
+def _program() -> str:
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return f"-m benchmarks.{path.parent.name}"
+    return f"benchmarks/{path.name}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:

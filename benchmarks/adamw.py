@@ -5,7 +5,7 @@ AdamW with moments in bf16 and 8 bits too; torch.optim.AdamW, fused and foreach;
 compiled for this machine: a read-modify-write of AdamW's bytes, which is the limit, and STREAM's triad. All take turns
 in one process, on memory of the same kind.
 
---deepspeed installs DeepSpeed into an environment of its own (build/deepspeed), and measures its CPU Adam as
+--deepspeed installs DeepSpeed into an environment of its own, and measures its CPU Adam as
 ZeRO-Offload calls it against AdamW with a split master, which does the same job: scaled gradients in, a bf16 working
 copy out. The two are processes that take turns.
 """

@@ -1,0 +1,95 @@
+"""noria, by its one call and the plain PyTorch loop, in several of its ways to update."""
+
+from __future__ import annotations
+
+import noria
+import torch
+
+from benchmarks.systems.task import System, Task, accumulated
+
+
+class Noria(System):
+    """`update="auto"`, clipped by torch's own function; gradients are held until `step()`."""
+
+    update = "auto"
+    clip_inside = False
+    draft_memory: int | str = "auto"
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.model = task.make_model()
+        self.optimizer = task.make_adamw(self.model.parameters())
+        self.policy = {
+            "device": task.device,
+            "device_memory": task.device_memory or "auto",
+            "host_memory": task.host_memory or "auto",
+            "dtype": torch.bfloat16 if task.dtype == "bf16" else None,
+            "kernel": "fused",
+            "update": self.update,
+            "draft_memory": self.draft_memory,
+            "max_grad_norm": task.clip if task.clip and self.clip_inside else None,
+        }
+        noria.wrap(self.model, self.optimizer, **self.policy)
+
+    def step(self, batches):
+        loss = self.pass_over(batches)
+        if self.task.clip and self.clips and not self.clip_inside:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def pass_over(self, batches):
+        return accumulated(self.model, batches, self.task.device)
+
+    def settings(self):
+        return {name: str(value) for name, value in self.policy.items()}
+
+    def _taken(self) -> int:
+        report = noria.report(self.model, write_trace=False)
+        return sum(row.taken for row in report.ledger if row.place != "host")
+
+    def device_bytes(self):
+        return self._taken()
+
+    def own_device_bytes(self):
+        return self._taken()
+
+    def moved_bytes(self):
+        lanes = {lane.lane: lane.bytes for lane in noria.report(self.model, write_trace=False).lanes}
+        return {"down": lanes["fetch"], "up": lanes["drain"]}
+
+
+class NoriaMaxNorm(Noria):
+    """Clipping built in, which leaves drafts standing."""
+
+    clip_inside = True
+
+
+class NoriaLean(Noria):
+    """The least host memory with gradients held: no drafts."""
+
+    clip_inside = True
+    draft_memory = 0
+
+
+class NoriaBackward(Noria):
+    """Updates during backward, in place; no gradient is held."""
+
+    update = "backward"
+    clips = False
+    draft_memory = 0
+
+    def pass_over(self, batches):
+        *others, last = batches
+        if not others:
+            return super().pass_over(batches)
+        with self.optimizer.accumulate():
+            losses = [self._part(each, len(batches)) for each in others]
+        return sum(losses, self._part(last, len(batches))) / len(batches)
+
+    def _part(self, batch, count):
+        inputs, targets = (each.to(self.task.device) for each in batch)
+        loss = self.model(inputs, targets)[1]
+        (loss / count).backward()
+        return float(loss)

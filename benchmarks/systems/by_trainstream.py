@@ -1,0 +1,39 @@
+"""TrainStream, by its one call; its own `max_grad_norm`, since gradients are gone when torch's function looks."""
+
+from __future__ import annotations
+
+import trainstream
+
+from benchmarks.systems.task import System, accumulated
+
+
+class TrainStream(System):
+    needs_cuda = True
+
+    def __init__(self, task):
+        self.task = task
+        self.model = task.make_model().to(task.working_dtype)
+        if task.device_memory is None:
+            self.model.to(task.device)
+        self.options = {
+            "offload": True,
+            "param_offload": "auto",
+            "blocks": list(self.model.blocks),
+            "moment_dtype": "fp32",
+            "max_grad_norm": task.clip or None,
+            "accumulation_steps": task.micro_batches,
+            "device": task.device,
+            "threads": task.threads,
+            "quantize": "none",
+        }
+        optimizer = task.make_adamw(self.model.parameters())
+        self.model, self.optimizer = trainstream.wrap(self.model, optimizer, **self.options)
+
+    def step(self, batches):
+        loss = accumulated(self.model, batches, self.task.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def settings(self):
+        return {name: value for name, value in self.options.items() if name != "blocks"}

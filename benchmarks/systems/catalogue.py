@@ -1,0 +1,52 @@
+"""All systems by name, the file and class of each, and the environment that it runs in (rivals/pins.toml)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+OWN = "own"
+"""The environment that runs the benchmark: it has noria."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    module: str
+    cls: str
+    environment: str = OWN
+    what: str = ""
+
+
+PLAIN = "plain PyTorch"
+
+SYSTEMS = {
+    PLAIN: Entry("plain", "Plain", what="all of it on the device"),
+    "noria": Entry("by_noria", "Noria", what="update=auto, torch's clip"),
+    "noria, max_grad_norm": Entry("by_noria", "NoriaMaxNorm", what="update=auto, built-in clip, drafts"),
+    "noria, draft_memory=0": Entry("by_noria", "NoriaLean", what="update=auto, built-in clip, no drafts"),
+    "noria, backward": Entry("by_noria", "NoriaBackward", what="update=backward; cannot clip"),
+    "ZeRO-2 Offload": Entry("by_deepspeed", "Zero2", "deepspeed", "optimizer on the host"),
+    "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
+    "ZeRO-3 Offload, weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
+    "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates while gradients come"),
+    "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-2, stale updates"),
+    "FSDP2 CPUOffload": Entry("by_fsdp2", "Fsdp2", what="weights and optimizer on the host"),
+    "torchao CPUOffload": Entry("by_torchao", "TorchAo", "torchao", "optimizer on the host, no clip"),
+    "TrainStream": Entry("by_trainstream", "TrainStream", "trainstream", "its own clip"),
+    "RoundPipe": Entry("by_roundpipe", "RoundPipeStale", "roundpipe", "weights of the step before"),
+    "RoundPipe, exact": Entry("by_roundpipe", "RoundPipeExact", "roundpipe", "is_async=False"),
+    "accelerate cpu_offload": Entry("by_accelerate", "Accelerate", "accelerate", "made for inference"),
+}
+
+
+def chosen(words: str) -> list[str]:
+    """`all`, or names or beginnings of names between commas."""
+    if words == "all":
+        return list(SYSTEMS)
+    found: list[str] = []
+    for word in (each.strip().lower() for each in words.split(",")):
+        named = [name for name in SYSTEMS if name.lower() == word]
+        named = named or [name for name in SYSTEMS if name.lower().startswith(word)]
+        if not named:
+            raise SystemExit(f"expected --systems of {', '.join(SYSTEMS)}; found {word!r}")
+        found += [name for name in named if name not in found]
+    return found

@@ -1,0 +1,106 @@
+"""The driver's side of serve.py: starts a system's process, tells it what to do, and looks at it from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.environments import python_of, variables_of
+from benchmarks.systems.catalogue import SYSTEMS
+from benchmarks.systems.task import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RefusedError(Exception):
+    """What the system said, in a line."""
+
+
+class Client:
+    """One system's live process. While it is not told anything it sleeps."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        """`log`: for all that it prints. Raises RefusedError where its environment is not there."""
+        self.name = name
+        entry = SYSTEMS[name]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [str(python_of(entry.environment)), "-m", "benchmarks.systems.serve", name],
+                cwd=ROOT,
+                env=os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)} | variables_of(name),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+            )
+        self.before = 0
+
+    def tell(self, timeout_s: float = 1800.0, **word: Any) -> dict[str, Any]:
+        """Its answer. Raises RefusedError where it raises, ends, or takes longer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        timer = threading.Timer(timeout_s, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(json.dumps(word) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            raise RefusedError(self._end())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RefusedError(answer["error"])
+        return answer
+
+    def _end(self) -> str:
+        code = self.process.wait()
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"exit status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
+
+    def start(self, task: Task, host_limit: int | None = None, timeout_s: float = 1800.0) -> dict[str, Any]:
+        """Imports, then builds; memory counts from between the two. `host_limit`: bytes beyond that."""
+        versions = self.tell(timeout_s, do="import")
+        self.before = self.resident("VmRSS")
+        word: dict[str, Any] = {"do": "build", "task": dataclasses.asdict(task)}
+        if host_limit is not None:
+            word["host_limit"] = host_limit + self.resident("VmData")
+        return versions | self.tell(timeout_s, **word)
+
+    def resident(self, row: str) -> int:
+        """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith(f"{row}:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def host_bytes(self) -> int:
+        """Since its imports, now."""
+        return self.resident("VmRSS") - self.before
+
+    def peak_host_bytes(self) -> int:
+        """Since its imports, the most since the last call."""
+        found = self.resident("VmHWM") - self.before
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        return found
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()

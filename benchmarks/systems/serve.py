@@ -1,0 +1,116 @@
+"""One system in a process of its own: it does what it is told, a line of JSON for each word, and sleeps in between.
+
+    python -m benchmarks.systems.serve NAME
+
+Words on its input: {"do": "import"}, {"do": "build", "task": {...}}, {"do": "step", "tokens": 2048, "number": 7},
+{"do": "about"}. Answers on its output; {"error": ...} where something was raised. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from typing import Any
+
+from benchmarks.systems.catalogue import SYSTEMS
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    server = Server(sys.argv[1])
+    for line in sys.stdin:
+        word = json.loads(line)
+        try:
+            answer = getattr(server, f"do_{word.pop('do')}")(**word)
+        except BaseException as error:
+            traceback.print_exc()
+            said = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {said[0]}"[:500]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    answers.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # libraries that wait for others at the end have nobody to wait for
+
+
+class Server:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.system: Any = None
+
+    def do_import(self) -> dict[str, Any]:
+        """What it takes before anything is built is not the system's."""
+        entry = SYSTEMS[self.name]
+        module = importlib.import_module(f"benchmarks.systems.{entry.module}")
+        self.cls = getattr(module, entry.cls)
+        import torch
+
+        return {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+
+    def do_build(self, task: dict[str, Any], host_limit: int | None = None) -> dict[str, Any]:
+        """`host_limit`: bytes of private memory that the process may have from now on."""
+        import torch
+
+        from benchmarks.systems.task import Task
+
+        self.task = Task(**{**task, "betas": tuple(task["betas"])})
+        torch.set_num_threads(self.task.threads)
+        if self.cls.needs_cuda and not torch.cuda.is_available():
+            raise RuntimeError(f"{self.name} needs a CUDA device")
+        if self.task.device == "cuda" and self.task.device_memory:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(self.task.device_memory / total, 1.0))
+        if host_limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (host_limit, host_limit))
+        start = time.perf_counter()
+        self.system = self.cls(self.task)
+        return {
+            "seconds": time.perf_counter() - start,
+            "parameters": sum(each.numel() for each in self.task_model_parameters()),
+        }
+
+    def task_model_parameters(self) -> Any:
+        import torch
+
+        from examples.gpt import GPT
+
+        with torch.device("meta"):
+            return list(GPT(self.task.config).parameters())
+
+    def do_step(self, tokens: int, number: int) -> dict[str, Any]:
+        batches = self.task.batches(tokens, number)
+        start = time.perf_counter()
+        loss = self.system.step(batches)
+        if self.task.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return {"seconds": time.perf_counter() - start, "loss": loss, "device_bytes": self._device_bytes()}
+
+    def _device_bytes(self) -> int:
+        """On a device: the most so far. Without one: what would lie on it now."""
+        if self.task.device != "cuda":
+            return int(self.system.device_bytes())
+        import torch
+
+        return int(torch.cuda.max_memory_reserved() + self.system.own_device_bytes())
+
+    def do_about(self) -> dict[str, Any]:
+        return {
+            "settings": self.system.settings(),
+            "clips": bool(self.task.clip) and self.system.clips,
+            "accumulates": self.task.micro_batches > 1 and self.system.accumulates,
+            "is_exact": self.system.is_exact,
+            "moved_bytes": self.system.moved_bytes(),
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
