@@ -1,0 +1,1 @@
+"""noria side by side with the rivals: `python -m benchmarks.versus`."""
