@@ -1,0 +1,1 @@
+"""The largest model that each system trains within limits: `python -m benchmarks.largest`."""
