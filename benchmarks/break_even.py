@@ -1,0 +1,74 @@
+"""From how many tokens a step on is training outside of the device as fast as on it?
+
+    python benchmarks/break_even.py RESULT_OF_VERSUS [--down GIB_S --up GIB_S --update GPARAM_S]
+
+Computed from measured rates, not measured: plain PyTorch's speed and the bytes that noria moved are those of a result
+of `benchmarks.versus`; the rates of the link and of the host's AdamW are those of `transfers.py` and `adamw.py`, or
+given. A step takes its compute or its busiest other resource, whichever is longer; they are equal at
+
+    tokens = speed of plain PyTorch x max(down / rate down, up / rate up, parameters / update rate).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+
+
+def newest(question: str, folder: Path) -> dict[str, Any]:
+    found = sorted(folder.glob(f"{question}_*.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise SystemExit(f"expected a result of {question}.py in {folder}, found none: run it, or give the rates")
+    return json.loads(found[-1].read_text())
+
+
+def rates(args: argparse.Namespace) -> dict[str, float]:
+    """Bytes and parameters a second."""
+    folder = args.result.parent
+    if args.down is None or args.up is None:
+        largest = list(newest("transfers", folder)["summary"].values())[-1]["gib_s"]
+        args.down, args.up = args.down or largest["fetch"], args.up or largest["drain"]
+    if args.update is None:
+        summary = newest("adamw", folder)["summary"]
+        threads = [name for name in summary if name.endswith(" threads")][-1]
+        args.update = summary[threads]["adamw split draft"]["gparam_s"]["median"]
+    return {"down": args.down * GIB, "up": args.up * GIB, "update": args.update * 1e9}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="JSON of benchmarks.versus")
+    parser.add_argument("--down", type=float, help="to the device, GiB/s")
+    parser.add_argument("--up", type=float, help="to the host, GiB/s")
+    parser.add_argument("--update", type=float, help="the host's AdamW, in 10^9 parameters a second")
+    parser.add_argument("--out", type=Path, help="file for the figures")
+    args = parser.parse_args()
+    summary, rate = json.loads(args.result.read_text())["summary"], rates(args)
+    plain = summary.get("plain PyTorch", {})
+    found: dict[str, Any] = {"rates": rate}
+    for name, by_tokens in summary.items():
+        rows = {int(tokens): row for tokens, row in by_tokens.items() if row["moved_bytes"]}
+        shared = max((tokens for tokens in rows if str(tokens) in plain), default=None)
+        if shared is None:
+            continue
+        row, speed = rows[shared], plain[str(shared)]["tokens_per_s"]
+        needed = {way: row["moved_bytes"][way] / rate[way] for way in ("down", "up")}
+        needed["update"] = row["parameters"] / rate["update"]
+        busiest = max(needed, key=lambda each: needed[each])
+        found[name] = {"seconds": needed, "busiest": busiest, "tokens": speed * needed[busiest]}
+        print(
+            f"{name}: from {found[name]['tokens']:.0f} tokens a step on ({busiest}: {1e3 * needed[busiest]:.1f} ms a "
+            f"step; plain PyTorch: {speed:.0f} tokens/s)"
+        )
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

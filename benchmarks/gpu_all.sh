@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, by one command of at most ten minutes, on a bare machine: benchmarks/gpu_all.md.
+#
+#     bash benchmarks/gpu_all.sh [--rehearse] [--wheels FOLDER] [--out FOLDER]
+#
+# Parts follow each other; one that fails or runs out of its time is told at the end, and the others go on. All JSON,
+# tables, plots and logs come to --out. --rehearse: the same parts, small, on a machine without a GPU.
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+
+rehearse=0 wheels="" out=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --rehearse) rehearse=1 ;;
+    --wheels) wheels=$(realpath "$2"); shift ;;
+    --out) out=$2; shift ;;
+    *) echo "expected --rehearse, --wheels FOLDER or --out FOLDER; found $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+out=${out:-build/gpu_all}
+mkdir -p "$out"
+out=$(realpath "$out")
+began=$SECONDS
+failed=()
+
+# part NAME SECONDS COMMAND...: its output to a log, its last lines here.
+part() {
+  local name=$1 limit=$2 start=$SECONDS status
+  shift 2
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
+  status=$?
+  tail -n 3 "$out/$name.log" | cut -c1-200
+  if [ $status -ne 0 ]; then
+    [ $status -eq 124 ] && failed+=("$name: more than $limit s") || failed+=("$name: exit status $status")
+  fi
+  echo "   $name: $((SECONDS - start)) s, exit status $status"
+}
+
+if [ $rehearse = 1 ]; then
+  quick="--quick" device=cpu python=${PYTHON:-python}
+else
+  quick="" device=cuda python=$PWD/build/gpu_all_venv/bin/python
+fi
+export OMP_WAIT_POLICY=passive
+
+# ---- build: beside the machine's own torch ----
+if [ $rehearse = 0 ]; then
+  index=()
+  [ -n "$wheels" ] && index=(--no-index --find-links "$wheels")
+  part environment 60 bash -c "python3 -m venv --system-site-packages build/gpu_all_venv && \
+    $python -m pip install -q ${index[*]} -r benchmarks/gpu_all.txt"
+  part build 150 "$python" -m pip install -q --no-build-isolation --no-deps -e .
+fi
+part versions 60 "$python" -m noria.cli doctor
+
+# ---- tests marked gpu, the contract of the backend first ----
+part gpu_tests 150 "$python" -m pytest -m gpu -x -rs --durations=10 tests/python/device tests/journeys
+
+# ---- rates of the machine ----
+part transfers 45 "$python" benchmarks/transfers.py $quick --out "$out/transfers_here.json"
+part adamw 60 "$python" benchmarks/adamw.py $([ $rehearse = 1 ] && echo --quick) --out "$out/adamw_here.json"
+
+# ---- side by side ----
+[ -n "$wheels" ] && mkdir -p build/rivals && cp "$wheels"/tokens_*.npy build/rivals/
+part rivals 120 "$python" -m benchmarks.rivals ${wheels:+--wheels "$wheels"}
+if [ $rehearse = 1 ]; then
+  part versus 300 "$python" -m benchmarks.versus --quick --device cpu --out "$out/versus_here.json"
+  part largest 240 "$python" -m benchmarks.largest --quick --systems "noria" --host-memory 1GiB --first 1 \
+    --out "$out/largest_here.json"
+else
+  part versus 120 "$python" -m benchmarks.versus --model gpt2-355m --tokens-per-step 2048,8192,32768 --steps 6 \
+    --device-memory 12GiB --out "$out/versus_here.json"
+  part largest 120 "$python" -m benchmarks.largest --systems "noria, backward,zero-2,zero-3 offload, weights" \
+    --device-memory 2GiB --host-memory 24GiB --fineness 4 --first 16 --out "$out/largest_here.json"
+fi
+part break_even 30 "$python" benchmarks/break_even.py "$out/versus_here.json" --out "$out/break_even_here.json"
+
+# ---- one step, to be looked at ----
+part trace 60 "$python" benchmarks/overlap.py --quick --traces "$out/traces" --out "$out/overlap_here.json"
+part examples 90 "$python" examples/01_wrap.py
+
+echo
+echo "$((SECONDS - began)) s in all; results in $out"
+for each in "${failed[@]}"; do echo "failed: $each"; done
+[ ${#failed[@]} -eq 0 ]
