@@ -3,7 +3,9 @@
 A unit's parameters lie behind each other, trainable ones first, each at a multiple of 512 bytes; its held gradients
 have the layout of that first part, so one offset serves both. Arenas are of exact size, one for each purpose, and
 nothing is taken before the plan has been checked against `host_memory` and the limits of the machine; then all of it is
-taken at once, next to the device, and what the copy engines touch is registered with it.
+mapped at once, next to the device, and what the copy engines touch is registered with it. Pages for the optimizer's
+state are taken when the weights have moved and their old memory is free: the model and all of its home are never there
+together.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from noria._errors import usage_error
 from noria._progress import Bar
 from noria.limits import numa_node
 from noria.modes import plainly
+from noria.moments import MOMENTS, SCALES
 from noria.partition import UnitSpec
 from noria.policy import format_bytes
 
@@ -271,6 +274,9 @@ _SHARED_ALIGNMENT = _C.STATE_BLOCK * torch.float32.itemsize
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
 _USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device"}
 
+# Purposes whose pages are taken when the weights have moved.
+_LATE = (*MOMENTS, *SCALES, "optimizer state")
+
 
 class Home:
     """The arenas of one `wrap` call. Arenas live as long as any tensor in them.
@@ -304,24 +310,33 @@ class Home:
                     unit.held_address = self.address(purpose, unit.index)
 
     def _take(self, backend: _C.Backend) -> None:
-        total = sum(region.bytes for region in self.regions.values())
-        done = 0
-        with Bar("taking the home", total) as bar:
-            for region in self.regions.values():
-                if region.bytes:
-                    self._take_arena(region, backend, functools.partial(bar.tell, done))
-                    done += region.bytes
+        for region in self.regions.values():
+            if region.bytes:
+                self._map(region, backend)
+        self._populate([purpose for purpose in self.arenas if purpose not in _LATE])
         for purpose, use in _USES.items():
             if purpose in self.arenas:
                 self._register(purpose, use, backend)
 
-    def _take_arena(self, region: Region, backend: _C.Backend, tell: Callable[[int], None]) -> None:
-        """Pages next to the device, all of them now; registered they are not yet."""
+    def take_rest(self) -> None:
+        """The pages that are not needed before weights have moved. What interrupts it leaves them to who writes them
+        first."""
+        self._populate([purpose for purpose in self.arenas if purpose in _LATE])
+
+    def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
+        """Next to the device; without pages yet, and not registered."""
         arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
         node = numa_node(backend.pci_bus_id)
         if node is not None and (refused := arena.prefer_node(node)):
             self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
-        arena.populate(tell)
+        return arena
+
+    def _populate(self, purposes: list[str]) -> None:
+        done = 0
+        with Bar("taking the home", sum(self.arenas[purpose].bytes for purpose in purposes)) as bar:
+            for purpose in purposes:
+                self.arenas[purpose].populate(functools.partial(bar.tell, done))
+                done += self.arenas[purpose].bytes
 
     def _register(self, purpose: str, use: str, backend: _C.Backend) -> None:
         arena = self.arenas[purpose]
@@ -345,7 +360,7 @@ class Home:
         """One more arena, once training has begun, for the device's own kernels too; addresses by unit, or 0."""
         self.regions[region.purpose] = region
         try:
-            self._take_arena(region, backend, lambda done: None)
+            self._map(region, backend).populate(lambda done: None)
             self._register(region.purpose, "device", backend)
         except BaseException:
             del self.regions[region.purpose]

@@ -7,12 +7,14 @@ formats]). `optimizer.state` then shows both; whoever takes state away, to a fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from noria import _C
-from noria.home import HomeUnit
+
+if TYPE_CHECKING:
+    from noria.home import HomeUnit
 
 __all__ = [
     "MOMENTS",

@@ -142,8 +142,9 @@ def wrap(
     UsageError before anything is changed: nonsense policy, a budget that is too small (with what would fit), an
     optimizer with parameters that no wrapped model has, a model that is wrapped already, a mesh without this rank; and
     what one of the ranks that share refuses, all of them do (but for a mesh that is wrong on one of them: there the
-    others wait for the process group's timeout). The home is taken before anything moves, in parallel and with a
-    progress bar where that takes long; Ctrl-C until then leaves all as it was. What of a model was built under
+    others wait for the process group's timeout). The home is taken before anything moves, but for the optimizer's
+    state, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it was, and after
+    that, while the rest is taken, what it interrupts is a model that is wrapped. What of a model was built under
     `torch.device("meta")` gets its values by a load, and until all have come the model cannot be used.
     """
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
@@ -180,6 +181,8 @@ def wrap(
             each.close()
         raise
     _LIVE.add(wrapped)
+    with raised_by_all(met, "noria.wrap"):
+        wrapped.home.take_rest()
     return (model, optimizer) if optimizer is not None else model
 
 

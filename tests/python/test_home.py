@@ -1,5 +1,6 @@
 """The home is taken whole or not at all, and what the machine does not grant is said."""
 
+import copy
 import io
 import os
 import signal
@@ -19,11 +20,16 @@ from noria.plan import STAGING_RING
 from noria.report import _ledger
 from rich.console import Console
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.python.store.test_arena import mapped_range, resident_bytes
 
 MIB = 1 << 20
-REGIONS = [Region.of("working copies", [3 * MIB]), Region.of("held gradients", [2 * MIB]), Region.of("moments", [MIB])]
+REGIONS = [
+    Region.of("working copies", [3 * MIB]),
+    Region.of("held gradients", [2 * MIB]),
+    Region.of("first moments", [MIB]),
+]
 
 
 class FakeArena:
@@ -73,9 +79,28 @@ def test_pages_are_placed_then_taken_then_registered(arenas, monkeypatch):
     assert [arena.did for arena in arenas] == [
         ["node 1", "populate", "register for copies"],
         ["node 1", "populate", "register for device"],
-        ["node 1", "populate"],
+        ["node 1"],
     ]
     assert taken.notes == [] and taken.staged == []
+    taken.take_rest()
+    assert [arena.did.count("populate") for arena in arenas] == [1, 1, 1]
+
+
+def test_pages_for_the_state_are_taken_when_the_models_own_memory_is_free(monkeypatch):
+    model = nn.Linear(512, 512)
+    old = StorageWeakRef(model.weight.untyped_storage())
+    freed = {}
+
+    class Arena(_C.Arena):
+        def populate(self, told):
+            freed.setdefault(self.bytes, []).append(old.expired())
+            super().populate(told)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_C, "Arena", Arena)
+        noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="torch")
+    (weights, state) = sorted(freed)
+    assert freed == {weights: [False, False], state: [True]}  # working copies and gradients; both moments
 
 
 def test_memory_that_cannot_lie_near_is_a_note(arenas, monkeypatch):
@@ -163,7 +188,7 @@ def test_an_interrupt_leaves_nothing_taken_and_nothing_changed(monkeypatch, capf
             made.append(self)
 
         def populate(self, told):
-            if len(made) == 3:
+            if self is made[1]:
                 os.kill(os.getpid(), signal.SIGINT)
             super().populate(told)
 
@@ -174,11 +199,26 @@ def test_an_interrupt_leaves_nothing_taken_and_nothing_changed(monkeypatch, capf
         patched.setattr(_C, "Arena", Arena)
         with pytest.raises(KeyboardInterrupt):
             noria.wrap(model, optimizer, device="cpu")
-    assert [(arena.data, arena.bytes) for arena in made] == [(0, 0)] * 3
+    assert [(arena.data, arena.bytes) for arena in made] == [(0, 0)] * 4
     assert type(optimizer) is torch.optim.AdamW
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     noria.wrap(model, optimizer, device="cpu")
     assert capfd.readouterr().err == ""  # and no progress bar where there is no terminal
+
+
+def test_an_interrupt_behind_the_move_leaves_a_model_that_is_wrapped(monkeypatch, interruptible):
+    model = nn.Linear(512, 512)
+    twin = copy.deepcopy(model)
+    optimizer, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, twin))
+    with monkeypatch.context() as patched:
+        patched.setattr(Home, "take_rest", lambda home: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            noria.wrap(model, optimizer, device="cpu", kernel="torch")
+    for each, updater in ((model, optimizer), (twin, theirs)):
+        each(torch.ones(2, 512)).square().mean().backward()
+        updater.step()
+    noria.unwrap(model, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_an_interrupt_is_heard_while_pages_are_taken(interruptible):
