@@ -67,12 +67,12 @@ part adamw 60 "$python" benchmarks/adamw.py $([ $rehearse = 1 ] && echo --quick)
 part rivals 120 "$python" -m benchmarks.rivals ${wheels:+--wheels "$wheels"}
 if [ $rehearse = 1 ]; then
   part versus 300 "$python" -m benchmarks.versus --quick --device cpu --out "$out/versus_here.json"
-  part largest 240 "$python" -m benchmarks.largest --quick --systems "noria" --host-memory 1GiB --first 1 \
+  part largest 240 "$python" -m benchmarks.largest --quick --systems "noria backward" --host-memory 1GiB --first 1 \
     --out "$out/largest_here.json"
 else
   part versus 120 "$python" -m benchmarks.versus --model gpt2-355m --tokens-per-step 2048,8192,32768 --steps 6 \
     --device-memory 12GiB --out "$out/versus_here.json"
-  part largest 120 "$python" -m benchmarks.largest --systems "noria, backward,zero-2,zero-3 offload, weights" \
+  part largest 120 "$python" -m benchmarks.largest --systems "noria backward,zero-2,zero-3 offload weights" \
     --device-memory 2GiB --host-memory 24GiB --fineness 4 --first 16 --out "$out/largest_here.json"
 fi
 part break_even 30 "$python" benchmarks/break_even.py "$out/versus_here.json" --out "$out/break_even_here.json"

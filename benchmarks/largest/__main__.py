@@ -3,11 +3,11 @@
     python -m benchmarks.largest --systems all --device-memory 2GiB --host-memory 16GiB
 
 One family of GPTs, of any number of layers; the largest one that takes three steps, by bisection. Each attempt is a
-process of its own. The device's limit is its allocator's (and noria's budget); the host's is held by the kernel
-(RLIMIT_DATA, private memory beyond what the imports took), and by its count of the process afterwards (VmHWM), which
-knows shared and pinned memory too. On a machine without a device, what would lie on one is host memory as well: it is
-known, taken off, and held against the device's limit. The model is built on the host in fp32, by whatever way the
-system takes it from there: what that needs counts.
+process of its own. The device's limit is its allocator's (and noria's budget); the host's is held by the kernel (a
+control group, else RLIMIT_DATA, for what comes behind the imports), and by its count of the process afterwards (VmHWM),
+pinned memory included. On a machine without a device, what would lie on one is host memory as well: it is known, taken
+off, and held against the device's limit. The model is built on the host in fp32, by whatever way the system takes it
+from there: what that needs counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RoundPipe, by its closure. Its default takes steps with weights of the step before (`is_async`); "RoundPipe, exact"
+"""RoundPipe, by its closure. Its default takes steps with weights of the step before (`is_async`); "RoundPipe exact"
 waits."""
 
 from __future__ import annotations

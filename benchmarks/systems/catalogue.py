@@ -21,25 +21,25 @@ PLAIN = "plain PyTorch"
 SYSTEMS = {
     PLAIN: Entry("plain", "Plain", what="all of it on the device"),
     "noria": Entry("by_noria", "Noria", what="update=auto, torch's clip"),
-    "noria, max_grad_norm": Entry("by_noria", "NoriaMaxNorm", what="update=auto, built-in clip, drafts"),
-    "noria, draft_memory=0": Entry("by_noria", "NoriaLean", what="update=auto, built-in clip, no drafts"),
-    "noria, backward": Entry("by_noria", "NoriaBackward", what="update=backward; cannot clip"),
+    "noria max_grad_norm": Entry("by_noria", "NoriaMaxNorm", what="update=auto, built-in clip, drafts"),
+    "noria draft_memory=0": Entry("by_noria", "NoriaLean", what="update=auto, built-in clip, no drafts"),
+    "noria backward": Entry("by_noria", "NoriaBackward", what="update=backward; cannot clip"),
     "ZeRO-2 Offload": Entry("by_deepspeed", "Zero2", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
-    "ZeRO-3 Offload, weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
+    "ZeRO-3 Offload weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
     "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates while gradients come"),
     "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-2, stale updates"),
     "FSDP2 CPUOffload": Entry("by_fsdp2", "Fsdp2", what="weights and optimizer on the host"),
     "torchao CPUOffload": Entry("by_torchao", "TorchAo", "torchao", "optimizer on the host, no clip"),
     "TrainStream": Entry("by_trainstream", "TrainStream", "trainstream", "its own clip"),
     "RoundPipe": Entry("by_roundpipe", "RoundPipeStale", "roundpipe", "weights of the step before"),
-    "RoundPipe, exact": Entry("by_roundpipe", "RoundPipeExact", "roundpipe", "is_async=False"),
+    "RoundPipe exact": Entry("by_roundpipe", "RoundPipeExact", "roundpipe", "is_async=False"),
     "accelerate cpu_offload": Entry("by_accelerate", "Accelerate", "accelerate", "made for inference"),
 }
 
 
 def chosen(words: str) -> list[str]:
-    """`all`, or names or beginnings of names between commas."""
+    """`all`, or names between commas; a word that is no name stands for all that begin with it."""
     if words == "all":
         return list(SYSTEMS)
     found: list[str] = []

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Client:
                 text=True,
             )
         self.before = 0
+        self.group: ControlGroup | None = None
 
     def tell(self, timeout_s: float = 1800.0, **word: Any) -> dict[str, Any]:
         """Its answer. Raises RefusedError where it raises, ends, or takes longer."""
@@ -66,17 +68,22 @@ class Client:
     def _end(self) -> str:
         code = self.process.wait()
         if code < 0:
-            return f"ended by {signal.Signals(-code).name}"
+            by = " for more memory than its limit" if self.group is not None and code == -signal.SIGKILL else ""
+            return f"ended by {signal.Signals(-code).name}{by}"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"exit status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
 
     def start(self, task: Task, host_limit: int | None = None, timeout_s: float = 1800.0) -> dict[str, Any]:
-        """Imports, then builds; memory counts from between the two. `host_limit`: bytes beyond that."""
+        """Imports, then builds; memory counts from between the two. `host_limit`: bytes that the kernel grants it from
+        there on: to a control group of its own, or where there can be none by RLIMIT_DATA, which counts what is mapped.
+        """
         versions = self.tell(timeout_s, do="import")
         self.before = self.resident("VmRSS")
         word: dict[str, Any] = {"do": "build", "task": dataclasses.asdict(task)}
         if host_limit is not None:
-            word["host_limit"] = host_limit + self.resident("VmData")
+            self.group = ControlGroup.of(self.process.pid, host_limit)
+            if self.group is None:
+                word["host_limit"] = host_limit + self.resident("VmData")
         return versions | self.tell(timeout_s, **word)
 
     def resident(self, row: str) -> int:
@@ -104,3 +111,40 @@ class Client:
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+        if self.group is not None:
+            self.group.close()
+
+
+class ControlGroup:
+    """A limit on the memory that a process takes from now on; who exceeds it is killed by the kernel."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def of(pid: int, limit: int) -> ControlGroup | None:
+        """None where nobody lets this process make one."""
+        base = Path("/sys/fs/cgroup")
+        for parent, name in ((base / "memory", "memory.limit_in_bytes"), (base, "memory.max")):
+            folder = parent / f"noria_benchmark_{pid}"
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            group = ControlGroup(folder)
+            try:
+                (folder / name).write_text(str(limit))
+                (folder / "cgroup.procs").write_text(str(pid))
+                return group
+            except OSError:
+                group.close()
+        return None
+
+    def close(self) -> None:
+        """Once the process has ended."""
+        for _ in range(50):
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:  # its pages are still being given back
+                time.sleep(0.1)
