@@ -24,11 +24,16 @@ out=$(realpath "$out")
 began=$SECONDS
 failed=()
 
-# part NAME SECONDS COMMAND...: its output to a log, its last lines here.
+# part NAME SECONDS COMMAND...: its output to a log, its last lines here. All parts have BUDGET seconds together.
 part() {
-  local name=$1 limit=$2 start=$SECONDS status
+  local name=$1 limit=$2 start=$SECONDS left=$((${BUDGET:-590} - (SECONDS - began))) status
   shift 2
   echo "== $name"
+  if [ $left -lt 10 ]; then
+    failed+=("$name: no time was left")
+    return
+  fi
+  [ $limit -gt $left ] && limit=$left
   timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
   status=$?
   tail -n 3 "$out/$name.log" | cut -c1-200
@@ -63,8 +68,7 @@ part transfers 45 "$python" benchmarks/transfers.py $quick --out "$out/transfers
 part adamw 60 "$python" benchmarks/adamw.py $([ $rehearse = 1 ] && echo --quick) --out "$out/adamw_here.json"
 
 # ---- side by side ----
-[ -n "$wheels" ] && mkdir -p build/rivals && cp "$wheels"/tokens_*.npy build/rivals/
-part rivals 120 "$python" -m benchmarks.rivals ${wheels:+--wheels "$wheels"}
+part rivals 150 "$python" -m benchmarks.rivals ${wheels:+--wheels "$wheels"}
 if [ $rehearse = 1 ]; then
   part versus 300 "$python" -m benchmarks.versus --quick --device cpu --out "$out/versus_here.json"
   part largest 240 "$python" -m benchmarks.largest --quick --systems "noria backward" --host-memory 1GiB --first 1 \
@@ -77,9 +81,8 @@ else
 fi
 part break_even 30 "$python" benchmarks/break_even.py "$out/versus_here.json" --out "$out/break_even_here.json"
 
-# ---- one step, to be looked at ----
-part trace 60 "$python" benchmarks/overlap.py --quick --traces "$out/traces" --out "$out/overlap_here.json"
-part examples 90 "$python" examples/01_wrap.py
+# ---- the demo: its bits against plain PyTorch's, and a trace to be looked at (demo/trace.json) ----
+part demo 90 "$python" examples/02_gpt.py --steps 40 --out "$out/demo"
 
 echo
 echo "$((SECONDS - began)) s in all; results in $out"

@@ -20,6 +20,4 @@ pip wheel -q -w "$out" --no-deps --no-build-isolation "$deepspeed"
 pip download -q -d "$out" "${target[@]}" --no-deps $rivals
 pip download -q -d "$out" -c build/constraints.txt "${target[@]}" \
   einops hjson msgpack packaging py-cpuinfo pydantic tqdm beartype typing-extensions huggingface-hub pyyaml safetensors
-# The text's tokens, so that nobody there needs a tokenizer.
-python -c 'from pathlib import Path; from benchmarks.systems.task import text_file; import sys; text_file(Path(sys.argv[1]))' "$out"
 du -sh "$out"
