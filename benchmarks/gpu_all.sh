@@ -44,9 +44,9 @@ part() {
 }
 
 if [ $rehearse = 1 ]; then
-  quick="--quick" device=cpu python=${PYTHON:-python}
+  quick="--quick" python=${PYTHON:-python}
 else
-  quick="" device=cuda python=$PWD/build/gpu_all_venv/bin/python
+  quick="" python=$PWD/build/gpu_all_venv/bin/python
 fi
 export OMP_WAIT_POLICY=passive
 
