@@ -81,6 +81,8 @@ std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandw
 
 void bind_kernels(py::module_& m) {
   py::class_<UpdateScalars>(m, "UpdateScalars")
+      .def_readwrite("divisor", &UpdateScalars::divisor)
+      .def_readwrite("prefactor", &UpdateScalars::prefactor)
       .def_readwrite("factor", &UpdateScalars::factor)
       .def_readwrite("decay", &UpdateScalars::decay)
       .def_readwrite("negative_step", &UpdateScalars::negative_step)
@@ -99,13 +101,15 @@ void bind_kernels(py::module_& m) {
       "update_scalars",
       [](const std::string& rule, std::int64_t step, double lr, double beta1, double beta2, double eps,
          double weight_decay, double momentum, double dampening, bool nesterov, bool maximize, double factor,
-         std::uint64_t seed) {
-        const UpdateHyper hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, maximize, factor};
+         double divisor, double prefactor, std::uint64_t seed) {
+        const UpdateHyper hyper{lr,        beta1,    beta2,    eps,    weight_decay, momentum,
+                                dampening, nesterov, maximize, factor, divisor,      prefactor};
         return update_scalars(parse_update_rule(rule), hyper, step, seed);
       },
       py::arg("rule"), py::arg("step"), py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
       py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0, py::arg("dampening") = 0.0,
-      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0, py::arg("seed") = 0);
+      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("factor") = 1.0, py::arg("divisor") = 1.0,
+      py::arg("prefactor") = 1.0, py::arg("seed") = 0);
   m.def("instruction_sets", &instruction_sets);
 
   py::class_<UnitArrays>(m, "UnitArrays")

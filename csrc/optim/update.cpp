@@ -204,11 +204,15 @@ void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_
     const std::uint64_t number = piece.first + inside + done;
     std::size_t size = std::min<std::uint64_t>(total - done, (std::uint64_t{1} << 32) - (number & 0xffffffffu));
     const void* seen = gradient + done * gradient_size;
-    if (scalars.factor != 1.0f) {
+    const auto change = [&](UpdateKernels::Scale by, float number) {
+      if (number == 1.0f) return;
       size = std::min(kBlock, size);
-      kernels.scale[static_cast<int>(format)](seen, scaled.data(), size, scalars.factor);
+      by(seen, scaled.data(), size, number);
       seen = scaled.data();
-    }
+    };
+    change(kernels.divide[static_cast<int>(format)], scalars.divisor);
+    change(kernels.scale[static_cast<int>(format)], scalars.prefactor);
+    change(kernels.scale[static_cast<int>(format)], scalars.factor);
     const FlushDenormals flush(flushed);
     update(at(job.from, start + done, first_scale + done / kStateBlock),
            at(job.to, start + done, first_scale + done / kStateBlock), seen, size, scalars,

@@ -27,7 +27,8 @@
 //
 // Note [Factor]. Unscaling, clipping and the sign of maximize reach the rule as one factor on the gradient. The product
 // is rounded to the gradient's dtype, denormals and all, so that the update is that of `p.grad.mul_(factor)` to the
-// bit.
+// bit. Before that, in the same way, comes what a pipeline's schedule does to gradients: `p.grad.div_(divisor)`, which
+// on CUDA is `p.grad.mul_(prefactor)`.
 #pragma once
 
 #include <atomic>
@@ -54,7 +55,7 @@ int num_moments(UpdateRule rule);
 struct UpdateHyper {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, momentum = 0.0, dampening = 0.0;
   bool nesterov = false, maximize = false;
-  double factor = 1.0;
+  double factor = 1.0, divisor = 1.0, prefactor = 1.0;
 };
 
 /// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below. `seed` is of the rounding.

@@ -28,7 +28,10 @@ inline constexpr std::size_t kStateBlock = 256;
 /// The hyperparameters as the formulas want them, each rounded once from double; made by `update_scalars`. A rule reads
 /// those that it has a name for.
 struct UpdateScalars {
-  float factor;         // the gradient times this, rounded to the gradient's dtype, is what the rule sees
+  // The gradient over the first, times the second, times the third, is what the rule sees: each rounded to its dtype.
+  float divisor;
+  float prefactor;
+  float factor;
   float decay;          // adamw, lion: -lr * weight_decay; adam, sgd: weight_decay
   float negative_step;  // adamw, adam: -lr / (1 - beta1^step); else -lr
   float one_minus_beta1;
@@ -75,6 +78,7 @@ struct UpdateKernels {
   using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
                           const UpdateScalars& scalars, const Rounding& rounding);
   /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.
+  /// The two may be one array. Or divided by it.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
 
   /// The sum of the squares, in double: element i goes to the i-th of 32 sums, modulo, which are added in their order.
@@ -88,6 +92,7 @@ struct UpdateKernels {
 
   Ways update[kNumRules][kNumMasterFormats] = {};
   Scale scale[kNumMasterFormats] = {};
+  Scale divide[kNumMasterFormats] = {};
   Sum sum[kNumMasterFormats] = {};
 };
 

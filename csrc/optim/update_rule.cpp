@@ -59,6 +59,8 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   const double bias1 = is_adam ? 1.0 - std::pow(hyper.beta1, static_cast<double>(step)) : 1.0;
   const double bias2 = is_adam ? 1.0 - std::pow(hyper.beta2, static_cast<double>(step)) : 1.0;
   UpdateScalars scalars{};
+  scalars.divisor = static_cast<float>(hyper.divisor);
+  scalars.prefactor = static_cast<float>(hyper.prefactor);
   scalars.factor = static_cast<float>(hyper.maximize ? -hyper.factor : hyper.factor);
   scalars.decay = static_cast<float>(is_decoupled ? -hyper.lr * hyper.weight_decay : hyper.weight_decay);
   scalars.negative_step = static_cast<float>(-hyper.lr / bias1);

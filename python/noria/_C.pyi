@@ -500,6 +500,8 @@ class Borrower:
 # ---- optim -------------------------------------------------------------------------------------------------
 
 class UpdateScalars:
+    divisor: float
+    prefactor: float
     factor: float
     decay: float
     negative_step: float
@@ -527,6 +529,8 @@ def update_scalars(
     nesterov: bool = False,
     maximize: bool = False,
     factor: float = 1.0,
+    divisor: float = 1.0,
+    prefactor: float = 1.0,
     seed: int = 0,
 ) -> UpdateScalars:
     """`rule`: "adamw", "adam", "sgd" (no momentum), "sgd_momentum" or "lion". `seed`: of the rounding of moments."""

@@ -23,10 +23,12 @@ from noria.moments import ROUNDING_STEP, SCALES_KEY
 from noria.optim import Lion
 
 __all__ = [
+    "AS_IT_IS",
     "ELEMENTWISE",
     "SEPARABLE",
     "STATELESS",
     "FusedRule",
+    "Scaling",
     "choose",
     "fused_units",
     "keeps_state",
@@ -48,6 +50,12 @@ SEPARABLE = frozenset(
 ELEMENTWISE = SEPARABLE - {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """Those of them whose update of an element looks at that element alone: ranks may each run them on a part. Adafactor
 takes means over rows and columns, Muon multiplies matrices."""
+
+
+Scaling = tuple[float, float]
+"""What a gradient is divided by, and what multiplied by after that, before a step; see update.h, Note [Factor]."""
+
+AS_IT_IS: Scaling = (1.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +95,24 @@ class FusedRule:
                 remedy,
             )
 
-    def scalars(self, hyper: dict[str, Any], step: int, factor: float = 1.0, seed: int = 0) -> _C.UpdateScalars:
+    def scalars(
+        self,
+        hyper: dict[str, Any],
+        step: int,
+        factor: float = 1.0,
+        seed: int = 0,
+        scaling: Scaling = AS_IT_IS,
+    ) -> _C.UpdateScalars:
         """`hyper`: a parameter group's; tensors among its values are read now. `step` counts from 1; `factor` is on the
-        gradient; `seed` is of the rounding."""
+        gradient, after `scaling`; `seed` is of the rounding."""
+        divisor, prefactor = scaling
         numbers: dict[str, Any] = {key: float(hyper[key]) for key in _ANY_NUMBER if key in hyper}
         if "betas" in hyper:
             numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
         flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
-        return _C.update_scalars(self.name, step, **numbers, **flags, factor=factor, seed=seed)
+        return _C.update_scalars(
+            self.name, step, **numbers, **flags, factor=factor, divisor=divisor, prefactor=prefactor, seed=seed
+        )
 
 
 def _quoted(keys: Sequence[str]) -> str:

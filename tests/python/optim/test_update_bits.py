@@ -113,6 +113,23 @@ def test_factor_is_the_update_after_mul_of_the_gradient_to_the_bit(split, factor
         assert steps_of(by_factor, factor=factor) == steps_of(by_hand), rule
 
 
+@pytest.mark.parametrize("changed", [(3.0, 1.0, 1.0), (7.0, 1.0, -0.7), (1.0, 1 / 3, 1 / 3), (1000.0, 3.0, 1.0)])
+@pytest.mark.parametrize("split", [False, True])
+def test_divisor_and_prefactor_come_before_the_factor_each_rounded_as_torch_does(split, changed):
+    """Found in Lion's moment, which becomes the gradient, denormals and all; by all instruction sets, and in drafts."""
+    divisor, prefactor, factor = changed
+    g = any_floats(np.random.default_rng(3), 200_000)
+    g = np.where(np.isfinite(g), g, 1.0).astype(np.float32)
+    g = widened(bf16(g)) if split else g
+    like_torch = torch.from_numpy(g.copy())
+    like_torch = (like_torch.bfloat16() if split else like_torch).div_(divisor).mul_(prefactor).mul_(factor)
+    by = {"divisor": divisor, "prefactor": prefactor, "factor": factor}
+    for how in [{"instruction_set": name} for name in SETS] + [{"draft": True}]:
+        moved = Unit("lion", np.zeros_like(g), g, split_master=split)
+        moved.step(beta2=0.0, **by, **how)
+        np.testing.assert_array_equal(moved.arrays["m"], like_torch.float().numpy())
+
+
 def test_factor_keeps_what_is_not_finite():
     g = np.array([np.inf, -np.inf, np.nan, 3e38, 1.0], np.float32)
     for split in (False, True):
