@@ -307,6 +307,21 @@ void bind_custody(py::module_& m) {
           NoGil())
       .def("set_accumulating", &Custody::set_accumulating, NoGil())
       .def(
+          "set_last_of",
+          [](Custody& self, const std::optional<std::vector<std::int32_t>>& units) {
+            self.set_last_of(units ? std::optional(unit_ids(*units)) : std::nullopt);
+          },
+          NoGil())
+      .def(
+          "begin_scaling", [](Custody& self, std::int32_t unit) { self.engine().begin_scaling(UnitId(unit), nullptr); },
+          NoGil())
+      .def(
+          "end_scaling",
+          [](Custody& self, std::int32_t unit, float divisor, float prefactor) {
+            self.engine().end_scaling(UnitId(unit), divisor, prefactor);
+          },
+          NoGil())
+      .def(
           "hold_all",
           [](Custody& self, const std::vector<std::int64_t>& addresses) { self.hold_all(pointers(addresses)); },
           NoGil())

@@ -57,7 +57,7 @@ constexpr const char* kWhyDead =
 constexpr const char* kWhyShared =
     "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
     "a logger, zero_grad(set_to_none=False), a pipeline's scale_grads); remedy: clip with optimizer.clip_grad_norm_ or "
-    "wrap with max_grad_norm; give a pipeline's schedule scale_grads=False and divide the loss";
+    "wrap with max_grad_norm; give noria.wrap a pipeline's stage in place of its module, whose gradients it scales";
 
 constexpr const char* kWhyDeadAndShared = "expected no look at p.grad under update=\"backward\", where backward() uses "
                                           "it up, and where ranks share the model; "
@@ -158,7 +158,7 @@ HookId Custody::add_hook(std::string name, std::vector<UnitId> needs) {
 void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
   refuse_open_home();
   forget_failed_backward();
-  refuse_unclaimed("a forward");
+  if (!is_told_) refuse_unclaimed("a forward");
   // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
   if (grad_enabled) make_accumulators();
   first_alone_ = HookId();
@@ -397,15 +397,17 @@ void Custody::update_held() {
 
 // Before anything of this backward has changed anything.
 void Custody::check_gradients_to_update() {
-  refuse_unclaimed("another backward");
+  if (!is_told_) refuse_unclaimed("another backward");
   drop_cleared_gradients();
+  const std::vector<UnitId> updated = is_told_ ? engine_.unclaimed() : std::vector<UnitId>();  // other stages
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (gradient_is(static_cast<int>(i)) != GradientIs::held || is_held_back(static_cast<int>(i))) continue;
+    if (std::find(updated.begin(), updated.end(), parameters_[i].unit) != updated.end()) continue;
     throw UsageError("optimizer.zero_grad() between step() and the next backward()",
                      "the gradient of \"" + parameters_[i].facts.name + "\", which an update has used up, not cleared",
                      "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
   }
-  if (accumulates_ || !begin_backward_) return;
+  if (accumulates_ || (is_told_ && !are_any_last_) || !begin_backward_) return;
   engine_.forget_expected();
   begin_backward_();
 }
@@ -432,6 +434,12 @@ bool Custody::is_held_back(int index) const {
 void Custody::set_accumulating(bool accumulating) {
   accumulates_ = accumulating;
   engine_.set_accumulating(accumulating);
+}
+
+void Custody::set_last_of(const std::optional<std::vector<UnitId>>& units) {
+  is_told_ = units.has_value();
+  are_any_last_ = units && !units->empty();
+  engine_.set_last_of(units);
 }
 
 void Custody::forget_failed_backward() {

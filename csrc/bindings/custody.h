@@ -104,6 +104,8 @@ class Custody final : public Custodian {
   void begin_step();
   /// From now on passes accumulate, or no longer do (update="backward").
   void set_accumulating(bool accumulating);
+  /// As the engine's. Until the next call `step` need not come between passes.
+  void set_last_of(const std::optional<std::vector<UnitId>>& units);
   void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, current_stream()); }
   void hold_unsummed(const std::vector<std::byte*>& memory) { engine_.hold_unsummed(memory, current_stream()); }
   /// From now on gradients stay this rank's own, or are summed over all ranks.
@@ -247,6 +249,8 @@ class Custody final : public Custodian {
   std::uint64_t updated_ = 0, hyperparameters_ = 0;
   ParameterSet adds_to_;  // what the open backward adds to: sums of earlier ones
   bool accumulates_ = false;
+  bool is_told_ = false;       // which gradients are the last ones: see Engine, Note [Last gradients]
+  bool are_any_last_ = false;  // then
   bool unsynced_ = false;
   Engine engine_;  // last: it calls back into everything above
 };

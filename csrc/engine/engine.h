@@ -22,6 +22,12 @@
 // where the gradient has been written since (torch says so) and its bytes are others. Nothing is rolled back: until it
 // is committed, nobody reads a draft. Another backward, or a look at the home, drops it.
 //
+// Note [Last gradients]. Which backward is the last before a step is learnt: a backward that was followed by a step is
+// expected to be so the next time. A pipeline's schedule knows it, of each stage by itself, and says so
+// (`set_last_of`): then the backward that comes drafts, or updates inside, the units of that stage alone, and others
+// only accumulate. What it does to gradients after that, dividing them, is in the draft's scalars; where the draft has
+// begun before, its record is of the gradient as it is then (`end_scaling`), and what has not begun reads that one.
+//
 // Note [Inside backward]. With a gradient ring there are no held gradients beyond it, but for units that have a place
 // of their own there, because their gradients come in parts: a unit is updated in place as soon as its gradients are
 // complete, and `step` only hears of it (`take_updated`). They are complete when the backward has made the unit's last
@@ -154,6 +160,12 @@ class Engine {
   /// What `step` will ask for if it comes as things are now, an update out of place or the sums alone: done when the
   /// gradients have landed, if this backward is the last before a step, as far as is known. A draft wants a spare.
   void expect_update(UnitId unit, UpdateJob job);
+  /// Of these units the next backward brings the last gradients before a step, of the others more will come; none:
+  /// nobody knows. Until the next call.
+  void set_last_of(const std::optional<std::vector<UnitId>>& units);
+  /// As `access_held`, for a caller who does to the gradient what drafts of it foresee; then says what that was.
+  void begin_scaling(UnitId unit, Stream stream);
+  void end_scaling(UnitId unit, float divisor, float prefactor);
   /// Its gradients are being read, or have been: whoever writes them must say so first (`access_held`).
   bool is_read_early(UnitId unit) const;
   /// Sums of squares by piece of each job, all of task `sum`; taken on the pool where no draft has brought them. Blocks
@@ -288,10 +300,11 @@ class Engine {
 
   /// What becomes of a unit's gradients as soon as they have landed: a draft, or sums.
   struct Early {
-    UpdateJob job;            // expected
-    Ticket ticket;            // null: not begun
-    bool is_written = false;  // the gradient has been, or may have been
-    Bytes awaited;            // of gradients
+    UpdateJob job;             // expected
+    Ticket ticket;             // null: not begun
+    bool is_written = false;   // the gradient has been, or may have been
+    bool is_recalled = false;  // to begin once the gradient is scaled
+    Bytes awaited;             // of gradients
     bool is_draft() const { return job.task == UpdateTask::update; }
   };
 
@@ -352,6 +365,7 @@ class Engine {
   void begin_early_work(std::optional<ItineraryId> expected);
   void recall_early();
   void gradient_is_written(UnitId unit);
+  void write_held(UnitId unit, Stream stream);
   void draft(UnitId unit, Early& early);
   Ticket sum(UnitId unit, UpdateJob job);
   void drop_early(UnitId unit);
@@ -372,6 +386,7 @@ class Engine {
   void update_complete(const Visit& visit, bool is_recomputed);
   void update_in_backward(UnitId unit);
   void end_updating();
+  bool only_accumulates(UnitId unit) const;
   void update_rest();
   void abandon_updating();
   void refuse_torn() const;
@@ -423,7 +438,8 @@ class Engine {
   std::optional<ItineraryId> last_backward_;  // of which that is not known yet
   std::optional<InBackward> in_backward_;     // none: updates run after `step`, or as drafts
   std::string torn_;
-  bool is_early_ = false;    // this backward is expected to be followed by an update
+  std::optional<std::vector<bool>> last_of_;  // by unit; see `set_last_of`
+  bool is_early_ = false;                     // this backward is expected to be followed by an update
   bool may_recall_ = false;  // early work has been issued since the last time that all of it was recalled
   DraftCounts draft_counts_;
   const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();

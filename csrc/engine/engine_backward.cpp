@@ -172,7 +172,7 @@ void Engine::count_use(const std::vector<UnitId>& units) {
 void Engine::count_back(UnitId unit) {
   InBackward& mode = *in_backward_;
   const auto index = static_cast<std::size_t>(unit.value);
-  if (mode.accumulating) mode.visits_made[index] = std::max(mode.visits_made[index] - 1, 0);
+  if (only_accumulates(unit)) mode.visits_made[index] = std::max(mode.visits_made[index] - 1, 0);
   else if (mode.visits_left[index]) --*mode.visits_left[index];
 }
 
@@ -188,8 +188,9 @@ void Engine::begin_updating(std::optional<ItineraryId> expected) {
   }
   std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
   for (std::size_t i = 0; i < units_.size(); ++i) drainer_.take_arrivals(UnitId(static_cast<std::int32_t>(i)));
-  if (mode.accumulating) return;  // it takes its own part off what the forwards have made
   for (std::size_t i = 0; i < units_.size(); ++i) {
+    // Who accumulates takes its own part off what the forwards have made.
+    if (only_accumulates(UnitId(static_cast<std::int32_t>(i)))) continue;
     // After a backward that has taken the count along nobody knows: the unit is updated at the end.
     const int made = std::exchange(mode.visits_made[i], 0);
     mode.visits_left[i] = made > 0 ? std::optional(made) : std::nullopt;
@@ -214,7 +215,7 @@ void Engine::update_complete(const Visit& visit, bool is_recomputed) {
   const std::int64_t position = book_.position();
   for (UnitId unit : visit.needs) {
     if (!is_recomputed) count_back(unit);
-    if (mode.accumulating) continue;
+    if (only_accumulates(unit)) continue;
     const auto index = static_cast<std::size_t>(unit.value);
     const auto left = mode.visits_left[index];
     const bool is_foreseen = mode.last_visit[index] >= 0;
@@ -267,7 +268,14 @@ void Engine::update_in_backward(UnitId unit) {
 }
 
 void Engine::end_updating() {
-  if (!in_backward_->accumulating) update_rest();
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const UnitId unit(static_cast<std::int32_t>(i));
+    if (!in_backward_->is_updated[i] && !only_accumulates(unit)) update_in_backward(unit);
+  }
+}
+
+bool Engine::only_accumulates(UnitId unit) const {
+  return in_backward_->accumulating || (last_of_ && !(*last_of_)[static_cast<std::size_t>(unit.value)]);
 }
 
 void Engine::gradients_came(const std::map<UnitId, std::set<Bytes>>& came) {

@@ -42,6 +42,44 @@ void Engine::expect_update(UnitId unit, UpdateJob job) {
   expected = std::move(early);
 }
 
+void Engine::set_last_of(const std::optional<std::vector<UnitId>>& units) {
+  const std::lock_guard lock(mutex_);
+  last_of_.reset();
+  if (!units) return;
+  last_of_.emplace(units_.size(), false);
+  for (UnitId unit : *units) (*last_of_)[static_cast<std::size_t>(unit.value)] = true;
+}
+
+void Engine::begin_scaling(UnitId unit, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  continue_on(stream);
+  settle(unit);
+  auto& early = early_of(unit);
+  if (early && early->ticket && optimizer_->recall(early->ticket)) {
+    early->ticket = nullptr;
+    early->is_recalled = true;
+  }
+  write_held(unit, stream);
+}
+
+void Engine::end_scaling(UnitId unit, float divisor, float prefactor) {
+  const std::lock_guard lock(mutex_);
+  auto& early = early_of(unit);
+  if (!early || !(early->ticket || early->is_recalled)) return;
+  const bool is_recalled = std::exchange(early->is_recalled, false);
+  const bool as_told = std::all_of(early->job.pieces.begin(), early->job.pieces.end(), [&](const UpdatePiece& piece) {
+    return piece.scalars.divisor == divisor && piece.scalars.prefactor == prefactor;
+  });
+  if (!early->is_draft() || !as_told) {
+    drop_early(unit);
+    early.reset();
+    return;
+  }
+  for (UpdatePiece& piece : early->job.pieces) piece.scalars.divisor = piece.scalars.prefactor = 1.0f;
+  if (is_recalled) draft(unit, *early);
+  else early->job.sums = nullptr;  // of what has been scaled since
+}
+
 bool Engine::is_read_early(UnitId unit) const {
   const std::lock_guard lock(mutex_);
   const auto& early = early_[static_cast<std::size_t>(unit.value)];
@@ -49,14 +87,16 @@ bool Engine::is_read_early(UnitId unit) const {
 }
 
 void Engine::begin_early_work(std::optional<ItineraryId> expected) {
-  drop_all_early();
+  if (!last_of_) drop_all_early();
   landing_.assign(units_.size(), Bytes{});
   last_gradient_.assign(units_.size(), -1);
   if (last_backward_) is_last_[*std::exchange(last_backward_, std::nullopt)] = false;
   const auto known = expected ? is_last_.find(*expected) : is_last_.end();
-  is_early_ = known != is_last_.end() && known->second && !drainer_.is_unsynced();
+  const bool is_last = last_of_ ? std::find(last_of_->begin(), last_of_->end(), true) != last_of_->end()
+                                : known != is_last_.end() && known->second;
+  is_early_ = is_last && !drainer_.is_unsynced();
   if (!is_early_ && !in_backward_) return;
-  if (is_early_) {
+  if (is_early_ && expected) {
     std::int64_t index = 0;
     for (const Visit& visit : book_.visits(*expected)) {
       for (UnitId unit : visit.gradients) last_gradient_[static_cast<std::size_t>(unit.value)] = index;
@@ -89,7 +129,7 @@ void Engine::drain_open() {
     }
     auto& expected = early_[index];
     if (expected && expected->ticket) drop_early(unit);  // more came than was foreseen
-    if (!is_early_) continue;
+    if (!is_early_ || (last_of_ && !(*last_of_)[index])) continue;
     landing_[index] += bytes;
     if (!expected || visit < last_gradient_[index]) continue;
     // A shard lands as a whole, whatever its gradients are; what is of nobody's, `step` does not ask for.

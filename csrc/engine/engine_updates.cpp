@@ -144,6 +144,12 @@ void Engine::end_step(bool blocking) {
     sums_.wall_us += now - last_step_us_;
   }
   last_step_us_ = now;
+  if (!trace_) return;
+  Span span;  // where a step ends: of micro-batches a trace would show backward after forward, and no more
+  span.lane = Lane::compute;
+  span.verb = Verb::user;
+  span.start_us = span.end_us = trace_->now_us();
+  trace_->add(std::move(span));
 }
 
 void Engine::prepare_next_forward() {
