@@ -20,6 +20,7 @@ from noria.custody import Wrapped, wrapped_by
 from noria.folders import describe_folder, load_folder
 from noria.optimizer import WrappedOptimizer
 from noria.ranks import Ranks, raised_by_all
+from noria.stages import modules_of
 
 __all__ = ["load", "save"]
 
@@ -41,6 +42,7 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     any number of ranks may load it. Only rank 0 gathers all of it in host memory. When this returns the file is there,
     for all ranks; where rank 0 fails, all of them raise.
     """
+    model = modules_of(model)
     shared = _shared(model, optimizer)
     with contextlib.ExitStack() as on_first:
         for wrapped, _ in shared:
@@ -94,6 +96,7 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Where ranks share the model, all of them call this, with a path that all can read: where one cannot, or has another
     checkpoint there, all of them raise, before anything is changed.
     """
+    model = modules_of(model)
     shared = _shared(model, optimizer)
     for wrapped, _ in shared:
         wrapped.recover()

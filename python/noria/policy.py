@@ -102,7 +102,8 @@ class Policy:
     "offload" moves it to the home and back ahead of the block's backward, but for small tensors; "recompute" keeps the
     block's inputs only, and its backward runs the forward again; "auto" keeps as much as `activation_memory` has room
     for, and offloads the rest, or recomputes it where that is measured to be cheaper. Same bits. What is offloaded
-    takes host memory in the first forwards, rows "saved for backward" of the ledger, held against `host_memory`."""
+    takes host memory in the first forwards, rows "saved for backward" of the ledger, held against `host_memory`. Under
+    all but "keep", a `PipelineStage` that was wrapped keeps no inputs and outputs of micro-batches in flight."""
 
     activation_memory: str | int = "auto"
     """Under activations="auto": device memory for what blocks save, at most, where backwards come in the order of their
@@ -113,7 +114,8 @@ class Policy:
     """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later. "backward": each unit in place
     as soon as its gradients are complete, which are then gone: the smallest home, and no `p.grad`. The caller promises
     that `step()` follows every backward, with the hyperparameters of its beginning; a backward that shall only
-    accumulate goes inside `with optimizer.accumulate():`. All give the same bits."""
+    accumulate goes inside `with optimizer.accumulate():`. Of a `PipelineStage` that was wrapped it is known which
+    backward is the last: `step()` follows each step of its schedule. All give the same bits."""
 
     draft_memory: str | int = "auto"
     """Host memory for drafts, updates computed during backward into spare buffers: "8GiB", bytes, or 0 for none.

@@ -14,6 +14,7 @@ from noria.custody import Wrapped, wrapped_by
 from noria.home import HomeParameter
 from noria.optimizer import WrappedOptimizer
 from noria.parts import Part
+from noria.stages import modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,7 @@ def sharded_state(
 def parts_of(model: Any, optimizer: Any) -> dict[str, Any]:
     """As `sharded_state`, for ranks that have met."""
     entries: dict[str, Any] = {}
+    model = modules_of(model)
     models = [_ModelParts(_owner_of(each), each) for each in as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
     if optimizer is not None:

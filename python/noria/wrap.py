@@ -30,6 +30,7 @@ from noria.optimizer import check_optimizer, facade, unfacade
 from noria.plan import WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.ranks import Ranks, grid_of, raised_by_all
+from noria.stages import check_stage, module_of, modules_of, stages_of
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
@@ -48,7 +49,7 @@ _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 
 
 def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    roots, updaters = as_list(models), as_list(optimizers)
+    roots, updaters = as_list(modules_of(models)), as_list(optimizers)
     if not roots:
         raise usage_error("a torch.nn.Module or a list of them", repr(models), "give the model first")
     for root in roots:
@@ -133,19 +134,22 @@ def wrap(
     """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
     device memory from now on. Edits both objects in place and returns what it was given.
 
-    `model`: a module or a list of modules; `optimizer`: one, a list, or None (inference, a frozen teacher); `policy`: a
-    `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which ranks share the
-    model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards); without it all ranks
-    of the default process group do, where there is one. `stages`: where the model is one stage of a pipeline, the
-    DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without `mesh` the model
-    is this rank's alone. Returns `(model, optimizer)` as given, or the model alone without an optimizer. Raises
-    UsageError before anything is changed: nonsense policy, a budget that is too small (with what would fit), an
-    optimizer with parameters that no wrapped model has, a model that is wrapped already, a mesh without this rank; and
-    what one of the ranks that share refuses, all of them do (but for a mesh that is wrong on one of them: there the
-    others wait for the process group's timeout). The home is taken before anything moves, but for the optimizer's
-    state, in parallel and with a progress bar where that takes long; Ctrl-C until then leaves all as it was, and after
-    that, while the rest is taken, what it interrupts is a model that is wrapped. What of a model was built under
-    `torch.device("meta")` gets its values by a load, and until all have come the model cannot be used.
+    `model`: a module or a `PipelineStage`, or a list of them; `optimizer`: one, a list, or None (inference, a frozen
+    teacher); `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which
+    ranks share the model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards);
+    without it all ranks of the default process group do, where there is one. `stages`: where the model is one stage of
+    a pipeline, the DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without
+    `mesh` the model is this rank's alone. A `PipelineStage` of torch.distributed.pipelining is given in the place of
+    its module, and followed until `unwrap`: updates inside backward and drafts are made in its last backward of a step,
+    its gradients are scaled as its schedule says, and but for activations="keep" it keeps no inputs and outputs.
+    Returns `(model, optimizer)` as given, or the model alone without an optimizer. Raises UsageError before anything is
+    changed: nonsense policy, a budget that is too small (with what would fit), an optimizer with parameters that no
+    wrapped model has, a model that is wrapped already, a mesh without this rank; and what one of the ranks that share
+    refuses, all of them do (but for a mesh that is wrong on one of them: there the others wait for the process group's
+    timeout). The home is taken before anything moves, but for the optimizer's state, in parallel and with a progress
+    bar where that takes long; Ctrl-C until then leaves all as it was, and after that, while the rest is taken, what it
+    interrupts is a model that is wrapped. What of a model was built under `torch.device("meta")` gets its values by a
+    load, and until all have come the model cannot be used.
     """
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
     pipeline: Stages | None = None
@@ -158,6 +162,8 @@ def wrap(
             roots, updaters = _checked(model, optimizer)
             chosen = make_policy(policy, policy_fields)
             refuse_lost_trace(chosen)
+            for stage in stages_of(model):
+                check_stage(stage, compute_device(chosen))
             if pipeline is not None and not updaters:
                 raise usage_error(
                     "an optimizer with stages=, for stages meet in its first step()",
@@ -176,6 +182,7 @@ def wrap(
                 ranks.agree(lines)  # raises on all of them alike
         with plainly():
             wrapped = _carry_out(planned, roots, updaters, ranks, pipeline)
+        wrapped.following.follow(stages_of(model))
     except BaseException:
         for each in met:
             each.close()
@@ -317,7 +324,7 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
     `optimizer.load_state_dict(optimizer.state_dict())`.
     """
-    roots = as_list(model)
+    roots = as_list(modules_of(model))
     owners = {id(found): found for found in (wrapped_by(root) for root in roots) if found is not None}
     if len(owners) != 1:
         raise usage_error("models of one noria.wrap call", f"{len(owners)} of them", "unwrap what wrap was given")
@@ -372,7 +379,7 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
     wrapped = wrapped_by(module)
     if wrapped is None:
         raise usage_error("a wrapped model or a module inside of one", type(module).__qualname__, "noria.wrap it first")
-    with wrapped.values.materialized(wrapped.unit_indices(module), read_only):
+    with wrapped.values.materialized(wrapped.unit_indices(module_of(module)), read_only):
         yield module
 
 

@@ -55,9 +55,14 @@ def trained(
     length: int | Sequence[int] = 5,
     look: Callable[[noria.Report], None] = lambda report: None,
     after_step: Callable[[int, list[Stage]], None] = lambda step, models: None,
+    follows: bool = False,
+    scale_grads: bool | None = None,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    watch: Callable[[list[Any], Any], None] = lambda stages, schedule: None,
 ) -> dict[str, torch.Tensor]:
     """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain.
-    `length`: of sequences; or of those of each step."""
+    `length`: of sequences; or of those of each step. `follows`: noria is given the stages, and not their modules alone.
+    `scale_grads` None: as far as it works without that."""
     lengths = [length] * STEPS if isinstance(length, int) else length
     mesh = init_device_mesh("cpu", (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas"))
     rank, size, replica = mesh.get_local_rank("stages"), mesh["stages"].size(), mesh.get_local_rank("replicas")
@@ -66,37 +71,34 @@ def trained(
     models = [Stage().to(dtype) for _ in range(num_models)]
     parameters = [parameter for model in models for parameter in model.parameters()]
     optimizer = make_optimizer(parameters)
+    stages = [
+        pipelining.PipelineStage(
+            model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
+        )
+        for nth, model in enumerate(models)
+    ]
     if policy is not None:
         with on_machine(hostility=HOSTILE):
             policy = {"mesh": mesh["replicas"], "stages": mesh["stages"], **policy}
-            noria.wrap(models, optimizer, device="cpu", window=2, **policy)
+            noria.wrap(stages if follows else models, optimizer, device="cpu", window=2, **policy)
+    if scale_grads is None:
+        scale_grads = replicas == 1  # no rank has a whole gradient that torch could scale
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = F.mse_loss(output, target)
-        return loss / NUM_MICRO_BATCHES if replicas > 1 else loss
+        return loss if scale_grads else loss / num_micro_batches
 
     kept: dict[str, torch.Tensor] = {}
     for step, now in enumerate(lengths):
         if step == 0 or now != lengths[step - 1]:  # a schedule knows one shape
-            stages = [
-                pipelining.PipelineStage(
-                    model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
-                )
-                for nth, model in enumerate(models)
-            ]
-            # No rank has a whole gradient that torch could scale.
             play = make_schedule(
-                stages if num_models > 1 else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of, scale_grads=replicas == 1
+                stages if num_models > 1 else stages[0], num_micro_batches, loss_fn=loss_of, scale_grads=scale_grads
             )
+            watch(stages, play)
         generator = torch.Generator().manual_seed(10 * step + replica)
-        x, target = (torch.randn(8, now, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+        x, target = (torch.randn(2 * num_micro_batches, now, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            play.step(x)
-        elif rank == size - 1:
-            play.step(target=target, losses=losses)
-        else:
-            play.step()
+        play.step(*([x] if rank == 0 else []), **({"target": target, "losses": losses} if rank == size - 1 else {}))
         if policy is None and replicas > 1:
             for parameter in parameters:
                 dist.all_reduce(parameter.grad, group=mesh["replicas"].get_group())
@@ -122,12 +124,15 @@ def like_plain(rank: int, size: int, schedule: str, policy: dict[str, Any]) -> N
 
 
 def replicated(rank: int, size: int) -> None:
-    """Sums over the replicas are made for each micro-batch: in doubles that is as good as once."""
-    theirs = trained("1F1B", None, sgd, torch.float64, replicas=2)
-    ours = trained("1F1B", {"activations": "recompute"}, sgd, torch.float64, replicas=2)
-    assert theirs.keys() == ours.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-13)
+    """Sums over the replicas are made for each micro-batch: in doubles that is as good as once. With and without what
+    the schedule scales."""
+    for scales in (False, True):
+        how: dict[str, Any] = {"replicas": 2, "scale_grads": scales}
+        theirs = trained("1F1B", None, sgd, torch.float64, **how)
+        ours = trained("1F1B", {"activations": "recompute"}, sgd, torch.float64, follows=scales, **how)
+        assert theirs.keys() == ours.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-13)
 
 
 def refuses(rank: int, size: int) -> None:
@@ -143,6 +148,7 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
     for schedule in SCHEDULES
     if schedule != "zero-bubble"
     for name, policy in POLICIES.items()
+    if schedule == "1F1B" or name in ("torch updates", "drafts")
 }
 
 

@@ -41,7 +41,7 @@ class LaterGradients:
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
-        self._accumulating = _Mode(self._hold_all, wrapped.custody.set_accumulating)
+        self._accumulating = _Mode(self.hold_all, wrapped.custody.set_accumulating)
         self._unsynced = _Mode(self._hold_unsummed, wrapped.custody.set_unsynced)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
@@ -64,8 +64,8 @@ class LaterGradients:
         with mode.block():
             yield
 
-    def _hold_all(self) -> None:
-        """In place of the ring."""
+    def hold_all(self) -> None:
+        """In place of the ring, where updates are made inside backward."""
         wrapped = self.wrapped
         if wrapped.custody.holds_all():
             return

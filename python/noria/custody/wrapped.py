@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.custody.activations import Activations
 from noria.custody.drafts import DraftJudge
+from noria.custody.following import Following
 from noria.custody.gradients import LaterGradients
 from noria.custody.hooks import NoSync, in_backward
 from noria.custody.later import LaterMemory
@@ -24,6 +25,7 @@ from noria.custody.together import Together
 from noria.custody.values import Values
 from noria.home import Home, HomeParameter
 from noria.lending import Lending
+from noria.stages import module_of
 
 if TYPE_CHECKING:
     from noria.beside import Beside
@@ -40,8 +42,9 @@ Given = ParamSpec("Given")
 _WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
 
 
-def wrapped_by(module: nn.Module) -> Wrapped | None:
-    """The wrap call that a model, or a module inside of one, belongs to."""
+def wrapped_by(module: Any) -> Wrapped | None:
+    """The wrap call that a model, a stage, or a module inside of one, belongs to."""
+    module = module_of(module)
     found = _WRAPPED.get(module) if isinstance(module, nn.Module) else None
     return found() if found is not None else None
 
@@ -89,6 +92,7 @@ class Wrapped:
         self.loaded = Loaded(self)
         self.activations = Activations(self)
         self.lending = Lending(self, stages)
+        self.following = Following(self)
         self.passes = Passes(self)  # after it: what a block saves is known when its visit ends
         self.state_dicts = StateDicts(self)
         for root in self.partition.roots:
@@ -157,6 +161,7 @@ class Wrapped:
     def begin_step(self) -> None:
         """By each optimizer; the first one after a forward that may train begins a step."""
         self.lending.begin_step()
+        self.following.begin_step()
         if not self.has_begun_step:
             self.has_begun_step = True
             self.activations.begin_step()
@@ -217,6 +222,7 @@ class Wrapped:
             ends.callback(self.write_trace)
 
     def remove_hooks(self) -> None:
+        self.following.remove()
         self.passes.remove()
         self.activations.remove()
         self.state_dicts.remove()

@@ -7,7 +7,7 @@ from typing import Any
 
 from noria import _C
 from noria.home import HomeParameter
-from noria.kernels import STATELESS, FusedRule, rule_of
+from noria.kernels import AS_IT_IS, STATELESS, FusedRule, Scaling, rule_of
 from noria.moments import PURPOSE_OF, SCALES_KEY
 from noria.updates.home_state import HomeState
 from noria.updates.members import Jobs, Members
@@ -31,12 +31,15 @@ class Scalars:
     def __init__(self, factor: float, seed: int) -> None:
         self._factor = factor
         self._seed = seed
-        self._made: dict[tuple[int, int], _C.UpdateScalars] = {}
+        self._made: dict[tuple[int, int, Scaling], _C.UpdateScalars] = {}
 
-    def __call__(self, number: int, rule: FusedRule, hyper: dict[str, Any], step: int) -> _C.UpdateScalars:
-        if (number, step) not in self._made:
-            self._made[number, step] = rule.scalars(hyper, step, self._factor, self._seed)
-        return self._made[number, step]
+    def __call__(
+        self, number: int, rule: FusedRule, hyper: dict[str, Any], step: int, scaling: Scaling = AS_IT_IS
+    ) -> _C.UpdateScalars:
+        key = (number, step, scaling)
+        if key not in self._made:
+            self._made[key] = rule.scalars(hyper, step, self._factor, self._seed, scaling)
+        return self._made[key]
 
 
 class Fused:
@@ -95,7 +98,8 @@ class Fused:
                 if slot is not None and step is not None:
                     slots, pieces = expected.setdefault(slot.unit, ([], []))
                     slots.append(slot)
-                    pieces.append(self._piece(slot, scalars(number, rule, group, step)))
+                    scaling = self.wrapped.following.scaling(slot)
+                    pieces.append(self._piece(slot, scalars(number, rule, group, step, scaling)))
         return expected
 
     def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:

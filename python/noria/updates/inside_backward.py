@@ -7,7 +7,7 @@ import contextlib
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.home import HomeParameter
-from noria.kernels import FusedRule, rule_of
+from noria.kernels import AS_IT_IS, FusedRule, rule_of
 from noria.modes import plainly
 from noria.updates.fused import Fused
 from noria.updates.home_state import HomeState
@@ -90,7 +90,9 @@ class InsideBackward:
                     refusal = error
                     continue
                 as_it_was = is_fit and rule_of(self.members.cls, group) == rule
-                if not as_it_was or (scalars is not None and now(number, rule, group, step) != scalars):
+                # How the gradient was scaled is the schedule's.
+                scaling = AS_IT_IS if scalars is None else (scalars.divisor, scalars.prefactor)
+                if not as_it_was or (scalars is not None and now(number, rule, group, step, scaling) != scalars):
                     changed = number
         custody.bump_versions(updated)
         self.members.note_step(updated)

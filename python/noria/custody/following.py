@@ -1,0 +1,293 @@
+"""Stages of a pipeline that were given in the place of their modules: what their schedule does is seen, and told.
+
+The methods that a schedule calls are overridden on the one object, until `noria.unwrap`; no class of torch's is
+touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from noria._errors import usage_error
+from noria.custody.in_flight import InFlight
+from noria.kernels import AS_IT_IS, Scaling
+from noria.stages import FOLLOWED, schedule_that_calls, waits_for_sends
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+    from noria.home import HomeParameter
+
+__all__ = ["Following"]
+
+
+class Following:
+    """Of one wrap call."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self.stages: list[_Followed] = []
+        self._by_slot: dict[int, _Followed] = {}
+        self._awaited: set[_Followed] = set()  # stages whose last backward of this step is to come
+        self._is_last = False
+
+    def follow(self, stages: list[Any]) -> None:
+        self.stages = [_Followed(self, stage) for stage in stages]
+        for stage in self.stages:
+            for slot in stage.slots:
+                self._by_slot[slot.index] = stage
+
+    def remove(self) -> None:
+        for stage in self.stages:
+            stage.restore()
+        self.stages.clear()
+        self._by_slot.clear()
+
+    def begin_step(self) -> None:
+        for stage in self.stages:
+            stage.begin_step()
+
+    def begin_schedule(self, stage: _Followed) -> None:
+        self.wrapped.check_alive()
+        self.wrapped.recover()
+        self.wrapped.custody.refuse_unclaimed("another step of a schedule")
+        self._awaited.add(stage)
+
+    def scaling(self, slot: HomeParameter) -> Scaling:
+        """What the schedule will do to this gradient before the step, as far as is known."""
+        stage = self._by_slot.get(slot.index)
+        if stage is None or stage.divisor == 1 or (self.wrapped.updates_in_backward and not self._is_last):
+            return AS_IT_IS
+        return self.scaling_by(stage.divisor)
+
+    def scaling_by(self, divisor: int) -> Scaling:
+        # torch multiplies by the inverse on CUDA.
+        inverse = torch.tensor(1.0 / divisor, dtype=torch.float32).item()
+        return (float(divisor), 1.0) if self.wrapped.device.type == "cpu" else (1.0, inverse)
+
+    @contextlib.contextmanager
+    def more_to_come(self) -> Iterator[None]:
+        """Whatever backward there is, no gradient of it is the last before a step."""
+        self.wrapped.custody.set_last_of([])
+        try:
+            yield
+        finally:
+            self.wrapped.custody.set_last_of(None)
+
+    @contextlib.contextmanager
+    def backward(self, stage: _Followed, is_last: bool, is_step_next: bool) -> Iterator[None]:
+        wrapped = self.wrapped
+        if is_last:
+            self._awaited.discard(stage)
+        elif wrapped.updates_in_backward:
+            wrapped.gradients.hold_all()
+        units = self._finished_by(stage) if is_last and (is_step_next or wrapped.updates_in_backward) else []
+        wrapped.custody.set_last_of(units)
+        self._is_last = is_last
+        try:
+            yield
+        finally:
+            self._is_last = False
+            wrapped.custody.set_last_of(None)
+
+    def _finished_by(self, stage: _Followed) -> list[int]:
+        """Units of which the last backward of this stage brings the last gradients. Those of no stage, such as a
+        loss's, have theirs when all stages have."""
+        others = {unit for other in self._awaited for unit in other.units}
+        if self._awaited:
+            return sorted(stage.units - others)
+        elsewhere = {unit for other in self.stages if other is not stage for unit in other.units}
+        own_and_nobodys = set(range(len(self.wrapped.units))) - elsewhere
+        return sorted(own_and_nobodys | stage.units)
+
+
+class _Followed:
+    """One stage. Hashed by identity."""
+
+    def __init__(self, following: Following, stage: Any) -> None:
+        self.following = following
+        self.wrapped = following.wrapped
+        self.stage = stage
+        slot_of = self.wrapped.slot_of
+        self.slots = [slot_of[p] for p in dict.fromkeys(stage.submod.parameters()) if p in slot_of]
+        self.units = {slot.unit for slot in self.slots}
+        self.divisor = 1  # of this stage's gradients, at the end of the schedule; 1 where that is not known
+        self.in_flight = InFlight(stage) if self.wrapped.policy.activations != "keep" else None
+        self._schedule: Any = None
+        self._chunk: int | None = None  # the one whose forward runs
+        self._num_schedules = 0  # since the last step
+        self._schedules_per_step = 1
+        self._own: dict[str, Any] = {}  # of the methods overridden, those that the object had of its own
+        self._overridden: list[str] = []
+        optional = ("_prepare_forward_infra", "_prepare_backward_infra", "get_bwd_recv_ops", "set_local_bwd_input")
+        for name in (*FOLLOWED, *optional):
+            if hasattr(stage, name):
+                self._override(name, getattr(self, f"_{name.lstrip('_')}"))
+
+    def _override(self, name: str, act: Callable[..., Any]) -> None:
+        own = getattr(self.stage, name)
+        signature = inspect.signature(own)
+        if name in self.stage.__dict__:
+            self._own[name] = own
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return act(bound.arguments, lambda: own(*args, **kwargs))
+
+        setattr(self.stage, name, act(own) if name == "forward_maybe_with_nosync" else call)
+        self._overridden.append(name)
+
+    def restore(self) -> None:
+        for name in self._overridden:
+            del self.stage.__dict__[name]
+        self.stage.__dict__.update(self._own)
+        self._overridden.clear()
+        if self.in_flight is not None:
+            self.in_flight.refill()
+
+    def begin_step(self) -> None:
+        """An optimizer's."""
+        if self._num_schedules:
+            self._schedules_per_step, self._num_schedules = self._num_schedules, 0
+        self.divisor = 1
+
+    # ---- the stage's methods: what they were given, by name, and what they do ----
+
+    def _clear_runtime_states(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        self.following.begin_schedule(self)
+        self._num_schedules += 1
+        if self.in_flight is not None:
+            self.in_flight.clear()
+        return own()
+
+    def _prepare_forward_infra(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        return self._prepare(own)
+
+    def _prepare_backward_infra(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        return self._prepare(own)
+
+    def _prepare(self, own: Callable[[], Any]) -> Any:
+        """torch runs the module once, to learn shapes."""
+        with self.following.more_to_come():
+            result = own()
+        if self.in_flight is not None:
+            self.in_flight.prepared()
+        return result
+
+    def _get_fwd_recv_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        if self.in_flight is not None:
+            self.in_flight.fill(self.stage.args_recv_info[given["fwd_chunk_id"]])
+        return own()
+
+    def _forward_one_chunk(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        chunk = given["fwd_chunk_id"]
+        self._look_at_schedule()
+        self._chunk = chunk
+        try:
+            with self.following.more_to_come():
+                output = own()
+        finally:
+            self._chunk = None
+        if self.in_flight is None:
+            return output
+        self.in_flight.forwarded(chunk, is_next_here=self._hands_on_here())
+        is_seen = self.stage.is_last or not waits_for_sends(self._schedule)
+        return output if is_seen else self.in_flight.instead_of(output)
+
+    def _forward_maybe_with_nosync(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.in_flight is not None and self._chunk is not None:
+                args = self.in_flight.views(self._chunk, args)
+            return own(*args, **kwargs)
+
+        return call
+
+    def _get_fwd_send_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        ops = own()
+        if self.in_flight is not None:
+            self.in_flight.sends(given["fwd_chunk_id"], ops)
+        return ops
+
+    def _get_bwd_recv_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        self._fill_gradients(next(iter(given.values())))
+        return own()
+
+    def _set_local_bwd_input(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        self._fill_gradients(given.get("mb_index"))  # of a gradient that is missing it makes zeros
+        return own()
+
+    def _fill_gradients(self, chunk: int | None) -> None:
+        if self.in_flight is not None:
+            self.in_flight.fill(getattr(self.stage, "grad_recv_info", {}).get(chunk, ()))
+
+    def _backward_one_chunk(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        if not self.stage.has_backward:
+            return own()
+        if not given["full_backward"]:
+            raise usage_error(
+                "a schedule whose backwards are whole, such as GPipe, 1F1B or interleaved 1F1B",
+                "one whose backwards of inputs and of weights are apart",
+                "choose another schedule",
+            )
+        chunk = given["bwd_chunk_id"]
+        self._look_at_schedule()
+        if self.in_flight is not None:
+            self.in_flight.begin_backward(chunk, all_sent=waits_for_sends(self._schedule))
+        is_step_next = self._num_schedules >= self._schedules_per_step
+        with self.following.backward(self, bool(given["last_backward"]), is_step_next):
+            result = own()
+        if self.in_flight is not None:
+            self.in_flight.end_backward(chunk)
+        return result
+
+    def _scale_grads(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+        """As torch's, whatever holds the gradients: each is divided once, and rounded to its dtype."""
+        divisor = given["grad_scale_factor"]
+        if divisor == 1:
+            return own()
+        wrapped, custody = self.wrapped, self.wrapped.custody
+        by_unit: dict[int, list[HomeParameter]] = {}
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                continue
+            if custody.gradient_is(slot.index) != "held":
+                gradient.div_(divisor)
+            elif not wrapped.updates_in_backward or custody.is_held_back(slot.index):
+                by_unit.setdefault(slot.unit, []).append(slot)
+            elif divisor != self.divisor:
+                raise usage_error(
+                    f'gradients that are divided by {self.divisor} under update="backward", as the schedule said',
+                    f"scale_grads({divisor}) after they were used up",
+                    "let a schedule of torch.distributed.pipelining call the stage, or divide the loss",
+                )
+        scaling = self.following.scaling_by(divisor)
+        for unit, slots in by_unit.items():
+            custody.begin_scaling(unit)
+            for slot in slots:
+                held = wrapped.home.held(slot)
+                if wrapped.device.type == "cpu":
+                    held.div_(divisor)
+                else:
+                    held.mul_(scaling[1])
+            custody.end_scaling(unit, *scaling)
+        return None
+
+    # ---- around them ----
+
+    def _look_at_schedule(self) -> None:
+        self._schedule = schedule_that_calls()
+        if self._schedule is not None:
+            self.divisor = self._schedule._n_microbatches if self._schedule.scale_grads else 1
+
+    def _hands_on_here(self) -> bool:
+        """The next stage is this rank's too, and a schedule calls that hands outputs on in memory."""
+        if self.stage.is_last or not hasattr(self._schedule, "pipeline_order_with_comms"):
+            return False
+        mapping = self.stage.stage_index_to_group_rank
+        return bool(mapping.get(self.stage.stage_index + 1) == self.stage.group_rank)
