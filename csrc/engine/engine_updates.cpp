@@ -226,6 +226,10 @@ void Engine::access_held(UnitId unit, Stream stream) {
   continue_on(stream);
   settle(unit);
   gradient_is_written(unit);
+  write_held(unit, stream);
+}
+
+void Engine::write_held(UnitId unit, Stream stream) {
   const BufferId held = facts_[static_cast<std::size_t>(unit.value)].held;
   Op op;
   op.verb = Verb::user;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import contextlib
 import dataclasses
 import importlib
@@ -490,7 +491,7 @@ def run_trace(args: argparse.Namespace) -> int:
     order = [lane for lane in ("compute", "fetch", "drain", "collect", "peer", "update") if lane in lanes]
     rows = []
     for lane in order:
-        own = [span for span in spans if span.lane == lane]
+        own = [span for span in spans if span.lane == lane and not _is_step(span)]
         busy = _covered(own)
         num_bytes = sum(span.num_bytes for span in own)
         rate = f"{num_bytes / (1 << 30) / (busy / 1e6):.2f}" if num_bytes and busy else ""
@@ -581,14 +582,27 @@ def _covered(spans: list[TracedSpan]) -> float:
 
 
 def _steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
-    """From the end of one backward pass to the end of the next: fetches that a step issues ahead belong to the next."""
+    """From the end of the last backward pass before a step to the end of the next such one: fetches that a step issues
+    ahead belong to the next. Where no step is marked each backward pass is taken for the last."""
     compute = sorted(
         (s for s in spans if s.lane == "compute" and s.verb in ("forward", "backward")), key=lambda s: s.start
     )
-    ends = [a.end for a, b in itertools.pairwise(compute) if a.verb == "backward" and b.verb == "forward"]
-    if compute and compute[-1].verb == "backward":
-        ends.append(compute[-1].end)
+    marks = sorted(span.start for span in spans if _is_step(span))
+    ends = []
+    for each, later in zip(compute, [*compute[1:], None], strict=True):
+        if marks:
+            until = float("inf") if later is None else later.start
+            is_end = bisect.bisect_left(marks, each.end) < bisect.bisect_right(marks, until)
+        else:
+            is_end = each.verb == "backward" and (later is None or later.verb == "forward")
+        if is_end:
+            ends.append(each.end)
     return list(itertools.pairwise(ends))
+
+
+def _is_step(span: TracedSpan) -> bool:
+    """A mark, without length."""
+    return span.lane == "compute" and span.verb == "user"
 
 
 def _ranges(counts: list[int]) -> str:

@@ -292,6 +292,21 @@ def test_trace_of_a_training_run_shows_as_many_fetches_per_step_as_the_report(ca
     assert f"{per_step} (" in fetches or fetches == str(per_step)
 
 
+def test_trace_counts_steps_and_not_micro_batches(capsys, tmp_path):
+    model, path = Chain(), tmp_path / "trace.json"
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in model.children()]
+    noria.wrap(model, optimizers, device="cpu", trace=path)
+    for _ in range(4):
+        for _ in range(3):
+            model(torch.arange(8)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    noria.unwrap(model, optimizers)
+    status, out, _ = run(capsys, "trace", path)
+    assert status == 0 and "\n3 whole steps, " in out, out
+
+
 def test_trace_refuses_what_is_no_trace_of_noria(capsys, tmp_path):
     path = written(tmp_path, [])
     assert run(capsys, "trace", path)[0] == 2
