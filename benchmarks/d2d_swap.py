@@ -155,12 +155,12 @@ class Run:
             policy["activation_memory"] = shape.room(self.size)
         if method == D2D:
             policy["stages"] = grid["stages"]
+        stage = PipelineStage(self.model, self.rank, self.size, torch.device("cpu"), group=grid["stages"].get_group())
         with on_machine(limits=limits, update_threads=1):
-            noria.wrap(self.model, self.optimizer, mesh=grid["replicas"], device="cpu", device_memory=1.0, **policy)
+            noria.wrap(stage, self.optimizer, mesh=grid["replicas"], device="cpu", device_memory=1.0, **policy)
         wrapped = wrapped_by(self.model)
         assert wrapped is not None
         self.wrapped = wrapped
-        stage = PipelineStage(self.model, self.rank, self.size, torch.device("cpu"), group=grid["stages"].get_group())
         self.schedule = Schedule1F1B(stage, shape.micro_batches, loss_fn=F.mse_loss)
         rows = torch.Generator().manual_seed(0)
         self.x, self.target = (

@@ -73,10 +73,11 @@ class Run:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.losses: list[torch.Tensor] = []
 
-    def train(self, model: nn.Module, step: Callable[[], None]) -> None:
+    def stage(self, model: nn.Module) -> PipelineStage:
+        return PipelineStage(model, self.rank, self.size, self.device, group=self.grid["stages"].get_group())
+
+    def train(self, stage: PipelineStage, step: Callable[[], None]) -> None:
         """`step` updates, and clears the gradients."""
-        group = self.grid["stages"].get_group()
-        stage = PipelineStage(model, self.rank, self.size, self.device, group=group)
         schedule = Schedule1F1B(stage, self.args.micro_batches, loss_fn=loss_of)
         drawn = batches(self.tokens, self.args.micro_batches * BATCH, CONTEXT)  # the same on all ranks
         began = time.perf_counter()
@@ -136,9 +137,10 @@ def main() -> int:
     twin = Run("plain PyTorch", tokens, args, grid, device)
     train_plain(twin, plain)
 
+    ours = Run("noria", tokens, args, grid, device)
     optimizer = new_optimizer(model)
-    model, optimizer = noria.wrap(  # <- the one call
-        model,
+    stage, optimizer = noria.wrap(  # <- the one call
+        ours.stage(model),
         optimizer,
         mesh=grid["replicas"],
         stages=grid["stages"],
@@ -148,20 +150,19 @@ def main() -> int:
         activation_memory=room,
         trace=args.trace / f"stage{rank}.json" if args.trace else None,
     )
-    ours = Run("noria", tokens, args, grid, device)
     first: list[dict[str, int]] = []  # what was saved in the first step
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if not first:  # inside of that `step()` stages have told each other what they need and have
-            report = noria.report(model, write_trace=False)
+            report = noria.report(stage, write_trace=False)
             first.append(report.saved)
             for loan in report.loans:
                 say(f"noria: stage {loan.lender} lends {mib(loan.bytes)} to stage {loan.borrower}")
 
-    ours.train(model, step)
-    report = noria.report(model)  # writes the trace as well
+    ours.train(stage, step)
+    report = noria.report(stage)  # writes the trace as well
     names = [f"loss of micro-batch {number}" for number in range(len(ours.losses))]
     difference = first_difference(ours.losses, twin.losses, names)
     if difference is None:
@@ -187,7 +188,7 @@ def train_plain(run: Run, model: nn.Module) -> None:
         model.load_state_dict(masters)  # onto itself, where it is on the CPU
         model.zero_grad()
 
-    run.train(model, step)
+    run.train(run.stage(model), step)
 
 
 def new_optimizer(model: nn.Module | dict[str, nn.Parameter]) -> torch.optim.Optimizer:
