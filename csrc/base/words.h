@@ -27,8 +27,9 @@ enum class Verb : std::uint8_t {
   save,      // compute lane: what a visit has saved for backward is there, or room for its return is
   offload,   // drain lane: what a visit has saved, to the host
   reload,    // fetch lane: and back
+  probe,     // peer lane: a link is measured; not among the numbers of the lane
 };
-inline constexpr int kNumVerbs = 16;
+inline constexpr int kNumVerbs = 17;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

@@ -17,6 +17,7 @@
 #include "device/backend.h"
 #include "device/host_backend.h"
 #include "device/host_ticket.h"
+#include "device/link_probe.h"
 #include "device/timing.h"
 
 namespace py = pybind11;
@@ -32,6 +33,8 @@ constexpr bool kLocal = true;
 #else
 constexpr bool kLocal = false;
 #endif
+
+constexpr std::string_view kPeerLink = "peer:";  // of limits: before the number of one link
 
 std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
@@ -66,7 +69,11 @@ std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
                                        const std::map<std::string, std::pair<double, double>>& limits,
                                        const py::dict& hostility) {
   HostBackendOptions options{Bytes{capacity}, {}, make_hostility(hostility)};
-  for (const auto& [lane, limit] : limits) options.limits[parse_lane(lane)] = {limit.first, limit.second};
+  for (const auto& [name, limit] : limits) {
+    const LaneLimit both{limit.first, limit.second};
+    if (name.starts_with(kPeerLink)) options.links[std::stoi(name.substr(kPeerLink.size()))] = both;
+    else options.limits[parse_lane(name)] = both;
+  }
   return std::make_shared<HostBackend>(options);
 }
 
@@ -205,6 +212,12 @@ void bind_backend(py::module_& m) {
              const std::string& lane) { b.wait(tickets, as_stream(stream), make_label(op, lane, verb, unit)); },
           py::arg("tickets"), py::arg("stream") = 0, py::kw_only(), py::arg("op") = -1, py::arg("verb") = "forward",
           py::arg("unit") = -1, py::arg("lane") = "compute", Release())
+      .def(
+          "measure_link",
+          [](Backend& b, Address own, Address peers, std::int64_t bytes, int link) {
+            return measure_link_gib_s(b, at(own), at(peers), Bytes{bytes}, link);
+          },
+          py::arg("own"), py::arg("peers"), py::arg("bytes"), py::arg("link"), Release())
       .def("idle", &Backend::idle, Release())
       .def("close", &Backend::close, Release())
       .def(

@@ -345,6 +345,8 @@ void bind_costs(py::module_& m) {
       },
       py::arg("offers"), py::arg("bandwidth"), Release());
 
+  m.def("link_classes", &link_classes, py::arg("bandwidth"), Release());
+
   m.def("duration_us", &duration_us, py::arg("op"), py::arg("costs"));
   m.def("blocking_bound_us", &blocking_bound_us, py::arg("times"));
   m.def("deferred_bound_us", &deferred_bound_us, py::arg("times"));

@@ -203,6 +203,7 @@ struct HostBackendOptions {
   Bytes capacity;                    // the cap on device memory
   std::map<Lane, LaneLimit> limits;  // fetch, drain, peer (update's limit is the host optimizer's)
   Hostility hostility;
+  std::map<int, LaneLimit> links = {};  // of the peer lane, those that are not as its others
 };
 
 std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options);

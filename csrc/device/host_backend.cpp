@@ -40,10 +40,12 @@ std::vector<OpId> ids_of(const std::vector<Ticket>& tickets) {
 struct HostBackend::TransferLane {
   TransferLane(Lane lane, const HostBackendOptions& options)
       : limit(limit_of(options, lane)),
+        links(lane == Lane::peer ? options.links : std::map<int, LaneLimit>{}),
         delays(options.hostility, lane),
         thread(std::string(to_string(lane))) {}
 
   const LaneLimit limit;
+  const std::map<int, LaneLimit> links;
   Delays delays;
   std::int64_t free_ns = 0;  // when the last op was over; lane thread only
   HostLane thread;           // last: it is gone before what it uses
@@ -213,7 +215,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
     free_ns = stood_until(ticket, label, free_ns);
   }
   const bool delayed = lane.delays.sleep(label.verb);
-  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer);
+  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer, lane.links);
   // A paced op begins at the moment it could: the lane then carries its bandwidth, however late each wake-up is.
   const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
 

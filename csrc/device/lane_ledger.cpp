@@ -31,6 +31,7 @@ void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_
   std::lock_guard lock(mutex_);
   Row& row = rows_[static_cast<std::size_t>(label.lane)];
   row.start_ns.reset();
+  if (label.verb == Verb::probe) return;
   row.busy_ns += end_ns - start_ns;
   row.num_ops += 1;
   row.bytes += bytes;

@@ -25,19 +25,28 @@ void sleep_until_ns(std::int64_t deadline_ns) {
 
 void ask_for_precise_sleep() { prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); }
 
-std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes) {
+static double duration_ns(const LaneLimit& limit, Bytes bytes) {
   double ns = limit.latency_us * 1e3;
   if (limit.bandwidth_gib_s > 0) ns += static_cast<double>(bytes.count) / (limit.bandwidth_gib_s * 1073741824.0) * 1e9;
-  return static_cast<std::int64_t>(std::ceil(ns));
+  return ns;
 }
 
-std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer) {
+std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes) {
+  return static_cast<std::int64_t>(std::ceil(duration_ns(limit, bytes)));
+}
+
+std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer,
+                               const std::map<int, LaneLimit>& links) {
   std::map<int, Bytes> by_link;
   for (const CopySpan& copy : transfer.copies) by_link[copy.link] += copy.bytes;
-  Bytes longest;
-  for (const auto& [link, bytes] : by_link) longest = std::max(longest, bytes);
-  for (const auto& [memory, bytes] : transfer.poison) longest += bytes;
-  return least_duration_ns(limit, longest);
+  Bytes filled;
+  for (const auto& [memory, bytes] : transfer.poison) filled += bytes;
+  double longest_ns = duration_ns(limit, filled);
+  for (const auto& [link, bytes] : by_link) {
+    const auto own = links.find(link);
+    longest_ns = std::max(longest_ns, duration_ns(own == links.end() ? limit : own->second, bytes + filled));
+  }
+  return static_cast<std::int64_t>(std::ceil(longest_ns));
 }
 
 // The lane is mixed into the seed so that the lanes of one backend do not delay in step.

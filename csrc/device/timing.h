@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <random>
 
@@ -23,8 +24,9 @@ void ask_for_precise_sleep();
 /// What `bytes` take under `limit`: bytes / bandwidth + latency, rounded up.
 std::int64_t least_duration_ns(const LaneLimit& limit, Bytes bytes);
 
-/// What a transfer takes where each of its links has this limit: as long as the slowest of them, then its fills.
-std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer);
+/// What a transfer takes where each of its links has this limit, or its own: as long as the slowest, then its fills.
+std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer,
+                               const std::map<int, LaneLimit>& links = {});
 
 class Delays {
  public:

@@ -1,6 +1,7 @@
 #include "plan/matching.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <set>
@@ -36,6 +37,16 @@ Counts even_out(const Counts& needed, std::int64_t total) {
     --left;
   }
   return given;
+}
+
+/// What of these could be lent to whom: without those that no link leads to.
+Counts reached(Counts amounts, const Counts& others, const auto& has_link) {
+  for (std::size_t own = 0; own < amounts.size(); ++own) {
+    bool is_reached = false;
+    for (std::size_t other = 0; other < others.size(); ++other) is_reached |= others[other] > 0 && has_link(own, other);
+    if (!is_reached) amounts[own] = 0;
+  }
+  return amounts;
 }
 
 class Market {
@@ -120,10 +131,22 @@ std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
       needed[i] = (offers[i].needed.count + kLoanGranule.count - 1) / kLoanGranule.count;
       if (needed[i] == 0) spare[i] = offers[i].spare.count / kLoanGranule.count;
     }
-    Market market(even_out(needed, std::min(sum(needed), sum(spare))), spare, bandwidth);
-    market.settle();
+    const auto lends = [&](std::size_t lender, std::size_t borrower) { return bandwidth[lender][borrower] > 0; };
+    const auto borrows = [&](std::size_t borrower, std::size_t lender) { return lends(lender, borrower); };
+    std::map<std::pair<int, int>, std::int64_t> given;
+    while (true) {  // again where somebody's share was of what no link leads to
+      const Counts wanted = reached(needed, spare, borrows), had = reached(spare, needed, lends);
+      Market market(even_out(wanted, std::min(sum(wanted), sum(had))), had, bandwidth);
+      market.settle();
+      if (market.given().empty()) break;
+      for (const auto& [pair, count] : market.given()) {
+        given[pair] += count;
+        spare[static_cast<std::size_t>(pair.first)] -= count;
+        needed[static_cast<std::size_t>(pair.second)] -= count;
+      }
+    }
     std::map<int, Bytes> ends;
-    for (const auto& [pair, count] : market.given()) {
+    for (const auto& [pair, count] : given) {
       const Bytes bytes = kLoanGranule * count;
       loans.push_back({pair.first, pair.second, ends[pair.first], bytes});
       ends[pair.first] += bytes;
@@ -131,6 +154,17 @@ std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
   }
   std::sort(loans.begin(), loans.end());
   return loans;
+}
+
+std::vector<std::vector<double>> link_classes(std::vector<std::vector<double>> bandwidth) {
+  for (std::size_t borrower = 0; borrower < bandwidth.size(); ++borrower) {
+    double fastest = 0;
+    for (const auto& row : bandwidth) fastest = std::max(fastest, row[borrower]);
+    for (auto& row : bandwidth) {
+      if (row[borrower] > 0) row[borrower] = std::exp2(std::round(std::log2(row[borrower] / fastest)));
+    }
+  }
+  return bandwidth;
 }
 
 }  // namespace noria

@@ -5,7 +5,13 @@
 //
 // Note [Matching]. What a stage lacks goes over the slow link to its host, and all stages wait for the slowest. So
 // where less is spare than is needed, what remains lacking is made as even as it can be. A borrower's loans are in
-// proportion to its links, since it uses them all at once, as far as the lenders' room goes.
+// proportion to its links, since it uses them all at once, as far as the lenders' room goes. What can be lent to nobody
+// in need, for want of a link, is left out of that.
+//
+// Note [Classes of links]. No link is measured twice alike, and who lends to whom must be the same from run to run. But
+// links are of few kinds: one or two of a sort side by side, full or half as wide, NVLink or the bus. So a bandwidth is
+// taken for the power of two nearest to it, as compared with the fastest of the same borrower, since a borrower divides
+// what it wants among its own links alone: a link of one kind must be measured wrong by 41 % to be taken for another.
 #pragma once
 
 #include <string>
@@ -33,5 +39,8 @@ inline constexpr Bytes kLoanGranule{std::int64_t{64} << 10};
 /// other from its arena's beginning, and do not exceed its spare memory.
 std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
                               const std::vector<std::vector<double>>& bandwidth);
+
+/// Measured bandwidths by lender, then by borrower, as Note [Classes of links] says: a borrower's fastest link is 1.
+std::vector<std::vector<double>> link_classes(std::vector<std::vector<double>> bandwidth);
 
 }  // namespace noria

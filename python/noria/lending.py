@@ -2,8 +2,8 @@
 
 How much a stage has to spare or lacks is known once a step has been made: after the first backwards, inside of the
 first `optimizer.step()`, all stages tell each other, and the same matching on each of them (csrc/plan/matching.h) says
-who lends what to whom. A lender exports one arena, once; a borrower copies to and from its range by itself from then
-on.
+who lends what to whom, by the links that they have measured (noria/links.py). A lender exports one arena, once; a
+borrower copies to and from its range by itself from then on.
 """
 
 from __future__ import annotations
@@ -19,27 +19,13 @@ from noria import _C
 from noria._errors import usage_error
 from noria.beside import LENT
 from noria.groups import Group
+from noria.links import CALL, Handover, Loan, Pair, Source, free_left, measured, retire
 from noria.ranks import SAME_MESHES, raised_by_all
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
 __all__ = ["Lending", "Loan", "Stages", "need_and_spare"]
-
-CALL = "noria's lending between stages"
-
-PATIENCE_MS = 10_000
-"""Only a process that has stopped comes to it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Loan:
-    """Between ranks of `stages`; bytes, by offset in the lender's arena."""
-
-    lender: int
-    borrower: int
-    offset: int
-    bytes: int
 
 
 class Stages:
@@ -85,15 +71,6 @@ class Stages:
         self.group.close()
 
 
-@dataclasses.dataclass
-class _Source:
-    """What this process has borrowed from one lender."""
-
-    loan: Loan
-    borrower: _C.Borrower
-    opened: int = 0  # the address of the lender's arena here; 0: not yet
-
-
 class Lending:
     """Of one wrap call. Without stages nothing happens.
 
@@ -104,14 +81,16 @@ class Lending:
     """
 
     def __init__(self, wrapped: Wrapped, stages: Stages | None) -> None:
-        _free_left()
+        free_left()
         self.wrapped = wrapped
         self.stages = stages
         self.loans: list[Loan] = []  # all of them as they were made, but this stage's as they are
+        self.notes: list[str] = []
+        """Who lends nothing to whom, and why."""
         self._has_met = False
         self._lender: _C.Lender | None = None
         self._asked: dict[int, int] = {}  # by borrower: what it may have still
-        self._sources: list[_Source] = []
+        self._sources: list[Source] = []
 
     @property
     def lent(self) -> list[Loan]:
@@ -128,6 +107,7 @@ class Lending:
 
     def begin_step(self) -> None:
         """The first time after a pass collective over the stages."""
+        free_left()
         self.check()
         if self.stages is None:
             return
@@ -159,10 +139,37 @@ class Lending:
                 f"they agree on who lends memory to whom; let each of them step as often as the others, or wrap all "
                 f"without stages= ({error})"
             ) from error
-        even = [[1.0] * stages.size for _ in offers]
-        self.loans = [Loan(*each) for each in _C.match_memory(offers, even)]
-        if self.loans:
-            self._trade(stages)
+        spare = [have for _, _, have in offers]
+        pairs = self._pairs(offers)
+        if not pairs:
+            return
+        bandwidth, failed = measured(stages, self.wrapped.backend, self.wrapped.device, pairs, spare)
+        self._note_failed(failed)
+        links = _C.link_classes(bandwidth)
+        if self._take_arena(stages, offers, links):
+            self._trade(stages, links)
+
+    def _pairs(self, offers: list[tuple[str, int, int]]) -> list[Pair]:
+        """Of those in need and those that have something to spare, the ones that may reach each other."""
+        wanted = [
+            (lender, borrower)
+            for borrower, (_, needed, _) in enumerate(offers)
+            for lender, (_, own_need, spare) in enumerate(offers)
+            if needed and not own_need and spare >= _C.LOAN_GRANULE
+        ]
+        pairs = [(lender, borrower) for lender, borrower in wanted if offers[lender][0] == offers[borrower][0]]
+        if len(pairs) < len(wanted):
+            places = list(dict.fromkeys(machine for machine, _, _ in offers))
+            groups = [[rank for rank, offer in enumerate(offers) if offer[0] == place] for place in places]
+            self.notes.append(
+                "stages lend each other memory inside of one machine, one container and one user alone: "
+                + ", ".join(map(str, groups))
+            )
+        return pairs
+
+    def _note_failed(self, failed: dict[Pair, str]) -> None:
+        for (lender, borrower), why in sorted(failed.items()):
+            self.notes.append(f"stage {borrower} borrows nothing of stage {lender}: {why}")
 
     def _own_need(self) -> int:
         saved = self.wrapped.custody.saved_stats()
@@ -174,45 +181,59 @@ class Lending:
             return 0, 0
         return need_and_spare(saved["most_saved"], saved["largest"], room)
 
-    def _trade(self, stages: Stages) -> None:
-        """After each part all tell each other whether it went well. So what a part needs of others is there when it
-        begins, and nobody waits for one that has failed."""
-        wrapped, ranks = self.wrapped, stages.group.ranks
-        rank = ranks[stages.rank]
-        arena = sum(loan.bytes for loan in self.lent)
-        address = ""
-        with raised_by_all([stages], CALL):
-            if arena:
-                wrapped.beside.take_shared(LENT, arena)
-                self._note_lent()
-                self._lender = _C.Lender(rank)
-                address = self._lender.address
-        addresses = stages.group.gather_objects(address)
-        with raised_by_all([stages], CALL):
-            for loan in self.borrowed:
-                borrower = _C.Borrower(rank, ranks[loan.lender], addresses[loan.lender], PATIENCE_MS)
-                self._sources.append(_Source(loan, borrower))
-        with raised_by_all([stages], CALL):
-            if self._lender is not None:
-                loans = [(ranks[loan.borrower], loan.offset, loan.bytes) for loan in self.lent]
-                self._lender.lend(wrapped.backend.shared(wrapped.beside.address(LENT)), loans, PATIENCE_MS)
-                self._asked = {loan.borrower: loan.bytes for loan in self.lent}
-        with raised_by_all([stages], CALL):
-            for link, source in enumerate(self._sources):
-                shared, offset, size = source.borrower.receive(PATIENCE_MS)
+    def _take_arena(self, stages: Stages, offers: list[tuple[str, int, int]], links: list[list[float]]) -> bool:
+        """False: nobody lends. A stage whose device has no such arena lends nothing, and what it would have lent is
+        sought elsewhere."""
+        beside = self.wrapped.beside
+        while True:
+            self.loans = [Loan(*each) for each in _C.match_memory(offers, links)]
+            if not self.loans:
+                return False
+            why = ""
+            with raised_by_all([stages], CALL):
                 try:
-                    source.opened = wrapped.backend.open_shared(shared)
-                finally:
-                    if shared.fd >= 0:
-                        os.close(shared.fd)
-                wrapped.custody.add_peer(source.loan.lender, link, 1.0, source.opened + offset, size)
+                    if arena := sum(loan.bytes for loan in self.lent):
+                        beside.take_shared(LENT, arena)
+                        self._note_lent()
+                except _C.MachineError as error:
+                    why = str(error)
+            reasons = stages.group.gather_objects(why)
+            if not any(reasons):
+                return True
+            for lender, why in enumerate(reasons):
+                if why:
+                    offers[lender] = (offers[lender][0], 0, 0)
+                    self.notes.append(f"stage {lender} lends nothing: {why}")
+            if beside.address(LENT):
+                beside.free(LENT)
+                self._note_lent()
+
+    def _trade(self, stages: Stages, links: list[list[float]]) -> None:
+        wrapped = self.wrapped
+        handover = Handover(stages, wrapped.backend)
+        self._sources = handover.sources  # also what has come when it fails
+        try:
+            handover.make(self.loans, lambda: wrapped.beside.address(LENT))
+        finally:
+            self._lender = handover.lender
+        self._note_failed(handover.failed)
+        self._asked = {loan.borrower: loan.bytes for loan in self.lent if loan.pair not in handover.failed}
+        self._take_back()
+        self.loans = [loan for loan in self.loans if loan.pair not in handover.failed]
+        with raised_by_all([stages], CALL):
+            for source in self._sources:
+                loan = source.loan
+                link = links[loan.lender][loan.borrower]
+                wrapped.custody.add_peer(loan.lender, loan.lender, link, source.address, loan.bytes)
+                source.is_used = True
 
     def _abandon(self) -> None:
         """Nobody lends: a step that is made again is made without. What has come to a borrower already comes back at a
         later step."""
         for source in self._sources:
-            if source.opened:
+            if source.is_used:
                 self.wrapped.custody.shrink_peer(source.loan.lender, 0)
+            if source.opened:
                 self.wrapped.backend.close_shared(source.opened)
             source.borrower.close()
         self._sources.clear()
@@ -298,39 +319,11 @@ class Lending:
             self._sources.clear()
 
     def _end_lending(self) -> None:
-        _free_left()
+        free_left()
         lender, self._lender = self._lender, None
-        if lender is None:
-            return
-        lender.leave()
-        borrowers = [self._world(loan.borrower) for loan in self.lent]
-        if any(lender.lent(borrower) for borrower in borrowers):
-            _LEFT.append(_Left(os.getpid(), lender, borrowers, self.wrapped.backend, self.wrapped.beside.give_up(LENT)))
-        else:
-            lender.close()
-
-
-@dataclasses.dataclass
-class _Left:
-    """An arena that others may be using, of a model that is wrapped no more."""
-
-    pid: int
-    lender: _C.Lender
-    borrowers: list[int]
-    backend: _C.Backend
-    arena: int
-
-
-_LEFT: list[_Left] = []
-
-
-def _free_left() -> None:
-    """Of arenas that are left those that nobody uses any more. What is left at the end of the process goes with it."""
-    for each in list(_LEFT):
-        if each.pid == os.getpid() and not any(each.lender.lent(borrower) for borrower in each.borrowers):
-            _LEFT.remove(each)
-            each.lender.close()
-            each.backend.free(each.arena)
+        if lender is not None:
+            borrowers = [self._world(loan.borrower) for loan in self.lent]
+            retire(lender, borrowers, self.wrapped.backend, self.wrapped.beside.give_up(LENT))
 
 
 def own_need(most_saved: int, largest: int) -> int:

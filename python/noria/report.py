@@ -245,7 +245,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
-        notes=[*wrapped.plan.unpredicted, *wrapped.home.notes],
+        notes=[*wrapped.plan.unpredicted, *wrapped.home.notes, *wrapped.lending.notes],
     )
 
 

@@ -59,6 +59,7 @@ def trained(
     scale_grads: bool | None = None,
     num_micro_batches: int = NUM_MICRO_BATCHES,
     watch: Callable[[list[Any], Any], None] = lambda stages, schedule: None,
+    machine: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain.
     `length`: of sequences; or of those of each step. `follows`: noria is given the stages, and not their modules alone.
@@ -78,7 +79,7 @@ def trained(
         for nth, model in enumerate(models)
     ]
     if policy is not None:
-        with on_machine(hostility=HOSTILE):
+        with on_machine(**(machine or {"hostility": HOSTILE})):
             policy = {"mesh": mesh["replicas"], "stages": mesh["stages"], **policy}
             noria.wrap(stages if follows else models, optimizer, device="cpu", window=2, **policy)
     if scale_grads is None:

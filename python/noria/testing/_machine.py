@@ -13,9 +13,9 @@ __all__ = ["Machine", "machine", "on_machine"]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Rate limits by lane ("fetch", "drain", "peer": of each link, "update"), as (GiB/s, latency in us), 0 meaning
-    unlimited; hostility as the backends take it (`seed`, `max_delay_us`, `hold_us`, `poison`); threads of the host
-    pool, 0 meaning all but one."""
+    """Rate limits by lane ("fetch", "drain", "peer": of each link, "peer:1": of the link to stage 1 alone, "update"),
+    as (GiB/s, latency in us), 0 meaning unlimited; hostility as the backends take it (`seed`, `max_delay_us`,
+    `hold_us`, `poison`); threads of the host pool, 0 meaning all but one."""
 
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     hostility: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -264,6 +264,8 @@ TEST(TimingTest, a_transfer_takes_as_long_as_its_slowest_link_and_its_fills) {
   EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, Bytes{7000}));
   transfer.poison = {{at, Bytes{10}}};
   EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, Bytes{7010}));
+  const std::map<int, LaneLimit> links{{2, {0.5, 200}}};
+  EXPECT_EQ(least_duration_ns(limit, transfer, links), least_duration_ns(links.at(2), Bytes{5010}));
   for (CopySpan& copy : transfer.copies) copy.link = 0;
   EXPECT_EQ(least_duration_ns(limit, transfer), least_duration_ns(limit, transfer.bytes()));
 }

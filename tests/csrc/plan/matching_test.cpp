@@ -80,6 +80,50 @@ TEST(Matching, nothing_that_is_spare_stays_so_while_somebody_needs_it) {
   }
 }
 
+TEST(Matching, nothing_stays_spare_that_a_link_leads_from_to_one_in_need) {
+  std::mt19937 random(3);  // NOLINT(cert-msc32-c,cert-msc51-cpp): the same cases each time
+  for (int round = 0; round < 500; ++round) {
+    const std::size_t size = 2 + random() % 8;
+    const auto offers = random_offers(random, size, 1);
+    Bandwidth bandwidth = even(size);
+    for (auto& row : bandwidth) {
+      for (double& link : row) link = static_cast<double>(random() % 3);
+    }
+    const auto loans = match(offers, bandwidth);
+    auto given = sums(loans, &MemoryLoan::borrower), lent = sums(loans, &MemoryLoan::lender);
+    for (std::size_t lender = 0; lender < size; ++lender) {
+      for (std::size_t borrower = 0; borrower < size; ++borrower) {
+        if (bandwidth[lender][borrower] <= 0) continue;
+        const Bytes lacking = offers[borrower].needed - given[static_cast<int>(borrower)];
+        const Bytes left = offers[lender].spare - lent[static_cast<int>(lender)];
+        EXPECT_TRUE(lacking <= Bytes{0} || left < kGranule || offers[lender].needed > Bytes{0}) << "round " << round;
+      }
+    }
+  }
+}
+
+TEST(Matching, who_has_no_link_leaves_its_share_to_others) {
+  const std::vector<MemoryOffer> offers{{"", kGranule * 40, {}}, {"", kGranule * 40, {}}, {"", {}, kGranule * 40}};
+  Bandwidth bandwidth = even(3);
+  bandwidth[2][0] = 0;
+  const auto given = sums(match(offers, bandwidth), &MemoryLoan::borrower);
+  EXPECT_FALSE(given.contains(0));
+  EXPECT_EQ(given.at(1), kGranule * 40);
+}
+
+TEST(Matching, links_of_one_kind_are_alike_however_they_were_measured) {
+  std::mt19937 random(4);  // NOLINT(cert-msc32-c,cert-msc51-cpp): the same cases each time
+  std::uniform_real_distribution<double> noise(0.85, 1.19);  // two of them make less than a factor of the root of two
+  const Bandwidth kinds{{0, 1, 0.5, 0}, {1, 0, 1, 0}, {0.25, 1, 0, 0}, {1, 0.125, 1, 0}};
+  for (int round = 0; round < 200; ++round) {
+    Bandwidth measured = kinds;
+    for (auto& row : measured) {
+      for (double& link : row) link *= 20 * noise(random);
+    }
+    EXPECT_EQ(link_classes(measured), kinds);
+  }
+}
+
 TEST(Matching, what_remains_lacking_is_even) {
   const std::vector<MemoryOffer> offers{
       {"", kGranule * 100, {}}, {"", kGranule * 60, {}}, {"", kGranule * 10, {}}, {"", {}, kGranule * 81}};

@@ -1,0 +1,41 @@
+#include "device/link_probe.h"
+
+#include <algorithm>
+
+#include "device/timing.h"
+
+namespace noria {
+namespace {
+
+constexpr std::int64_t kRoundNs = 1'000'000;
+constexpr std::int64_t kMostCopies = 64;  // of a round, each way
+constexpr int kRounds = 3;
+
+std::int64_t round_ns(Backend& backend, const Transfer& out, const Transfer& back) {
+  const OpLabel label{OpId(), Lane::peer, Verb::probe, UnitId()};
+  const std::int64_t begin_ns = now_ns();
+  const Ticket gone = backend.submit(label, out, {});
+  const Ticket come = backend.submit(label, back, {});
+  gone->wait_passed();
+  come->wait_passed();
+  return std::max<std::int64_t>(now_ns() - begin_ns, 1);
+}
+
+}  // namespace
+
+double measure_link_gib_s(Backend& backend, std::byte* own, std::byte* peers, Bytes bytes, int link) {
+  Transfer out, back;
+  out.copies = {{peers, own, bytes, link}};
+  back.copies = {{own, peers, bytes, link}};
+  (void)round_ns(backend, out, back);
+  const std::int64_t once_ns = round_ns(backend, out, back);
+  const auto count = static_cast<std::size_t>(std::clamp<std::int64_t>(kRoundNs / once_ns, 1, kMostCopies));
+  out.copies.resize(count, out.copies.front());
+  back.copies.resize(count, back.copies.front());
+  std::int64_t least_ns = round_ns(backend, out, back);
+  for (int round = 1; round < kRounds; ++round) least_ns = std::min(least_ns, round_ns(backend, out, back));
+  const Bytes moved = out.bytes() + back.bytes();
+  return static_cast<double>(moved.count) / 1073741824.0 / (static_cast<double>(least_ns) * 1e-9);
+}
+
+}  // namespace noria
