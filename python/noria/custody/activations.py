@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from noria.custody.hooks import Hook, in_backward
-from noria.custody.recompute import Recomputation
+from noria.custody.recompute import Recomputation, is_checkpointed
 from noria.home import Region
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Activations:
             self._recomputation.begin_step()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_backward() or not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled() or is_checkpointed():
             self._inside.append(None)
             return
         custody = self.wrapped.custody

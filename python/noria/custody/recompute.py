@@ -21,9 +21,18 @@ from noria.record import tensors_of
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
-__all__ = ["Recomputation", "Recomputed"]
+__all__ = ["Recomputation", "Recomputed", "is_checkpointed"]
 
 _LOOKED_AT = 3  # of the steps
+
+
+def is_checkpointed() -> bool:
+    """What is saved now a checkpoint of torch's has its hands on: it counts tensors, and the same ones must come again
+    when it computes again, whenever that is."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 class Recomputed:
@@ -35,7 +44,7 @@ class Recomputed:
         self._forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_checkpointed():
             return self._forward(*args, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
