@@ -253,9 +253,11 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   if (saver_) {
+    const Standstill standstill(*this);  // it waits where what leaves is late
     for (const Access& read : saver_->enter(visit.hook, visit.phase, planned.unit, *stream_)) {
       open.op.accesses.push_back(read);
     }
+    count_.stall_us += saver_->take_waited_us();
   }
   auto begun = issuer_.begin(open.op);
   open.ticket = backend_->open(begun.label);
@@ -571,6 +573,11 @@ bool Engine::shrink_peer(std::int32_t rank, Bytes left) {
   return saver_->shrink_peer(rank, left);
 }
 
+void Engine::send_saved_home(std::set<HookId> hooks) {
+  const std::lock_guard lock(mutex_);
+  saver_->send_home(std::move(hooks));
+}
+
 void Engine::set_saved_room(Bytes room) {
   const std::lock_guard lock(mutex_);
   saver_->set_room(room);
@@ -593,6 +600,9 @@ void Engine::await_saved(SavedId saved, Stream stream) {
                      "a backward that needs what has been moved to the home, which is gone", "call backward() first");
   }
   saver_->await(saved, stream);
+  const std::int64_t waited_us = saver_->take_waited_us();
+  count_.stall_us += waited_us;
+  if (visit_ && visit_->opened_us != 0) count_.visit_us -= waited_us;  // of the visit that goes on
 }
 
 void Engine::forget_saved(const std::vector<SavedId>& saved) {

@@ -217,6 +217,7 @@ class Engine {
   // ---- what forwards save ----
   void add_peer(const PeerMemory& peer);
   bool shrink_peer(std::int32_t rank, Bytes left);
+  void send_saved_home(std::set<HookId> hooks);
   void set_saved_room(Bytes room);
   /// As the saver's.
   SavedId save(const std::byte* memory, Bytes bytes);

@@ -32,8 +32,8 @@ bool SavedPlaces::shrink_peer(std::int32_t rank, Bytes left) {
   return store->pool.taken_beyond() == Bytes{0};
 }
 
-SavedPlaces::Stretches SavedPlaces::take(Bytes bytes) {
-  Stretches stretches = take_of_peers(bytes);
+SavedPlaces::Stretches SavedPlaces::take(Bytes bytes, bool of_home) {
+  Stretches stretches = of_home ? Stretches{} : take_of_peers(bytes);
   if (!stretches.empty() || add_stretch(kHome, {}, bytes, stretches)) return stretches;
   const auto [memory, more] = custodian_.more_home(bytes);
   stores_[kHome].pool.add(memory, more);

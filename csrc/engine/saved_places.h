@@ -49,8 +49,8 @@ class SavedPlaces {
   /// From now on nothing of it is used beyond so many bytes. False: something is still.
   bool shrink_peer(std::int32_t rank, Bytes left);
 
-  /// Throws UsageError where neither peers nor the home have as much.
-  Stretches take(Bytes bytes);
+  /// `of_home`: also where peers have room. Throws UsageError where neither peers nor the home have as much.
+  Stretches take(Bytes bytes, bool of_home);
   void give_back(const Stretches& stretches);
 
   bool is_at_peers(const Stretches& stretches) const { return stretches.front().store != kHome; }

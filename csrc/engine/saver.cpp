@@ -60,9 +60,9 @@ SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   return saved;
 }
 
-void Saver::take_place(Entry& entry) {
+void Saver::take_place(Entry& entry, bool goes_home) {
   if (!entry.stretches.empty()) return;
-  entry.stretches = places_.take(entry.bytes);
+  entry.stretches = places_.take(entry.bytes, goes_home);
   if (places_.is_at_peers(entry.stretches)) stats_.at_peers += entry.bytes;
   stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
 }
@@ -113,6 +113,7 @@ void Saver::let_go(SavedId saved) {
 
 std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
   let_go_forgotten();
+  awaited_.clear();  // a visit that could not be opened: those come still
   if (std::exchange(is_inside_, true)) return {};
   if (phase == Phase::forward && !saves_) return {};
   if (phase == Phase::forward) {
@@ -145,13 +146,22 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   }
   std::vector<Access> reads;
   for (SavedId saved : now) {
-    Entry& entry = at(saved);
+    const Entry& entry = at(saved);
     reads.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    if (entry.state != State::coming) continue;
-    entry.state = State::there;  // for whoever comes after that visit's waits
-    entry.ticket.reset();
+    if (entry.state == State::coming) awaited_.push_back(saved);
   }
   return reads;
+}
+
+// Before this, and where the visit's waits have failed, a copy may be writing there.
+void Saver::opened(std::int64_t at_us) {
+  entered_us_ = at_us;
+  for (SavedId saved : std::exchange(awaited_, {})) {
+    const auto entry = entries_.find(saved);
+    if (entry == entries_.end() || entry->second.state != State::coming) continue;
+    entry->second.state = State::there;
+    entry->second.ticket.reset();
+  }
 }
 
 bool Saver::is_alive(SavedId saved) const {
@@ -222,7 +232,9 @@ void Saver::leave(UnitId unit, Stream stream) {
   if (!saves_) return;
   // One bundle more is saved while one leaves; where all has had its place at once, none needs to.
   const Bytes may_stay = !room_ ? Bytes{0} : stats_.most_saved <= *room_ ? *room_ : *room_ - stats_.largest * 2;
-  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) offload_farthest(unit);
+  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) {
+    offload_farthest(stats_.there - leaving_bytes() - may_stay, unit);
+  }
 }
 
 void Saver::tell_trace() const {
@@ -260,17 +272,45 @@ Bytes Saver::leaving_bytes() const {
 
 // So much more will lie on the device.
 void Saver::make_way(Bytes bytes, UnitId unit) {
-  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() + bytes > room()) offload_farthest(unit);
+  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() + bytes > room()) {
+    offload_farthest(stats_.there - leaving_bytes() + bytes - room(), unit);
+  }
   end_left();
   while (!leaving_.empty() && stats_.there + bytes > room()) await_leaving(unit);
 }
 
-void Saver::offload_farthest(UnitId unit) {
+void Saver::offload_farthest(Bytes least, UnitId unit) {
   const std::int64_t newest = staying_.back()->forward;
   const auto farthest =
       std::find_if(staying_.begin(), staying_.end(), [&](auto bundle) { return bundle->forward == newest; });
-  offload(**farthest, unit);
-  staying_.erase(farthest);
+  const Bundle& bundle = **farthest;
+  const std::vector<SavedId> all = idle(bundle), going = enough(all, least);
+  offload(going, sent_home_.contains(bundle.hook), unit);
+  if (going.size() == all.size()) staying_.erase(farthest);
+}
+
+std::vector<SavedId> Saver::idle(const Bundle& bundle) const {
+  std::vector<SavedId> found = alive(bundle);
+  std::erase_if(found, [this](SavedId saved) {
+    const Entry& entry = entries_.at(saved);
+    return entry.state != State::there || entry.is_wanted;
+  });
+  return found;
+}
+
+// The largest as long as none is enough, then the smallest that is.
+std::vector<SavedId> Saver::enough(std::vector<SavedId> saved, Bytes least) const {
+  const auto bytes_of = [this](SavedId each) { return entries_.at(each).bytes; };
+  std::stable_sort(saved.begin(), saved.end(), [&](SavedId a, SavedId b) { return bytes_of(a) < bytes_of(b); });
+  std::vector<SavedId> found;
+  while (least > Bytes{0} && !saved.empty()) {
+    auto next = std::find_if(saved.begin(), saved.end(), [&](SavedId each) { return bytes_of(each) >= least; });
+    if (next == saved.end()) --next;
+    least = least - bytes_of(*next);
+    found.push_back(*next);
+    saved.erase(next);
+  }
+  return found;
 }
 
 void Saver::await(SavedId saved, Stream stream) {
@@ -279,6 +319,7 @@ void Saver::await(SavedId saved, Stream stream) {
   if (entry.state == State::there || entry.state == State::leaving) return;
   ++stats_.num_unforeseen;
   if (entry.state == State::away && places_.is_at_peers(entry.stretches)) reload({saved}, UnitId(), stream);
+  const std::int64_t since_us = clock_us();
   if (entry.state == State::coming) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
     entry.ticket->wait_passed();
@@ -291,6 +332,7 @@ void Saver::await(SavedId saved, Stream stream) {
     stats_.reloaded += entry.bytes;
   }
   entry.state = State::there;
+  waited_us_ += clock_us() - since_us;
 }
 
 // What is in the memory of these is there on the stream from here on; or, before a reload, nobody uses it any more.
@@ -315,12 +357,11 @@ Ticket Saver::submit(Load load, Lane lane, Verb verb, UnitId unit) {
   return issuer_.submit(std::move(load.op), std::move(load.transfer));
 }
 
-void Saver::offload(const Bundle& bundle, UnitId unit) {
+void Saver::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit) {
   Load to_home, to_peers;
-  for (SavedId saved : alive(bundle)) {
+  for (SavedId saved : going) {
     Entry& entry = at(saved);
-    if (entry.state != State::there || entry.is_wanted) continue;
-    take_place(entry);
+    take_place(entry, go_home);
     Load& load = places_.is_at_peers(entry.stretches) ? to_peers : to_home;
     load.saved.push_back(saved);
     load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
@@ -348,7 +389,9 @@ void Saver::offload(const Bundle& bundle, UnitId unit) {
 
 // Waits for the one that was sent out first.
 void Saver::await_leaving(UnitId unit) {
+  const std::int64_t since_us = clock_us();
   backend_.wait({leaving_.front().ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
+  waited_us_ += clock_us() - since_us;
   end_left();
 }
 

@@ -8,10 +8,11 @@
 // Note [Bundles]. What one forward visit saves is a bundle. Backwards are taken to come in the order of their forwards,
 // as those of micro-batches do, and each visits its modules backwards. So the future is known, and who leaves is
 // Belady's: of the bundles that stay, the one whose backward is farthest, the first of the newest forward. At least one
-// stays: what a backward needs first. When a backward visit takes its bundle, those that come next are on their way. A
-// guess that was wrong costs a wait, never a bit: whoever asks for a tensor that is not there gets it then (`await`).
-// Two bundles must have room. Where they had it until some was lent, they have it still: there is more on the device
-// then than the room, until the lender has got back what it asks for.
+// stays: what a backward needs first. Of the last one to leave only as many storages do as are in the way. When a
+// backward visit takes its bundle, those that come next are on their way. A guess that was wrong costs a wait, never a
+// bit: whoever asks for a tensor that is not there gets it then (`await`). Two bundles must have room. Where they had
+// it until some was lent, they have it still: there is more on the device then than the room, until the lender has got
+// back what it asks for.
 //
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
@@ -26,6 +27,8 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "base/trace.h"
@@ -72,6 +75,8 @@ class Saver {
   bool shrink_peer(std::int32_t rank, Bytes left);
   /// What is left of the room: the rest is lent.
   void set_room(Bytes room) { room_ = room; }
+  /// What these modules save leaves for the home, also where peers have room: their room is for whom it helps more.
+  void send_home(std::set<HookId> hooks) { sent_home_ = std::move(hooks); }
   /// Is told what lies where, at the ends of visits and where one of backward begins; null: nobody.
   void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
 
@@ -89,7 +94,9 @@ class Saver {
   /// bundle is known to be too large for the room.
   std::vector<Access> enter(HookId hook, Phase phase, UnitId unit, Stream stream);
   /// The visit that was entered has waited for all that it needs.
-  void opened(std::int64_t at_us) { entered_us_ = at_us; }
+  void opened(std::int64_t at_us);
+  /// How long the calling thread has stood still in here since it was asked last.
+  std::int64_t take_waited_us() { return std::exchange(waited_us_, 0); }
   /// The visit has ended on the stream.
   void leave(UnitId unit, Stream stream);
   /// Somebody asks for it: the stream waits until it lies on the device, if it does not yet.
@@ -132,14 +139,15 @@ class Saver {
   };
 
   void tell_trace() const;
-  void take_place(Entry& entry);
+  void take_place(Entry& entry, bool goes_home);
   void give_back_place(Entry& entry);
-  void offload(const Bundle& bundle, UnitId unit);
+  void offload(const std::vector<SavedId>& going, bool go_home, UnitId unit);
   /// Brings those of these that are away, and keeps the others.
   void reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream);
   Ticket submit(Load load, Lane lane, Verb verb, UnitId unit);
   void make_way(Bytes bytes, UnitId unit);
-  void offload_farthest(UnitId unit);
+  /// Of the farthest bundle so many bytes at least, if it has them.
+  void offload_farthest(Bytes least, UnitId unit);
   void await_leaving(UnitId unit);
   void end_left();
   void end_copy(SavedId saved);
@@ -157,6 +165,10 @@ class Saver {
   bool is_alive(SavedId saved) const;
   bool is_any_alive(const Bundle& bundle) const;
   std::vector<SavedId> alive(const Bundle& bundle) const;
+  /// Those that lie on the device, and nothing has begun to bring away or to use.
+  std::vector<SavedId> idle(const Bundle& bundle) const;
+  /// Of these some that are so many bytes at least, and few more; all, where they are less.
+  std::vector<SavedId> enough(std::vector<SavedId> saved, Bytes least) const;
   Entry& at(SavedId saved) { return entries_.at(saved); }
 
   Issuer& issuer_;
@@ -174,10 +186,13 @@ class Saver {
   bool saves_ = false;                     // in this pass
   bool is_inside_ = false;                 // of a visit
   std::optional<Bundle> open_;             // of the forward visit that is
-  std::deque<Bundles::iterator> staying_;  // have not been sent out, in the order of their visits
+  std::deque<Bundles::iterator> staying_;  // in whole or in part, in the order of their visits
   std::deque<Leaving> leaving_;            // in the order of issue
   std::vector<SavedId> forgotten_;         // while a copy goes on
   std::int64_t entered_us_ = 0;
+  std::int64_t waited_us_ = 0;
+  std::vector<SavedId> awaited_;  // by the visit that was entered
+  std::set<HookId> sent_home_;
   Ticket last_from_peers_;
   SavedStats stats_;
   std::map<HookId, SavedByModule> by_module_;

@@ -4,9 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <random>
+#include <set>
 #include <thread>
 
 #include "base/errors.h"
@@ -23,9 +27,11 @@ constexpr int kModules = 8;
 struct Setting {
   std::uint64_t seed = 0;  // 0: nothing is late
   std::int64_t hold_reloads_us = 0;
+  std::int64_t hold_offloads_us = 0;
   std::optional<Bytes> room = std::nullopt;
   std::vector<int> peers = {};  // how many blocks each lends
   Bytes block = kBytes;
+  int home_blocks = 3 * kModules;
 };
 
 Hostility hostility_of(const Setting& setting) {
@@ -33,6 +39,7 @@ Hostility hostility_of(const Setting& setting) {
   hostility.seed = setting.seed;
   hostility.max_delay_us = setting.hold_reloads_us > 0 ? 0 : 300;
   if (setting.hold_reloads_us > 0) hostility.hold_us[Verb::reload] = setting.hold_reloads_us;
+  if (setting.hold_offloads_us > 0) hostility.hold_us[Verb::offload] = setting.hold_offloads_us;
   return hostility;
 }
 
@@ -44,7 +51,7 @@ class Machine final : public Custodian {
         backend_(HostBackendOptions{Bytes{1 << 20}, {}, hostility_of(setting)}),
         lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
         stream_(backend_.create_stream()),
-        home_(static_cast<std::size_t>(3 * kModules * num_floats_)),
+        home_(static_cast<std::size_t>(setting.home_blocks * num_floats_)),
         saver_(issuer_, backend_, *this, setting.room) {
     for (const int num_blocks : setting.peers) {
       std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
@@ -70,6 +77,58 @@ class Machine final : public Custodian {
   Bytes copied() const { return backend_.stats(Lane::peer).bytes; }
   bool shrink_peer(Bytes left) { return saver_.shrink_peer(1, left); }
 
+  void send_home(std::set<HookId> hooks) { saver_.send_home(std::move(hooks)); }
+  std::int64_t take_waited_us() { return saver_.take_waited_us(); }
+
+  /// What is to come back waits until the ticket is given.
+  Ticket hold_fetches() {
+    backend_.idle();
+    const Ticket until = backend_.open({OpId(), Lane::compute, Verb::user, UnitId()}, {});
+    (void)backend_.submit({OpId(), Lane::fetch, Verb::fetch, UnitId()}, {}, {until});
+    return until;
+  }
+  void let_fetches_go(const Ticket& until) {
+    backend_.give(until, nullptr);
+    backend_.idle();
+  }
+  /// A visit that gets no further.
+  void enter_backward(int module) { (void)saver_.enter(HookId(module), Phase::backward, UnitId(module), stream_); }
+  void reset() { saver_.leave(UnitId(), stream_); }
+  bool is_on_device(SavedId saved) const { return blocks_.contains(saved); }
+
+  /// A visit that saves several storages, each of the first bytes of a block; what is in them is their value.
+  std::vector<SavedId> forward_many(int module, const std::vector<Bytes>& sizes, float value) {
+    (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
+    std::vector<SavedId> saved;
+    for (const Bytes bytes : sizes) {
+      float* const block = allocate();
+      backend_.enqueue(stream_, [block, value, count = num_floats_] { std::fill(block, block + count, value); });
+      saved.push_back(saver_.save(reinterpret_cast<const std::byte*>(block), bytes));
+      blocks_[saved.back()] = block;
+    }
+    saver_.leave(UnitId(module), stream_);
+    return saved;
+  }
+  /// How many of the visit's storages have not come back with this value.
+  int count_wrong_of(int module, const std::vector<SavedId>& saved, const std::vector<Bytes>& sizes, float value) {
+    float first = -2;
+    std::vector<float> found(saved.size(), -2);
+    backward(module, saved.front(), &first, [&] {
+      for (std::size_t i = 0; i < saved.size(); ++i) {
+        const float* const block = blocks_.at(saved[i]);
+        const auto count = static_cast<std::size_t>(sizes[i].count) / sizeof(float);
+        backend_.enqueue(stream_, [block, count, &each = found[i]] {
+          each = std::all_of(block, block + count, [block](float one) { return one == block[0]; }) ? block[0] : -1;
+        });
+      }
+    });
+    finish();
+    for (const SavedId each : saved) {
+      if (each != saved.front()) forget(each);
+    }
+    return static_cast<int>(std::count_if(found.begin(), found.end(), [&](float each) { return each != value; }));
+  }
+
   void begin_forward() { saver_.begin_pass(Phase::forward, /*saves=*/true); }
   SavedId forward(int module, float value) {
     (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
@@ -84,7 +143,7 @@ class Machine final : public Custodian {
     return saved;
   }
   /// The value that the module had saved, once the stream has come so far.
-  void backward(int module, SavedId saved, float* value) {
+  void backward(int module, SavedId saved, float* value, const std::function<void()>& also = [] {}) {
     Op op;
     op.verb = Verb::backward;
     op.unit = UnitId(module);
@@ -93,7 +152,9 @@ class Machine final : public Custodian {
     const Ticket visit = backend_.open(begun.label, {});
     issuer_.keep(op.id, visit);
     backend_.wait(begun.waits, stream_, begun.label);
+    saver_.opened(0);
     saver_.await(saved, stream_);
+    also();
     const float* const block = blocks_.at(saved);
     backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
@@ -136,7 +197,7 @@ class Machine final : public Custodian {
   void update(UnitId) override {}
   std::pair<std::byte*, Bytes> more_home(Bytes) override {
     EXPECT_FALSE(std::exchange(has_home_, true));
-    return {reinterpret_cast<std::byte*>(home_.data()), block_ * (3 * kModules)};
+    return {reinterpret_cast<std::byte*>(home_.data()), Bytes{static_cast<std::int64_t>(home_.size() * sizeof(float))}};
   }
   std::byte* make_room(SavedId saved, Bytes) override {
     blocks_[saved] = allocate();
@@ -401,6 +462,92 @@ TEST(Saver, a_peer_that_wants_memory_back_has_it_when_nothing_lies_there_and_it_
     EXPECT_TRUE(machine.shrink_peer(Bytes{0}));
     EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
   }
+}
+
+TEST(Saver, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over) {
+  Machine machine({});
+  std::vector<SavedId> saved;
+  machine.begin_forward();
+  for (int module = 0; module < kModules; ++module) saved.push_back(machine.forward(module, 1.0F));
+  machine.finish();
+  const Ticket held = machine.hold_fetches();
+  machine.reset();  // sees what has left
+  ASSERT_FALSE(machine.is_on_device(saved[0]));
+  machine.enter_backward(0);
+  machine.forget(saved[0]);
+  machine.reset();
+  EXPECT_TRUE(machine.is_on_device(saved[0]));  // a copy writes there
+  machine.let_fetches_go(held);
+  machine.reset();
+  EXPECT_FALSE(machine.is_on_device(saved[0]));
+}
+
+TEST(Saver, only_as_many_storages_leave_as_are_in_the_way) {
+  // Two bundles of four have their place in the room; what else it has is filled to the last storage.
+  constexpr int kStorages = 4;
+  for (const int more : {0, 1, 2, 3, 4, 5}) {
+    Machine machine({.room = kBytes * (2 * kStorages + more), .home_blocks = kModules * kStorages});
+    const std::vector<Bytes> sizes(kStorages, kBytes);
+    std::vector<std::vector<SavedId>> saved;
+    machine.begin_forward();
+    for (int module = 0; module < kModules; ++module) {
+      saved.push_back(machine.forward_many(module, sizes, static_cast<float>(module)));
+    }
+    const int num_there = std::max(more, kStorages);  // one bundle stays in any case
+    EXPECT_EQ(machine.stats().num_offloaded, kModules * kStorages - num_there) << more;
+    for (int module = kModules - 1; module >= 0; --module) {
+      const auto& its = saved[static_cast<std::size_t>(module)];
+      EXPECT_EQ(machine.count_wrong_of(module, its, sizes, static_cast<float>(module)), 0);
+    }
+    EXPECT_EQ(machine.stats().num_unforeseen, 0);
+    EXPECT_LE(machine.stats().most_there, kBytes * (2 * kStorages + more));
+  }
+}
+
+TEST(Saver, storages_of_any_size_leave_in_part_and_come_back_whole) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    const std::vector<Bytes> sizes{Bytes{4096}, Bytes{512}, Bytes{1024}, Bytes{2048}};
+    for (int round = 0; round < 4; ++round) {
+      const Bytes room{2 * 7680 + static_cast<std::int64_t>(random() % 16'000)};
+      Machine machine({.seed = seed, .room = room, .peers = {static_cast<int>(random() % 6) + 1}, .home_blocks = 200});
+      std::vector<std::vector<SavedId>> saved;
+      for (int forward = 0; forward < 2; ++forward) {
+        machine.begin_forward();
+        for (int module = 0; module < kModules; ++module) {
+          saved.push_back(machine.forward_many(module, sizes, static_cast<float>(saved.size())));
+        }
+      }
+      for (const int first : {0, kModules}) {
+        for (int module = kModules - 1; module >= 0; --module) {
+          const auto at = static_cast<std::size_t>(first + module);
+          EXPECT_EQ(machine.count_wrong_of(module, saved[at], sizes, static_cast<float>(at)), 0);
+        }
+      }
+      EXPECT_EQ(machine.stats().num_unforeseen, 0);
+      EXPECT_LE(machine.stats().most_there, room);
+    }
+  }
+}
+
+TEST(Saver, what_is_sent_home_takes_no_room_of_peers) {
+  Machine machine({.seed = 1, .peers = {100}});
+  std::set<HookId> most;
+  for (int module = 1; module < kModules; ++module) most.insert(HookId(module));
+  machine.send_home(most);
+  EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
+  const SavedStats& stats = machine.stats();
+  EXPECT_EQ(stats.offloaded_to_peers, kBytes * 6);  // of the first module
+  EXPECT_GT(stats.offloaded, stats.offloaded_to_peers);
+}
+
+TEST(Saver, what_the_caller_waits_for_what_leaves_is_told_once) {
+  Machine machine({.hold_offloads_us = 2'000, .room = kBytes * 2});
+  EXPECT_EQ(machine.take_waited_us(), 0);
+  machine.begin_forward();
+  for (int module = 0; module < kModules; ++module) (void)machine.forward(module, 1.0F);
+  EXPECT_GT(machine.take_waited_us(), 0);
+  EXPECT_EQ(machine.take_waited_us(), 0);
 }
 
 void expect_waits_to_matter(const Setting& plain) {
