@@ -245,6 +245,14 @@ void bind_custody(py::module_& m) {
           },
           py::arg("rank"), py::arg("left"), NoGil())
       .def(
+          "send_saved_home",
+          [](Custody& self, const std::set<std::int32_t>& hooks) {
+            std::set<HookId> all;
+            for (const std::int32_t hook : hooks) all.insert(HookId(hook));
+            self.engine().send_saved_home(std::move(all));
+          },
+          py::arg("hooks"), NoGil())
+      .def(
           "set_saved_room", [](Custody& self, std::int64_t room) { self.engine().set_saved_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -16,8 +17,8 @@
 #include "plan/itinerary.h"
 #include "plan/matching.h"
 #include "plan/planner.h"
-#include "plan/recompute.h"
 #include "plan/simulate.h"
+#include "plan/swap.h"
 
 namespace py = pybind11;
 
@@ -320,17 +321,22 @@ void bind_costs(py::module_& m) {
 
   m.attr("LOAN_GRANULE") = kLoanGranule.count;
   m.def(
-      "choose_recomputed",
+      "choose_ways",
       [](const std::vector<std::tuple<std::int64_t, std::int64_t, int, double, double>>& blocks, std::int64_t bytes,
-         double out_us_per_byte, double back_us_per_byte, double out_free_us, double back_free_us) {
+         const std::array<double, 4>& host, const std::tuple<std::int64_t, double, double>& peers) {
         std::vector<SavedBlock> all;
         for (const auto& [saved, inputs, visits, forward_us, gap_us] : blocks) {
           all.push_back({Bytes{saved}, Bytes{inputs}, visits, forward_us, gap_us});
         }
-        return choose_recomputed(all, {Bytes{bytes}, out_us_per_byte, back_us_per_byte, out_free_us, back_free_us});
+        const auto& [room, us_per_byte, free_us] = peers;
+        const Swaps swaps{Bytes{bytes}, {host[0], host[1], host[2], host[3]}, {Bytes{room}, us_per_byte, free_us}};
+        std::vector<std::string> ways;
+        for (const Way way : choose_ways(all, swaps)) {
+          ways.emplace_back(way == Way::peers ? "peers" : way == Way::host ? "host" : "recompute");
+        }
+        return ways;
       },
-      py::arg("blocks"), py::arg("bytes"), py::arg("out_us_per_byte"), py::arg("back_us_per_byte"),
-      py::arg("out_free_us"), py::arg("back_free_us"), Release());
+      py::arg("blocks"), py::arg("bytes"), py::arg("host"), py::arg("peers"), Release());
   m.def(
       "match_memory",
       [](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& offers,

@@ -376,15 +376,15 @@ class StepTimes:
     @property
     def peer_us(self) -> float: ...
 
-# Blocks: bytes saved, bytes of inputs, visits of a step, us of a forward, us from there to the backward.
-def choose_recomputed(
+# Blocks: bytes saved, bytes of inputs, visits of a step, us of a forward, us from there to the backward. `bytes`: that
+# leave in a step. Host: us per byte out and back, us that the lanes have. Peers: bytes that their room takes in a step,
+# us per byte one way, us that the lane has. Of each block "peers", "host" or "recompute".
+def choose_ways(
     blocks: Sequence[tuple[int, int, int, float, float]],
     bytes: int,
-    out_us_per_byte: float,
-    back_us_per_byte: float,
-    out_free_us: float,
-    back_free_us: float,
-) -> list[int]: ...
+    host: tuple[float, float, float, float],
+    peers: tuple[int, float, float],
+) -> list[str]: ...
 
 # Offers: machine, bytes needed, bytes spare. Loans: lender, borrower, offset, bytes.
 def match_memory(
@@ -683,6 +683,7 @@ class Custody:
     def add_peer(self, rank: int, link: int, bandwidth: float, address: int, bytes: int) -> None: ...
     # False: something lies beyond still; later, then.
     def shrink_peer(self, rank: int, left: int) -> bool: ...
+    def send_saved_home(self, hooks: set[int]) -> None: ...
     def set_saved_room(self, room: int) -> None: ...
     def set_saved_callback(self, more_home: Callable[[int], tuple[int, int]]) -> None: ...
     # Of what autograd saves: itself, or what stands for it.

@@ -271,7 +271,7 @@ def test_as_much_stays_as_there_is_room_for():
 
 
 def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
-    """When they pay: tests/csrc/plan/recompute_test.cpp."""
+    """When they pay: tests/csrc/plan/swap_test.cpp."""
     left: dict[bool, dict[str, torch.Tensor]] = {}
     offloaded: list[int] = []
     for wraps in (False, True):
@@ -316,6 +316,22 @@ def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_
         left[wraps] += [value.clone() for value in model.state_dict().values()]
     for ours, theirs in zip(left[True], left[False], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_forward_and_backward_wait_for_what_leaves_is_among_their_stalls():
+    model = Wide(6)
+    optimizer = adamw(model.parameters())
+    with on_machine(limits={"drain": (0.02, 0.0)}):
+        policy = {"activations": "auto", "activation_memory": 2 * 100352, "kernel": "torch", "window": 2}
+        noria.wrap(model, optimizer, device="cpu", **policy)
+    wrapped = wrapped_by(model)
+    waited = []
+    for _ in range(3):
+        step_of(model, optimizer)
+        waited.append(wrapped.backend.stats("compute")["stalled_us"][("offload", "save")])
+    sums = wrapped.custody.step_sums()  # but for the first step
+    assert waited[2] > waited[0]
+    assert sums["forward_stall_us"] + sums["backward_stall_us"] >= waited[2] - waited[0] - 2 * 12  # whole microseconds
 
 
 class Normed(nn.Module):

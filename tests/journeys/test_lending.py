@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -299,6 +300,38 @@ def lends_by_links(rank: int, size: int, links: dict[str, tuple[float, float]], 
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
 
 
+def sends_home(rank: int, size: int) -> None:
+    """Where lenders have room for some alone, those blocks have it that the host's link would hold up."""
+    activations.LEAST_SAVED = 64
+    described: list[Any] = []
+    choose = _C.choose_ways
+
+    def home_for_first(blocks: Any, size: int, host: Any, peers: Any) -> list[str]:
+        described.append((blocks, size, host, peers))
+        assert set(choose(blocks, size, host, peers)) <= {"peers", "host", "recompute"}
+        return ["host", "peers", "peers"]
+
+    seen: list[dict[str, int]] = []
+
+    def after_step(step: int, models: list[nn.Module]) -> None:
+        seen.append(noria.report(models[0]).saved)
+
+    with mock.patch.object(_C, "choose_ways", home_for_first):
+        lengths = [LENGTH] * 6
+        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=lengths, after_step=after_step)
+    assert_same_bits(ours, trained("1F1B", None, adamw, length=lengths))
+    if rank == 0:
+        [(blocks, left, host, peers)] = described
+        steps = [{name: b[name] - a[name] for name in b} for a, b in itertools.pairwise(seen)]
+        assert left == steps[0]["offloaded"] and peers[0] == steps[0]["offloaded_to_peers"], described
+        assert len(blocks) == 3 and all(us >= 0 for us in (*host, *peers)), described
+        to_host = [each["offloaded"] - each["offloaded_to_peers"] for each in steps]
+        assert to_host[-1] > to_host[0] and steps[-1]["offloaded_to_peers"] > 0, steps
+    else:
+        assert not described  # nothing leaves there
+
+
+OF_TWO["some go home"] = (sends_home, ())
 SLOW, FAST = (0.05, 0.0), (0.2, 0.0)  # GiB/s, far below what copies take
 OF_THREE: dict[str, tuple[Callable[..., Any], Any]] = {
     "one link is faster": (lends_by_links, ({"peer": SLOW, "peer:1": FAST}, [12, 2])),

@@ -1,7 +1,8 @@
 """Blocks that compute their activations again in backward: all of them, or those for which it is cheaper than swapping.
 
 activations="auto" measures: the first step tells what has no room, and what other stages lend; the third is the one
-that is looked at, by the host's clock, so only where the host computes.
+that is looked at, by the host's clock, so only where the host computes. It also says what goes to other stages and what
+to the host, where the others have not room for all (csrc/plan/swap.h).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Recomputation", "Recomputed", "is_checkpointed"]
 
 _LOOKED_AT = 3  # of the steps
+_UNKNOWN_US = 1e6  # for each byte, of a link that nothing has gone over: not worth a try
 
 
 def is_checkpointed() -> bool:
@@ -129,36 +131,46 @@ class Recomputation:
             if now.saved["saved"]:
                 return  # a backward of what has been saved without computing again is to come
             self._is_looking = False
-            self._recompute(self._choose(self._before, now))
+            self._choose(self._before, now)
 
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
-        lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch")}
+        lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
         return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, custody.compute_us)
 
-    def _choose(self, before: _Seen, now: _Seen) -> list[_Block]:
+    def _choose(self, before: _Seen, now: _Seen) -> None:
         def more(name: str) -> int:
             return now.saved[name] - before.saved[name]
 
-        out, back = more("offloaded") - more("offloaded_to_peers"), more("reloaded") - more("reloaded_from_peers")
-        if out <= 0 or back <= 0:
-            return []
+        def busy(lane: str) -> tuple[int, int]:
+            (us, moved), (us_before, moved_before) = now.lanes[lane], before.lanes[lane]
+            return us - us_before, moved - moved_before
+
+        if not more("offloaded") or not more("reloaded"):
+            return
         compute_us = now.compute_us - before.compute_us
-        speeds = []
-        for lane, own in (("drain", out), ("fetch", back)):
-            busy_us, moved = (a - b for a, b in zip(now.lanes[lane], before.lanes[lane], strict=True))
-            us_per_byte = busy_us / max(moved, 1)
-            speeds.append((us_per_byte, max(compute_us - us_per_byte * (moved - own), 0.0)))
+        to_peers, from_peers = more("offloaded_to_peers"), more("reloaded_from_peers")
+        speeds, free = [], []
+        for lane, own in (("drain", more("offloaded") - to_peers), ("fetch", more("reloaded") - from_peers)):
+            busy_us, moved = busy(lane)
+            speeds.append(busy_us / moved if moved else _UNKNOWN_US)
+            free.append(max(compute_us - speeds[-1] * (moved - own), 0.0) if moved else 0.0)
+        peer_us, peer_moved = busy("peer")
+        peers = (to_peers, peer_us / max(peer_moved, 1), float(compute_us))
         offered, described = [], []
         for block in self._blocks.values():
             num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
             num_visits -= before.by_hook.get(block.hook, (0,))[0]
-            if num_visits and block.is_pure:
+            if num_visits:
                 offered.append(block)
-                described.append((size, block.input_bytes, num_visits, forward_us, gap_us))
-        (out_us, out_free_us), (back_us, back_free_us) = speeds
-        chosen = _C.choose_recomputed(described, out, out_us, back_us, out_free_us, back_free_us)
-        return [offered[each] for each in chosen]
+                kept = block.input_bytes if block.is_pure else size  # computing it again would save nothing
+                described.append((size, kept, num_visits, forward_us, gap_us))
+        host = (speeds[0], speeds[1], free[0], free[1])
+        ways = _C.choose_ways(described, more("offloaded"), host, peers)
+        by_way = {way: [block for block, its in zip(offered, ways, strict=True) if its == way] for way in set(ways)}
+        self._recompute(by_way.get("recompute", ()))
+        if to_peers:
+            self.wrapped.custody.send_saved_home({block.hook for block in by_way.get("host", ())})
 
     def remove(self) -> None:
         for block in self._recomputed:
