@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from noria._errors import UsageError, usage_error
+from noria.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,8 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
     speed.add_argument("--tokens", type=int, default=4096, help="of a step: batch x length (default 4096)")
     line = plan.add_argument_group("a pipeline of stages: what blocks save, who lends what")
-    line.add_argument("--pipeline", type=int, metavar="STAGES")
-    line.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
+    line.add_argument("--pipeline", type=int, metavar="STAGES", help="as many ranks")
+    line.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)}; default: 1f1b")
+    line.add_argument(
+        "--virtual-stages", type=int, metavar="V", help="of each rank, under interleaved-1f1b (default: 2)"
+    )
     line.add_argument("--micro-batches", type=int, default=None, metavar="N", help="of a step (default: 2 a stage)")
     line.add_argument("--micro-batch-size", type=int, default=1, metavar="ROWS")
     line.add_argument("--length", type=int, default=512, metavar="TOKENS")
@@ -164,7 +168,10 @@ def run_plan(args: argparse.Namespace) -> int:
 def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan) -> int:
     from noria.pipeline import drawing, plan_pipeline, run_without_memory, saved_by_block
     from noria.policy import activation_budget, format_bytes, make_policy
+    from noria.schedules import name_of_schedule, num_virtual_stages
 
+    schedule = name_of_schedule(args.schedule)
+    virtual_stages = num_virtual_stages(schedule, args.virtual_stages)
     num_micro_batches = 2 * args.pipeline if args.micro_batches is None else args.micro_batches
     for name, value in (("--micro-batches", num_micro_batches), ("--length", args.length)):
         if value < 1:
@@ -179,20 +186,21 @@ def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan)
         saved_by_block(planned.partition, run),
         [unit.weights for unit in planned.units],
         num_stages=args.pipeline,
-        schedule=args.schedule,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
         num_micro_batches=num_micro_batches,
         room=room,
     )
-    columns = ["stage", "blocks", "in flight", "weights", "saved", "on the device", "lent", "borrowed", "at the host"]
+    columns = ["blocks", "in flight", "weights", "saved", "on the device", "lent", "borrowed", "at the host"]
     rows = []
     for number, stage in enumerate(found.stages):
         amounts = (stage.weights, stage.saved, stage.kept, stage.lent, stage.borrowed, stage.at_host)
-        rows.append([str(number), str(len(stage.blocks)), str(stage.in_flight), *map(format_bytes, amounts)])
+        in_flight = " + ".join(map(str, stage.in_flight))
+        rows.append([str(number), str(len(stage.blocks)), in_flight, *map(format_bytes, amounts)])
+    stages = f"{args.pipeline} stages" if virtual_stages == 1 else f"{args.pipeline} ranks of {virtual_stages} stages"
     batches = f"{num_micro_batches} micro-batches of {args.micro_batch_size} x {args.length} tokens"
-    _show(f"{args.pipeline} stages by {args.schedule}, {batches}: what blocks save at most", columns, rows)
-    for loan in found.loans:
-        print(f"stage {loan.lender} lends {format_bytes(loan.bytes)} to stage {loan.borrower}")
-    print("\n".join(drawing(found)))
+    _show(f"{stages} by {schedule}, {batches}: what blocks save at most", [found.row_name, *columns], rows)
+    print("\n".join([*(loan.told(found.row_name) for loan in found.loans), *drawing(found)]))
     return 0
 
 

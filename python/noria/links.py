@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from noria import _C
+from noria.policy import format_bytes
 from noria.ranks import raised_by_all
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Loan:
     borrower: int
     offset: int
     bytes: int
+
+    def told(self, row_name: str = "stage") -> str:
+        """`row_name`: what one of `stages` is called."""
+        return f"{row_name} {self.lender} lends {format_bytes(self.bytes)} to {row_name} {self.borrower}"
 
     @property
     def pair(self) -> Pair:

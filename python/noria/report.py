@@ -155,9 +155,7 @@ class Report:
             )
         if self.recomputed:
             lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
-        for loan in self.loans:
-            if loan.bytes:
-                lines.append(f"stage {loan.lender} lends {format_bytes(loan.bytes)} to {loan.borrower}")
+        lines += [loan.told() for loan in self.loans if loan.bytes]
         lines.append("passes (last occurrence):")
         for each in self.passes:
             kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"
