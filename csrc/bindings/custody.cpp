@@ -251,6 +251,7 @@ void Custody::announce_forward(HookId id) {
 void Custody::announce(HookId id, Phase phase, bool recomputes) {
   const Hook& hook = hooks_[static_cast<std::size_t>(id.value)];
   check_in_custody(hook);
+  saved_.forget_dropped(engine_);  // what of the visit before is left must not stand in the way of this one's
   engine_.announce(id, hook.needs, phase, current_stream(), recomputes);
 }
 

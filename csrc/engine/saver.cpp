@@ -276,7 +276,10 @@ void Saver::make_way(Bytes bytes, UnitId unit) {
     offload_farthest(stats_.there - leaving_bytes() + bytes - room(), unit);
   }
   end_left();
-  while (!leaving_.empty() && stats_.there + bytes > room()) await_leaving(unit);
+  while (!leaving_.empty() && stats_.there + bytes > room()) {
+    await_leaving(unit);
+    let_go_forgotten();
+  }
 }
 
 void Saver::offload_farthest(Bytes least, UnitId unit) {

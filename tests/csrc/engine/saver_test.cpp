@@ -387,6 +387,20 @@ TEST(Saver, what_nobody_asks_for_any_more_does_not_come_back_over_who_has_its_me
   }
 }
 
+TEST(Saver, what_is_forgotten_while_it_leaves_gives_its_room_to_the_next_forward) {
+  for (const std::vector<int>& peers : {std::vector<int>{}, {100}}) {
+    Machine machine({.hold_offloads_us = 10'000, .room = kBytes * 4, .peers = peers});
+    for (int round = 0; round < 3; ++round) {
+      std::vector<SavedId> saved;
+      machine.begin_forward();
+      for (int module = 0; module < kModules; ++module) saved.push_back(machine.forward(module, 1));
+      for (SavedId each : saved) machine.forget(each);
+    }
+    EXPECT_GT(machine.stats().num_offloaded, kModules);
+    EXPECT_EQ(machine.stats().most_there, kBytes * 4);
+  }
+}
+
 TEST(Saver, a_room_for_less_than_two_bundles_is_refused) {
   Machine machine({.room = kBytes + kBytes - Bytes{1}});
   machine.begin_forward();
