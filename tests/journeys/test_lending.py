@@ -238,8 +238,9 @@ def keeps_room_for_two(rank: int, size: int) -> None:
         assert rank == 0 or report.saved["most_saved"] == BUNDLE, str(report)
 
     activations.LEAST_SAVED = 64
-    with mock.patch.object(test_pipelines, "Stage", OneBlock) if rank == 1 else contextlib.nullcontext():
-        trained("1F1B", {"kernel": "torch", "units": [Block], **AUTO}, adamw, length=LENGTH, look=look)
+    make_stage = OneBlock if rank == 1 else Stage
+    policy = {"kernel": "torch", "units": [Block], **AUTO}
+    trained("1F1B", policy, adamw, length=LENGTH, make_stage=make_stage, look=look)
 
 
 def refuses(rank: int, size: int) -> None:

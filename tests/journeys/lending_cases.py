@@ -1,0 +1,131 @@
+"""Pipelines whose stages lend each other memory: what each stage is told, and what must then hold on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import noria
+import torch
+import torch.distributed as dist
+from noria.custody import activations, wrapped_by
+from noria.testing import assert_same_bits
+from torch import nn
+
+from tests.journeys.pairs import HOSTILE, Block, adamw, sgd
+from tests.journeys.test_pipelines import trained, unpipelined
+
+LENGTH = 128
+BUNDLE = 100_352  # what a block saves of a micro-batch of 2 x 128 x 16
+BLOCKS = 3
+
+
+class Stage(nn.Module):
+    """Its blocks save what it makes itself: no view of the whole batch."""
+
+    def __init__(self, num_blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    schedule: str
+    num_stages: int
+    num_micro_batches: int
+    activations: tuple[str, ...]
+    """By rank; "auto 5" has room for what five blocks save of a micro-batch."""
+    update: str = "auto"
+    replicas: int = 1
+    delays: tuple[tuple[str, Any], ...] = tuple(HOSTILE.items())
+    lends: bool = False
+    """Somebody must."""
+
+    def __str__(self) -> str:
+        told = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
+        return f"Case({', '.join(told)})"
+
+    def room(self, stage: int) -> int | None:
+        name, _, bundles = self.activations[stage].partition(" ")
+        return int(bundles) * BUNDLE if name == "auto" else None
+
+    def policy(self, stage: int) -> dict[str, Any]:
+        policy: dict[str, Any] = {"activations": self.activations[stage].partition(" ")[0], "kernel": "torch"}
+        if (room := self.room(stage)) is not None:
+            policy["activation_memory"] = room
+        if self.update == "drafts":
+            return policy | {"kernel": "fused", "draft_memory": "64MiB"}
+        return policy | {"update": self.update}
+
+
+def train_as_told(rank: int, size: int, case: Case) -> None:
+    """To the bits of the whole model on one device, and each stage within its budget, at every step."""
+    activations.LEAST_SAVED = 64
+    stage, replica = rank // case.replicas, rank % case.replicas
+    room, lent = case.room(stage), [0]
+
+    def check(step: int, models: list[nn.Module]) -> None:
+        for model in models:
+            report = noria.report(model)
+            assert report.ledger_agrees, str(report)
+            lent[0] = sum(loan.bytes for loan in report.loans if loan.lender == stage)
+            rows = {row.purpose: row.taken for row in report.ledger if row.place == "cpu"}
+            assert rows.get("lent to other stages", 0) == lent[0], str(report)
+            wrapped = wrapped_by(model)
+            assert wrapped is not None
+            assert wrapped.backend.allocated == sum(rows.values()) <= wrapped.plan.device_bytes + lent[0], str(report)
+            if room is not None:
+                assert report.saved["most_there"] + lent[0] <= room, str(report)
+                if report.saved["most_saved"] > room:
+                    assert report.saved["num_offloaded"] > 0, str(report)
+                borrowed = [loan for loan in report.loans if loan.borrower == stage]
+                assert not borrowed or step == 0 or report.saved["offloaded_to_peers"] > 0, str(report)
+
+    made: dict[str, Any] = {"length": LENGTH, "num_micro_batches": case.num_micro_batches, "make_stage": Stage}
+    made["replicas"] = case.replicas
+    make_optimizer = sgd if case.update == "drafts" else adamw
+    ours = trained(
+        case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
+    )
+    twin = unpipelined(case.schedule, make_optimizer, stage, case.num_stages, replica=replica, **made)
+    assert_same_bits(ours, twin)
+    everybodys: list[Any] = [None] * size
+    dist.all_gather_object(everybodys, lent[0])
+    if case.lends:
+        assert sum(everybodys) > 0
+
+
+def drawn(seed: int, num_ranks: int, replicas: int) -> Case:
+    draw = random.Random(seed)
+    num = num_ranks // replicas
+    schedule = draw.choice(("GPipe", "1F1B", "1F1B", "interleaved 1F1B", "interleaved 1F1B"))
+    num_micro_batches = draw.choice((num, 2 * num, num + 1 + num % 2))
+    of_rank = 2 if schedule == "interleaved 1F1B" else 1
+    tight = {"auto": f"auto {draw.randint(2, 4) * of_rank}", "roomy": "auto 1000"}
+    kinds = draw.choice(("tight", "tight", "unequal", "one roomy", "roomy", "mixed", "mixed", "offload", "recompute"))
+    if kinds == "tight":
+        each = [tight["auto"]] * num
+    elif kinds == "unequal":
+        each = [f"auto {draw.randint(2, 9) * of_rank}" for _ in range(num)]
+    elif kinds == "one roomy":
+        each = [tight["auto"]] * num
+        each[draw.randrange(num)] = tight["roomy"]
+    elif kinds == "roomy":
+        each = [tight["roomy"]] * num
+    elif kinds == "mixed":
+        each = [draw.choice((tight["auto"], tight["roomy"], "offload", "recompute", "keep")) for _ in range(num)]
+    else:
+        each = [kinds] * num
+    delays: dict[str, Any] = {"seed": seed + 1, "max_delay_us": draw.choice((50, 300)), "poison": True}
+    if draw.random() < 0.5:
+        verb = draw.choice(("offload", "reload", "fetch", "drain", "update"))
+        delays["hold_us"] = {verb: draw.choice((500, 3000))}
+    update = draw.choice(("auto", "auto", "blocking", "drafts"))
+    return Case(schedule, num, num_micro_batches, tuple(each), update, replicas, tuple(delays.items()))

@@ -1,0 +1,235 @@
+"""Pipelines of two to four stages, with replicas and with several stages on each rank, lend each other memory: the bits
+of the whole model on one device, and every stage within its budget, under all that may be late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import mock
+
+import noria
+import pytest
+import torch
+import torch.distributed as dist
+from noria import pipeline
+from noria.custody import activations, wrapped_by
+from noria.partition import partition
+from noria.pipeline import plan_pipeline, saved_by_block
+from noria.testing import assert_same_bits, first_difference, omit_wait
+from torch import nn
+
+from tests.journeys.lending_cases import BLOCKS, BUNDLE, LENGTH, Case, Stage, drawn, train_as_told
+from tests.journeys.pairs import WIDTH, adamw
+from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
+from tests.ranks import assert_fine, in_turn_on_ranks
+
+Acts = dict[str, tuple[Callable[..., Any], Any]]
+
+LATE = {"seed": 3, "max_delay_us": 200, "poison": True, "hold_us": {"offload": 2_000, "reload": 2_000}}
+
+
+# ---- in the bits of one device ----
+
+TIGHT = ("auto 5", "auto 5")
+OF_TWO = [
+    Case("1F1B", 2, 4, TIGHT, lends=True),
+    Case("1F1B", 2, 4, TIGHT, lends=True, delays=tuple(LATE.items())),
+    Case("1F1B", 2, 3, ("auto 2", "auto 1000"), update="drafts", lends=True),
+    Case("1F1B", 2, 2, ("offload", "auto 9"), update="blocking", lends=True),
+    Case("GPipe", 2, 3, ("auto 4", "auto 1000"), lends=True),
+    Case("interleaved 1F1B", 2, 4, ("auto 12", "auto 12"), lends=True),
+    Case("interleaved 1F1B", 2, 3, ("auto 4", "auto 1000"), lends=True, delays=tuple(LATE.items())),
+]
+OF_THREE = [
+    Case("1F1B", 3, 6, ("auto 5", "auto 6", "auto 7"), lends=True),
+    # Two blocks' room, and backwards that find what the one before has left.
+    Case("1F1B", 3, 3, ("auto 2", "auto 1000", "auto 2"), lends=True),
+    Case("1F1B", 3, 5, ("auto 3", "recompute", "auto 1000"), lends=True, delays=tuple(LATE.items())),
+    Case("interleaved 1F1B", 3, 3, ("offload", "keep", "auto 40"), lends=True),
+    Case("1F1B", 3, 4, ("offload", "offload", "offload")),
+]
+OF_FOUR = [
+    Case("1F1B", 4, 4, ("auto 8",) * 4, lends=True),
+    Case("1F1B", 2, 2, TIGHT, replicas=2, lends=True),
+    Case("1F1B", 2, 4, ("recompute", "recompute"), replicas=2),
+    Case("interleaved 1F1B", 2, 2, ("auto 10", "auto 10"), replicas=2, lends=True, delays=tuple(LATE.items())),
+]
+
+
+# ---- as it was planned ----
+
+
+class Counter:
+    """Bytes of what plain blocks save, by autograd's own hooks."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._there: dict[int, tuple[int, int]] = {}  # by storage: its bytes, and how many handles of it there are
+
+    def count(self, block: nn.Module) -> None:
+        weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        inside: list[Any] = []
+        counter = self
+
+        class Kept:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+                size, handles = counter._there.get(self.key, (tensor.untyped_storage().nbytes(), 0))
+                counter._there[self.key] = (0 if self.key in weights else size, handles + 1)
+                counter.most = max(counter.most, sum(size for size, _ in counter._there.values()))
+
+            def __del__(self) -> None:
+                size, handles = counter._there.pop(self.key)
+                if handles > 1:
+                    counter._there[self.key] = (size, handles - 1)
+
+        def enter(module: nn.Module, args: Any) -> None:
+            inside.append(torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor))
+            inside[-1].__enter__()
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(lambda *_: inside.pop().__exit__(None, None, None))
+
+
+def saves_and_lends_as_planned(rank: int, size: int, schedule: str, bundles: int) -> None:
+    """To the byte: what plain torch's blocks save at most, what noria counts of them, and who lends what to whom."""
+    name = schedule.lower().replace(" ", "-")
+    virtual_stages, room = SCHEDULES[schedule][1], bundles * BUNDLE
+    num_blocks = size * virtual_stages * BLOCKS
+    parts = partition(Stage(num_blocks))
+    with mock.patch.object(pipeline, "LEAST_SAVED", 64):
+        saved = saved_by_block(parts, lambda: parts.roots[0](torch.randn(2, LENGTH, WIDTH)))
+    assert [sum(each.values()) for each in saved] == [BUNDLE] * num_blocks
+    planned = plan_pipeline(
+        parts,
+        saved,
+        [0] * len(parts.units),
+        num_stages=size,
+        schedule=name,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        room=room,
+        virtual_stages=virtual_stages,
+    )
+    own = planned.stages[rank]
+    counter = Counter()
+
+    def counted() -> Stage:
+        stage = Stage()
+        for block in stage.blocks:
+            counter.count(block)
+        return stage
+
+    trained(schedule, None, adamw, length=LENGTH, make_stage=counted)
+    assert counter.most == own.saved, (counter.most, own)
+
+    activations.LEAST_SAVED = 64
+    for memory in ("1GiB", room):
+        reports: list[noria.Report] = []
+        policy = {"kernel": "torch", "activations": "auto", "activation_memory": memory}
+        trained(schedule, policy, adamw, length=LENGTH, make_stage=Stage, look=reports.append)
+        assert reports[-1].saved["most_saved"] == own.saved, (str(reports[-1]), own)
+    assert reports[-1].loans == planned.loans, (reports[-1].loans, planned.loans)
+    assert reports[-1].saved["most_there"] == own.kept, (str(reports[-1]), own)
+
+
+PLANNED: Acts = {
+    f"{schedule} as planned": (saves_and_lends_as_planned, (schedule, bundles))
+    for schedule, bundles in (("GPipe", 9), ("1F1B", 5), ("interleaved 1F1B", 12))
+}
+
+
+# ---- every wait matters ----
+
+
+def is_wrong_without(rank: int, size: int, kind: str) -> None:
+    """On the first stage, of which all that leaves goes to the last one once that has lent. The calling thread computes
+    here, so that only what the lanes give can be late (tests/csrc/engine/saver_test.cpp has the other kinds)."""
+    activations.LEAST_SAVED = 64
+    policy: dict[str, Any] = {"kernel": "torch", "activations": "offload"}
+    if rank > 0:
+        policy |= {"activations": "auto", "activation_memory": "1GiB"}
+    kinds: set[str] = set()
+
+    def run(omitted: str, hold_us: int) -> dict[str, torch.Tensor]:
+        def after_step(step: int, models: list[nn.Module]) -> None:
+            wrapped = wrapped_by(models[0])
+            assert wrapped is not None
+            kinds.update(wrapped.custody.wait_kinds() if rank == 0 else ())
+            if rank == 0 and step == 0:
+                omit_wait(models[0], omitted)
+
+        hostility = {"hold_us": {kind.split()[0]: hold_us}, "poison": True}
+        return trained(
+            "1F1B", policy, adamw, hostility=hostility, length=LENGTH, make_stage=Stage, after_step=after_step
+        )
+
+    with mock.patch.object(torch.autograd.graph, "saved_tensors_hooks", StayingTensors):
+        prompt = run("", 0)
+        assert rank > 0 or kind in kinds, kinds
+        for hold_us in (5_000, 20_000, 80_000):  # later and later, should the machine be busy
+            assert_same_bits(run("", hold_us), prompt)
+            without = run(kind, hold_us)
+            differs = first_difference(list(without.values()), [prompt[name] for name in without], list(without))
+            everybodys: list[Any] = [None] * size
+            dist.all_gather_object(everybodys, differs)
+            if any(everybodys):
+                return
+    raise AssertionError("nothing went wrong without it")
+
+
+class StayingTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Memory that is written late, for want of a wait, shall not be anybody else's by then."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, pack: Any, unpack: Any) -> None:
+        def staying(packed: Any) -> Any:
+            self.kept.append(unpack(packed))
+            return self.kept[-1]
+
+        super().__init__(pack, staying)
+
+
+WAITS: Acts = {f"without {kind}": (is_wrong_without, (kind,)) for kind in ("reload -> backward on saved_tensor (RAW)",)}
+
+
+# ---- run ----
+
+
+def acts_of(cases: list[Case]) -> Acts:
+    return {str(case): (train_as_told, (case,)) for case in cases}
+
+
+ACTS: dict[int, Acts] = {2: acts_of(OF_TWO) | PLANNED | WAITS, 3: acts_of(OF_THREE), 4: acts_of(OF_FOUR)}
+
+
+@pytest.fixture(scope="module")
+def found() -> Callable[[int], dict[str, str]]:
+    return functools.cache(lambda num_ranks: in_turn_on_ranks(num_ranks, ACTS[num_ranks]))
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(num_ranks, name) for num_ranks in ACTS for name in ACTS[num_ranks]])
+def test_pipelines_that_lend_have_the_bits_of_one_device_in_their_budgets(found, num_ranks, name):
+    assert_fine(found(num_ranks), name)
+
+
+# ---- many more ----
+
+# By ranks and replicas: how many, so that a round of processes takes about a minute.
+NUM_DRAWN = {(2, 1): 80, (3, 1): 50, (4, 1): 25, (4, 2): 20}
+DRAWN = {
+    shape: acts_of([drawn(1000 * shape[0] + 100 * shape[1] + nth, *shape) for nth in range(num)])
+    for shape, num in NUM_DRAWN.items()
+}
+
+
+@pytest.fixture(scope="module")
+def all_found() -> Callable[[tuple[int, int]], dict[str, str]]:
+    return functools.cache(lambda shape: in_turn_on_ranks(shape[0], DRAWN[shape]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("shape", "name"), [(shape, name) for shape in DRAWN for name in DRAWN[shape]])
+def test_pipelines_drawn_at_random_have_the_bits_of_one_device_in_their_budgets(all_found, shape, name):
+    assert_fine(all_found(shape), name)
