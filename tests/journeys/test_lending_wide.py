@@ -22,7 +22,7 @@ from torch import nn
 from tests.journeys.lending_cases import BLOCKS, BUNDLE, LENGTH, Case, Stage, drawn, train_as_told
 from tests.journeys.pairs import WIDTH, adamw
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import in_turn_on_ranks
 
 Acts = dict[str, tuple[Callable[..., Any], Any]]
 
@@ -211,7 +211,8 @@ def found() -> Callable[[int], dict[str, str]]:
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(num_ranks, name) for num_ranks in ACTS for name in ACTS[num_ranks]])
 def test_pipelines_that_lend_have_the_bits_of_one_device_in_their_budgets(found, num_ranks, name):
-    assert_fine(found(num_ranks), name)
+    failure = found(num_ranks)[name]
+    assert not failure, f"{ACTS[num_ranks][name]}\n{failure}"
 
 
 # ---- many more ----
@@ -232,4 +233,5 @@ def all_found() -> Callable[[tuple[int, int]], dict[str, str]]:
 @pytest.mark.long
 @pytest.mark.parametrize(("shape", "name"), [(shape, name) for shape in DRAWN for name in DRAWN[shape]])
 def test_pipelines_drawn_at_random_have_the_bits_of_one_device_in_their_budgets(all_found, shape, name):
-    assert_fine(all_found(shape), name)
+    failure = all_found(shape)[name]
+    assert not failure, f"{DRAWN[shape][name]}\n{failure}"
