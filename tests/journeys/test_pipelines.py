@@ -20,10 +20,20 @@ from tests.journeys.pairs import HOSTILE, WIDTH, Block, adamw, sgd, state_tensor
 from tests.ranks import in_turn_on_ranks, on_ranks
 
 NUM_MICRO_BATCHES, STEPS = 4, 3
+
+
+class OfOnesOwn(pipelining.ScheduleGPipe):
+    """As schedules of users do, it does not tell its order."""
+
+    def _get_pipeline_order(self) -> None:
+        return None
+
+
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "GPipe": (pipelining.ScheduleGPipe, 1),
     "1F1B": (pipelining.Schedule1F1B, 1),
     "interleaved 1F1B": (pipelining.ScheduleInterleaved1F1B, 2),
+    "of one's own": (OfOnesOwn, 1),
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
 POLICIES: dict[str, dict[str, Any]] = {
@@ -201,10 +211,10 @@ def refuses(rank: int, size: int) -> None:
 ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
     f"{schedule}, {name}": (like_plain, (schedule, policy))
     for schedule in SCHEDULES
-    if schedule != "zero-bubble"
+    if schedule not in ("zero-bubble", "of one's own")
     for name, policy in POLICIES.items()
     if schedule == "1F1B" or name in ("torch updates", "drafts")
-}
+} | {"of one's own": (like_plain, ("of one's own", POLICIES["blocking"]))}
 
 
 @pytest.fixture(scope="module")

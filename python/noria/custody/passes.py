@@ -43,7 +43,8 @@ def _refuse_split_backwards() -> None:
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_filename == schedules.__file__ else None
         frame = frame.f_back
-        actions = [each for row in getattr(caller, "pipeline_order", {}).values() for each in row if each is not None]
+        order = getattr(caller, "pipeline_order", None) or {}  # None: a schedule that does not tell
+        actions = [each for row in order.values() for each in row if each is not None]
         if any(each.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for each in actions):
             raise usage_error(
                 "a schedule whose backwards are whole, such as GPipe, 1F1B or interleaved 1F1B",
