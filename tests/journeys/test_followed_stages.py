@@ -16,6 +16,7 @@ from noria.stages import FOLLOWED
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -130,6 +131,31 @@ def keeps_to_its_room(rank: int, size: int) -> None:
         look=lambda report: keeps_in_room(rank, size, report),
     )
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
+
+
+def goes_on_unwrapped(rank: int, size: int) -> None:
+    """The buffers in which torch receives have memory again."""
+    activations.LEAST_SAVED = 64
+    left = []
+    for policy in ({"kernel": "torch", "activations": "offload"}, None):
+        torch.manual_seed(rank)
+        model = Stage()
+        optimizer = adamw(model.parameters())
+        stage = pipelining.PipelineStage(model, rank, size, torch.device("cpu"))
+        if policy is not None:
+            alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "replicas"))["replicas"]
+            noria.wrap(stage, optimizer, device="cpu", mesh=alone, **policy)
+        play = pipelining.Schedule1F1B(stage, 4, loss_fn=F.mse_loss)
+        for step in range(3):
+            x = torch.randn(8, 5, WIDTH, generator=torch.Generator().manual_seed(step))
+            play.step(*([x] if rank == 0 else []), **({"target": x} if rank else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+            if policy is not None and step == 0:
+                noria.unwrap(stage, optimizer)
+                assert all(storage.nbytes() > 0 for storage in storages_of(stage))
+        left.append({**model.state_dict(), **state_tensors(optimizer)})
+    assert_same_bits(*left)
 
 
 def keeps_what_the_user_has(rank: int, size: int) -> None:
@@ -368,6 +394,7 @@ OF_TWO |= {
     for schedule in ("GPipe", "1F1B")
     for how in ("offload", "recompute")
 }
+OF_TWO |= {"unwrapped": (goes_on_unwrapped, ())}
 OF_TWO |= {"shared": (updates_alike, ()), "room": (keeps_to_its_room, ()), "hooks": (keeps_what_the_user_has, ())}
 OF_TWO |= {f"eval, {name}": (evaluates_between, (POLICIES[name],)) for name in ("drafts", "inside backward")}
 OF_ONE: dict[str, Act] = {

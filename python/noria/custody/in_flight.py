@@ -81,13 +81,13 @@ class InFlight:
         """torch has made buffers for all micro-batches, or made them anew."""
         for infos in (*self.stage.args_recv_info.values(), *getattr(self.stage, "grad_recv_info", {}).values()):
             for info in _received(infos):
-                info.buffer = self._hollow.like(info.buffer)
+                _put(info, self._hollow.like(info.buffer))
 
     def fill(self, infos: Any) -> None:
         """Before something is received there."""
         for info in _received(infos):
             if _is_hollow(info.buffer):
-                info.buffer = _filled(info.buffer)
+                _put(info, _filled(info.buffer))
 
     def refill(self) -> None:
         """All buffers, as torch has them."""
@@ -128,7 +128,7 @@ class InFlight:
 
     def end_backward(self, chunk: int) -> None:
         for info in _received(getattr(self.stage, "grad_recv_info", {}).get(chunk, ())):
-            info.buffer = self._hollow.like(info.buffer)
+            _put(info, self._hollow.like(info.buffer))
 
     def _let_outputs_go(self, chunk: int) -> None:
         outputs, inputs = self.stage.fwd_cache[chunk]
@@ -142,6 +142,11 @@ class InFlight:
             return self._hollow.like(output)
         with torch.enable_grad():
             return _Handle.apply(output, self._hollow)
+
+
+def _put(info: Any, buffer: torch.Tensor) -> None:
+    """Not every torch says once more, before it hands the buffer on, whether gradients come to it."""
+    info.buffer = buffer.requires_grad_(info.buffer.requires_grad and info.buffer.is_leaf)
 
 
 def _received(infos: Any) -> list[Any]:
