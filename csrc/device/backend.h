@@ -203,7 +203,8 @@ struct HostBackendOptions {
   Bytes capacity;                    // the cap on device memory
   std::map<Lane, LaneLimit> limits;  // fetch, drain, peer (update's limit is the host optimizer's)
   Hostility hostility;
-  std::map<int, LaneLimit> links = {};  // of the peer lane, those that are not as its others
+  /// Of the peer lane, those that are not as its others.
+  std::map<int, LaneLimit> links = {};  // NOLINT(readability-redundant-member-init): who lists the others need not
 };
 
 std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options);
