@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import noria
 import torch
 import torch.distributed as dist
 from noria.custody import activations, wrapped_by
+from noria.schedules import name_of_schedule, orders
 from noria.testing import assert_same_bits
 from torch import nn
 
@@ -116,27 +118,32 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
     return [promise for promise, is_kept in holds.items() if not is_kept]
 
 
+def most_in_flight(schedule: str, num_ranks: int, num_micro_batches: int, of_rank: int) -> list[int]:
+    """By rank, of all of its stages together."""
+    found = []
+    for order in orders(name_of_schedule(schedule.replace(" ", "")), num_ranks, num_micro_batches, of_rank):
+        in_flight = itertools.accumulate(1 if action.is_forward else -1 for action in order)
+        found.append(max(in_flight))
+    return found
+
+
 def drawn(seed: int, num_ranks: int, replicas: int) -> Case:
     draw = random.Random(seed)
     num = num_ranks // replicas
-    schedule = draw.choice(("GPipe", "1F1B", "1F1B", "interleaved 1F1B", "interleaved 1F1B"))
+    schedule = draw.choice(("GPipe", "1F1B", "1F1B", "1F1B", "interleaved 1F1B", "interleaved 1F1B"))
     num_micro_batches = draw.choice((num, 2 * num, num + 1 + num % 2))
     of_rank = 2 if schedule == "interleaved 1F1B" else 1
-    tight = {"auto": f"auto {draw.randint(2, 4) * of_rank}", "roomy": "auto 1000"}
-    kinds = draw.choice(("tight", "tight", "unequal", "one roomy", "roomy", "mixed", "mixed", "offload", "recompute"))
-    if kinds == "tight":
-        each = [tight["auto"]] * num
-    elif kinds == "unequal":
-        each = [f"auto {draw.randint(2, 9) * of_rank}" for _ in range(num)]
-    elif kinds == "one roomy":
-        each = [tight["auto"]] * num
-        each[draw.randrange(num)] = tight["roomy"]
-    elif kinds == "roomy":
-        each = [tight["roomy"]] * num
-    elif kinds == "mixed":
-        each = [draw.choice((tight["auto"], tight["roomy"], "offload", "recompute", "keep")) for _ in range(num)]
-    else:
-        each = [kinds] * num
+    peaks = [BLOCKS * most for most in most_in_flight(schedule, num, num_micro_batches, of_rank)]
+    # Of the average rank, or little more: who has less to save has some to spare.
+    tight = [f"auto {max(sum(peaks) // num + draw.randint(0, 2), 2)}"] * num
+    small = [f"auto {draw.randint(2, 4) * of_rank}" for _ in range(num)]
+    roomy = ["auto 1000"] * num
+    kinds = draw.choice(("tight", "tight", "tight", "unequal", "last roomy", "last roomy", "roomy", "mixed", "mixed"))
+    each = {"tight": tight, "roomy": roomy, "last roomy": [*small[:-1], "auto 1000"]}.get(kinds)
+    if kinds == "unequal":
+        each = [f"auto {max(peak + draw.randint(-4, 8), 2)}" for peak in peaks]
+    if each is None:
+        each = [draw.choice((tight[0], small[0], "auto 1000", "offload", "recompute", "keep")) for _ in range(num)]
     delays: dict[str, Any] = {"seed": seed + 1, "max_delay_us": draw.choice((50, 300)), "poison": True}
     if draw.random() < 0.5:
         verb = draw.choice(("offload", "reload", "fetch", "drain", "update"))
