@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "plan/copies.h"
 #include "plan/costs.h"
 #include "plan/hazards.h"
 #include "plan/itinerary.h"
@@ -42,7 +43,7 @@ Purpose parse_purpose(const std::string& text) {
   std::vector<std::pair<std::string, Purpose>> words;
   for (Purpose purpose : {Purpose::weights, Purpose::gradient_buffer, Purpose::working_copy, Purpose::held_gradient,
                           Purpose::optimizer_state, Purpose::gradient_sum, Purpose::unsummed_gradient,
-                          Purpose::saved_tensor, Purpose::saved_copy}) {
+                          Purpose::saved_tensor, Purpose::saved_copy, Purpose::peer_copy}) {
     words.emplace_back(to_string(purpose), purpose);
   }
   return parse("purpose", text, words);
@@ -338,14 +339,26 @@ void bind_costs(py::module_& m) {
       },
       py::arg("blocks"), py::arg("bytes"), py::arg("host"), py::arg("peers"), Release());
   m.def(
+      "choose_copies",
+      [](const std::vector<std::pair<std::int64_t, int>>& units, double home_us_per_byte, double peer_us_per_byte,
+         double home_us, double peer_us, std::int64_t room) {
+        std::vector<FetchedUnit> all;
+        for (const auto& [bytes, num_fetches] : units) all.push_back({Bytes{bytes}, num_fetches});
+        return choose_copies(all, {home_us_per_byte, peer_us_per_byte, home_us, peer_us}, Bytes{room});
+      },
+      py::arg("units"), py::arg("home_us_per_byte"), py::arg("peer_us_per_byte"), py::arg("home_us"),
+      py::arg("peer_us"), py::arg("room"), Release());
+  m.def(
       "match_memory",
-      [](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& offers,
+      [](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>>& offers,
          const std::vector<std::vector<double>>& bandwidth) {
         std::vector<MemoryOffer> all;
-        for (const auto& [machine, needed, spare] : offers) all.push_back({machine, Bytes{needed}, Bytes{spare}});
-        std::vector<std::tuple<int, int, std::int64_t, std::int64_t>> loans;
+        for (const auto& [machine, needed, spare, wanted] : offers) {
+          all.push_back({machine, Bytes{needed}, Bytes{spare}, Bytes{wanted}});
+        }
+        std::vector<std::tuple<int, int, std::int64_t, std::int64_t, std::int64_t>> loans;
         for (const MemoryLoan& loan : match(all, bandwidth)) {
-          loans.emplace_back(loan.lender, loan.borrower, loan.offset.count, loan.bytes.count);
+          loans.emplace_back(loan.lender, loan.borrower, loan.offset.count, loan.bytes.count, loan.wanted.count);
         }
         return loans;
       },

@@ -116,6 +116,22 @@ class Market {
   std::map<std::pair<int, int>, std::int64_t> given_;
 };
 
+/// Of what is `spare`, what each gets for what it wants, by lender and borrower. Nobody lends to itself.
+std::map<std::pair<int, int>, std::int64_t> wanted_of(const std::vector<MemoryOffer>& offers,
+                                                      const std::string& machine, const Counts& spare,
+                                                      std::vector<std::vector<double>> bandwidth) {
+  Counts wanted(offers.size(), 0);
+  for (std::size_t i = 0; i < offers.size(); ++i) {
+    bandwidth[i][i] = 0;
+    if (offers[i].machine == machine) {
+      wanted[i] = (offers[i].wanted.count + kLoanGranule.count - 1) / kLoanGranule.count;
+    }
+  }
+  Market market(wanted, spare, bandwidth);
+  market.settle();
+  return market.given();
+}
+
 }  // namespace
 
 std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
@@ -145,10 +161,14 @@ std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
         needed[static_cast<std::size_t>(pair.second)] -= count;
       }
     }
+    const auto also = wanted_of(offers, machine, spare, bandwidth);
+    for (const auto& [pair, count] : also) given[pair] += count;
     std::map<int, Bytes> ends;
     for (const auto& [pair, count] : given) {
       const Bytes bytes = kLoanGranule * count;
-      loans.push_back({pair.first, pair.second, ends[pair.first], bytes});
+      const auto wanted = also.find(pair);
+      loans.push_back({pair.first, pair.second, ends[pair.first], bytes,
+                       wanted == also.end() ? Bytes{0} : kLoanGranule * wanted->second});
       ends[pair.first] += bytes;
     }
   }

@@ -6,7 +6,8 @@
 // Note [Matching]. What a stage lacks goes over the slow link to its host, and all stages wait for the slowest. So
 // where less is spare than is needed, what remains lacking is made as even as it can be. A borrower's loans are in
 // proportion to its links, since it uses them all at once, as far as the lenders' room goes. What can be lent to nobody
-// in need, for want of a link, is left out of that.
+// in need, for want of a link, is left out of that. What is only wanted comes after that, and where it exceeds what is
+// left, all get the same part of it: half of the units are of half the use.
 //
 // Note [Classes of links]. No link is measured twice alike, and who lends to whom must be the same from run to run. But
 // links are of few kinds: one or two of a sort side by side, full or half as wide, NVLink or the bus. So a bandwidth is
@@ -25,11 +26,13 @@ struct MemoryOffer {
   std::string machine;  // processes of one machine alone can lend each other
   Bytes needed;         // more than the stage has, when it has most
   Bytes spare;          // that it will not need itself; of a stage that needs more, nothing is asked
+  Bytes wanted = {};    // of use to it, for copies of units: of what is spare still when all needs are met
 };
 
 struct MemoryLoan {
   int lender = 0, borrower = 0;
   Bytes offset, bytes;  // of the lender's arena; multiples of kLoanGranule
+  Bytes wanted = {};    // of these, those at the end: what was not needed
   auto operator<=>(const MemoryLoan&) const = default;
 };
 

@@ -41,7 +41,8 @@ enum class Purpose : std::uint8_t {
   gradient_sum,
   unsummed_gradient,
   saved_tensor,  // what a forward saves for its backward, on the device
-  saved_copy     // and in the home
+  saved_copy,    // and in the home
+  peer_copy      // of a unit, at a peer
 };
 std::string_view to_string(Purpose purpose);
 

@@ -386,10 +386,20 @@ def choose_ways(
     peers: tuple[int, float, float],
 ) -> list[str]: ...
 
-# Offers: machine, bytes needed, bytes spare. Loans: lender, borrower, offset, bytes.
+# Units: bytes, fetches of a step.
+def choose_copies(
+    units: Sequence[tuple[int, int]],
+    home_us_per_byte: float,
+    peer_us_per_byte: float,
+    home_us: float,
+    peer_us: float,
+    room: int,
+) -> list[int]: ...
+
+# Offers: machine, bytes needed, spare and wanted. Loans: lender, borrower, offset, bytes, and wanted ones of these.
 def match_memory(
-    offers: Sequence[tuple[str, int, int]], bandwidth: Sequence[Sequence[float]]
-) -> list[tuple[int, int, int, int]]: ...
+    offers: Sequence[tuple[str, int, int, int]], bandwidth: Sequence[Sequence[float]]
+) -> list[tuple[int, int, int, int, int]]: ...
 def link_classes(bandwidth: Sequence[Sequence[float]]) -> list[list[float]]: ...
 def duration_us(op: Op, costs: Costs) -> float: ...
 def blocking_bound_us(times: StepTimes) -> float: ...

@@ -177,7 +177,7 @@ def plan_pipeline(
             raise usage_error(
                 f"activation_memory for what two blocks save, {2 * largest} bytes", f"{room} bytes", "raise it"
             )
-        offers.append(("", *need_and_spare(saved_most, largest, room)))
+        offers.append(("", *need_and_spare(saved_most, largest, room), 0))
     loans = [Loan(*each) for each in _C.match_memory(offers, [[1.0] * num_stages] * num_stages)]
     of_blocks = {unit for spec in blocks for unit in spec.needs}
     before = [unit for unit in range(min(of_blocks)) if unit not in of_blocks]

@@ -30,6 +30,7 @@ std::vector<MemoryOffer> random_offers(std::mt19937& random, std::size_t size, i
     offer.machine = std::to_string(static_cast<int>(random()) % num_machines);
     const Bytes amount{static_cast<std::int64_t>(random() % 5'000'000)};
     (random() % 2 == 0 ? offer.needed : offer.spare) = amount;
+    offer.wanted = Bytes{static_cast<std::int64_t>(random() % 3 == 0 ? random() % 2'000'000 : 0)};
     offers.push_back(offer);
   }
   return offers;
@@ -52,6 +53,8 @@ TEST(Matching, nobody_lends_more_than_it_has_or_borrows_more_than_it_needs) {
       EXPECT_EQ(offers[lender].machine, offers[borrower].machine);
       EXPECT_GT(bandwidth[lender][borrower], 0);
       EXPECT_GT(loan.bytes, Bytes{0});
+      EXPECT_LE(loan.wanted, loan.bytes);
+      EXPECT_NE(loan.lender, loan.borrower);
       EXPECT_EQ(loan.bytes.count % kGranule.count, 0);
       EXPECT_EQ(loan.offset, ends[loan.lender]);  // so none overlap
       ends[loan.lender] = loan.offset + loan.bytes;
@@ -60,7 +63,8 @@ TEST(Matching, nobody_lends_more_than_it_has_or_borrows_more_than_it_needs) {
       EXPECT_LE(bytes, offers[static_cast<std::size_t>(lender)].spare);
     }
     for (const auto& [borrower, bytes] : sums(loans, &MemoryLoan::borrower)) {
-      EXPECT_LT(bytes, offers[static_cast<std::size_t>(borrower)].needed + kGranule);
+      const MemoryOffer& offer = offers[static_cast<std::size_t>(borrower)];
+      EXPECT_LE(bytes, align_up(offer.needed, kGranule) + align_up(offer.wanted, kGranule));
     }
   }
 }
@@ -75,7 +79,7 @@ TEST(Matching, nothing_that_is_spare_stays_so_while_somebody_needs_it) {
       needed += align_up(offer.needed, kGranule);
       spare += Bytes{offer.spare.count / kGranule.count * kGranule.count};
     }
-    for (const MemoryLoan& loan : match(offers, even(size))) lent += loan.bytes;
+    for (const MemoryLoan& loan : match(offers, even(size))) lent += loan.bytes - loan.wanted;
     EXPECT_EQ(lent, std::min(needed, spare));
   }
 }
@@ -164,6 +168,26 @@ TEST(Matching, lenders_share_what_they_have_among_those_who_come) {
   EXPECT_EQ(given.at(0), kGranule * 40);
   EXPECT_EQ(given.at(1), kGranule * 40);
   EXPECT_EQ(loans.size(), 4U);  // each uses both
+}
+
+TEST(Matching, what_is_only_wanted_comes_after_all_needs) {
+  const std::vector<MemoryOffer> offers{{"", kGranule * 40, {}, kGranule * 100}, {"", {}, kGranule * 50}};
+  const std::vector<MemoryLoan> expected{{1, 0, {}, kGranule * 50, kGranule * 10}};
+  EXPECT_EQ(match(offers, even(2)), expected);
+}
+
+TEST(Matching, nobody_lends_to_itself_what_it_wants) {
+  const std::vector<MemoryOffer> offers{{"", {}, kGranule * 30, kGranule * 20}, {"", {}, {}, kGranule * 20}};
+  const std::vector<MemoryLoan> expected{{0, 1, {}, kGranule * 20, kGranule * 20}};
+  EXPECT_EQ(match(offers, even(2)), expected);
+}
+
+TEST(Matching, wants_that_exceed_what_is_left_get_the_same_part_of_it) {
+  const std::vector<MemoryOffer> offers{
+      {"", {}, {}, kGranule * 40}, {"", {}, {}, kGranule * 80}, {"", {}, kGranule * 60}};
+  const std::vector<MemoryLoan> expected{{2, 0, {}, kGranule * 20, kGranule * 20},
+                                         {2, 1, kGranule * 20, kGranule * 40, kGranule * 40}};
+  EXPECT_EQ(match(offers, even(3)), expected);
 }
 
 TEST(Matching, one_in_need_does_not_lend) {
