@@ -14,7 +14,7 @@ enum class Verb : std::uint8_t {
   forward,   // compute lane: a visit of a forward pass
   backward,  // compute lane: a visit of a backward pass
   user,      // compute lane: whatever the user's own loop does between passes (reads and edits p.grad)
-  fetch,     // fetch lane: home to device
+  fetch,     // fetch lane: home to device; peer lane: from where it is stashed
   drain,     // drain lane: gradients to the home
   update,    // update lane: the host optimizer on one unit
   evict,     // no lane: the lease may be reused (bookkeeping, never waits)
@@ -28,8 +28,9 @@ enum class Verb : std::uint8_t {
   offload,   // drain lane: what a visit has saved, to the host
   reload,    // fetch lane: and back
   probe,     // peer lane: a link is measured; not among the numbers of the lane
+  stash,     // peer lane: a unit's working copy, to a peer; it is fetched from there then
 };
-inline constexpr int kNumVerbs = 17;
+inline constexpr int kNumVerbs = 18;
 
 /// What a pass does with the units it visits.
 enum class Phase : std::uint8_t { forward, backward };

@@ -253,6 +253,39 @@ void bind_custody(py::module_& m) {
           },
           py::arg("hooks"), NoGil())
       .def(
+          "add_copy_peer",
+          [](Custody& self, std::int32_t rank, int link, double bandwidth, std::int64_t address, std::int64_t bytes,
+             std::int64_t begin) {
+            self.engine().add_copy_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}, Bytes{begin}});
+          },
+          py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"),
+          py::arg("begin"), NoGil())
+      .def(
+          "shrink_copy_peer",
+          [](Custody& self, std::int32_t rank, std::int64_t left) {
+            self.engine().shrink_copy_peer(rank, Bytes{left});
+          },
+          py::arg("rank"), py::arg("left"), NoGil())
+      .def(
+          "keep_copies",
+          [](Custody& self, const std::vector<std::int32_t>& units) {
+            self.engine().keep_copies({units.begin(), units.end()});
+          },
+          py::arg("units"), NoGil())
+      .def("copy_stats",
+           [](Custody& self) {
+             const CopyStats stats = without_gil([&] { return self.engine().copy_stats(); });
+             py::dict result;
+             result["num_units"] = stats.num_units;
+             result["num_stashed"] = stats.num_stashed;
+             result["num_fetched"] = stats.num_fetched;
+             result["stashed"] = stats.stashed.count;
+             result["fetched"] = stats.fetched.count;
+             return result;
+           })
+      .def(
+          "times_fetched", [](Custody& self) { return self.engine().times_fetched(); }, NoGil())
+      .def(
           "set_saved_room", [](Custody& self, std::int64_t room) { self.engine().set_saved_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",

@@ -38,7 +38,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)
                                : std::nullopt),
-      fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr),
+      copies_(issuer_, custodian),
+      fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr, copies_),
       drainer_(issuer_, leases_, units_, options_.device, custodian_, collector_ ? &*collector_ : nullptr,
                options_.ring.has_value()),
       pending_(units_.size(), false),
@@ -282,6 +283,7 @@ void Engine::enter_visit(Stream stream) {
   for (UnitId unit : open.visit.needs) {
     custodian_.attach(unit, fetcher_.address(unit));
     attached_.push_back(unit);
+    fetcher_.stash(unit);
   }
 }
 
@@ -618,6 +620,36 @@ SavedStats Engine::saved_stats() const {
 std::map<HookId, SavedByModule> Engine::saved_by_module() const {
   const std::lock_guard lock(mutex_);
   return saver_ ? saver_->by_module() : std::map<HookId, SavedByModule>{};
+}
+
+// ---- units at peers ---------------------------------------------------------------------------------------------
+
+void Engine::add_copy_peer(const PeerMemory& peer) {
+  const std::lock_guard lock(mutex_);
+  copies_.add_peer(peer);
+}
+
+void Engine::shrink_copy_peer(std::int32_t rank, Bytes left) {
+  const std::lock_guard lock(mutex_);
+  copies_.shrink_peer(rank, left);
+}
+
+void Engine::keep_copies(const std::vector<UnitId>& units) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(!options_.lane, "a unit that ranks gather is not fetched by one of them alone");
+  std::vector<std::pair<UnitId, Bytes>> kept;
+  for (UnitId unit : units) kept.emplace_back(unit, facts_[static_cast<std::size_t>(unit.value)].weights);
+  copies_.keep(std::move(kept));
+}
+
+CopyStats Engine::copy_stats() const {
+  const std::lock_guard lock(mutex_);
+  return copies_.stats();
+}
+
+std::vector<std::int64_t> Engine::times_fetched() const {
+  const std::lock_guard lock(mutex_);
+  return fetcher_.times_fetched();
 }
 
 // ---- what happened ----------------------------------------------------------------------------------------------

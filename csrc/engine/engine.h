@@ -1,11 +1,11 @@
 // Follows the plan: the one object that Python holds. Hooks say what the model does now; the engine plays the ops that
 // the plan has for this moment, gives and takes tickets, and counts.
 //
-// Ownership: owns issuer, leases, fetcher, drainer, collector and saver; shares the backend and the host optimizer;
-// borrows the custodian, which must outlive it. Order: the calls are the program; ops are issued in the order of the
-// calls and nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a mutex sees to
-// it); a call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never called with the
-// GIL held.
+// Ownership: owns issuer, leases, fetcher, drainer, collector, saver and copies at peers; shares the backend and the
+// host optimizer; borrows the custodian, which must outlive it. Order: the calls are the program; ops are issued in the
+// order of the calls and nothing else orders them but the waits that `hazards` derives. Threads: one call at a time (a
+// mutex sees to it); a call may block until a fetch has arrived, an update is sealed, or gradients have landed. Never
+// called with the GIL held.
 //
 // Note [A visit]. `announce` ends the visit before it: its compute ticket is given, what arrived is drained, its units
 // are evicted from their parameters. Then the ops that the plan has for the new visit are issued, the stream waits for
@@ -227,6 +227,15 @@ class Engine {
   SavedStats saved_stats() const;
   std::map<HookId, SavedByModule> saved_by_module() const;
 
+  // ---- units at peers: as PeerCopies ----
+  void add_copy_peer(const PeerMemory& peer);
+  void shrink_copy_peer(std::int32_t rank, Bytes left);
+  /// Not where ranks share the home.
+  void keep_copies(const std::vector<UnitId>& units);
+  CopyStats copy_stats() const;
+  /// By unit, from wherever.
+  std::vector<std::int64_t> times_fetched() const;
+
   // ---- the home, seen from outside ----
   /// Blocks until no op still reads or writes what is asked for. `write_weights`: the caller changes working copy and
   /// state now, every device copy becomes stale.
@@ -410,6 +419,7 @@ class Engine {
   Issuer issuer_;
   Leases leases_;
   std::optional<Collector> collector_;  // engaged: ranks share the home
+  PeerCopies copies_;
   Fetcher fetcher_;
   Drainer drainer_;
   std::optional<Saver> saver_;  // engaged: saves

@@ -14,6 +14,11 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const Held into{offset, buffer, version};
   resident_.emplace(unit, into);
   ++num_fetches_;
+  ++times_fetched_[static_cast<std::size_t>(unit.value)];
+  if (copies_.holds(unit, version)) {
+    copies_.fetch(unit, {buffer, version, Access::Mode::write}, to);
+    return;
+  }
   if (collector_ != nullptr && collector_->shards().size > 1) {
     fetched_ += fetch_shards(source, into, unit);
     return;
@@ -64,6 +69,12 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
   return fetched;
 }
 
+void Fetcher::stash(UnitId unit) {
+  const Held& held = this->held(unit);
+  if (!is_current(unit) || !copies_.lacks(unit, held.version)) return;
+  copies_.stash(unit, access(unit), leases_.at(held.offset));
+}
+
 void Fetcher::evict(UnitId unit) {
   const Held held = this->held(unit);
   leases_.release(held.offset);
@@ -73,6 +84,7 @@ void Fetcher::evict(UnitId unit) {
 }
 
 void Fetcher::mark_stale(UnitId unit) {
+  copies_.forget(unit);
   const auto found = resident_.find(unit);
   if (found != resident_.end()) found->second.version = -1;
 }

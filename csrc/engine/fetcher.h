@@ -1,4 +1,5 @@
-// The way down: which units lie on the device, at which version, and the fetches that bring them there.
+// The way down: which units lie on the device, at which version, and the fetches that bring them there, from home or
+// from where a peer keeps them.
 //
 // Ownership: borrows issuer, leases and units from the engine. Order: ops are issued in the order of the
 // calls. Threads: the caller serialises; nothing here blocks.
@@ -9,6 +10,7 @@
 
 #include "engine/collector.h"
 #include "engine/issuer.h"
+#include "engine/peer_copies.h"
 #include "engine/unit.h"
 #include "store/leases.h"
 
@@ -17,16 +19,21 @@ namespace noria {
 class Fetcher {
  public:
   /// `collector` null: the home has whole units.
-  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Collector* collector)
+  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Collector* collector,
+          PeerCopies& copies)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
-        collector_(collector) {}
+        collector_(collector),
+        copies_(copies),
+        times_fetched_(units.size(), 0) {}
 
   /// Leases the range that the planned op names and queues the copy of the home's newest version into it; of a shard,
-  /// and then the other ranks'.
+  /// and then the other ranks'. Where a peer has that version, it comes from there.
   void fetch(UnitId unit, Bytes offset);
+  /// A visit of the unit has begun: if a peer is to keep it, and does not have it yet, it is put there.
+  void stash(UnitId unit);
   /// The lease may be reused. Never waits: whoever writes the range next waits for its readers.
   void evict(UnitId unit);
   void mark_stale(UnitId unit);
@@ -41,7 +48,8 @@ class Fetcher {
   Access access(UnitId unit) const;
 
   std::int64_t num_fetches() const { return num_fetches_; }
-  Bytes fetched() const { return fetched_; }
+  const std::vector<std::int64_t>& times_fetched() const { return times_fetched_; }  // by unit
+  Bytes fetched() const { return fetched_; }                                         // from home
 
  private:
   struct Held {
@@ -57,8 +65,10 @@ class Fetcher {
   const std::vector<EngineUnit>& units_;
   const Place device_;
   Collector* const collector_;
+  PeerCopies& copies_;
   std::map<UnitId, Held> resident_;
   std::int64_t num_fetches_ = 0;
+  std::vector<std::int64_t> times_fetched_;
   Bytes fetched_;
 };
 

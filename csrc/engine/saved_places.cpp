@@ -84,8 +84,8 @@ bool SavedPlaces::add_stretch(std::size_t store, Bytes begin, Bytes bytes, Stret
   if (!range) return false;
   const std::optional<PeerMemory>& peer = stores_[store].peer;
   const Place place = peer ? Place{Place::Kind::peer, peer->rank} : Place{Place::Kind::host, kSavedCopiesRegion};
-  const BufferId copy =
-      buffers_.intern({place, range->offset, range->bytes, Format::compute, Purpose::saved_copy, UnitId()});
+  const Bytes offset = range->offset + (peer ? peer->begin : Bytes{0});
+  const BufferId copy = buffers_.intern({place, offset, range->bytes, Format::compute, purpose_, UnitId()});
   stretches.push_back({begin, bytes, range->memory, copy, peer ? peer->link : 0, store, *range});
   return true;
 }

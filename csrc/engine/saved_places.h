@@ -26,6 +26,7 @@ struct PeerMemory {
   double bandwidth = 1;   // of the link, as compared with the others'
   std::byte* memory = nullptr;
   Bytes bytes;
+  Bytes begin = {};  // in all that this peer lends
 };
 
 class SavedPlaces {
@@ -42,7 +43,12 @@ class SavedPlaces {
   /// Of one storage: all at peers, or a single one at home.
   using Stretches = std::vector<Stretch>;
 
-  SavedPlaces(BufferTable& buffers, Custodian& custodian) : buffers_(buffers), custodian_(custodian), stores_(1) {}
+  /// `purpose`: of the buffers there.
+  SavedPlaces(BufferTable& buffers, Custodian& custodian, Purpose purpose = Purpose::saved_copy)
+      : buffers_(buffers),
+        custodian_(custodian),
+        purpose_(purpose),
+        stores_(1) {}
 
   /// Each peer once.
   void add_peer(const PeerMemory& peer);
@@ -51,6 +57,8 @@ class SavedPlaces {
 
   /// `of_home`: also where peers have room. Throws UsageError where neither peers nor the home have as much.
   Stretches take(Bytes bytes, bool of_home);
+  /// Nothing where peers have not as much.
+  Stretches take_of_peers(Bytes bytes);
   void give_back(const Stretches& stretches);
 
   bool is_at_peers(const Stretches& stretches) const { return stretches.front().store != kHome; }
@@ -63,13 +71,13 @@ class SavedPlaces {
     std::optional<PeerMemory> peer;  // none: the home
   };
 
-  Stretches take_of_peers(Bytes bytes);
   /// Nothing, and who has not enough in one range.
   std::optional<std::size_t> cut(Bytes bytes, const std::vector<std::size_t>& peers, Stretches& stretches);
   bool add_stretch(std::size_t store, Bytes begin, Bytes bytes, Stretches& stretches);
 
   BufferTable& buffers_;
   Custodian& custodian_;
+  const Purpose purpose_;
   std::vector<Store> stores_;
 };
 

@@ -392,6 +392,15 @@ void BareEngine::write_home(std::size_t unit, float value) {
   }
 }
 
+// ---- a peer -----------------------------------------------------------------------------------------------------
+
+void BareEngine::lend(Bytes bytes) {
+  lender_ = std::make_shared<HostBackend>(HostBackendOptions{bytes, {}, {}});
+  std::byte* const memory = lender_->allocate_shared(bytes);
+  std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
+  engine_.add_copy_peer({1, 0, 1, machine_.backend->open_shared(lender_->shared(memory)), bytes});
+}
+
 // ---- failures ---------------------------------------------------------------------------------------------------
 
 void BareEngine::hold_stream() {

@@ -96,6 +96,13 @@ class BareEngine final : public Custodian {
   std::vector<float> read_home(std::size_t unit);
   void write_home(std::size_t unit, float value);
 
+  // ---- a peer, of machines of the host ----
+  /// It lends so much for copies of units.
+  void lend(Bytes bytes);
+  void keep_copies(const std::vector<UnitId>& units) { engine_.keep_copies(units); }
+  void forget(std::size_t unit) { engine_.forget(UnitId(static_cast<std::int32_t>(unit))); }
+  void shrink_copies(Bytes left) { engine_.shrink_copy_peer(1, left); }
+
   // ---- failures ----
   void fail_next_update() { fail_next_update_ = true; }
   /// Nothing that comes later on the stream happens before `release_stream`.
@@ -156,6 +163,7 @@ class BareEngine final : public Custodian {
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;
+  std::shared_ptr<Backend> lender_;  // null: nobody lends
   Shards shards_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;

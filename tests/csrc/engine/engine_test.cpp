@@ -102,6 +102,39 @@ TEST_P(UnderDelays, a_hostile_run_in_a_small_window_gives_the_bits_of_a_quiet_on
   hostile->close();
 }
 
+TEST_P(UnderDelays, a_hostile_run_with_units_at_a_peer_gives_the_bits_of_a_quiet_one_without) {
+  auto quiet = make(0, Bytes{1 << 16});
+  auto hostile = make(GetParam(), kSlotBytes * 8, /*drafts=*/true);
+  hostile->lend(kSlotBytes * 9);
+  hostile->keep_copies({UnitId(3), UnitId(1), UnitId(2), UnitId(0)});  // the last one has no room
+  train(*quiet);
+  train(*hostile);
+  for (std::size_t unit = 0; unit < kUnits.size(); ++unit) {
+    EXPECT_EQ(quiet->result(unit), hostile->result(unit));
+    EXPECT_EQ(quiet->array("weights", unit), hostile->array("weights", unit));
+  }
+  EXPECT_EQ(hostile->engine().copy_stats().num_units, 3);
+  EXPECT_GT(hostile->engine().copy_stats().num_fetched, 0);
+  quiet->close();
+  hostile->close();
+}
+
+TEST(engine, copies_have_passed_when_the_peer_gets_its_memory_back) {
+  Hostility late;
+  late.hold_us[Verb::stash] = late.hold_us[Verb::fetch] = 20'000;
+  BareEngine model(kUnits, make_host_machine(late, /*asynchronous=*/true), Budget{kSlotBytes * 8, 0},
+                   /*prefetch_at_step=*/true, std::make_shared<HostOptimizer>(HostOptimizerOptions{}));
+  model.lend(kSlotBytes * 10);
+  model.keep_copies({UnitId(0), UnitId(1), UnitId(2), UnitId(3)});
+  forward(model);
+  forward(model);
+  model.shrink_copies(Bytes{0});
+  const CopyStats stats = model.engine().copy_stats();
+  EXPECT_GT(stats.num_stashed, 0);
+  EXPECT_EQ(model.backend().stats(Lane::peer).bytes, stats.stashed + stats.fetched);
+  model.close();
+}
+
 INSTANTIATE_TEST_SUITE_P(seeds, UnderDelays, ::testing::Values(1, 2, 3));
 
 TEST(engine, closes_in_the_middle_of_a_pass_while_every_lane_has_work) {

@@ -125,6 +125,21 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("zero_grad", &BareEngine::zero_grad, Release())
       .def("set_unsynced", &BareEngine::set_unsynced, Release())
       .def("begin_step", &BareEngine::begin_step, Release())
+      .def(
+          "lend", [](BareEngine& self, std::int64_t bytes) { self.lend(noria::Bytes{bytes}); }, Release())
+      .def(
+          "keep_copies",
+          [](BareEngine& self, const std::vector<std::int32_t>& units) { self.keep_copies(noria::unit_ids(units)); },
+          Release())
+      .def(
+          "shrink_copies", [](BareEngine& self, std::int64_t left) { self.shrink_copies(noria::Bytes{left}); },
+          Release())
+      .def("forget", &BareEngine::forget, Release())
+      .def("copy_stats",
+           [](BareEngine& self) {
+             const noria::CopyStats stats = self.engine().copy_stats();
+             return std::tuple(stats.num_units, stats.num_stashed, stats.num_fetched);
+           })
       .def("update", py::overload_cast<std::size_t, bool>(&BareEngine::update), Release())
       .def("end_step", &BareEngine::end_step, Release())
       .def("read_home", &BareEngine::read_home, Release())

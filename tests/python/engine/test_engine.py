@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from noria import _C
 
 from tests.python.engine.bare import (
+    CELL,
     Call,
     Model,
     Slot,
@@ -21,7 +22,8 @@ from tests.python.engine.bare import (
 )
 
 bare = import_bare_engine()
-MACHINES = ["host", "calling thread", "fake cuda"]
+HOSTS = ["host", "calling thread"]
+MACHINES = [*HOSTS, "fake cuda"]
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -258,6 +260,112 @@ def test_a_model_may_change_its_stream_at_any_moment(machine):
     run(model, calls, arena=8 * bare.SLOT_BYTES, machine=machine, kernel_us=200, poison=True)
 
 
+# ---- copies at peers ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def lent(draw, model, program):
+    """The program of a loop to which a peer lends memory for some units' copies, of which it may take some back."""
+    room = draw(st.integers(1, model.whole() // bare.SLOT_BYTES))
+    calls = [("lend", (room * bare.SLOT_BYTES,))]
+    units = st.permutations(range(len(model.units))).flatmap(
+        lambda order: st.integers(0, len(order)).map(lambda count: order[:count])
+    )
+    calls.append(("keep_copies", (draw(units),)))
+    for call in program:
+        calls.append(call)
+        if call[0] not in ("end_step", "claim"):
+            continue
+        if draw(st.booleans()):
+            calls.append(("keep_copies", (draw(units),)))
+        if draw(st.integers(0, 5)) == 0:
+            room = draw(st.integers(0, room))
+            calls.append(("shrink_copies", (room * bare.SLOT_BYTES,)))
+    return calls
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_loop_has_the_same_bits_with_units_at_a_peer(data):
+    model, program = data.draw(programs())
+    drawn = data.draw(settings_of_engines(model, program)) | {"machine": data.draw(st.sampled_from(HOSTS))}
+    program = data.draw(lent(model, program))
+    engine = run(model, program, prefetch_at_step=data.draw(st.booleans()), drafts=data.draw(st.booleans()), **drawn)
+    assert engine.copy_stats()[2] <= engine.num_fetches
+    engine.close()
+
+
+@pytest.mark.parametrize("machine", HOSTS)
+@pytest.mark.parametrize("room", [3, 2])
+def test_a_unit_comes_from_home_once_of_each_version_and_from_the_peer_then(machine, room):
+    model = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
+    loop = Loop(model)
+    steps, micro_batches = 3, 3
+    for _ in range(steps):
+        loop.plain({0, 1, 2}, micro_batches)
+    settings_of_engine = {"arena": 2 * CELL, "machine": machine, "seed": 5, "max_delay_us": 100}
+    settings_of_engine["prefetch_at_step"] = False
+    alone = run(model, loop.calls, **settings_of_engine)
+    lends = [("lend", (room * bare.SLOT_BYTES,)), ("keep_copies", ([0, 1, 2],))]
+    engine = run(model, lends + loop.calls, **settings_of_engine)
+    num_units, num_stashed, num_fetched = engine.copy_stats()
+    assert (num_units, num_stashed) == (room, room * steps)
+    assert engine.num_fetches == alone.num_fetches
+    if room == 3:
+        assert engine.num_fetches - num_fetched == 3 * steps  # from home
+    assert num_fetched > 0
+
+
+def test_a_frozen_unit_is_put_at_the_peer_once():
+    model = Model([(1, 0), (1, 1), (1, 0)], [[0], [1], [2]])
+    loop = Loop(model)
+    for _ in range(4):
+        loop.plain({1})
+    engine = run(
+        model, [("lend", (3 * CELL,)), ("keep_copies", ([0, 2],)), *loop.calls], arena=2 * CELL, machine="host"
+    )
+    assert engine.copy_stats()[:2] == (2, 2)
+    assert engine.copy_stats()[2] > 6
+
+
+def test_what_was_written_at_home_is_not_fetched_from_the_peer():
+    model = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
+    loop = Loop(model)
+    loop.calls += [("lend", (3 * CELL,)), ("keep_copies", ([0, 1, 2],))]
+    loop.plain({0, 1, 2})
+    for _ in range(3):
+        loop.forward([0, 1, 2], grad=False)
+    for unit in range(3):
+        loop.call("write_home", unit, 0.5)
+    for _ in range(2):
+        loop.forward([0, 1, 2], grad=False)
+    assert run(model, loop.calls, arena=2 * CELL).copy_stats()[1] == 9  # versions of all of them
+
+
+def test_what_the_model_has_overwritten_is_not_fetched_from_the_peer():
+    """The copy may have been made after that."""
+    model = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
+    loop = Loop(model)
+    loop.calls += [("lend", (3 * CELL,)), ("keep_copies", ([0, 1, 2],))]
+    loop.forward([0, 1, 2], grad=False)
+    loop.call("forget", 0)
+    for _ in range(2):
+        loop.forward([0, 1, 2], grad=False)
+    assert run(model, loop.calls, arena=2 * CELL).copy_stats()[1] == 3 + 1
+
+
+def test_a_peer_that_takes_memory_back_keeps_fewer_copies():
+    model = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
+    loop = Loop(model)
+    loop.calls += [("lend", (3 * CELL,)), ("keep_copies", ([0, 1, 2],))]
+    for room in (3, 1, 0):
+        loop.plain({0, 1, 2}, 2)
+        loop.call("shrink_copies", room * CELL)
+    loop.plain({0, 1, 2}, 2)
+    engine = run(model, loop.calls, arena=2 * CELL, seed=3, max_delay_us=100)
+    assert engine.copy_stats()[:2] == (0, 3 + 3 + 1)
+
+
 # ---- drafts ---------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +457,8 @@ def loops_with_a_ring(draw):
 def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
     model, program = data.draw(loops_with_a_ring())
     drawn = data.draw(settings_of_engines(model, program))
+    if drawn["machine"] in HOSTS and data.draw(st.booleans()):
+        program = data.draw(lent(model, program))
     run(model, program, ring_slots=len(model.units), **drawn).close()
 
 

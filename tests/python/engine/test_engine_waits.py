@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.python.engine.bare import Call, Model, Twin, differences, engine_outcome, import_bare_engine, play
-from tests.python.engine.test_engine import Loop, budgets, programs
+from tests.python.engine.bare import CELL, Call, Model, Twin, differences, engine_outcome, import_bare_engine, play
+from tests.python.engine.test_engine import Loop, budgets, lent, programs
 
 bare = import_bare_engine()
 
@@ -152,6 +152,23 @@ def a_drafted_unit_that_is_not_fetched() -> Loop:
     return loop
 
 
+def at_a_peer(units: Sequence[int] = (0, 1, 2), model: Model = THREE, micro_batches: int = 2) -> Loop:
+    """These units are kept there."""
+    loop = Loop(model, [("lend", (len(units) * CELL,)), ("keep_copies", (list(units),))])
+    for _ in range(2):
+        loop.plain({unit for unit in range(3) if model.trainable(unit)}, micro_batches)
+    return loop
+
+
+def a_fetch_that_was_for_nothing() -> Loop:
+    """The step has queued fetches from home for a forward that does not come; what comes instead is at the peer."""
+    loop = at_a_peer([2], Model([(1, 1), (1, 1), (1, 0)], [[0], [1], [2]]))
+    loop.forward([2], grad=False)
+    loop.call("idle")
+    loop.forward([2], grad=False)
+    return loop
+
+
 @dataclass
 class Case:
     """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
@@ -207,6 +224,12 @@ CASES = {
     "drain -> poison on gradient_buffer (WAR)": Case(training(), poison=True),
     "backward -> poison on gradient_buffer (WAW)": Case(a_backward_that_raises(), poison=True),
     "poison -> backward on gradient_buffer (WAW)": Case(training(), cells=3, poison=True),
+    "fetch -> stash on weights (RAW)": Case(at_a_peer()),
+    "stash -> fetch on weights (WAR)": Case(at_a_peer()),
+    "stash -> backward on gradient_buffer (WAR)": Case(at_a_peer()),
+    "stash -> poison on weights (WAR)": Case(at_a_peer(), poison=True),
+    "poison -> fetch on weights (WAW)": Case(at_a_peer(), poison=True),
+    "fetch -> fetch on weights (WAW)": Case(a_fetch_that_was_for_nothing(), later="update"),
 }
 
 # The calling thread's own access to the home is over before its next call, so it gives no ticket: nobody waits for it,
@@ -283,6 +306,7 @@ def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
 def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
     model, program = data.draw(programs())
     arena, window = data.draw(budgets(model, program))
+    program = data.draw(lent(model, program)) if data.draw(st.booleans()) else program
     engine = bare.BareEngine(
         model.units, arena=arena, window=window, poison=data.draw(st.booleans()), drafts=data.draw(st.booleans())
     )
