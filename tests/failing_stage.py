@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from noria import _C
 from noria.custody import activations, wrapped_by
-from noria.testing import assert_same_bits
+from noria.testing import assert_same_bits, on_machine
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -87,8 +87,8 @@ def on_step(step: int) -> None:
 class Loop:
     """One rank's. Of `orders` each may lack. `fails`: a moment, as tests/failing_rank.py has it; `kills`: the same of
     this rank's, at which that one is killed whose number comes first; `other`: the one that fails; `workers`: that it
-    forks; `never_steps`; `early_step`; `alone`: wraps without stages; `ends`: "unwrap", "drop" or "exit", which waits
-    for the other one's `after`: "end" or "exit"; `times` that it does all."""
+    forks; `never_steps`; `early_step`; `alone`: wraps without stages; `lacks_units`: all that it borrows for; `ends`:
+    "unwrap", "drop" or "exit", which waits for the other one's `after`: "end" or "exit"; `times` that it does all."""
 
     def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any], nth: int) -> None:
         self.rank, self.size, self.folder, self.orders, self.nth = rank, size, folder, orders, nth
@@ -97,8 +97,12 @@ class Loop:
         self.model = HookedStage()
         self.optimizer = adamw(self.model.parameters())
         policy = {"kernel": "torch", "activations": "auto", "activation_memory": ROOM}
+        if "lacks_units" in orders:  # and nothing else: what it borrows is for them
+            policy = {"kernel": "torch", "activations": "keep"}
         policy |= {"mesh": DeviceMesh("cpu", [rank])} if "alone" in orders else {"stages": mesh["stages"]}
-        noria.wrap(self.model, self.optimizer, device="cpu", window=2, **policy)
+        limits = {"fetch": (0.004, 0.0)} if "lacks_units" in orders else {}
+        with on_machine(limits=limits):
+            noria.wrap(self.model, self.optimizer, device="cpu", window=2, **policy)
         group = mesh["stages"].get_group()
         stage = pipelining.PipelineStage(self.model, rank, size, torch.device("cpu"), group=group)
         self.play = pipelining.Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=F.mse_loss)
@@ -122,7 +126,7 @@ class Loop:
             if step == 0:
                 self.note_lending()
                 self.workers = [fork_worker() for _ in range(self.orders.get("workers", 0))]
-            print("step", step + 1, flush=True)
+            print("step", step + 1, noria.report(self.model).copies["num_fetched"], "from peers", flush=True)
 
     def note_lending(self) -> None:
         """Before anything fails: this rank does lend or borrow, and its socket's name can be seen."""

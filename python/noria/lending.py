@@ -1,4 +1,5 @@
-"""Pipeline stages lend each other spare device memory for what their blocks save.
+"""Pipeline stages lend each other spare device memory: for what their blocks save, and what then is left for copies of
+units that their windows evict.
 
 How much a stage has to spare or lacks is known once a step has been made: after the first backwards, inside of the
 first `optimizer.step()`, all stages tell each other, and the same matching on each of them (csrc/plan/matching.h) says
@@ -9,7 +10,6 @@ borrower copies to and from its range by itself from then on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,7 @@ class Lending:
         self._has_met = False
         self._lender: _C.Lender | None = None
         self._asked: dict[int, int] = {}  # by borrower: what it may have still
+        self._wants = True  # what is for units
         self._sources: list[Source] = []
 
     @property
@@ -131,7 +132,8 @@ class Lending:
         ranks = list(stages.group.ranks)
         try:
             with raised_by_all([stages], CALL):
-                offer = (f"{_machine()} {self.wrapped.device.type}", *self._need_and_spare())
+                wanted = self.wrapped.copies.wanted()
+                offer = (f"{_machine()} {self.wrapped.device.type}", *self._need_and_spare(), wanted)
             offers = stages.group.gather_objects(offer)
         except _C.MachineError as error:
             raise _C.MachineError(
@@ -139,7 +141,7 @@ class Lending:
                 f"they agree on who lends memory to whom; let each of them step as often as the others, or wrap all "
                 f"without stages= ({error})"
             ) from error
-        spare = [have for _, _, have in offers]
+        spare = [have for _, _, have, _ in offers]
         pairs = self._pairs(offers)
         if not pairs:
             return
@@ -149,17 +151,18 @@ class Lending:
         if self._take_arena(stages, offers, links):
             self._trade(stages, links)
 
-    def _pairs(self, offers: list[tuple[str, int, int]]) -> list[Pair]:
-        """Of those in need and those that have something to spare, the ones that may reach each other."""
+    def _pairs(self, offers: list[tuple[str, int, int, int]]) -> list[Pair]:
+        """Of those that lack or want something and those that have something to spare, the ones that may reach each
+        other."""
         wanted = [
             (lender, borrower)
-            for borrower, (_, needed, _) in enumerate(offers)
-            for lender, (_, own_need, spare) in enumerate(offers)
-            if needed and not own_need and spare >= _C.LOAN_GRANULE
+            for borrower, (_, needed, _, also) in enumerate(offers)
+            for lender, (_, own_need, spare, _) in enumerate(offers)
+            if (needed or also) and lender != borrower and not own_need and spare >= _C.LOAN_GRANULE
         ]
         pairs = [(lender, borrower) for lender, borrower in wanted if offers[lender][0] == offers[borrower][0]]
         if len(pairs) < len(wanted):
-            places = list(dict.fromkeys(machine for machine, _, _ in offers))
+            places = list(dict.fromkeys(machine for machine, *_ in offers))
             groups = [[rank for rank, offer in enumerate(offers) if offer[0] == place] for place in places]
             self.notes.append(
                 "stages lend each other memory inside of one machine, one container and one user alone: "
@@ -181,7 +184,7 @@ class Lending:
             return 0, 0
         return need_and_spare(saved["most_saved"], saved["largest"], room)
 
-    def _take_arena(self, stages: Stages, offers: list[tuple[str, int, int]], links: list[list[float]]) -> bool:
+    def _take_arena(self, stages: Stages, offers: list[tuple[str, int, int, int]], links: list[list[float]]) -> bool:
         """False: nobody lends. A stage whose device has no such arena lends nothing, and what it would have lent is
         sought elsewhere."""
         beside = self.wrapped.beside
@@ -202,7 +205,8 @@ class Lending:
                 return True
             for lender, why in enumerate(reasons):
                 if why:
-                    offers[lender] = (offers[lender][0], 0, 0)
+                    machine, _, _, wanted = offers[lender]
+                    offers[lender] = (machine, 0, 0, wanted)
                     self.notes.append(f"stage {lender} lends nothing: {why}")
             if beside.address(LENT):
                 beside.free(LENT)
@@ -224,15 +228,19 @@ class Lending:
             for source in self._sources:
                 loan = source.loan
                 link = links[loan.lender][loan.borrower]
-                wrapped.custody.add_peer(loan.lender, loan.lender, link, source.address, loan.bytes)
                 source.is_used = True
+                if loan.for_saved:
+                    wrapped.custody.add_peer(loan.lender, loan.lender, link, source.address, loan.for_saved)
+                if loan.for_units:
+                    units = source.address + loan.for_saved
+                    wrapped.custody.add_copy_peer(loan.lender, loan.lender, link, units, loan.for_units, loan.for_saved)
 
     def _abandon(self) -> None:
         """Nobody lends: a step that is made again is made without. What has come to a borrower already comes back at a
         later step."""
         for source in self._sources:
             if source.is_used:
-                self.wrapped.custody.shrink_peer(source.loan.lender, 0)
+                self._shrink(source.loan, 0)
             if source.opened:
                 self.wrapped.backend.close_shared(source.opened)
             source.borrower.close()
@@ -255,12 +263,19 @@ class Lending:
             self._asked[borrower] = kept = max(kept, 0) // _C.LOAN_GRANULE * _C.LOAN_GRANULE
             self._lender.ask_back(self._world(borrower), kept)
 
+    def stop_wanting(self) -> None:
+        """What is lent for units goes back at the next step."""
+        self._wants = False
+
     def _give_back(self) -> None:
         wrapped = self.wrapped
         for source in list(self._sources):
-            loan, left = source.loan, source.borrower.allowed()
-            if left >= loan.bytes or not wrapped.custody.shrink_peer(loan.lender, left):
-                continue  # what is saved now across steps lies there
+            loan = source.loan
+            left = min(source.borrower.allowed(), loan.bytes if self._wants else loan.for_saved)
+            if left < loan.bytes:
+                left = self._shrink(loan, left)
+            if left >= loan.bytes:
+                continue
             if left:
                 source.borrower.give_back(left)
             else:
@@ -268,6 +283,15 @@ class Lending:
                 source.borrower.close()
                 self._sources.remove(source)
             source.loan = self._shrunk(loan, left)
+
+    def _shrink(self, loan: Loan, left: int) -> int:
+        """Returns what must be left: more, where what is saved across steps lies beyond."""
+        custody = self.wrapped.custody
+        if loan.for_units:
+            custody.shrink_copy_peer(loan.lender, max(left - loan.for_saved, 0))
+        if left < loan.for_saved and not custody.shrink_peer(loan.lender, left):
+            return loan.for_saved
+        return left
 
     def _take_back(self) -> None:
         beside = self.wrapped.beside
@@ -297,7 +321,7 @@ class Lending:
         self.wrapped.custody.set_saved_room(plan.saved_room - plan.lent_bytes)
 
     def _shrunk(self, loan: Loan, left: int) -> Loan:
-        self.loans[self.loans.index(loan)] = shrunk = dataclasses.replace(loan, bytes=left)
+        self.loans[self.loans.index(loan)] = shrunk = loan.shrunk(left)
         return shrunk
 
     def _world(self, rank: int) -> int:

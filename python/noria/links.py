@@ -39,16 +39,27 @@ Pair = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Loan:
-    """Between ranks of `stages`; bytes, by offset in the lender's arena."""
+    """Between ranks of `stages`; bytes, by offset in the lender's arena. Of these, the last `for_units` are for copies
+    of units."""
 
     lender: int
     borrower: int
     offset: int
     bytes: int
+    for_units: int = 0
 
     def told(self, row_name: str = "stage") -> str:
         """`row_name`: what one of `stages` is called."""
-        return f"{row_name} {self.lender} lends {format_bytes(self.bytes)} to {row_name} {self.borrower}"
+        units = f", {format_bytes(self.for_units)} of it for units" if self.for_units else ""
+        return f"{row_name} {self.lender} lends {format_bytes(self.bytes)} to {row_name} {self.borrower}{units}"
+
+    @property
+    def for_saved(self) -> int:
+        return self.bytes - self.for_units
+
+    def shrunk(self, left: int) -> Loan:
+        """To its first bytes."""
+        return dataclasses.replace(self, bytes=left, for_units=max(left - self.for_saved, 0))
 
     @property
     def pair(self) -> Pair:
@@ -62,7 +73,7 @@ class Source:
     loan: Loan
     borrower: _C.Borrower
     opened: int = 0  # the address of the lender's arena here; 0: not yet
-    is_used: bool = False  # for what blocks save
+    is_used: bool = False  # the engine knows of it
 
     @property
     def address(self) -> int:
@@ -208,13 +219,13 @@ def measured(
 
 
 def _turns(pairs: Sequence[Pair]) -> list[set[int]]:
-    """Borrowers that measure at the same time: those that have no lender in common, for a machine's lenders all lend
-    to each of its borrowers."""
+    """Borrowers that measure at the same time: those whose links lead to no stage in common, for a machine's lenders
+    all lend to each of its borrowers."""
     turns: list[set[int]] = []
-    lenders_of = {borrower: {lender for lender, each in pairs if each == borrower} for _, borrower in pairs}
-    for borrower, lenders in sorted(lenders_of.items()):
+    met_by = {borrower: {borrower, *(lender for lender, each in pairs if each == borrower)} for _, borrower in pairs}
+    for borrower, met in sorted(met_by.items()):
         for turn in turns:
-            if all(lenders.isdisjoint(lenders_of[other]) for other in turn):
+            if all(met.isdisjoint(met_by[other]) for other in turn):
                 turn.add(borrower)
                 break
         else:

@@ -117,7 +117,8 @@ class Report:
     drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
     saved: dict[str, int]  # by blocks: storages and bytes that left, of these to peers, came back, and were there
     recomputed: list[str]  # blocks that compute their activations again, in backward
-    loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what another one's blocks save
+    loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what has no room on another one's
+    copies: dict[str, int]  # of units at other stages: how many are kept there, were stashed and fetched, and bytes
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
@@ -156,6 +157,11 @@ class Report:
         if self.recomputed:
             lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
         lines += [loan.told() for loan in self.loans if loan.bytes]
+        if (copies := self.copies)["num_stashed"]:
+            lines.append(
+                f"{copies['num_units']} units at other stages: {format_bytes(copies['stashed'])} stashed, "
+                f"{copies['num_fetched']} fetches of {format_bytes(copies['fetched'])} from there"
+            )
         lines.append("passes (last occurrence):")
         for each in self.passes:
             kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"
@@ -236,6 +242,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         saved=custody.saved_stats(),
         recomputed=wrapped.activations.recomputed(),
         loans=list(wrapped.lending.loans),
+        copies=custody.copy_stats(),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,
         peak_units=custody.peak_units,

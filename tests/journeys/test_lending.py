@@ -74,11 +74,13 @@ def is_lent_all_it_needs(rank: int, size: int, borrower: dict[str, Any]) -> None
         to_host = [each.saved["offloaded"] - each.saved["offloaded_to_peers"] for each in reports]
         assert 0 < to_host[0] == to_host[-1], str(reports[-1])
         [peer] = [lane for lane in reports[-1].lanes if lane.lane == "peer"]
-        assert peer.bytes == reports[-1].saved["offloaded_to_peers"] + reports[-1].saved["reloaded_from_peers"] > 0
+        saved, copies = reports[-1].saved, reports[-1].copies
+        swapped = saved["offloaded_to_peers"] + saved["reloaded_from_peers"]
+        assert 0 < swapped == peer.bytes - copies["stashed"] - copies["fetched"]
 
 
 def lends_nothing(rank: int, size: int, report: noria.Report) -> None:
-    assert not report.loans and not report.saved["offloaded_to_peers"]
+    assert not any(loan.for_saved for loan in report.loans) and not report.saved["offloaded_to_peers"]
 
 
 AUTO: dict[str, Any] = {"activations": "auto", "activation_memory": ROOM}

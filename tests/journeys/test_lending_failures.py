@@ -151,6 +151,13 @@ def test_borrower_whose_lender_dies_raises(pipeline, name):
         assert re.search(f"noria._C.MachineError: {GONE}", borrower.error), f"{borrower}"
 
 
+def test_stage_whose_units_another_one_keeps_misses_that_one_when_it_dies(pipeline):
+    borrower, _ = pipeline.run({"kills": "1:on_step:4", "other": 1, "lacks_units": True, "steps": 5}, {"steps": 5})
+    assert re.search(r"step 3 [1-9]\d* from peers", borrower.out), f"{borrower}"
+    assert_has_raised(borrower)
+    assert re.search(r"step raised rank 1, which lends 64\.0 KiB to this rank, is gone", borrower.out), f"{borrower}"
+
+
 @pytest.mark.parametrize("name", INSIDE)
 def test_lender_whose_borrower_dies_raises_and_lends_nothing(pipeline, name):
     borrower, lender = pipeline.run({"fails": f"kill:{INSIDE[name]}"}, {"other": 0})

@@ -13,6 +13,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.custody.activations import Activations
+from noria.custody.copies import PeerCopies
 from noria.custody.drafts import DraftJudge
 from noria.custody.following import Following
 from noria.custody.gradients import LaterGradients
@@ -93,6 +94,7 @@ class Wrapped:
         self.activations = Activations(self)
         self.lending = Lending(self, stages)
         self.following = Following(self)
+        self.copies = PeerCopies(self)
         self.passes = Passes(self)  # after it: what a block saves is known when its visit ends
         self.state_dicts = StateDicts(self)
         for root in self.partition.roots:
@@ -164,6 +166,7 @@ class Wrapped:
         self.following.begin_step()
         if not self.has_begun_step:
             self.has_begun_step = True
+            self.copies.begin_step()
             self.activations.begin_step()
 
     # ---- what others call back ----

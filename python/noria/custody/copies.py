@@ -1,0 +1,135 @@
+"""Working copies of evicted units at other stages, where the host's link is what holds up the step.
+
+Whether they pay is measured. A first step tells what fetches take, and for how long compute waits for them; a second
+one, with copies at other stages, what the way there takes. Then the choice stands, and what is not used goes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from noria import _C
+
+if TYPE_CHECKING:
+    from noria.custody.wrapped import Wrapped
+
+__all__ = ["PeerCopies"]
+
+_SUBSTANTIAL = 0.05
+"""Of a step: what compute waits for fetches at least."""
+
+_ALIGNMENT = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Until the beginning of a step; or from there to the next."""
+
+    times_fetched: list[int]  # by unit
+    wall_us: float
+    stalled_us: float  # what compute has waited for fetches, by the host's clock
+    home_us: float  # of the lane that fetches from there
+    home_bytes: int
+    peer_us: float
+    peer_bytes: int
+    stashed: int  # bytes
+    fetched: int  # from peers
+
+    def since(self, before: _Seen) -> _Seen:
+        return _Seen(
+            [a - b for a, b in zip(self.times_fetched, before.times_fetched, strict=True)],
+            self.wall_us - before.wall_us,
+            self.stalled_us - before.stalled_us,
+            self.home_us - before.home_us,
+            self.home_bytes - before.home_bytes,
+            self.peer_us - before.peer_us,
+            self.peer_bytes - before.peer_bytes,
+            self.stashed - before.stashed,
+            self.fetched - before.fetched,
+        )
+
+
+class PeerCopies:
+    """Of one wrap call's units."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self._before: _Seen | None = None
+        self._home_us_per_byte: float | None = None
+        """None: not measured yet, and nothing is kept."""
+        self._kept: list[int] = []
+        self._is_done = False
+
+    def wanted(self) -> int:
+        """Bytes of all that has been fetched more than once, in the first step. Ranks that share units gather them
+        together: of those nothing is wanted."""
+        if self.wrapped.ranks is not None:
+            return 0
+        times = self.wrapped.custody.times_fetched()
+        sizes = [-(-unit.weights // _ALIGNMENT) * _ALIGNMENT for unit in self.wrapped.units]
+        return sum(size for size, count in zip(sizes, times, strict=True) if count > 1)
+
+    def begin_step(self) -> None:
+        """After the stages have agreed, or have given back."""
+        if self._is_done or not self._room():
+            return
+        before, self._before = self._before, self._see()
+        if before is None:
+            return
+        step = self._before.since(before)
+        if not any(step.times_fetched):
+            return
+        if self._home_us_per_byte is None:
+            self._home_us_per_byte = step.home_us / max(step.home_bytes, 1)
+            # The way there may be in use already, for what blocks save. Else it is tried.
+            self._keep(self._choose(step) if self._is_held_up(step) else [])
+        elif step.stashed + step.fetched:
+            self._keep(self._choose(step))
+            self._is_done = True
+
+    def _keep(self, units: list[int]) -> None:
+        if units != self._kept:
+            self.wrapped.custody.keep_copies(units)
+        self._kept = units
+        if not units:
+            self._is_done = True
+            self.wrapped.lending.stop_wanting()
+
+    def _is_held_up(self, step: _Seen) -> bool:
+        # Elsewhere nobody knows: the clock of the device is not the host's.
+        return self.wrapped.device.type != "cpu" or step.stalled_us >= _SUBSTANTIAL * step.wall_us
+
+    def _choose(self, step: _Seen) -> list[int]:
+        assert self._home_us_per_byte is not None
+        units = [(unit.weights, count) for unit, count in zip(self.wrapped.units, step.times_fetched, strict=True)]
+        from_home = sum(size * count for size, count in units) - step.fetched
+        peer_us_per_byte = step.peer_us / max(step.peer_bytes, 1)
+        return _C.choose_copies(
+            units,
+            self._home_us_per_byte,
+            peer_us_per_byte,
+            self._home_us_per_byte * max(step.home_bytes - from_home, 0),
+            peer_us_per_byte * max(step.peer_bytes - step.stashed - step.fetched, 0),
+            self._room(),
+        )
+
+    def _room(self) -> int:
+        return sum(loan.for_units for loan in self.wrapped.lending.borrowed)
+
+    def _see(self) -> _Seen:
+        custody, stats = self.wrapped.custody, self.wrapped.backend.stats
+        home, peer, copies = stats("fetch"), stats("peer"), custody.copy_stats()
+        stalled_us = sum(us for (giver, _), us in stats("compute")["stalled_us"].items() if giver == "fetch")
+        return _Seen(
+            custody.times_fetched(),
+            time.perf_counter() * 1e6,
+            stalled_us,
+            home["busy_us"],
+            home["bytes"],
+            peer["busy_us"],
+            peer["bytes"],
+            copies["stashed"],
+            copies["fetched"],
+        )
