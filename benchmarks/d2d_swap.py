@@ -140,24 +140,29 @@ class Stage(nn.Module):
         return x
 
 
+def policy_of(method: str, shape: Shape, grid: DeviceMesh) -> dict[str, Any]:
+    policy: dict[str, Any] = {"mesh": grid["replicas"]}
+    policy["activations"] = {NO_LIMIT: "keep", D2D: "auto", "host swap": "auto"}.get(method, method)
+    if policy["activations"] == "auto":
+        policy["activation_memory"] = shape.room(dist.get_world_size())
+    if method == D2D:
+        policy["stages"] = grid["stages"]
+    return policy
+
+
 class Run:
     """This rank's stage under one method."""
 
-    def __init__(self, method: str, shape: Shape, grid: DeviceMesh, limits: dict[str, tuple[float, float]]) -> None:
+    def __init__(
+        self, policy: dict[str, Any], shape: Shape, grid: DeviceMesh, limits: dict[str, tuple[float, float]]
+    ) -> None:
         self.shape, self.rank, self.size = shape, dist.get_rank(), dist.get_world_size()
         torch.manual_seed(self.rank)
         self.model = Stage(shape, self.rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        policy: dict[str, Any] = {
-            "activations": {NO_LIMIT: "keep", D2D: "auto", "host swap": "auto"}.get(method, method)
-        }
-        if policy["activations"] == "auto":
-            policy["activation_memory"] = shape.room(self.size)
-        if method == D2D:
-            policy["stages"] = grid["stages"]
         stage = PipelineStage(self.model, self.rank, self.size, torch.device("cpu"), group=grid["stages"].get_group())
         with on_machine(limits=limits, update_threads=1):
-            noria.wrap(stage, self.optimizer, mesh=grid["replicas"], device="cpu", device_memory=1.0, **policy)
+            noria.wrap(stage, self.optimizer, device="cpu", device_memory=1.0, **policy)
         wrapped = wrapped_by(self.model)
         assert wrapped is not None
         self.wrapped = wrapped
@@ -248,7 +253,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> N
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=patience)
     grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
     limits = limits_of(shape, forward_time(shape))
-    runs = {method: Run(method, shape, grid, limits) for method in METHODS}
+    runs = {method: Run(policy_of(method, shape, grid), shape, grid, limits) for method in METHODS}
     for run in runs.values():
         run.block(WARMUP - 1)
         run.forget()
