@@ -24,7 +24,7 @@ SLOWER_PEER = {"fetch": (0.004, 0.0), "peer": (0.0005, 0.0)}
 WIDE = {**AUTO, "activation_memory": "1GiB"}
 KEEP = {"activations": "keep"}
 UNITS = 3
-STEPS = 6  # in the first stages agree, the second is measured, the third tried
+STEPS = 6  # in the first stages agree, the second is measured, two are tried
 
 
 def reports_of(

@@ -1,12 +1,14 @@
 """Working copies of evicted units at other stages, where the host's link is what holds up the step.
 
-Whether they pay is measured. A first step tells what fetches take, and for how long compute waits for them; a second
-one, with copies at other stages, what the way there takes. Then the choice stands, and what is not used goes back.
+Whether they pay is measured. The steps after the loans tell what fetches take, and for how long compute waits for them;
+where it does, two more, with copies at other stages, what the way there takes. Then the choice stands, and what is not
+used goes back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,9 @@ __all__ = ["PeerCopies"]
 
 _SUBSTANTIAL = 0.05
 """Of a step: what compute waits for fetches at least."""
+
+_LOOKED_AT = 2
+"""Steps at most before copies are tried, and while they are: one alone may have been held up by something else."""
 
 _ALIGNMENT = 512
 
@@ -57,8 +62,9 @@ class PeerCopies:
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
         self._before: _Seen | None = None
-        self._home_us_per_byte: float | None = None
-        """None: not measured yet, and nothing is kept."""
+        self._home_us_per_byte = self._peer_us_per_byte = math.inf
+        """The least of all steps."""
+        self._num_steps = 0  # looked at, with what is kept
         self._kept: list[int] = []
         self._is_done = False
 
@@ -81,13 +87,20 @@ class PeerCopies:
         step = self._before.since(before)
         if not any(step.times_fetched):
             return
-        if self._home_us_per_byte is None:
-            self._home_us_per_byte = step.home_us / max(step.home_bytes, 1)
-            # The way there may be in use already, for what blocks save. Else it is tried.
-            self._keep(self._choose(step) if self._is_held_up(step) else [])
-        elif step.stashed + step.fetched:
+        self._num_steps += 1
+        self._home_us_per_byte = min(self._home_us_per_byte, step.home_us / max(step.home_bytes, 1))
+        if step.peer_bytes:
+            self._peer_us_per_byte = min(self._peer_us_per_byte, step.peer_us / step.peer_bytes)
+        is_last = self._num_steps == _LOOKED_AT
+        if self._kept:
+            if is_last:
+                self._keep(self._choose(step))
+                self._is_done = True
+        elif self._is_held_up(step):
             self._keep(self._choose(step))
-            self._is_done = True
+            self._num_steps = 0
+        elif is_last:
+            self._keep([])
 
     def _keep(self, units: list[int]) -> None:
         if units != self._kept:
@@ -102,10 +115,10 @@ class PeerCopies:
         return self.wrapped.device.type != "cpu" or step.stalled_us >= _SUBSTANTIAL * step.wall_us
 
     def _choose(self, step: _Seen) -> list[int]:
-        assert self._home_us_per_byte is not None
         units = [(unit.weights, count) for unit, count in zip(self.wrapped.units, step.times_fetched, strict=True)]
         from_home = sum(size * count for size, count in units) - step.fetched
-        peer_us_per_byte = step.peer_us / max(step.peer_bytes, 1)
+        # Where the way there is not in use yet, it is tried.
+        peer_us_per_byte = 0.0 if math.isinf(self._peer_us_per_byte) else self._peer_us_per_byte
         return _C.choose_copies(
             units,
             self._home_us_per_byte,
