@@ -89,10 +89,10 @@ def train_as_told(rank: int, size: int, case: Case) -> None:
         case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
     )
     twin = unpipelined(case.schedule, make_optimizer, stage, case.num_stages, replica=replica, **made)
-    assert_same_bits(ours, twin)
-    assert not faults, faults[0]
     everybodys: list[Any] = [None] * size
     dist.all_gather_object(everybodys, lent[0])
+    assert_same_bits(ours, twin)
+    assert not faults, faults[0]
     if case.lends:
         assert sum(everybodys) > 0
 
@@ -102,7 +102,7 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
     wrapped, room, saved = wrapped_by(model), case.room(stage), report.saved
     assert wrapped is not None
     lent = sum(loan.bytes for loan in report.loans if loan.lender == stage)
-    borrowed = sum(loan.bytes for loan in report.loans if loan.borrower == stage)
+    borrowed = sum(loan.for_saved for loan in report.loans if loan.borrower == stage)
     taken = {row.purpose: row.taken for row in report.ledger if row.place == "cpu"}
     holds = {
         "the ledger agrees with the plan": report.ledger_agrees,
