@@ -314,6 +314,7 @@ class Engine {
     Ticket ticket;             // null: not begun
     bool is_written = false;   // the gradient has been, or may have been
     bool is_recalled = false;  // to begin once the gradient is scaled
+    bool is_scaled = false;    // the gradient has been, since it was read
     Bytes awaited;             // of gradients
     bool is_draft() const { return job.task == UpdateTask::update; }
   };

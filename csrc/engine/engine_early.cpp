@@ -76,8 +76,12 @@ void Engine::end_scaling(UnitId unit, float divisor, float prefactor) {
     return;
   }
   for (UpdatePiece& piece : early->job.pieces) piece.scalars.divisor = piece.scalars.prefactor = 1.0f;
-  if (is_recalled) draft(unit, *early);
-  else early->job.sums = nullptr;  // of what has been scaled since
+  if (is_recalled) {
+    draft(unit, *early);
+    return;
+  }
+  early->is_scaled = true;
+  early->job.sums = nullptr;  // of what has been scaled since
 }
 
 bool Engine::is_read_early(UnitId unit) const {
@@ -242,8 +246,10 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const bool is_drafted = draft && draft->ticket && draft->is_draft();
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);
   if (is_committed) {
-    const bool as_expected =
-        std::equal(draft->job.pieces.begin(), draft->job.pieces.end(), job.pieces.begin(), has_same_scalars);
+    // What a draft notes of its gradient are the bytes before they were scaled: by that nobody knows them again.
+    const bool may_be_known = !draft->is_written || !draft->is_scaled;
+    const bool as_expected = may_be_known && std::equal(draft->job.pieces.begin(), draft->job.pieces.end(),
+                                                        job.pieces.begin(), has_same_scalars);
     if (as_expected && !draft->is_written) {
       ++draft_counts_.kept;
       committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
