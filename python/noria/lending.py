@@ -220,6 +220,7 @@ class Lending:
             handover.make(self.loans, lambda: wrapped.beside.address(LENT))
         finally:
             self._lender = handover.lender
+        handover.together(lambda: None)  # who has failed has closed, and what it had counts as free
         self._note_failed(handover.failed)
         self._asked = {loan.borrower: loan.bytes for loan in self.lent if loan.pair not in handover.failed}
         self._take_back()
@@ -228,23 +229,24 @@ class Lending:
             for source in self._sources:
                 loan = source.loan
                 link = links[loan.lender][loan.borrower]
-                source.is_used = True
                 if loan.for_saved:
                     wrapped.custody.add_peer(loan.lender, loan.lender, link, source.address, loan.for_saved)
+                    source.is_for_saved = True
                 if loan.for_units:
                     units = source.address + loan.for_saved
                     wrapped.custody.add_copy_peer(loan.lender, loan.lender, link, units, loan.for_units, loan.for_saved)
+                    source.is_for_units = True
 
     def _abandon(self) -> None:
         """Nobody lends: a step that is made again is made without. What has come to a borrower already comes back at a
         later step."""
-        for source in self._sources:
-            if source.is_used:
-                self._shrink(source.loan, 0)
-            if source.opened:
-                self.wrapped.backend.close_shared(source.opened)
-            source.borrower.close()
-        self._sources.clear()
+        with contextlib.ExitStack() as ends:  # each comes, whatever another one raises; the last one first
+            for source in self._sources:
+                ends.callback(source.borrower.close)
+                if source.opened:
+                    ends.callback(self.wrapped.backend.close_shared, source.opened)
+                ends.callback(self._shrink, source, 0)
+            self._sources.clear()
         self.loans = self.lent if self.wrapped.beside.address(LENT) else []
         self._take_back()
 
@@ -255,11 +257,14 @@ class Lending:
         plan, left = self.wrapped.plan, sum(self._asked.values())
         if self._lender is None or plan.saved_room is None or not left:
             return
-        lacking = min(self._own_need(), plan.saved_room) - (plan.saved_room - left)
+        in_parts = self.wrapped.device.type == "cpu"
+        lacking = min(self._own_need(), plan.saved_room) - (plan.saved_room - (left if in_parts else plan.lent_bytes))
         if lacking <= 0:
             return
         for borrower, asked in self._asked.items():
-            kept = asked - -(-lacking * asked // left) if self.wrapped.device.type == "cpu" else 0
+            if not asked:
+                continue
+            kept = asked - -(-lacking * asked // left) if in_parts else 0
             self._asked[borrower] = kept = max(kept, 0) // _C.LOAN_GRANULE * _C.LOAN_GRANULE
             self._lender.ask_back(self._world(borrower), kept)
 
@@ -273,7 +278,7 @@ class Lending:
             loan = source.loan
             left = min(source.borrower.allowed(), loan.bytes if self._wants else loan.for_saved)
             if left < loan.bytes:
-                left = self._shrink(loan, left)
+                left = self._shrink(source, left)
             if left >= loan.bytes:
                 continue
             if left:
@@ -284,12 +289,12 @@ class Lending:
                 self._sources.remove(source)
             source.loan = self._shrunk(loan, left)
 
-    def _shrink(self, loan: Loan, left: int) -> int:
+    def _shrink(self, source: Source, left: int) -> int:
         """Returns what must be left: more, where what is saved across steps lies beyond."""
-        custody = self.wrapped.custody
-        if loan.for_units:
+        custody, loan = self.wrapped.custody, source.loan
+        if source.is_for_units:
             custody.shrink_copy_peer(loan.lender, max(left - loan.for_saved, 0))
-        if left < loan.for_saved and not custody.shrink_peer(loan.lender, left):
+        if source.is_for_saved and left < loan.for_saved and not custody.shrink_peer(loan.lender, left):
             return loan.for_saved
         return left
 

@@ -73,7 +73,8 @@ class Source:
     loan: Loan
     borrower: _C.Borrower
     opened: int = 0  # the address of the lender's arena here; 0: not yet
-    is_used: bool = False  # the engine knows of it
+    is_for_saved: bool = False  # the engine knows of it, for what blocks save
+    is_for_units: bool = False  # and for units
 
     @property
     def address(self) -> int:
