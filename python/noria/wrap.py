@@ -188,8 +188,14 @@ def wrap(
             each.close()
         raise
     _LIVE.add(wrapped)
+    interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
-        wrapped.home.take_rest()
+        try:
+            wrapped.home.take_rest()
+        except KeyboardInterrupt as error:  # of this rank alone: the others are met first
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
     return (model, optimizer) if optimizer is not None else model
 
 
