@@ -1,8 +1,8 @@
 """Working copies of evicted units at other stages, where the host's link is what holds up the step.
 
 Whether they pay is measured. The steps after the loans tell what fetches take, and for how long compute waits for them;
-where it does, two more, with copies at other stages, what the way there takes. Then the choice stands, and what is not
-used goes back.
+where it does, two more, with copies at other stages, what the way there takes. Then the choice stands, and where
+nothing is kept the room goes back.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class PeerCopies:
         sizes = [-(-unit.weights // _ALIGNMENT) * _ALIGNMENT for unit in self.wrapped.units]
         return sum(size for size, count in zip(sizes, times, strict=True) if count > 1)
 
+    @property
+    def is_settled(self) -> bool:
+        """The links carry from now on what they carry now."""
+        return self._is_done or not self._room()
+
     def begin_step(self) -> None:
         """After the stages have agreed, or have given back."""
         if self._is_done or not self._room():
@@ -88,7 +93,8 @@ class PeerCopies:
         if not any(step.times_fetched):
             return
         self._num_steps += 1
-        self._home_us_per_byte = min(self._home_us_per_byte, step.home_us / max(step.home_bytes, 1))
+        if step.home_bytes:
+            self._home_us_per_byte = min(self._home_us_per_byte, step.home_us / step.home_bytes)
         if step.peer_bytes:
             self._peer_us_per_byte = min(self._peer_us_per_byte, step.peer_us / step.peer_bytes)
         is_last = self._num_steps == _LOOKED_AT

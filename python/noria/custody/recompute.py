@@ -1,7 +1,8 @@
 """Blocks that compute their activations again in backward: all of them, or those for which it is cheaper than swapping.
 
 activations="auto" measures: the first step tells what has no room, and what other stages lend; the third is the one
-that is looked at, by the host's clock, so only where the host computes. It also says what goes to other stages and what
+that is looked at, or a later one where units at other stages are tried first; by the host's clock, so only where the
+host computes. It also says what goes to other stages and what
 to the host, where the others have not room for all (csrc/plan/swap.h).
 """
 
@@ -124,14 +125,16 @@ class Recomputation:
         if not self._is_looking:
             return
         self._num_steps += 1
-        if self._num_steps == _LOOKED_AT - 1:
+        if self._num_steps < _LOOKED_AT - 1 or not self.wrapped.copies.is_settled:
+            return
+        if self._before is None:
             self._before = self._see()
-        elif self._num_steps >= _LOOKED_AT and self._before is not None:
-            now = self._see()
-            if now.saved["saved"]:
-                return  # a backward of what has been saved without computing again is to come
-            self._is_looking = False
-            self._choose(self._before, now)
+            return
+        now = self._see()
+        if now.saved["saved"]:
+            return  # a backward of what has been saved without computing again is to come
+        self._is_looking = False
+        self._choose(self._before, now)
 
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
@@ -156,7 +159,9 @@ class Recomputation:
             speeds.append(busy_us / moved if moved else _UNKNOWN_US)
             free.append(max(compute_us - speeds[-1] * (moved - own), 0.0) if moved else 0.0)
         peer_us, peer_moved = busy("peer")
-        peers = (to_peers, peer_us / max(peer_moved, 1), float(compute_us))
+        peer_us_per_byte = peer_us / max(peer_moved, 1)
+        of_units = peer_moved - to_peers - from_peers
+        peers = (to_peers, peer_us_per_byte, max(compute_us - peer_us_per_byte * of_units, 0.0))
         offered, described = [], []
         for block in self._blocks.values():
             num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
