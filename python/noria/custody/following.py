@@ -33,7 +33,7 @@ class Following:
         self.stages: list[_Followed] = []
         self._by_slot: dict[int, _Followed] = {}
         self._awaited: set[_Followed] = set()  # stages whose last backward of this step is to come
-        self._is_last = False
+        self._ending: _Followed | None = None  # whose last backward of this step runs
 
     def follow(self, stages: list[Any]) -> None:
         self.stages = [_Followed(self, stage) for stage in stages]
@@ -60,8 +60,10 @@ class Following:
     def scaling(self, slot: HomeParameter) -> Scaling:
         """What the schedule will do to this gradient before the step, as far as is known."""
         stage = self._by_slot.get(slot.index)
-        if stage is None or stage.divisor == 1 or (self.wrapped.updates_in_backward and not self._is_last):
+        if stage is None or stage.divisor == 1:
             return AS_IT_IS
+        if self.wrapped.updates_in_backward and stage is not self._ending:
+            return AS_IT_IS  # its own schedule has divided it, or will
         return self.scaling_by(stage.divisor)
 
     def scaling_by(self, divisor: int) -> Scaling:
@@ -87,11 +89,11 @@ class Following:
             wrapped.gradients.hold_all()
         units = self._finished_by(stage) if is_last and (is_step_next or wrapped.updates_in_backward) else []
         wrapped.custody.set_last_of(units)
-        self._is_last = is_last
+        self._ending = stage if is_last else None
         try:
             yield
         finally:
-            self._is_last = False
+            self._ending = None
             wrapped.custody.set_last_of(None)
 
     def _finished_by(self, stage: _Followed) -> list[int]:
@@ -119,7 +121,7 @@ class _Followed:
         self.in_flight = InFlight(stage) if self.wrapped.policy.activations != "keep" else None
         self._schedule: Any = None
         self._chunk: int | None = None  # the one whose forward runs
-        self._num_schedules = 0  # since the last step
+        self._num_schedules = 0  # since the last step, that have come to their last backward
         self._schedules_per_step = 1
         self._own: dict[str, Any] = {}  # of the methods overridden, those that the object had of its own
         self._overridden: list[str] = []
@@ -160,7 +162,6 @@ class _Followed:
 
     def _clear_runtime_states(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         self.following.begin_schedule(self)
-        self._num_schedules += 1
         if self.in_flight is not None:
             self.in_flight.clear()
         return own()
@@ -238,8 +239,10 @@ class _Followed:
         self._look_at_schedule()
         if self.in_flight is not None:
             self.in_flight.begin_backward(chunk, all_sent=waits_for_sends(self._schedule))
+        is_last = bool(given["last_backward"])
+        self._num_schedules += is_last
         is_step_next = self._num_schedules >= self._schedules_per_step
-        with self.following.backward(self, bool(given["last_backward"]), is_step_next):
+        with self.following.backward(self, is_last, is_step_next):
             result = own()
         if self.in_flight is not None:
             self.in_flight.end_backward(chunk)
