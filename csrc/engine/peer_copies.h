@@ -3,10 +3,11 @@
 // Which units have a place there is the caller's choice (plan/copies.h). Ownership: borrows the issuer from the engine;
 // what peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; only `shrink_peer` blocks.
 //
-// Note [Stashing]. A unit is copied from its lease when it is visited first, while the visit reads it too: it has
-// arrived then, so the lane of the peers never stands behind the home's, and what is fetched there but not visited
-// costs nothing. A copy is of one version. Once the unit has another one, by whatever way, nobody reads the copy any
-// more, and the next visit puts the new version in its place; a frozen unit's copy stays what it is.
+// Note [Stashing]. A unit is copied from its lease when it is visited first, while the visit reads it too. Where the
+// host computes it has arrived then; elsewhere the lane of the peers stands behind its fetch for as long as compute
+// does. What is fetched but not visited costs nothing. A copy is of one version. Once the unit has another one, by
+// whatever way, nobody reads the copy any more, and the next visit puts the new version in its place; a frozen unit's
+// copy stays what it is.
 #pragma once
 
 #include <cstdint>

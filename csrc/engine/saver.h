@@ -17,9 +17,10 @@
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
 //
-// Note [What nobody foresaw]. On the lane of the peers there are these copies and those of units, which wait for visits
-// that are over. So there it can come back as ever, while on the fetch lane it might stand behind a fetch that waits for the
-// very visit that asks: from home it is copied by whoever asks.
+// Note [What nobody foresaw]. On the lane of the peers there are these copies, which wait for visits that are over, and
+// those of units, which wait for such visits and for fetches of visits that have begun: for nothing that is to come. So
+// there it can come back as ever, while on the fetch lane it might stand behind a fetch that waits for the very visit
+// that asks: from home it is copied by whoever asks.
 #pragma once
 
 #include <deque>
