@@ -58,7 +58,7 @@ def read(path: Path) -> list[Span]:
 
 def step_starts(spans: list[Span]) -> list[int]:
     """Where training steps begin: at each first forward after a backward."""
-    compute = [span for span in spans if span.lane == "compute"]
+    compute = [span for span in spans if span.lane == "compute" and span.verb in ("forward", "backward")]
     return [
         after.start_us
         for before, after in itertools.pairwise(compute)
