@@ -186,9 +186,17 @@ def keeps_what_the_user_has(rank: int, size: int) -> None:
     assert_same_bits(dict(enumerate(ours)), dict(enumerate(theirs)))
 
 
+TIMES_EVALUATED = [3, 0, 1]  # after each step
+
+
 def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
+    """A batch that is only looked at is none of those that come before a step: drafts go on."""
     activations.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
+
+    def look(report: noria.Report) -> None:
+        if "draft_memory" in policy:
+            assert report.drafts["kept"] == (STEPS - 1) * 3, str(report)
 
     def run(policy: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         plays: list[Any] = []
@@ -196,14 +204,15 @@ def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
 
         def evaluate(step: int, models: Any) -> None:
             x = torch.ones(8, 5, WIDTH)
-            found: list[torch.Tensor] = []
-            with torch.no_grad():
-                plays[-1].eval(*([x] if rank == 0 else []), **({"target": x, "losses": found} if rank else {}))
-            losses.extend(found)
+            for _ in range(TIMES_EVALUATED[step]):
+                found: list[torch.Tensor] = []
+                with torch.no_grad():
+                    plays[-1].eval(*([x] if rank == 0 else []), **({"target": x, "losses": found} if rank else {}))
+                losses.extend(found)
 
-        watch = lambda stages, play: plays.append(play)  # noqa: E731
-        left = trained("1F1B", policy, make_optimizer, follows=policy is not None, watch=watch, after_step=evaluate)
-        assert len(losses) == 4 * STEPS * rank
+        how: dict[str, Any] = {"watch": lambda stages, play: plays.append(play), "after_step": evaluate, "look": look}
+        left = trained("1F1B", policy, make_optimizer, follows=policy is not None, **how)
+        assert len(losses) == 4 * sum(TIMES_EVALUATED) * rank
         return left | {f"evaluated {number}": loss for number, loss in enumerate(losses)}
 
     assert_same_bits(run(policy), run(None))
@@ -213,23 +222,35 @@ def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
 
 
 class Loop:
-    """Two stages of one rank, and what a test does with them."""
+    """Two stages of one rank, and what a test does with them. `tie`: what the two modules have in common. `order`: of
+    the stages, as noria is given them."""
 
-    def __init__(self, policy: dict[str, Any] | None, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        policy: dict[str, Any] | None,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+        *,
+        num_micro_batches: int = 3,
+        tie: Callable[[Stage, Stage], None] = lambda early, late: None,
+        order: tuple[int, int] = (0, 1),
+    ) -> None:
         torch.manual_seed(0)
+        self.num_micro_batches = num_micro_batches
         self.models = [Stage(), Stage()]
-        self.optimizer = make_optimizer([p for model in self.models for p in model.parameters()])
+        tie(*self.models)
+        self.parameters = list(dict.fromkeys(p for model in self.models for p in model.parameters()))
+        self.optimizer = make_optimizer(self.parameters)
         self.stages = [pipelining.PipelineStage(m, nth, 2, torch.device("cpu")) for nth, m in enumerate(self.models)]
         if policy is not None:
-            noria.wrap(self.stages, self.optimizer, device="cpu", **policy)
+            noria.wrap([self.stages[nth] for nth in order], self.optimizer, device="cpu", **policy)
         self.scheduled()
 
     def scheduled(self) -> None:
-        self.play = pipelining.ScheduleInterleaved1F1B(self.stages, 3, loss_fn=F.mse_loss)
+        self.play = pipelining.ScheduleInterleaved1F1B(self.stages, self.num_micro_batches, loss_fn=F.mse_loss)
 
     def run(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
-        x, target = (torch.randn(6, 5, WIDTH, generator=generator) for _ in range(2))
+        x, target = (torch.randn(2 * self.num_micro_batches, 5, WIDTH, generator=generator) for _ in range(2))
         self.play.step(x, target=target)
 
     def update(self) -> None:
@@ -309,6 +330,53 @@ def goes(rank: int, size: int, which: int, policy: dict[str, Any]) -> None:
     if LOOPS[which] is steps_every_other_time and "draft_memory" in policy:
         drafts = noria.report(ours.stages[0]).drafts
         assert drafts["kept"] == 12 and drafts["dropped"] == 0, drafts  # by two steps, the first having no state
+
+
+def scales_back(rank: int, size: int) -> None:
+    """The schedule divides gradients by a power of two, and the user multiplies them again: they have the digits that
+    a draft was made of, which would have divided them itself."""
+    ours, theirs = (Loop(policy, sgd, num_micro_batches=4) for policy in (POLICIES["drafts"], None))
+    wrapped = wrapped_by(ours.stages[0])
+    assert wrapped is not None
+    for loop in (ours, theirs):
+        for stage in loop.stages if loop is ours else []:
+            scale_grads = stage.scale_grads
+
+            def drafted_first(factor: int, own: Callable[[int], None] = scale_grads) -> None:
+                wrapped.custody.idle()
+                own(factor)
+
+            stage.scale_grads = drafted_first
+        for number in range(3):
+            loop.run(number)
+            for parameter in loop.parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(loop.num_micro_batches)
+            loop.update()
+    assert_same_bits(ours.left(), theirs.left())
+    drafts = noria.report(ours.stages[0]).drafts
+    assert drafts["redone"] == 2 * 6 and not drafts["kept"] and not drafts["looked_at"], drafts
+
+
+def ties_a_parameter(early: Stage, late: Stage) -> None:
+    """Its unit has others, which are one stage's alone."""
+    early.blocks[1].norm.weight = late.blocks[1].norm.weight
+
+
+def ties_a_block(early: Stage, late: Stage) -> None:
+    early.blocks[1] = late.blocks[1]
+
+
+def have_a_parameter_in_common(rank: int, size: int, policy: dict[str, Any]) -> None:
+    """torch divides what two stages of one rank have in common once for each of them."""
+    make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
+    for tie in (ties_a_parameter, ties_a_block):
+        plain = Loop(None, make_optimizer, tie=tie)
+        hands_on_in_memory(plain)
+        for order in ((0, 1), (1, 0)):
+            ours = Loop(policy, make_optimizer, tie=tie, order=order)
+            hands_on_in_memory(ours)
+            assert_same_bits(ours.left(), plain.left())
 
 
 def wants_steps(rank: int, size: int) -> None:
@@ -403,6 +471,11 @@ OF_ONE: dict[str, Act] = {
     for name in OF_LOOPS
 }
 OF_ONE |= {
+    f"a parameter in common, {name}": (have_a_parameter_in_common, (POLICIES[name],))
+    for name in ("torch updates", "drafts", "inside backward")
+}
+OF_ONE |= {
+    "scaled back": (scales_back, ()),
     "wants steps": (wants_steps, ()),
     "unwrap": (is_restored, ()),
     "misuse": (refuses, ()),

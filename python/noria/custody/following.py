@@ -59,12 +59,15 @@ class Following:
 
     def scaling(self, slot: HomeParameter) -> Scaling:
         """What the schedule will do to this gradient before the step, as far as is known."""
-        stage = self._by_slot.get(slot.index)
-        if stage is None or stage.divisor == 1:
-            return AS_IT_IS
-        if self.wrapped.updates_in_backward and stage is not self._ending:
-            return AS_IT_IS  # its own schedule has divided it, or will
-        return self.scaling_by(stage.divisor)
+        if self.wrapped.updates_in_backward:
+            stage = self._ending  # what is not this stage's, its own schedule has divided
+            if stage is None or slot.index not in stage.indices:
+                return AS_IT_IS
+        else:
+            stage = self._by_slot.get(slot.index)
+            if stage is None:
+                return AS_IT_IS
+        return AS_IT_IS if stage.divisor == 1 else self.scaling_by(stage.divisor)
 
     def scaling_by(self, divisor: int) -> Scaling:
         # torch multiplies by the inverse on CUDA.
@@ -116,6 +119,7 @@ class _Followed:
         self.stage = stage
         slot_of = self.wrapped.slot_of
         self.slots = [slot_of[p] for p in dict.fromkeys(stage.submod.parameters()) if p in slot_of]
+        self.indices = {slot.index for slot in self.slots}
         self.units = {slot.unit for slot in self.slots}
         self.divisor = 1  # of this stage's gradients, at the end of the schedule; 1 where that is not known
         self.in_flight = InFlight(stage) if self.wrapped.policy.activations != "keep" else None
