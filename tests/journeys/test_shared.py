@@ -9,17 +9,20 @@ import functools
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import noria
 import pytest
 import torch
 import torch.distributed as dist
 from noria.custody import wrapped_by
+from noria.home import Home
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn import functional as F
@@ -578,6 +581,27 @@ def plans_its_part(rank: int, size: int) -> None:
         assert found[purpose] == expected[purpose]
 
 
+def is_interrupted(rank: int, size: int) -> None:
+    """Ctrl-C on one rank, while the rest of the home is taken: there it is raised, and the model is wrapped on all."""
+    left = []
+    for meets_one in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = sgd(model.parameters())
+        is_here = meets_one and rank == size - 1
+        interrupted = mock.patch.object(Home, "take_rest", lambda home: signal.raise_signal(signal.SIGINT))
+        with interrupted if is_here else contextlib.nullcontext():
+            try:
+                noria.wrap(model, optimizer, device="cpu", window=2)
+            except KeyboardInterrupt:
+                assert is_here
+            else:
+                assert not is_here
+        usual_loop(model, optimizer, rank)
+        left.append(values_of(model, optimizer))
+    assert_same_bits(*left)
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -690,6 +714,7 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "keeps state, fused": (keeps_its_state, ("fused",)),
     "keeps state, torch": (keeps_its_state, ("torch",)),
     "plan": (plans_its_part, ()),
+    "interrupted": (is_interrupted, ()),
     "refuses": (refuses, ()),
     "groups alike": (wraps_groups_that_only_look_apart, ()),
     **{f"other {name}": (other_on_last, (name,)) for name in DIFFERENCES},
@@ -754,6 +779,10 @@ def test_a_step_leaves_the_states_tensors_where_they_are(found, name):
 
 def test_a_plan_is_of_what_this_rank_would_take(found):
     assert_fine(found, "plan")
+
+
+def test_an_interrupt_of_one_rank_while_the_rest_of_the_home_is_taken_is_raised_there_alone(found):
+    assert_fine(found, "interrupted")
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(found):
