@@ -4,13 +4,16 @@ host's link once a step."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import noria
 import pytest
 import torch
 from noria.custody import activations
+from noria.custody.copies import PeerCopies
+from noria.links import Loan
 from noria.testing import assert_same_bits, on_machine
 
 from tests.journeys import test_pipelines
@@ -133,6 +136,57 @@ def found() -> dict[str, str]:
 @pytest.mark.parametrize("name", ACTS)
 def test_units_at_other_stages_have_the_bits_of_those_at_home(found, name):
     assert_fine(found, name)
+
+
+class Steps:
+    """What a wrap call says of its fetches, as a test counts them. Three units; there is room for two."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+        self.has_stopped = False
+        self._times = [0, 0, 0]
+        self._lanes = {lane: {"busy_us": 0.0, "bytes": 0, "stalled_us": {}} for lane in ("fetch", "peer", "compute")}
+        self._copies = {"stashed": 0, "fetched": 0}
+        loan = Loan(1, 0, 0, 2 << 20, 2 << 20)
+        self.copies = PeerCopies(
+            cast(
+                Any,
+                SimpleNamespace(
+                    ranks=None,
+                    device=torch.device("cpu"),
+                    units=[SimpleNamespace(weights=1 << 20) for _ in range(3)],
+                    custody=SimpleNamespace(
+                        times_fetched=lambda: list(self._times),
+                        copy_stats=lambda: dict(self._copies),
+                        keep_copies=lambda units: setattr(self, "kept", units),
+                    ),
+                    backend=SimpleNamespace(stats=lambda lane: dict(self._lanes[lane])),
+                    lending=SimpleNamespace(borrowed=[loan], stop_wanting=lambda: setattr(self, "has_stopped", True)),
+                ),
+            )
+        )
+
+    def step(self, from_home: int, from_peers: int) -> None:
+        """Units that come from there; a unit takes 10 ms from home and 0.1 ms from the other stage."""
+        for lane, num, us in (("fetch", from_home, 1e4), ("peer", from_peers, 100.0)):
+            self._lanes[lane]["busy_us"] += num * us
+            self._lanes[lane]["bytes"] += num << 20
+        self._lanes["compute"]["stalled_us"] = {("fetch", "forward"): self._lanes["fetch"]["busy_us"] * 1e6}
+        self._copies["fetched"] += from_peers << 20
+        self._times = [times + 2 for times in self._times]
+        self.copies.begin_step()
+
+
+def test_copies_that_leave_the_home_nothing_to_do_are_kept():
+    """As where all that is streamed is frozen: their copies are never stale."""
+    steps = Steps()
+    steps.step(6, 0)
+    steps.step(6, 0)
+    assert len(steps.kept) == 2 and not steps.copies.is_settled
+    steps.step(0, 6)
+    assert not steps.copies.is_settled  # what else goes over the links is chosen after that
+    steps.step(0, 6)
+    assert len(steps.kept) == 2 and not steps.has_stopped and steps.copies.is_settled
 
 
 @pytest.mark.long
