@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from noria import _C
 from noria.beside import Beside
 from noria.custody import activations
+from noria.lending import Lending
 from noria.testing import assert_same_bits
 from noria.updates import Updates
 from torch import nn
@@ -192,10 +194,20 @@ def are_apart(rank: int, size: int) -> None:
         trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, look=look)
 
 
+# Once all has been handed over: what the engine is told.
+TOLD: dict[str, tuple[int, Any, str]] = {
+    "a place for what is saved": (0, _C.Custody, "add_peer"),
+    "a place for units": (0, _C.Custody, "add_copy_peer"),
+}
+
+
 def fails_to_lend(rank: int, size: int, part: str) -> None:
     """What is no word of the machine raises on all; the step that is made again is made without lending."""
     activations.LEAST_SAVED = 64
-    failing, where, what = PARTS[part]
+    failing, where, what = {**PARTS, **TOLD}[part]
+    policy = {"kernel": "torch", **AUTO}
+    if part in TOLD and rank == 1:
+        policy["activation_memory"] = "1GiB"  # some is left for units
     step, failures = Updates.step, []
 
     def twice(self: Updates, closure: Any) -> Any:
@@ -216,7 +228,7 @@ def fails_to_lend(rank: int, size: int, part: str) -> None:
         assert report.saved["most_there"] <= ROOM, str(report)
 
     with mock.patch.object(Updates, "step", twice):
-        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, look=look)
+        ours = trained("1F1B", policy, adamw, length=LENGTH, look=look)
     told = f"noria's lending between stages on rank {failing} failed: ValueError: no such luck"
     assert failures == ["no such luck" if rank == failing else told]
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
@@ -271,7 +283,7 @@ def refuses(rank: int, size: int) -> None:
         noria.wrap(model, device="cpu", **meshes)
 
 
-OF_TWO |= {f"{name} fails": (fails_to_lend, (name,)) for name in PARTS}
+OF_TWO |= {f"{name} fails": (fails_to_lend, (name,)) for name in PARTS | TOLD}
 OF_TWO |= {f"{name} is refused": (goes_without, (name,)) for name in PARTS}
 OF_TWO |= {"an arena cannot be opened": (opens_nothing_after_the_probe, ()), "two machines": (are_apart, ())}
 OF_TWO |= {"a small lender": (keeps_room_for_two, ()), "misuse": (refuses, ())}
@@ -358,6 +370,24 @@ def found() -> dict[str, str]:
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_stages_have_the_bits_of_the_same_pipeline(found, name):
     assert_fine(found, name)
+
+
+def test_lender_that_has_back_only_the_whole_asks_for_what_it_lacks_of_all_that_is_taken():
+    """One of two loans has come to nothing: a device has its part of the arena back with the other one."""
+    asked: list[tuple[int, int]] = []
+    of_arena = 8 * KIB64
+    wrapped: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        plan=SimpleNamespace(saved_room=2 * of_arena, lent_bytes=of_arena),
+        custody=SimpleNamespace(saved_stats=lambda: {"most_saved": of_arena + KIB64, "largest": KIB64}),
+    )
+    stages: Any = SimpleNamespace(rank=0, group=SimpleNamespace(ranks=[0, 1, 2]))
+    lender: Any = SimpleNamespace(ask_back=lambda *told: asked.append(told))
+    lending = Lending(wrapped, stages)
+    lending._lender, lending._asked = lender, {1: 0, 2: of_arena // 2}
+    lending._ask_back()
+    lending._ask_back()
+    assert asked == [(2, 0)]
 
 
 def test_stages_without_a_process_group_are_refused():

@@ -12,7 +12,7 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
-from noria import pipeline
+from noria import _C, pipeline
 from noria.custody import activations, wrapped_by
 from noria.partition import partition
 from noria.pipeline import plan_pipeline, saved_by_block
@@ -21,6 +21,7 @@ from torch import nn
 
 from tests.journeys.lending_cases import BLOCKS, BUNDLE, LENGTH, Case, Stage, drawn, train_as_told
 from tests.journeys.pairs import WIDTH, adamw
+from tests.journeys.test_lending import KIB64
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
 from tests.ranks import in_turn_on_ranks
 
@@ -55,6 +56,49 @@ OF_FOUR = [
     Case("1F1B", 2, 4, ("recompute", "recompute"), replicas=2),
     Case("interleaved 1F1B", 2, 2, ("auto 10", "auto 10"), replicas=2, lends=True, delays=tuple(LATE.items())),
 ]
+
+
+# ---- with a pair that has come to nothing ----
+
+LENDERS_ROOM = 18 * BUNDLE  # twice what its blocks save at first
+GROWN = 220
+
+
+def asks_back_of_those_who_have_it(rank: int, size: int) -> None:
+    """The first stage lends to both others, one of which cannot come to it when links have been measured. Later its
+    own need grows."""
+    activations.LEAST_SAVED = 64
+    made: list[int] = []
+    reports: list[noria.Report] = []
+    own = _C.Borrower
+
+    def connect(*args: Any) -> _C.Borrower:
+        made.append(rank)
+        if rank == 1 and len(made) > 1:
+            raise _C.MachineError("no such luck")
+        return own(*args)
+
+    lengths = [LENGTH] * 3 + [GROWN] * 4
+    policy: dict[str, Any] = {"kernel": "torch", "activations": "offload"}
+    if rank == 0:
+        policy |= {"activations": "auto", "activation_memory": LENDERS_ROOM}
+    look = lambda step, models: reports.append(noria.report(models[0]))  # noqa: E731
+    how: dict[str, Any] = {"length": lengths, "make_stage": Stage}
+    with mock.patch.object(_C, "Borrower", connect):
+        ours = trained("1F1B", policy, adamw, after_step=look, **how)
+    assert_same_bits(ours, trained("1F1B", None, adamw, **how))
+    assert len(made) == (2 if rank else 0)
+    for report in reports:
+        assert report.ledger_agrees and "stage 1 borrows nothing of stage 0: no such luck" in report.notes, str(report)
+    lent = [[(loan.lender, loan.borrower, loan.bytes) for loan in report.loans] for report in reports]
+    [(lender, borrower, first)], [(_, _, last)] = lent[2], lent[-1]
+    assert (lender, borrower) == (0, 2), lent
+    if rank != 1:  # who knows of its own loans as they are now
+        assert 0 < last < first, lent
+    if rank == 0:
+        need = 9 * BUNDLE * GROWN // LENGTH
+        assert last == (LENDERS_ROOM - need) // KIB64 * KIB64, lent
+        assert reports[-1].saved["most_there"] == need, str(reports[-1])
 
 
 # ---- as it was planned ----
@@ -191,6 +235,7 @@ class StayingTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, staying)
 
 
+ASKS_BACK: Acts = {"a pair that fails, and a lender in need": (asks_back_of_those_who_have_it, ())}
 WAITS: Acts = {f"without {kind}": (is_wrong_without, (kind,)) for kind in ("reload -> backward on saved_tensor (RAW)",)}
 
 
@@ -201,7 +246,7 @@ def acts_of(cases: list[Case]) -> Acts:
     return {str(case): (train_as_told, (case,)) for case in cases}
 
 
-ACTS: dict[int, Acts] = {2: acts_of(OF_TWO) | PLANNED | WAITS, 3: acts_of(OF_THREE), 4: acts_of(OF_FOUR)}
+ACTS: dict[int, Acts] = {2: acts_of(OF_TWO) | PLANNED | WAITS, 3: acts_of(OF_THREE) | ASKS_BACK, 4: acts_of(OF_FOUR)}
 
 
 @pytest.fixture(scope="module")
