@@ -152,6 +152,8 @@ def run_plan(args: argparse.Namespace) -> int:
         fields["device_memory"] = _amount(fields["device_memory"])
     if args.dtype is not None:
         fields["dtype"] = torch.bfloat16
+    if args.pipeline is None and args.activation_memory is not None:
+        raise usage_error("--pipeline beside --activation-memory", "none", "say how many stages there are")
     planned = plan(model, optimizers or None, **fields)
     if args.pipeline is not None:
         return _run_pipeline(args, model, planned)

@@ -39,6 +39,9 @@ _UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K"
 _UNITS |= {prefix.lower() + "b": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])}
 
 
+_TOO_LARGE = 1 << 60
+
+
 def parse_bytes(text: str) -> int:
     """ "8GiB" is 8 * 1024**3, "8GB" is 8 * 1000**3; fractions of a byte are dropped."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
@@ -261,6 +264,8 @@ def _check_memory(name: str, value: Any, *, fraction_allowed: bool) -> None:
         if positive:
             return
     elif isinstance(value, int) and not isinstance(value, bool):
+        if value >= _TOO_LARGE:
+            raise usage_error(expected, found, "give a number of bytes that some machine has")
         if value > 0:
             return
     elif isinstance(value, float):

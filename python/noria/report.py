@@ -9,6 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
+from noria._lists import as_list
 from noria.custody import Wrapped, wrapped_by
 from noria.lending import Loan
 from noria.plan import STAGING_RING
@@ -207,11 +208,12 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
     """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one
     (`write_trace=False` leaves that out, for who asks many times a second).
 
-    Raises UsageError for a model that is not wrapped.
+    `model`: also what else `wrap` was given, as a list of stages. Raises UsageError for a model that is not wrapped.
     """
-    wrapped = wrapped_by(model)
-    if wrapped is None:
+    owners = {id(found): found for found in map(wrapped_by, as_list(model)) if found is not None}
+    if len(owners) != 1:
         raise usage_error("a wrapped model", type(model).__qualname__, "noria.wrap it first")
+    [wrapped] = owners.values()
     if write_trace:
         wrapped.write_trace()
     custody, sums = wrapped.custody, wrapped.custody.step_sums()
@@ -241,7 +243,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         drafts=custody.draft_counts(),
         saved=custody.saved_stats(),
         recomputed=wrapped.activations.recomputed(),
-        loans=list(wrapped.lending.loans),
+        loans=[loan for loan in wrapped.lending.loans if loan.bytes],
         copies=custody.copy_stats(),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,

@@ -171,8 +171,11 @@ def wrap(
                     "give the stage one, or wrap all stages without stages=",
                 )
             found = find(compute_device(chosen))
-        everybodys = [found] if ranks is None else ranks.host.gather_objects(found)
+        indices = [(stage.stage_index, stage.num_stages) for stage in stages_of(model)]
+        told = [(found, indices)] if ranks is None else ranks.host.gather_objects((found, indices))
+        everybodys = [each for each, _ in told]
         with raised_by_all(met, "noria.wrap"):
+            _check_line(stages_of(model), [each for _, each in told], pipeline)
             values = ranks is None or ranks.rank == 0
             grid = None if ranks is None else ranks.grid
             planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=least(everybodys))
@@ -197,6 +200,24 @@ def wrap(
     if interrupt is not None:
         raise interrupt
     return (model, optimizer) if optimizer is not None else model
+
+
+def _check_line(own: list[Any], everybodys: list[list[tuple[int, int]]], pipeline: Stages | None) -> None:
+    """`everybodys`: by rank that shares the model, number and count of each of its stages."""
+    if any(each != everybodys[0] for each in everybodys):
+        raise usage_error(
+            "the same stages of the pipeline on all ranks that share the model",
+            f"stages {[[number for number, _ in each] for each in everybodys]} on them",
+            'give mesh=grid["replicas"], the ranks that share this stage, or stages=, the ranks of all stages; without '
+            "either all ranks share it",
+        )
+    for stage in own:
+        if pipeline is not None and stage.group_size != pipeline.size:
+            raise usage_error(
+                f"stages= of the {stage.group_size} ranks that the stage's own group has",
+                f"{pipeline.size} ranks",
+                "give both the same dimension of the mesh",
+            )
 
 
 def _carry_out(
@@ -382,10 +403,14 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
     against `host_memory` first). Then each keeps its part of what has changed. Raises UsageError on all ranks, and
     drops the edits, where they have made different ones.
     """
-    wrapped = wrapped_by(module)
-    if wrapped is None:
-        raise usage_error("a wrapped model or a module inside of one", type(module).__qualname__, "noria.wrap it first")
-    with wrapped.values.materialized(wrapped.unit_indices(module_of(module)), read_only):
+    modules = as_list(module)
+    owners = {id(found): found for found in map(wrapped_by, modules) if found is not None}
+    if len(owners) != 1:
+        kind = type(module).__qualname__
+        raise usage_error("a wrapped model or a module inside of one", kind, "noria.wrap it first")
+    [wrapped] = owners.values()
+    units = {unit for each in modules for unit in wrapped.unit_indices(module_of(each))}
+    with wrapped.values.materialized(sorted(units), read_only):
         yield module
 
 
