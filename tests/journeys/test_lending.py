@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from unittest import mock
 import noria
 import pytest
 import torch
+import torch.distributed as dist
 from noria import _C
 from noria.beside import Beside
 from noria.custody import activations
 from noria.lending import Lending
+from noria.links import Handover, Source
 from noria.testing import assert_same_bits
 from noria.updates import Updates
 from torch import nn
@@ -161,9 +164,12 @@ def goes_without(rank: int, size: int, part: str) -> None:
 
 
 def opens_nothing_after_the_probe(rank: int, size: int) -> None:
-    """The link has been measured, and then the arena cannot be opened: its lender has its memory back at once."""
+    """The link has been measured, and then the arena cannot be opened: its lender has its memory back at once, however
+    late the other one closes."""
     activations.LEAST_SAVED = 64
     opened, own = [], _C.Backend.open_shared
+    close, take_back = Handover._close, Lending._take_back
+    store = dist.PrefixStore("taken back", dist.distributed_c10d._get_default_store())
 
     def open_shared(backend: _C.Backend, told: Any) -> int:
         opened.append(told.bytes)
@@ -171,14 +177,29 @@ def opens_nothing_after_the_probe(rank: int, size: int) -> None:
             raise _C.MachineError("no such luck")
         return own(backend, told)
 
-    def look(report: noria.Report) -> None:
+    def close_late(handover: Handover, source: Source) -> None:
+        if len(opened) == 2:  # of what the probe has opened nobody takes anything back
+            with contextlib.suppress(RuntimeError):
+                store.wait(["begun"], datetime.timedelta(seconds=0.5))
+        close(handover, source)
+
+    def take_back_now(lending: Lending) -> None:
+        store.set("begun", "")
+        take_back(lending)
+
+    reports: list[noria.Report] = []
+    look = lambda step, models: reports.append(noria.report(models[0]))  # noqa: E731
+    with (
+        mock.patch.object(_C.Backend, "open_shared", open_shared),
+        mock.patch.object(Handover, "_close", close_late),
+        mock.patch.object(Lending, "_take_back", take_back_now if rank == 1 else take_back),
+    ):
+        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, after_step=look)
+    assert len(opened) == (2 if rank == 0 else 0)
+    for report in reports:
         assert not report.loans and "stage 0 borrows nothing of stage 1: no such luck" in report.notes, str(report)
         assert all(row.purpose != "lent to other stages" for row in report.ledger), str(report)
         assert report.ledger_agrees
-
-    with mock.patch.object(_C.Backend, "open_shared", open_shared):
-        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, look=look)
-    assert len(opened) == (2 if rank == 0 else 0)
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
 
 
