@@ -23,6 +23,7 @@ from noria.testing import assert_same_bits
 from noria.updates import Updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
@@ -121,7 +122,7 @@ def grows(rank: int, size: int, length: int) -> None:
         bundle = BUNDLE * length // LENGTH
         assert all(report.ledger_agrees for report in reports)
         room_left = ROOM - 3 * bundle
-        assert [loan.bytes for loan in reports[-1].loans] == [room_left // KIB64 * KIB64]
+        assert sum(loan.bytes for loan in reports[-1].loans) == room_left // KIB64 * KIB64
         offloaded = [report.saved["num_offloaded"] for report in reports]
         assert offloaded[BEFORE - 1] == 0 < offloaded[-1], offloaded
         assert offloaded[BEFORE + 2 :] == [offloaded[-1]] * (AFTER - 2), offloaded
@@ -320,6 +321,29 @@ def refuses_a_stage_without_an_optimizer(rank: int, size: int) -> None:
 
 
 OF_TWO["no optimizer"] = (refuses_a_stage_without_an_optimizer, ())
+
+
+def refuses_stages_that_would_share_a_model(rank: int, size: int) -> None:
+    """Both hear of it, and keep their weights."""
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
+    torch.manual_seed(rank)
+    model = Stage()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer, group = adamw(model.parameters()), mesh["stages"].get_group()
+    stage = PipelineStage(model, rank, size, torch.device("cpu"), group=group)
+    for options in ({}, {"mesh": mesh["stages"]}, {"mesh": mesh["stages"], "stages": mesh["stages"]}):
+        with pytest.raises(noria.UsageError, match=r'mesh=grid\["replicas"\]') as caught:
+            noria.wrap(stage, optimizer, device="cpu", **options)
+        assert "stages [[0], [1]]" in str(caught.value)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    noria.wrap([stage], optimizer, device="cpu", mesh=mesh["replicas"])
+    assert noria.report([stage]).num_units == noria.report(stage).num_units > 0
+    with noria.materialize([stage]):
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    noria.unwrap([stage], optimizer)
+
+
+OF_TWO["stages that would share a model"] = (refuses_stages_that_would_share_a_model, ())
 
 
 def lends_by_links(rank: int, size: int, links: dict[str, tuple[float, float]], shares: list[int]) -> None:
