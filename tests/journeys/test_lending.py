@@ -129,7 +129,7 @@ def grows(rank: int, size: int, length: int) -> None:
         assert reports[-1].saved["most_there"] == 3 * bundle, str(reports[-1])
     assert lent[0] == lent[BEFORE - 1] > lent[-1] == lent[BEFORE + 2], lent
     swapped = [report.saved["offloaded_to_peers"] for report in reports]
-    if rank == 0 and not lent[-1][0]:
+    if rank == 0 and not lent[-1]:
         assert swapped[BEFORE + 2] == swapped[-1] > 0, swapped
     elif rank == 0:
         assert swapped[BEFORE + 2] < swapped[-1], swapped
