@@ -29,7 +29,7 @@ def steps_of(unit: Unit, count: int = 3, **how) -> bytes:
     before = unit.bits()
     for step in range(1, count + 1):
         unit.step(step, **how)
-    assert unit.count < 4 or unit.bits() != before
+    assert unit.count < 64 or unit.bits() != before  # of a few wild elements none may change
     return unit.bits()
 
 
