@@ -25,11 +25,12 @@ VARIANTS = {
 EVERY = [(rule, changed, split) for rule in RULES for changed in VARIANTS[rule] for split in (False, True)]
 
 
-def steps_of(unit: Unit, count: int = 3, **how) -> bytes:
+def steps_of(unit: Unit, count: int = 3, *, may_stay: bool = False, **how) -> bytes:
+    """`may_stay`: of a few wild elements none may change."""
     before = unit.bits()
     for step in range(1, count + 1):
         unit.step(step, **how)
-    assert unit.count < 64 or unit.bits() != before  # of a few wild elements none may change
+    assert may_stay or unit.count < 4 or unit.bits() != before
     return unit.bits()
 
 
@@ -39,7 +40,7 @@ def steps_of(unit: Unit, count: int = 3, **how) -> bytes:
 def test_instruction_sets_and_drafts_give_the_same_bits(rule, changed, split, seed, count, wild, factor):
     def outcome(**how):
         unit = make(rule, count, seed, wild=wild, split_master=split)
-        return steps_of(unit, factor=factor, **changed, **how)
+        return steps_of(unit, may_stay=wild and count < 64, factor=factor, **changed, **how)
 
     baseline = outcome(instruction_set=SETS[0])
     for instruction_set in [*SETS, ""]:
