@@ -37,9 +37,7 @@ __all__ = [
 
 _UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)}
 _UNITS |= {prefix.lower() + "b": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])}
-
-
-_TOO_LARGE = 1 << 60
+_TOO_LARGE = 1 << 60  # bytes
 
 
 def parse_bytes(text: str) -> int:

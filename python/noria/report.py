@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from noria import _C
-from noria._errors import usage_error
-from noria._lists import as_list
-from noria.custody import Wrapped, wrapped_by
+from noria.custody import Wrapped, wrapped_together
 from noria.lending import Loan
 from noria.plan import STAGING_RING
 from noria.policy import format_bytes
@@ -157,7 +155,7 @@ class Report:
             )
         if self.recomputed:
             lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
-        lines += [loan.told() for loan in self.loans if loan.bytes]
+        lines += [loan.told() for loan in self.loans]
         if (copies := self.copies)["num_stashed"]:
             lines.append(
                 f"{copies['num_units']} units at other stages: {format_bytes(copies['stashed'])} stashed, "
@@ -210,10 +208,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
 
     `model`: also what else `wrap` was given, as a list of stages. Raises UsageError for a model that is not wrapped.
     """
-    owners = {id(found): found for found in map(wrapped_by, as_list(model)) if found is not None}
-    if len(owners) != 1:
-        raise usage_error("a wrapped model", type(model).__qualname__, "noria.wrap it first")
-    [wrapped] = owners.values()
+    wrapped = wrapped_together(model)
     if write_trace:
         wrapped.write_trace()
     custody, sums = wrapped.custody, wrapped.custody.step_sums()

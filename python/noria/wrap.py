@@ -20,7 +20,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
 from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
-from noria.custody import Wrapped, activations, wrapped_by
+from noria.custody import Wrapped, activations, wrapped_by, wrapped_together
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
 from noria.lending import Stages
@@ -351,11 +351,8 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
     `optimizer.load_state_dict(optimizer.state_dict())`.
     """
+    wrapped = wrapped_together(model)
     roots = as_list(modules_of(model))
-    owners = {id(found): found for found in (wrapped_by(root) for root in roots) if found is not None}
-    if len(owners) != 1:
-        raise usage_error("models of one noria.wrap call", f"{len(owners)} of them", "unwrap what wrap was given")
-    wrapped = next(iter(owners.values()))
     missing = [root for root in wrapped.partition.roots if all(root is not given for given in roots)]
     if missing:
         raise usage_error(
@@ -403,13 +400,8 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
     against `host_memory` first). Then each keeps its part of what has changed. Raises UsageError on all ranks, and
     drops the edits, where they have made different ones.
     """
-    modules = as_list(module)
-    owners = {id(found): found for found in map(wrapped_by, modules) if found is not None}
-    if len(owners) != 1:
-        kind = type(module).__qualname__
-        raise usage_error("a wrapped model or a module inside of one", kind, "noria.wrap it first")
-    [wrapped] = owners.values()
-    units = {unit for each in modules for unit in wrapped.unit_indices(module_of(each))}
+    wrapped = wrapped_together(module)
+    units = {unit for each in as_list(module) for unit in wrapped.unit_indices(module_of(each))}
     with wrapped.values.materialized(sorted(units), read_only):
         yield module
 

@@ -598,12 +598,19 @@ def test_loading_what_is_no_checkpoint(tmp_path):
 
 
 def test_unwrapping_what_was_not_wrapped_or_not_all_of_it():
-    first, second = Net(), Net()
-    with refused("models of one noria.wrap call"):
+    first, second, third = Net(), Net(), Net()
+    with refused("a wrapped model"):
         noria.unwrap(first)
     noria.wrap([first, second], device="cpu")
     with refused("all models of the wrap call"):
         noria.unwrap(first)
+    for call in (noria.unwrap, noria.report, lambda given: noria.materialize(given).__enter__()):
+        with refused("a wrapped model", "found Net"):
+            call([first, third])
+    noria.wrap(third, device="cpu")
+    for call in (noria.unwrap, noria.report, lambda given: noria.materialize(given).__enter__()):
+        with refused("models of one noria.wrap call"):
+            call([first, second, third])
     noria.unwrap([first, second])
     with refused("a wrapped model"):
         noria.report(first)

@@ -9,6 +9,6 @@ what must be loaded first, `drafts` whether drafts pay. `following` knows what a
 """
 
 from noria.custody.hooks import in_backward
-from noria.custody.wrapped import Wrapped, wrapped_by
+from noria.custody.wrapped import Wrapped, wrapped_by, wrapped_together
 
-__all__ = ["Wrapped", "in_backward", "wrapped_by"]
+__all__ = ["Wrapped", "in_backward", "wrapped_by", "wrapped_together"]

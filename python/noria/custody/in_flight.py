@@ -79,7 +79,7 @@ class InFlight:
 
     def prepared(self) -> None:
         """torch has made buffers for all micro-batches, or made them anew."""
-        for infos in (*self.stage.args_recv_info.values(), *getattr(self.stage, "grad_recv_info", {}).values()):
+        for infos in self._all_received():
             for info in _received(infos):
                 _put(info, self._hollow.like(info.buffer))
 
@@ -91,7 +91,7 @@ class InFlight:
 
     def refill(self) -> None:
         """All buffers, as torch has them."""
-        for infos in (*self.stage.args_recv_info.values(), *getattr(self.stage, "grad_recv_info", {}).values()):
+        for infos in self._all_received():
             self.fill(infos)
 
     def views(self, chunk: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -129,6 +129,10 @@ class InFlight:
     def end_backward(self, chunk: int) -> None:
         for info in _received(getattr(self.stage, "grad_recv_info", {}).get(chunk, ())):
             _put(info, self._hollow.like(info.buffer))
+
+    def _all_received(self) -> list[Any]:
+        """By micro-batch, inputs and gradients of outputs."""
+        return [*self.stage.args_recv_info.values(), *getattr(self.stage, "grad_recv_info", {}).values()]
 
     def _let_outputs_go(self, chunk: int) -> None:
         outputs, inputs = self.stage.fwd_cache[chunk]

@@ -12,6 +12,7 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
+from noria._lists import as_list
 from noria.custody.activations import Activations
 from noria.custody.copies import PeerCopies
 from noria.custody.drafts import DraftJudge
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from noria.ranks import Ranks
     from noria.updates import Updates
 
-__all__ = ["Wrapped", "wrapped_by"]
+__all__ = ["Wrapped", "wrapped_by", "wrapped_together"]
 
 Given = ParamSpec("Given")
 
@@ -48,6 +49,21 @@ def wrapped_by(module: Any) -> Wrapped | None:
     module = module_of(module)
     found = _WRAPPED.get(module) if isinstance(module, nn.Module) else None
     return found() if found is not None else None
+
+
+def wrapped_together(given: Any) -> Wrapped:
+    """The one wrap call of all that is given: a model, a stage, a module inside of one, or a list of such."""
+    owners = {}
+    for each in as_list(given) or [given]:
+        owner = wrapped_by(each)
+        if owner is None:
+            kind = type(each).__qualname__
+            raise usage_error("a wrapped model, or a module inside of one", kind, "noria.wrap it first")
+        owners[id(owner)] = owner
+    if len(owners) > 1:
+        raise usage_error("models of one noria.wrap call", f"of {len(owners)}", "give those of one call at a time")
+    [wrapped] = owners.values()
+    return wrapped
 
 
 class Wrapped:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from noria._errors import usage_error
-from noria.custody import wrapped_by
+from noria.custody import wrapped_together
 
 __all__ = ["omit_wait"]
 
@@ -13,7 +12,4 @@ __all__ = ["omit_wait"]
 def omit_wait(model: nn.Module, kind: str) -> None:
     """From now on the engine of this wrapped model leaves out waits of one kind, such as
     "update -> fetch on working_copy (RAW)"; "" ends that. Results are then wrong whenever the giver is late."""
-    wrapped = wrapped_by(model)
-    if wrapped is None:
-        raise usage_error("a wrapped model", type(model).__qualname__, "noria.wrap it first")
-    wrapped.custody.omit_wait(kind)
+    wrapped_together(model).custody.omit_wait(kind)
