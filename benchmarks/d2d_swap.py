@@ -226,9 +226,9 @@ class Run:
         }
 
 
-def limits_of(shape: Shape, forward_s: float) -> dict[str, tuple[float, float]]:
-    """By what a block saves and its forward's time."""
-    host = shape.bundle_bytes / GIB / (shape.host * forward_s)
+def limits_of(shape: Shape, num_bytes: int, forward_s: float) -> dict[str, tuple[float, float]]:
+    """By what moves of a block, and its forward's time."""
+    host = num_bytes / GIB / (shape.host * forward_s)
     return {
         "fetch": (host, LATENCY_US),
         "drain": (host, LATENCY_US),
@@ -246,20 +246,29 @@ def forward_time(shape: Shape) -> float:
     return float(times)
 
 
-def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> None:
-    """Puts (rank, what it measured) among the answers."""
+def meet(rank: int, size: int, meeting: str) -> DeviceMesh:
+    """The ranks of all stages, and this stage's own."""
     torch.set_num_threads(1)
     patience = datetime.timedelta(minutes=2)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=patience)
-    grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
-    limits = limits_of(shape, forward_time(shape))
-    runs = {method: Run(policy_of(method, shape, grid), shape, grid, limits) for method in METHODS}
+    return init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
+
+
+def take_turns(runs: dict[str, Run], shape: Shape, warmup: int) -> None:
     for run in runs.values():
-        run.block(WARMUP - 1)
+        run.block(warmup - 1)
         run.forget()
     for _ in range(shape.rounds):
         for run in runs.values():
             run.block(shape.steps)
+
+
+def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> None:
+    """Puts (rank, what it measured) among the answers."""
+    grid = meet(rank, size, meeting)
+    limits = limits_of(shape, shape.bundle_bytes, forward_time(shape))
+    runs = {method: Run(policy_of(method, shape, grid), shape, grid, limits) for method in METHODS}
+    take_turns(runs, shape, WARMUP)
     loans = [dataclasses.asdict(loan) for loan in runs[D2D].wrapped.lending.loans]
     answers.put(
         (rank, {"limits": limits, "loans": loans, "methods": {name: run.found() for name, run in runs.items()}})
@@ -267,26 +276,33 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> N
     dist.barrier()  # nobody leaves while another one still moves
 
 
-def summarised(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one number of stages."""
-    times = {method: found[0]["methods"][method]["steps_s"] for method in METHODS}
-    losses = {tuple(found[-1]["methods"][method]["losses"]) for method in METHODS}
-    summary: dict[str, Any] = {
-        "limits": found[0]["limits"],
-        "loans": found[0]["loans"],
-        "same_losses": len(losses) == 1,
-    }
+def compared(found: list[dict[str, Any]], *references: str) -> dict[str, Any]:
+    """What all stages found of each method, and its steps over those of the `references`."""
+    names = list(found[0]["methods"])
+    times = {method: found[0]["methods"][method]["steps_s"] for method in names}
+    losses = {tuple(found[-1]["methods"][method]["losses"]) for method in names}
+    summary: dict[str, Any] = {name: found[0][name] for name in ("limits", "loans")}
+    summary["same_losses"] = len(losses) == 1
     summary["methods"] = {
         method: {
             "step_s": _common.spread(times[method]),
-            "over_no_limit": _common.paired_ratio(times[method], times[NO_LIMIT]),
+            **{
+                f"over_{reference.replace(' ', '_')}": _common.paired_ratio(times[method], times[reference])
+                for reference in references
+            },
             "stages": [
                 {name: value for name, value in stage["methods"][method].items() if name not in ("steps_s", "losses")}
                 for stage in found
             ],
         }
-        for method in METHODS
+        for method in names
     }
+    return summary
+
+
+def summarised(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one number of stages."""
+    summary = compared(found, NO_LIMIT)
     ratios = {method: each["over_no_limit"]["of_pairs"] for method, each in summary["methods"].items()}
     summary["d2d_over_best_other"] = ratios[D2D] / min(ratios[method] for method in METHODS[2:])
     return summary

@@ -16,30 +16,17 @@ those of d2d_swap.py.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import sys
 from typing import Any
 
 import _common
 import noria
-import torch
 import torch.distributed as dist
-from d2d_swap import GIB, LANES, LATENCY_US, MIB, Run, Shape
-from torch.distributed.device_mesh import init_device_mesh
+from d2d_swap import LANES, LATENCY_US, MIB, Run, Shape, compared, limits_of, meet, take_turns
 
 RESIDENT, WINDOW, PEERS = METHODS = ("resident", "window", "peers")
 SIZE = 2
 WARMUP = 7  # steps: in the first stages agree; at most two are measured, and two tried
-
-
-def limits_of(shape: Shape) -> dict[str, tuple[float, float]]:
-    """By what a unit takes and its forward's time."""
-    host = 4 * shape.width * (shape.width + 1) / GIB / (shape.host * shape.forward_s)
-    return {
-        "fetch": (host, LATENCY_US),
-        "drain": (host, LATENCY_US),
-        "peer": (host * shape.faster, LATENCY_US),
-    }
 
 
 def policy_of(method: str, window: int, grid: Any) -> dict[str, Any]:
@@ -53,18 +40,10 @@ def policy_of(method: str, window: int, grid: Any) -> dict[str, Any]:
 
 def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape, window: int) -> None:
     """Puts (rank, what it measured) among the answers."""
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(minutes=2)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=patience)
-    grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
-    limits = limits_of(shape)
+    grid = meet(rank, size, meeting)
+    limits = limits_of(shape, 4 * shape.width * (shape.width + 1), shape.forward_s)
     runs = {method: Run(policy_of(method, window, grid), shape, grid, limits) for method in METHODS}
-    for run in runs.values():
-        run.block(WARMUP - 1)
-        run.forget()
-    for _ in range(shape.rounds):
-        for run in runs.values():
-            run.block(shape.steps)
+    take_turns(runs, shape, WARMUP)
     reports = {method: noria.report(run.model) for method, run in runs.items()}
     methods = {
         method: run.found() | {"copies": reports[method].copies, "num_fetches": reports[method].num_fetches}
@@ -73,26 +52,6 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape, wind
     loans = [dataclasses.asdict(loan) for loan in reports[PEERS].loans]
     answers.put((rank, {"limits": limits, "loans": loans, "methods": methods}))
     dist.barrier()  # nobody leaves while another one still moves
-
-
-def summarised(found: list[dict[str, Any]]) -> dict[str, Any]:
-    times = {method: found[0]["methods"][method]["steps_s"] for method in METHODS}
-    losses = {tuple(found[-1]["methods"][method]["losses"]) for method in METHODS}
-    summary: dict[str, Any] = {name: found[0][name] for name in ("limits", "loans")}
-    summary["same_losses"] = len(losses) == 1
-    summary["methods"] = {
-        method: {
-            "step_s": _common.spread(times[method]),
-            "over_resident": _common.paired_ratio(times[method], times[RESIDENT]),
-            "over_window": _common.paired_ratio(times[method], times[WINDOW]),
-            "stages": [
-                {name: value for name, value in stage["methods"][method].items() if name not in ("steps_s", "losses")}
-                for stage in found
-            ],
-        }
-        for method in METHODS
-    }
-    return summary
 
 
 def show(shape: Shape, window: int, summary: dict[str, Any]) -> None:
@@ -156,7 +115,7 @@ def main() -> int:
     began = _common.hardware()
     found = _common.on_ranks(SIZE, on_rank, shape, args.window)
     samples = [{method: each["steps_s"] for method, each in stage["methods"].items()} for stage in found]
-    summary = summarised(found)
+    summary = compared(found, RESIDENT, WINDOW)
     show(shape, args.window, summary)
     settings = {"window": args.window, "latency_us": LATENCY_US, "warmup": WARMUP, **dataclasses.asdict(shape)}
     _common.Result("peer_copies", samples, summary, settings).write(args, began)

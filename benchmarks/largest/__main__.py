@@ -25,7 +25,7 @@ import torch
 from noria.policy import format_bytes, parse_bytes
 
 from benchmarks.rivals.environments import FOLDER, pins
-from benchmarks.systems.catalogue import PLAIN, chosen
+from benchmarks.systems.catalogue import PLAIN, add_systems
 from benchmarks.systems.client import Client, RefusedError
 from benchmarks.systems.task import FAMILY, Task, text_file
 from benchmarks.versus.__main__ import reasons
@@ -128,7 +128,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = _common.parser_of(__doc__)
-    parser.add_argument("--systems", default="all", help="names, or beginnings of names, between commas")
+    add_systems(parser)
     parser.add_argument("--device-memory", type=parse_bytes, help="default: 2GiB")
     parser.add_argument("--host-memory", type=parse_bytes, help="default: 16GiB; quick: 3GiB")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
@@ -152,7 +152,7 @@ def main() -> int:
         clip=0.0,  # so that nothing is bounded by what another way to clip needs
     )
     began = _common.hardware()
-    names = chosen(args.systems)
+    names = args.systems
     refused = reasons(names)
     attempts = {name: largest(name, task, args) for name in names if name not in refused}
     samples = {"attempts": attempts, "refused": refused}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.rivals.environments import FOLDER, install, pins
-from benchmarks.systems.catalogue import OWN, PLAIN, SYSTEMS, chosen
+from benchmarks.systems.catalogue import OWN, PLAIN, SYSTEMS, add_systems
 from benchmarks.systems.client import Client, RefusedError
 from benchmarks.systems.task import Task, text_file
 
@@ -65,11 +65,11 @@ def tried(name: str, task: Task) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default="all", help="names, or beginnings of names, between commas")
+    add_systems(parser)
     parser.add_argument("--wheels", type=Path, help="a folder to install from, on a machine without an index")
     args = parser.parse_args()
     tokens = text_file(FOLDER)
-    names = chosen(args.systems)
+    names = args.systems
     refused: dict[str, str] = {}
     for environment in dict.fromkeys(SYSTEMS[name].environment for name in names):
         if environment == OWN:

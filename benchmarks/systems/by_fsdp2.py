@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.systems.task import System, accumulated, bytes_of
+from benchmarks.systems.task import PlainLoop, bytes_of
 
 
-class Fsdp2(System):
+class Fsdp2(PlainLoop):
     def __init__(self, task):
         self.task = task
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -27,14 +27,6 @@ class Fsdp2(System):
             fully_shard(block, **options)
         fully_shard(self.model, **options)
         self.optimizer = task.make_adamw(self.model.parameters(), fused=True)
-
-    def step(self, batches):
-        loss = accumulated(self.model, batches, self.task.device)
-        if self.task.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
 
     def settings(self):
         return {"optimizer": "torch.optim.AdamW(fused=True)", "blocks": "one group each", "pin_memory": True}

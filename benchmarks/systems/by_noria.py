@@ -5,14 +5,13 @@ from __future__ import annotations
 import noria
 import torch
 
-from benchmarks.systems.task import System, Task, accumulated
+from benchmarks.systems.task import PlainLoop, Task
 
 
-class Noria(System):
+class Noria(PlainLoop):
     """`update="auto"`, clipped by torch's own function; gradients are held until `step()`."""
 
     update = "auto"
-    clip_inside = False
     draft_memory: int | str = "auto"
 
     def __init__(self, task: Task) -> None:
@@ -27,20 +26,9 @@ class Noria(System):
             "kernel": "fused",
             "update": self.update,
             "draft_memory": self.draft_memory,
-            "max_grad_norm": task.clip if task.clip and self.clip_inside else None,
+            "max_grad_norm": task.clip if task.clip and self.clips and not self.calls_clip else None,
         }
         noria.wrap(self.model, self.optimizer, **self.policy)
-
-    def step(self, batches):
-        loss = self.pass_over(batches)
-        if self.task.clip and self.clips and not self.clip_inside:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def pass_over(self, batches):
-        return accumulated(self.model, batches, self.task.device)
 
     def settings(self):
         return {name: str(value) for name, value in self.policy.items()}
@@ -63,13 +51,13 @@ class Noria(System):
 class NoriaMaxNorm(Noria):
     """Clipping built in, which leaves drafts standing."""
 
-    clip_inside = True
+    calls_clip = False
 
 
 class NoriaLean(Noria):
     """The least host memory with gradients held: no drafts."""
 
-    clip_inside = True
+    calls_clip = False
     draft_memory = 0
 
 
@@ -77,7 +65,7 @@ class NoriaBackward(Noria):
     """Updates during backward, in place; no gradient is held."""
 
     update = "backward"
-    clips = False
+    clips = calls_clip = False
     draft_memory = 0
 
     def pass_over(self, batches):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torchao.optim import CPUOffloadOptimizer
 
-from benchmarks.systems.task import System, accumulated
+from benchmarks.systems.task import PlainLoop
 
 
-class TorchAo(System):
+class TorchAo(PlainLoop):
     needs_cuda = True
-    clips = False
+    clips = calls_clip = False
 
     def __init__(self, task):
         self.task = task
@@ -24,12 +24,6 @@ class TorchAo(System):
             fused=True,
             **task.adamw,
         )
-
-    def step(self, batches):
-        loss = accumulated(self.model, batches, self.task.device)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
 
     def settings(self):
         return {"offload_gradients": self.offloads_gradients, "masters": "none: updates in the working dtype"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import trainstream
 
-from benchmarks.systems.task import System, accumulated
+from benchmarks.systems.task import PlainLoop
 
 
-class TrainStream(System):
+class TrainStream(PlainLoop):
     needs_cuda = True
+    calls_clip = False
 
     def __init__(self, task):
         self.task = task
@@ -28,12 +29,6 @@ class TrainStream(System):
         }
         optimizer = task.make_adamw(self.model.parameters())
         self.model, self.optimizer = trainstream.wrap(self.model, optimizer, **self.options)
-
-    def step(self, batches):
-        loss = accumulated(self.model, batches, self.task.device)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
 
     def settings(self):
         return {name: value for name, value in self.options.items() if name != "blocks"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 OWN = "own"
@@ -38,6 +39,11 @@ SYSTEMS = {
 }
 
 
+def add_systems(parser: argparse.ArgumentParser) -> None:
+    words = "names, or beginnings of names, between commas"
+    parser.add_argument("--systems", type=chosen, default="all", help=words)
+
+
 def chosen(words: str) -> list[str]:
     """`all`, or names between commas; a word that is no name stands for all that begin with it."""
     if words == "all":
@@ -47,6 +53,6 @@ def chosen(words: str) -> list[str]:
         named = [name for name in SYSTEMS if name.lower() == word]
         named = named or [name for name in SYSTEMS if name.lower().startswith(word)]
         if not named:
-            raise SystemExit(f"expected --systems of {', '.join(SYSTEMS)}; found {word!r}")
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(SYSTEMS)}; found {word!r}")
         found += [name for name in named if name not in found]
     return found

@@ -69,6 +69,10 @@ class Task:
         torch.manual_seed(self.seed)
         return GPT(self.config)
 
+    def num_parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(each.numel() for each in GPT(self.config).parameters())
+
     def make_adamw(self, parameters: Any, **options: Any) -> torch.optim.AdamW:
         return torch.optim.AdamW(parameters, **self.adamw, **options)
 
@@ -127,6 +131,28 @@ class System:
     def moved_bytes(self) -> dict[str, int] | None:
         """Over the link so far, down (to the device) and up; None: not known."""
         return None
+
+
+class PlainLoop(System):
+    """Trains by the plain PyTorch loop. `__init__` sets `task`, `model` and `optimizer`."""
+
+    calls_clip = True
+    """Where the task says so, torch's own function clips."""
+
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        loss = self.pass_over(batches)
+        if self.task.clip and self.calls_clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def pass_over(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        return accumulated(self.model, batches, self.task.device)
 
 
 def mean(losses: list[torch.Tensor]) -> float:

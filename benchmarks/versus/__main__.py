@@ -27,7 +27,7 @@ from noria.policy import parse_bytes
 
 from benchmarks.rivals.__main__ import STATUS
 from benchmarks.rivals.environments import FOLDER, pins
-from benchmarks.systems.catalogue import PLAIN, SYSTEMS, chosen
+from benchmarks.systems.catalogue import PLAIN, SYSTEMS, add_systems
 from benchmarks.systems.client import Client, RefusedError
 from benchmarks.systems.task import MODELS, Task, text_file
 from benchmarks.versus import tables
@@ -122,7 +122,7 @@ def reasons(names: list[str]) -> dict[str, str]:
 def main() -> int:
     parser = _common.parser_of(__doc__)
     parser.add_argument("--model", choices=MODELS, help="default: gpt2-124m on a device, gpt-30m without one")
-    parser.add_argument("--systems", default="all", help="names, or beginnings of names, between commas")
+    add_systems(parser)
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--device-memory", help="of each system, as 4GiB; default: all")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="default: bf16 on a device, fp32 without one")
@@ -148,7 +148,7 @@ def main() -> int:
         micro_batches=args.micro_batches,
     )
     began = _common.hardware()
-    names = chosen(args.systems)
+    names = args.systems
     race = Race(names, task)
     warmup, number = WARMUP_QUICK if args.quick else WARMUP, 0
     try:

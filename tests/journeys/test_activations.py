@@ -207,6 +207,9 @@ def test_autocast_has_the_same_bits():
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
+BUNDLE = 100352  # bytes that a block saves of `step_of`
+
+
 class Wide(nn.Module):
     """What each block saves is far more than its weights."""
 
@@ -218,6 +221,18 @@ class Wide(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def crammed(drain_gib_s: float | None) -> tuple[Wide, torch.optim.Optimizer]:
+    """Wrapped, with room for what two of six blocks save, over a slow link; None: not wrapped."""
+    torch.manual_seed(0)
+    model = Wide(6)
+    optimizer = adamw(model.parameters())
+    if drain_gib_s is not None:
+        with on_machine(limits={"drain": (drain_gib_s, 0.0)}):
+            policy = {"activations": "auto", "activation_memory": 2 * BUNDLE, "kernel": "torch", "window": 2}
+            noria.wrap(model, optimizer, device="cpu", **policy)
+    return model, optimizer
 
 
 def saved_of(model: nn.Module) -> dict[str, int]:
@@ -254,19 +269,18 @@ def test_what_is_saved_stays_on_the_device_for_a_few_blocks_only():
 
 
 def test_as_much_stays_as_there_is_room_for():
-    bundle = 100352
-    for num_blocks, room in ((8, 2 * bundle), (8, 5 * bundle), (16, 5 * bundle)):
+    for num_blocks, room in ((8, 2 * BUNDLE), (8, 5 * BUNDLE), (16, 5 * BUNDLE)):
         model = Wide(num_blocks)
         optimizer = adamw(model.parameters())
         noria.wrap(model, optimizer, device="cpu", window=2, activations="auto", activation_memory=room)
         for _ in range(4):
             step_of(model, optimizer)
         stats = saved_of(model)
-        assert stats["most_saved"] == num_blocks * stats["largest"] == num_blocks * bundle
+        assert stats["most_saved"] == num_blocks * stats["largest"] == num_blocks * BUNDLE
         assert stats["most_there"] == room and stats["num_unforeseen"] == 0
-        assert stats["offloaded"] >= 4 * (num_blocks * bundle - room)
+        assert stats["offloaded"] >= 4 * (num_blocks * BUNDLE - room)
         # What comes ahead, and what leaves while one is saved, have two more.
-        assert stats["offloaded"] <= 4 * (num_blocks * bundle - room + 2 * bundle)
+        assert stats["offloaded"] <= 4 * (num_blocks * BUNDLE - room + 2 * BUNDLE)
         assert noria.report(model).ledger_agrees
 
 
@@ -275,13 +289,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     left: dict[bool, dict[str, torch.Tensor]] = {}
     offloaded: list[int] = []
     for wraps in (False, True):
-        torch.manual_seed(0)
-        model = Wide(6)
-        optimizer = adamw(model.parameters())
-        if wraps:
-            with on_machine(limits={"drain": (1e-4, 0.0)}):
-                policy = {"activations": "auto", "activation_memory": 2 * 100352, "kernel": "torch", "window": 2}
-                noria.wrap(model, optimizer, device="cpu", **policy)
+        model, optimizer = crammed(1e-4 if wraps else None)
         for _ in range(6):
             step_of(model, optimizer)
             if wraps:
@@ -296,13 +304,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():
     left: dict[bool, list[torch.Tensor]] = {}
     for wraps in (False, True):
-        torch.manual_seed(0)
-        model = Wide(6)
-        optimizer = adamw(model.parameters())
-        if wraps:
-            with on_machine(limits={"drain": (1e-4, 0.0)}):
-                policy = {"activations": "auto", "activation_memory": 2 * 100352, "kernel": "torch", "window": 2}
-                noria.wrap(model, optimizer, device="cpu", **policy)
+        model, optimizer = crammed(1e-4 if wraps else None)
         for number in range(4):
             if number == 1:
                 x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -319,11 +321,7 @@ def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_
 
 
 def test_what_forward_and_backward_wait_for_what_leaves_is_among_their_stalls():
-    model = Wide(6)
-    optimizer = adamw(model.parameters())
-    with on_machine(limits={"drain": (0.02, 0.0)}):
-        policy = {"activations": "auto", "activation_memory": 2 * 100352, "kernel": "torch", "window": 2}
-        noria.wrap(model, optimizer, device="cpu", **policy)
+    model, optimizer = crammed(0.02)
     wrapped = wrapped_by(model)
     waited = []
     for _ in range(3):
@@ -370,7 +368,7 @@ def test_blocks_that_write_buffers_are_not_computed_again():
 
 
 def test_the_trace_shows_what_lies_where_over_time(tmp_path):
-    room, path = 3 * 100352, tmp_path / "trace.json"
+    room, path = 3 * BUNDLE, tmp_path / "trace.json"
     model = Wide(8)
     optimizer = adamw(model.parameters())
     policy = {"activations": "auto", "activation_memory": room, "trace": path}
@@ -382,13 +380,13 @@ def test_the_trace_shows_what_lies_where_over_time(tmp_path):
     seen = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "saved for backward"]
     assert len(seen) == 2 * 8 * 3  # at the ends of visits, and where one of backward begins
     assert max(each["on the device"] for each in seen) == room
-    assert max(each["at home"] for each in seen) >= 8 * 100352 - room
+    assert max(each["at home"] for each in seen) >= 8 * BUNDLE - room
     assert all(each["at peers"] == 0 for each in seen)
 
 
 def test_nothing_leaves_where_all_has_room():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=4 * 100352)
+    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=4 * BUNDLE)
     for _ in range(3):
         model(torch.randn(4, 64, WIDTH)).mean().backward()
     assert saved_of(model)["num_offloaded"] == 0
@@ -397,7 +395,7 @@ def test_nothing_leaves_where_all_has_room():
 
 def test_too_little_room_for_one_block_beside_another_is_refused():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=2 * 100352 - 1)
+    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=2 * BUNDLE - 1)
     with pytest.raises(noria.UsageError, match=r"activation_memory for what two blocks save.*200704 bytes"):
         model(torch.randn(4, 64, WIDTH))
     with torch.no_grad():
