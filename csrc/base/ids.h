@@ -17,13 +17,13 @@ struct Id {
   constexpr auto operator<=>(const Id&) const = default;
 };
 
-using UnitId = Id<struct UnitTag>;            // index into the engine's units
-using BufferId = Id<struct BufferTag>;        // index into a BufferTable
-using HookId = Id<struct HookTag>;            // a module that announces visits; -1: between modules
-using OpId = Id<struct OpTag, std::int64_t>;  // position in issue order, never reused
-using SavedId = Id<struct SavedTag>;          // a storage that a forward has saved for its backward
-using Version = std::int64_t;                 // of the bytes in a buffer; counts writes in issue order
-using MicroBatch = std::int32_t;              // 0 while one micro-batch is in flight
+using UnitId = Id<struct UnitTag>;                  // index into the engine's units
+using BufferId = Id<struct BufferTag>;              // index into a BufferTable
+using HookId = Id<struct HookTag>;                  // a module that announces visits; -1: between modules
+using OpId = Id<struct OpTag, std::int64_t>;        // position in issue order, never reused
+using SavedId = Id<struct SavedTag, std::int64_t>;  // a storage that a forward has saved, never reused
+using Version = std::int64_t;                       // of the bytes in a buffer; counts writes in issue order
+using MicroBatch = std::int32_t;                    // 0 while one micro-batch is in flight
 
 }  // namespace noria
 

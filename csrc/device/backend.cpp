@@ -9,4 +9,16 @@ Bytes Transfer::bytes() const {
   return total;
 }
 
+void wait_for_all(const std::vector<Ticket>& tickets) {
+  std::exception_ptr failure;
+  for (const Ticket& ticket : tickets) {
+    try {
+      ticket->wait_passed();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
 }  // namespace noria

@@ -67,6 +67,9 @@ class TicketState {
 };
 using Ticket = std::shared_ptr<TicketState>;
 
+/// Waits for all of them, whatever fails; then throws the first failure.
+void wait_for_all(const std::vector<Ticket>& tickets);
+
 /// The compute queue that the caller uses now: a cudaStream_t, a compute lane of a HostBackend, or null for "the
 /// calling thread itself computes, and has finished when it says so" (but see Note [The null stream]).
 using Stream = void*;

@@ -15,10 +15,7 @@ constexpr int kRounds = 3;
 std::int64_t round_ns(Backend& backend, const Transfer& out, const Transfer& back) {
   const OpLabel label{OpId(), Lane::peer, Verb::probe, UnitId()};
   const std::int64_t begin_ns = now_ns();
-  const Ticket gone = backend.submit(label, out, {});
-  const Ticket come = backend.submit(label, back, {});
-  gone->wait_passed();
-  come->wait_passed();
+  wait_for_all({backend.submit(label, out, {}), backend.submit(label, back, {})});
   return std::max<std::int64_t>(now_ns() - begin_ns, 1);
 }
 

@@ -38,7 +38,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)
                                : std::nullopt),
-      copies_(issuer_, custodian),
+      copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr, copies_),
       drainer_(issuer_, leases_, units_, options_.device, custodian_, collector_ ? &*collector_ : nullptr,
                options_.ring.has_value()),

@@ -7,22 +7,6 @@
 #include "engine/engine.h"
 
 namespace noria {
-namespace {
-
-// All of them, whatever fails: who waits for this op alone must be able to count on every one. Then the first failure.
-void wait_for_all(const std::vector<Ticket>& waits) {
-  std::exception_ptr failure;
-  for (const Ticket& wait : waits) {
-    try {
-      wait->wait_passed();
-    } catch (...) {
-      if (!failure) failure = std::current_exception();
-    }
-  }
-  if (failure) std::rethrow_exception(failure);
-}
-
-}  // namespace
 
 void Engine::begin_step(Stream stream) {
   const std::lock_guard lock(mutex_);
@@ -82,7 +66,7 @@ void Engine::settle(UnitId unit) {
   issuer_.keep(op.id, ticket);
   const std::int64_t asked_us = clock_us();
   try {
-    wait_for_all(begun.waits);
+    wait_for_all(begun.waits);  // who waits for this op alone must be able to count on every one
     const std::int64_t start_us = clock_us();
     pending_[static_cast<std::size_t>(unit.value)] = false;  // before: the update itself may look at the home
     custodian_.update(unit);

@@ -22,7 +22,7 @@ void PeerCopies::keep(std::vector<std::pair<UnitId, Bytes>> units) {
 
 void PeerCopies::place() {
   for (const auto& [unit, bytes] : kept_) {
-    SavedPlaces::Stretches stretches = places_.take_of_peers(bytes);
+    Stretches stretches = places_.take(bytes);
     if (!stretches.empty()) copies_[unit].stretches = std::move(stretches);
   }
   stats_.num_units = static_cast<std::int64_t>(copies_.size());
@@ -48,7 +48,7 @@ void PeerCopies::stash(UnitId unit, const Access& leased, const std::byte* from)
   copy.version = leased.version;
   std::vector<Access> accesses = {leased};
   Transfer transfer;
-  for (const SavedPlaces::Stretch& stretch : copy.stretches) {
+  for (const Stretch& stretch : copy.stretches) {
     accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
     transfer.copies.push_back({stretch.memory, from + stretch.begin.count, stretch.bytes, stretch.link});
   }
@@ -62,7 +62,7 @@ void PeerCopies::fetch(UnitId unit, const Access& leased, std::byte* to) {
   NORIA_INVARIANT(copy.version == leased.version, "a copy at a peer is fetched as another version");
   std::vector<Access> accesses = {leased};
   Transfer transfer;
-  for (const SavedPlaces::Stretch& stretch : copy.stretches) {
+  for (const Stretch& stretch : copy.stretches) {
     accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});
     transfer.copies.push_back({to + stretch.begin.count, stretch.memory, stretch.bytes, stretch.link});
   }

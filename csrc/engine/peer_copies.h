@@ -16,9 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/custodian.h"
 #include "engine/issuer.h"
-#include "engine/saved_places.h"
+#include "engine/peer_places.h"
 
 namespace noria {
 
@@ -30,9 +29,7 @@ struct CopyStats {
 
 class PeerCopies {
  public:
-  PeerCopies(Issuer& issuer, Custodian& custodian)
-      : issuer_(issuer),
-        places_(issuer.buffers(), custodian, Purpose::peer_copy) {}
+  explicit PeerCopies(Issuer& issuer) : issuer_(issuer), places_(issuer.buffers(), Purpose::peer_copy) {}
 
   /// Each peer once.
   void add_peer(const PeerMemory& peer) { places_.add_peer(peer); }
@@ -56,14 +53,14 @@ class PeerCopies {
 
  private:
   struct Copy {
-    SavedPlaces::Stretches stretches;
+    Stretches stretches;
     std::optional<Version> version;  // none: nothing of use
   };
   void place();
   void submit(Verb verb, UnitId unit, std::vector<Access> accesses, Transfer transfer);
 
   Issuer& issuer_;
-  SavedPlaces places_;
+  PeerPlaces places_;
   std::vector<std::pair<UnitId, Bytes>> kept_;  // in the order of choice
   std::map<UnitId, Copy> copies_;
   Ticket last_;  // the newest op here

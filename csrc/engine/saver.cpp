@@ -63,13 +63,13 @@ SavedId Saver::save(const std::byte* memory, Bytes bytes) {
 void Saver::take_place(Entry& entry, bool goes_home) {
   if (!entry.stretches.empty()) return;
   entry.stretches = places_.take(entry.bytes, goes_home);
-  if (places_.is_at_peers(entry.stretches)) stats_.at_peers += entry.bytes;
+  if (is_at_peers(entry.stretches)) stats_.at_peers += entry.bytes;
   stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
 }
 
 void Saver::give_back_place(Entry& entry) {
   if (entry.stretches.empty()) return;
-  if (places_.is_at_peers(entry.stretches)) stats_.at_peers -= entry.bytes;
+  if (is_at_peers(entry.stretches)) stats_.at_peers -= entry.bytes;
   places_.give_back(std::exchange(entry.stretches, {}));
 }
 
@@ -321,7 +321,7 @@ void Saver::await(SavedId saved, Stream stream) {
   entry.is_wanted = true;
   if (entry.state == State::there || entry.state == State::leaving) return;
   ++stats_.num_unforeseen;
-  if (entry.state == State::away && places_.is_at_peers(entry.stretches)) reload({saved}, UnitId(), stream);
+  if (entry.state == State::away && is_at_peers(entry.stretches)) reload({saved}, UnitId(), stream);
   const std::int64_t since_us = clock_us();
   if (entry.state == State::coming) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
@@ -365,10 +365,10 @@ void Saver::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit
   for (SavedId saved : going) {
     Entry& entry = at(saved);
     take_place(entry, go_home);
-    Load& load = places_.is_at_peers(entry.stretches) ? to_peers : to_home;
+    Load& load = is_at_peers(entry.stretches) ? to_peers : to_home;
     load.saved.push_back(saved);
     load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    for (const SavedPlaces::Stretch& stretch : entry.stretches) {
+    for (const Stretch& stretch : entry.stretches) {
       load.transfer.copies.push_back({stretch.memory, entry.memory + stretch.begin.count, stretch.bytes, stretch.link});
       load.op.accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
     }
@@ -445,9 +445,9 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
   Load from_home, from_peers;
   for (SavedId saved : coming) {
     Entry& entry = at(saved);
-    Load& load = places_.is_at_peers(entry.stretches) ? from_peers : from_home;
+    Load& load = is_at_peers(entry.stretches) ? from_peers : from_home;
     load.saved.push_back(saved);
-    for (const SavedPlaces::Stretch& stretch : entry.stretches) {
+    for (const Stretch& stretch : entry.stretches) {
       load.transfer.copies.push_back(
           {const_cast<std::byte*>(entry.memory) + stretch.begin.count, stretch.memory, stretch.bytes, stretch.link});
       load.op.accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});

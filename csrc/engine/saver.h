@@ -17,10 +17,9 @@
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.
 //
-// Note [What nobody foresaw]. On the lane of the peers there are these copies, which wait for visits that are over, and
-// those of units, which wait for such visits and for fetches of visits that have begun: for nothing that is to come. So
-// there it can come back as ever, while on the fetch lane it might stand behind a fetch that waits for the very visit
-// that asks: from home it is copied by whoever asks.
+// Note [What nobody foresaw]. Whoever asks is inside of a visit, and nothing that is queued waits for the end of that
+// one (plan/planner.h, Note [Issue points]). So from peers it comes back on their lane, as ever. On the fetch lane it
+// would stand behind fetches made ahead, and the updates that these wait for: from home it is copied by whoever asks.
 #pragma once
 
 #include <deque>
@@ -110,7 +109,7 @@ class Saver {
  private:
   enum class State : std::uint8_t { there, leaving, away, coming };
   struct Entry {
-    SavedPlaces::Stretches stretches;  // where it leaves to, or is; none: it is on the device, or comes
+    Stretches stretches;  // where it leaves to, or is; none: it is on the device, or comes
     BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
@@ -179,7 +178,7 @@ class Saver {
   std::optional<Bytes> room_;  // what of it is left
   SavedPlaces places_;
   std::map<SavedId, Entry> entries_;
-  std::int32_t next_id_ = 0;
+  std::int64_t next_id_ = 0;
   std::vector<std::int32_t> free_tokens_;
   std::int32_t num_tokens_ = 0;
   std::int64_t forward_ = 0;

@@ -25,8 +25,6 @@ _SUBSTANTIAL = 0.05
 _LOOKED_AT = 2
 """Steps at most before copies are tried, and while they are: one alone may have been held up by something else."""
 
-_ALIGNMENT = 512
-
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
@@ -74,8 +72,7 @@ class PeerCopies:
         if self.wrapped.ranks is not None:
             return 0
         times = self.wrapped.custody.times_fetched()
-        sizes = [-(-unit.weights // _ALIGNMENT) * _ALIGNMENT for unit in self.wrapped.units]
-        return sum(size for size, count in zip(sizes, times, strict=True) if count > 1)
+        return sum(unit.weights for unit, count in zip(self.wrapped.units, times, strict=True) if count > 1)
 
     @property
     def is_settled(self) -> bool:

@@ -2,8 +2,8 @@
 
 activations="auto" measures: the first step tells what has no room, and what other stages lend; the third is the one
 that is looked at, or a later one where units at other stages are tried first; by the host's clock, so only where the
-host computes. It also says what goes to other stages and what
-to the host, where the others have not room for all (csrc/plan/swap.h).
+host computes. It also says what goes to other stages and what to the host, where the others have not room for all
+(csrc/plan/swap.h).
 """
 
 from __future__ import annotations
