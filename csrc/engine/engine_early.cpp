@@ -66,7 +66,7 @@ void Engine::end_scaling(UnitId unit, float divisor, float prefactor) {
   const std::lock_guard lock(mutex_);
   auto& early = early_of(unit);
   if (!early || !(early->ticket || early->is_recalled)) return;
-  const bool is_recalled = std::exchange(early->is_recalled, false);
+  const bool is_recalled = early->is_recalled;
   const bool as_told = std::all_of(early->job.pieces.begin(), early->job.pieces.end(), [&](const UpdatePiece& piece) {
     return piece.scalars.divisor == divisor && piece.scalars.prefactor == prefactor;
   });
@@ -78,6 +78,7 @@ void Engine::end_scaling(UnitId unit, float divisor, float prefactor) {
   for (UpdatePiece& piece : early->job.pieces) piece.scalars.divisor = piece.scalars.prefactor = 1.0f;
   if (is_recalled) {
     draft(unit, *early);
+    may_recall_ = true;
     return;
   }
   early->is_scaled = true;
@@ -192,6 +193,7 @@ void Engine::draft(UnitId unit, Early& made) {
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   const Spare& spare = *unit_of(unit).spare;
   made.job.note = std::make_shared<std::atomic<std::uint64_t>>(0);
+  made.is_recalled = false;
   Op op;
   op.lane = Lane::update;
   op.verb = Verb::draft;
