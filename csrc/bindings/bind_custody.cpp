@@ -392,6 +392,11 @@ void bind_custody(py::module_& m) {
              }
              return result;
            })
+      .def_property_readonly(
+          "has_unclaimed",
+          [](Custody& self) { return without_gil([&] { return !self.engine().unclaimed().empty(); }); })
+      .def(
+          "tear", [](Custody& self, const std::string& why) { self.engine().tear(why); }, NoGil())
       .def("torn", [](Custody& self) { return without_gil([&] { return self.engine().torn(); }); })
       .def(
           "mend", [](Custody& self) { self.engine().mend(); }, NoGil())

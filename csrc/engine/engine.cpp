@@ -458,7 +458,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
 
   // Landing: from here on the user's loop may read and edit what is held.
   const std::vector<UnitId> landed = drainer_.take_landed();
-  if (in_backward_) end_updating();
+  if (in_backward_) update_rest(/*what_accumulates=*/false);
   if (shows_gradients()) land(landed, stream);
   return landed;
 }

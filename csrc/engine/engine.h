@@ -20,7 +20,8 @@
 // landed: from the unit's state into spare buffers, by the pool. `step` asks for the same update in place, as ever: if
 // there is a draft, unit and spare change places, and only where hyperparameters are others is it carried out anew, or
 // where the gradient has been written since (torch says so) and its bytes are others. Nothing is rolled back: until it
-// is committed, nobody reads a draft. Another backward, or a look at the home, drops it.
+// is committed, nobody reads a draft. Another backward drops it (where a schedule tells which are the last: a gradient
+// that comes after it), and so does a look at the home.
 //
 // Note [Last gradients]. Which backward is the last before a step is learnt: a backward that was followed by a step is
 // expected to be so the next time. A pipeline's schedule knows it, of each stage by itself, and says so
@@ -33,8 +34,8 @@
 // complete, and `step` only hears of it (`take_updated`). They are complete when the backward has made the unit's last
 // visit, or in an unknown one as many as the forwards before it; what is left is updated at the end of the pass. That a
 // gradient or a visit comes after the update cannot be undone: it raises, and the weights are torn, as they are when a
-// backward raises that has updated something. Passes that only accumulate want memory for all gradients (`hold_all`),
-// and the ring is then not used any more.
+// backward raises once it, or another one of the same step, has updated something. Passes that only accumulate want
+// memory for all gradients (`hold_all`), and the ring is then not used any more.
 //
 // Note [Shards]. Where ranks share the home, each has one part of every unit: of its trainable bytes, and of its frozen
 // ones, as many for each rank. A fetch is a copy of this rank's part and a gather of the others'; gradients are summed
@@ -195,6 +196,8 @@ class Engine {
   void drop_gradient(UnitId unit, Bytes offset, Bytes bytes);
   /// Units whose update backward has issued and `step` has not heard of.
   std::vector<UnitId> unclaimed() const;
+  /// Some units have been updated and others will not be: until a load of both, nothing goes on.
+  void tear(const std::string& why);
   /// Before a backward that updates: what was expected of earlier ones is forgotten.
   void forget_expected();
   /// `step` after passes that have only accumulated: their updates now.
@@ -396,9 +399,8 @@ class Engine {
   void begin_updating(std::optional<ItineraryId> expected);
   void update_complete(const Visit& visit, bool is_recomputed);
   void update_in_backward(UnitId unit);
-  void end_updating();
   bool only_accumulates(UnitId unit) const;
-  void update_rest();
+  void update_rest(bool what_accumulates);
   void abandon_updating();
   void refuse_torn() const;
   /// p.grad shows what is held: the user's loop may read and edit it.

@@ -70,6 +70,11 @@ std::vector<UnitId> Engine::unclaimed() const {
   return units;
 }
 
+void Engine::tear(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (torn_.empty()) torn_ = why;
+}
+
 void Engine::forget_expected() {
   const std::lock_guard lock(mutex_);
   for (auto& update : in_backward_->expected) update.reset();
@@ -78,7 +83,7 @@ void Engine::forget_expected() {
 void Engine::update_held() {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(in_backward_ && !phase_, "what is held is updated between passes");
-  update_rest();
+  update_rest(/*what_accumulates=*/true);
 }
 
 std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units) {
@@ -267,13 +272,6 @@ void Engine::update_in_backward(UnitId unit) {
   release_held(unit);
 }
 
-void Engine::end_updating() {
-  for (std::size_t i = 0; i < units_.size(); ++i) {
-    const UnitId unit(static_cast<std::int32_t>(i));
-    if (!in_backward_->is_updated[i] && !only_accumulates(unit)) update_in_backward(unit);
-  }
-}
-
 bool Engine::only_accumulates(UnitId unit) const {
   return in_backward_->accumulating || (last_of_ && !(*last_of_)[static_cast<std::size_t>(unit.value)]);
 }
@@ -295,19 +293,19 @@ void Engine::gradients_came(const std::map<UnitId, std::set<Bytes>>& came) {
   }
 }
 
-void Engine::update_rest() {
+void Engine::update_rest(bool what_accumulates) {
   for (std::size_t i = 0; i < units_.size(); ++i) {
     const UnitId unit(static_cast<std::int32_t>(i));
-    if (!in_backward_->is_updated[i]) update_in_backward(unit);
+    if (in_backward_->is_updated[i] || (only_accumulates(unit) && !what_accumulates)) continue;
+    update_in_backward(unit);
   }
 }
 
 void Engine::abandon_updating() {
   InBackward& mode = *in_backward_;
-  const auto num_updated = std::count(mode.is_updated.begin(), mode.is_updated.end(), true);
-  if (num_updated > 0 && torn_.empty()) {
-    torn_ = "a backward raised after it had updated " + std::to_string(num_updated) + " of " +
-            std::to_string(units_.size()) + " units";
+  if (!mode.unclaimed.empty() && torn_.empty()) {  // by it, or by those of other stages
+    torn_ = "a backward raised after " + std::to_string(mode.unclaimed.size()) + " of " +
+            std::to_string(units_.size()) + " units had been updated";
   }
   for (auto& offsets : mode.arriving) offsets.clear();
   for (std::size_t i = 0; i < units_.size() && mode.ring; ++i)

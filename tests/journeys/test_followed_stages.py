@@ -190,7 +190,7 @@ TIMES_EVALUATED = [3, 0, 1]  # after each step
 
 
 def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
-    """A batch that is only looked at is none of those that come before a step: drafts go on."""
+    """A batch that is only looked at is none of those that come before a step: drafts go on. Nothing of it stays."""
     activations.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
 
@@ -200,7 +200,16 @@ def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
 
     def run(policy: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         plays: list[Any] = []
+        stages: list[Any] = []
+        sent: list[StorageWeakRef] = []
         losses: list[torch.Tensor] = []
+
+        def watch(given: list[Any], play: Any) -> None:
+            plays.append(play)
+            stages.extend(given)
+            if rank == 0:
+                keep = lambda module, args, output: sent.append(StorageWeakRef(output.untyped_storage()))  # noqa: E731
+                given[0].submod.register_forward_hook(keep)
 
         def evaluate(step: int, models: Any) -> None:
             x = torch.ones(8, 5, WIDTH)
@@ -209,8 +218,11 @@ def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
                 with torch.no_grad():
                     plays[-1].eval(*([x] if rank == 0 else []), **({"target": x, "losses": found} if rank else {}))
                 losses.extend(found)
+                if policy is not None:
+                    assert not any(storage.nbytes() for stage in stages for storage in storages_of(stage))
+                    assert all(each.expired() for each in sent)
 
-        how: dict[str, Any] = {"watch": lambda stages, play: plays.append(play), "after_step": evaluate, "look": look}
+        how: dict[str, Any] = {"watch": watch, "after_step": evaluate, "look": look}
         left = trained("1F1B", policy, make_optimizer, follows=policy is not None, **how)
         assert len(losses) == 4 * sum(TIMES_EVALUATED) * rank
         return left | {f"evaluated {number}": loss for number, loss in enumerate(losses)}
@@ -387,7 +399,83 @@ def wants_steps(rank: int, size: int) -> None:
     loop.update()
     loop.run(1)
     loop.optimizer.step()
-    loop.run(2) if False else None
+
+
+def raises_after_another_stage_has_updated(rank: int, size: int) -> None:
+    """In a backward of the first stage, or between two of its: the second has had its last one. Either way the weights
+    are of different steps, until both are loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        for fails in (in_its_backward, between_its_backwards):
+            break_off_and_load(f"{folder}/stages.pt", fails)
+
+
+def in_its_backward(loop: Loop, fail: Callable[..., None]) -> Callable[[], None]:
+    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(fail)
+
+    return loop.models[0].blocks[1].register_forward_hook(fail_in_backward).remove
+
+
+def between_its_backwards(loop: Loop, fail: Callable[..., None]) -> Callable[[], None]:
+    stage = loop.stages[0]
+    receive = stage.set_local_bwd_input
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        fail()
+        receive(*args, **kwargs)
+
+    stage.set_local_bwd_input = failing
+    return lambda: setattr(stage, "set_local_bwd_input", receive)
+
+
+def break_off_and_load(path: str, fails: Callable[..., Callable[[], None]]) -> None:
+    ours, plain = (Loop(policy, sgd) for policy in ({"update": "backward"}, None))
+    for loop in (ours, plain):
+        loop.run(0)
+        loop.update()
+    noria.save(path, ours.stages, ours.optimizer)
+    calls: list[int] = []
+
+    def fail(*args: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) == ours.num_micro_batches:
+            raise ValueError("no such luck")
+
+    end = fails(ours, fail)
+    with pytest.raises((RuntimeError, ValueError), match=r"ailed to run|no such luck"):
+        ours.run(1)
+    end()
+    assert len(calls) == ours.num_micro_batches
+    with pytest.raises(RuntimeError, match="weights and optimizer state are of different steps"):
+        ours.optimizer.step()
+    noria.load(path, ours.stages, ours.optimizer)
+    ours.optimizer.zero_grad()
+    ours.scheduled()  # torch's own remembers the step that was given up
+    for loop in (ours, plain):
+        loop.run(1)
+        loop.update()
+    assert_same_bits(ours.left(), plain.left())
+
+
+def scales_otherwise(rank: int, size: int) -> None:
+    """Than the schedule says: what updates inside backward have divided by is told, drafts are made again."""
+    ours, told, plain = (Loop(policy, sgd) for policy in (POLICIES["drafts"], {"update": "backward"}, None))
+    for loop in (ours, told, plain):
+        for stage in loop.stages:
+            stage.scale_grads = lambda factor: None
+    for number in range(3):
+        for loop in (ours, plain):
+            loop.run(number)
+            loop.update()
+    assert_same_bits(ours.left(), plain.left())
+    told.run(0)
+    with pytest.raises(noria.UsageError, match=r"scale_grads\(3\) after .* found none"):
+        told.optimizer.step()
+    told.update()
+    told.run(1)
+    with pytest.raises(noria.UsageError, match=r"scale_grads\(3\) after .* found none"):
+        told.optimizer.step()
 
 
 def is_restored(rank: int, size: int) -> None:
@@ -477,6 +565,8 @@ OF_ONE |= {
 OF_ONE |= {
     "scaled back": (scales_back, ()),
     "wants steps": (wants_steps, ()),
+    "broken off": (raises_after_another_stage_has_updated, ()),
+    "scaled otherwise": (scales_otherwise, ()),
     "unwrap": (is_restored, ()),
     "misuse": (refuses, ()),
     "save": (saves_and_loads, ()),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 from noria.custody.in_flight import InFlight
 from noria.kernels import AS_IT_IS, Scaling
 from noria.stages import FOLLOWED, schedule_that_calls, waits_for_sends
@@ -33,6 +33,7 @@ class Following:
         self.stages: list[_Followed] = []
         self._by_slot: dict[int, _Followed] = {}
         self._awaited: set[_Followed] = set()  # stages whose last backward of this step is to come
+        self._finished: set[_Followed] = set()  # and those whose has been, since the last step
         self._ending: _Followed | None = None  # whose last backward of this step runs
 
     def follow(self, stages: list[Any]) -> None:
@@ -48,14 +49,22 @@ class Following:
         self._by_slot.clear()
 
     def begin_step(self) -> None:
-        for stage in self.stages:
-            stage.begin_step()
+        """By each optimizer. Raises where updates inside backward were not those that the schedule asked for."""
+        if self.wrapped.updates_in_backward and self._awaited and self._finished and self.wrapped.custody.has_unclaimed:
+            self.wrapped.custody.tear("a schedule broke off after the last backward of some of its stages")
+        self._awaited.clear()
+        self._finished.clear()
+        refusals = [refusal for stage in self.stages if (refusal := stage.begin_step()) is not None]
+        if refusals and not self.wrapped.custody.torn():  # which is refused with a reason of its own
+            raise refusals[0]
 
     def begin_schedule(self, stage: _Followed) -> None:
         self.wrapped.check_alive()
         self.wrapped.recover()
         self.wrapped.custody.refuse_unclaimed("another step of a schedule")
-        self._awaited.add(stage)
+        self._finished.discard(stage)
+        if stage.stage.has_backward:
+            self._awaited.add(stage)
 
     def scaling(self, slot: HomeParameter) -> Scaling:
         """What the schedule will do to this gradient before the step, as far as is known."""
@@ -95,6 +104,8 @@ class Following:
         self._ending = stage if is_last else None
         try:
             yield
+            if is_last:
+                self._finished.add(stage)
         finally:
             self._ending = None
             wrapped.custody.set_last_of(None)
@@ -122,6 +133,8 @@ class _Followed:
         self.indices = {slot.index for slot in self.slots}
         self.units = {slot.unit for slot in self.slots}
         self.divisor = 1  # of this stage's gradients, at the end of the schedule; 1 where that is not known
+        self._divided_by: int | None = None  # by updates inside the last backward; none: there were none
+        self._scaled_by = 1  # by the schedule, since then
         self.in_flight = InFlight(stage) if self.wrapped.policy.activations != "keep" else None
         self._schedule: Any = None
         self._chunk: int | None = None  # the one whose forward runs
@@ -156,11 +169,13 @@ class _Followed:
         if self.in_flight is not None:
             self.in_flight.refill()
 
-    def begin_step(self) -> None:
-        """An optimizer's."""
+    def begin_step(self) -> UsageError | None:
+        """An optimizer's. Gives what is wrong with the updates of this stage, if anything is."""
         if self._num_schedules:
             self._schedules_per_step, self._num_schedules = self._num_schedules, 0
-        self.divisor = 1
+        expected, found = self._divided_by, self._scaled_by
+        self.divisor, self._divided_by = 1, None
+        return None if expected in (None, found) else _scaled_otherwise(expected, found)
 
     # ---- the stage's methods: what they were given, by name, and what they do ----
 
@@ -219,7 +234,8 @@ class _Followed:
         return ops
 
     def _get_bwd_recv_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
-        self._fill_gradients(next(iter(given.values())))
+        if self.stage.has_backward:
+            self._fill_gradients(next(iter(given.values())))
         return own()
 
     def _set_local_bwd_input(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
@@ -232,6 +248,8 @@ class _Followed:
 
     def _backward_one_chunk(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         if not self.stage.has_backward:
+            if self.in_flight is not None and waits_for_sends(self._schedule):
+                self.in_flight.let_sent_go()
             return own()
         if not given["full_backward"]:
             raise usage_error(
@@ -242,8 +260,10 @@ class _Followed:
         chunk = given["bwd_chunk_id"]
         self._look_at_schedule()
         if self.in_flight is not None:
-            self.in_flight.begin_backward(chunk, all_sent=waits_for_sends(self._schedule))
+            self.in_flight.let_sent_go(None if waits_for_sends(self._schedule) else chunk)
         is_last = bool(given["last_backward"])
+        if is_last and self.wrapped.updates_in_backward and not self.wrapped.gradients.accumulates:
+            self._divided_by, self._scaled_by = self.divisor, 1
         self._num_schedules += is_last
         is_step_next = self._num_schedules >= self._schedules_per_step
         with self.following.backward(self, is_last, is_step_next):
@@ -254,7 +274,7 @@ class _Followed:
 
     def _scale_grads(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """As torch's, whatever holds the gradients: each is divided once, and rounded to its dtype."""
-        divisor = given["grad_scale_factor"]
+        divisor = self._scaled_by = given["grad_scale_factor"]
         if divisor == 1:
             return own()
         wrapped, custody = self.wrapped, self.wrapped.custody
@@ -268,11 +288,8 @@ class _Followed:
             elif not wrapped.updates_in_backward or custody.is_held_back(slot.index):
                 by_unit.setdefault(slot.unit, []).append(slot)
             elif divisor != self.divisor:
-                raise usage_error(
-                    f'gradients that are divided by {self.divisor} under update="backward", as the schedule said',
-                    f"scale_grads({divisor}) after they were used up",
-                    "let a schedule of torch.distributed.pipelining call the stage, or divide the loss",
-                )
+                self._divided_by = divisor  # told here
+                raise _scaled_otherwise(self.divisor, divisor)
         scaling = self.following.scaling_by(divisor)
         for unit, slots in by_unit.items():
             custody.begin_scaling(unit)
@@ -298,3 +315,12 @@ class _Followed:
             return False
         mapping = self.stage.stage_index_to_group_rank
         return bool(mapping.get(self.stage.stage_index + 1) == self.stage.group_rank)
+
+
+def _scaled_otherwise(expected: int, found: int) -> UsageError:
+    return usage_error(
+        f'scale_grads({expected}) after a backward under update="backward", which has divided by that already',
+        f"scale_grads({found})" if found != 1 else "none",
+        "let a schedule of torch.distributed.pipelining that scales as its scale_grads= says call the stage, or divide "
+        "the loss; the next step() takes the updates as they are",
+    )

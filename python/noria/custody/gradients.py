@@ -24,6 +24,10 @@ class _Mode:
         self._turn = turn
         self._num_open = 0
 
+    @property
+    def is_open(self) -> bool:
+        return self._num_open > 0
+
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
         self._take()
@@ -33,7 +37,7 @@ class _Mode:
             yield
         finally:
             self._num_open -= 1
-            self._turn(self._num_open > 0)
+            self._turn(self.is_open)
 
 
 class LaterGradients:
@@ -47,6 +51,10 @@ class LaterGradients:
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """`with optimizer.accumulate():`, where updates are made inside backward."""
         return self._blocks(self._accumulating, "optimizer.accumulate()")
+
+    @property
+    def accumulates(self) -> bool:
+        return self._accumulating.is_open
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """`with model.no_sync():` around each backward of a step but its last: gradients stay this rank's own, whole,

@@ -11,9 +11,10 @@ that blocks save. What the user has of them, by hooks say, is the user's.
 
 Memory that a send still reads belongs to the send. GPipe and 1F1B have waited for all of theirs when a backward
 begins. Others wait at the end of the step; what such a one has sent of a micro-batch is let go with that micro-batch's
-backward, for the gradient that has come for it tells that it has arrived. On CUDA torch's allocator orders all this by
-the stream that computes, on which the memory is taken and given back: it has by then waited for the receive, and before
-a send's memory is given back for the send itself, or for the receive of a gradient that the other side made of it.
+backward, for the gradient that has come for it tells that it has arrived; in an evaluation none comes, and it is kept
+until the next step begins. On CUDA torch's allocator orders all this by the stream that computes, on which the memory
+is taken and given back: it has by then waited for the receive, and before a send's memory is given back for the send
+itself, or for the receive of a gradient that the other side made of it.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ class InFlight:
             self._sent[chunk] = [op.tensor for op in ops if is_plain(op.tensor)]
         self._let_outputs_go(chunk)
 
-    def begin_backward(self, chunk: int, *, all_sent: bool) -> None:
-        for each in list(self._sent) if all_sent else [chunk]:
+    def let_sent_go(self, chunk: int | None = None) -> None:
+        """Of this micro-batch, which has arrived; None: all has."""
+        for each in list(self._sent) if chunk is None else [chunk]:
             for tensor in self._sent.pop(each, ()):
                 tensor.data = self._hollow.like(tensor)
 

@@ -178,8 +178,8 @@ class Wrapped:
 
     def begin_step(self) -> None:
         """By each optimizer; the first one after a forward that may train begins a step."""
-        self.lending.begin_step()
         self.following.begin_step()
+        self.lending.begin_step()
         if not self.has_begun_step:
             self.has_begun_step = True
             self.copies.begin_step()
