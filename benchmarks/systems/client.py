@@ -87,7 +87,10 @@ class Client:
         return versions | self.tell(timeout_s, **word)
 
     def resident(self, row: str) -> int:
-        """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped."""
+        """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped. Raises
+        RefusedError where it has ended."""
+        if self.process.poll() is not None:
+            raise RefusedError(self._end())
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith(f"{row}:"):
                 return int(line.split()[1]) * 1024

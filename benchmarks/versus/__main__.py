@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ class Race:
 
     def run(self, tokens: int, first: int, warmup: int, steps: int) -> None:
         """Rounds number `first`, ...: a step of each."""
-        for client in self.clients.values():
-            client.peak_host_bytes()
+        for name in list(self.clients):
+            self._ask(name, tokens, Client.peak_host_bytes)  # from here on
         for number in range(first, first + warmup + steps):
             names = list(self.clients)
             begin = number % max(len(names), 1)
@@ -78,29 +79,37 @@ class Race:
                 if number == first + warmup:
                     self._note_moved(name, tokens, "before")
                 self._step(name, tokens, number, number >= first + warmup)
-        for name, client in list(self.clients.items()):
+        for name in list(self.clients):
             self._note_moved(name, tokens, "after")
-            self.samples[name][str(tokens)]["peak_host_bytes"] = client.peak_host_bytes()
+            if peak := self._ask(name, tokens, Client.peak_host_bytes):
+                self.samples[name][str(tokens)]["peak_host_bytes"] = peak
+
+    def _ask(self, name: str, tokens: int, act: Callable[[Client], Any]) -> Any:
+        """None from whoever is not there any more."""
+        client = self.clients.get(name)
+        if client is None:
+            return None
+        try:
+            return act(client)
+        except RefusedError as refusal:
+            self.samples[name].pop(str(tokens), None)
+            self._leave(name, client, f"at {tokens} tokens: {refusal}")
+            return None
 
     def _step(self, name: str, tokens: int, number: int, is_measured: bool) -> None:
-        client = self.clients[name]
+        step = self._ask(name, tokens, lambda client: client.tell(do="step", tokens=tokens, number=number))
+        if step is None:
+            return
         found = self.samples[name].setdefault(
             str(tokens), {"seconds": [], "losses": [], "device_bytes": 0, "first": number}
         )
-        try:
-            step = client.tell(do="step", tokens=tokens, number=number)
-        except RefusedError as refusal:
-            del self.samples[name][str(tokens)]
-            self._leave(name, client, f"at {tokens} tokens: {refusal}")
-            return
         found["losses"].append(step["loss"])
         found["device_bytes"] = max(found["device_bytes"], step["device_bytes"])
         if is_measured:
             found["seconds"].append(step["seconds"])
 
     def _note_moved(self, name: str, tokens: int, when: str) -> None:
-        if name in self.clients:
-            about = self.clients[name].tell(do="about")
+        if about := self._ask(name, tokens, lambda client: client.tell(do="about")):
             self.about[name] |= {key: value for key, value in about.items() if key != "moved_bytes"}
             if about["moved_bytes"] is not None:
                 self.samples[name][str(tokens)].setdefault("moved_bytes", {})[when] = about["moved_bytes"]
