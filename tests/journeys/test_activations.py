@@ -9,11 +9,13 @@ import json
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import noria
 import pytest
 import torch
 from noria.custody import activations, wrapped_by
+from noria.custody.copies import PeerCopies
 from noria.testing import assert_same_bits, omit_wait, on_machine
 from torch import nn
 from torch.nn import functional as F
@@ -299,6 +301,18 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     again = noria.report(model).recomputed
     assert again and set(again) <= {f"blocks.{number}" for number in range(6)}
     assert offloaded[5] - offloaded[2] < offloaded[2]
+
+
+def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_links():
+    """Those that are tried at other stages."""
+    model, optimizer = crammed(1e-4)
+    with mock.patch.object(PeerCopies, "is_settled", False):
+        for _ in range(4):
+            step_of(model, optimizer)
+        assert not noria.report(model).recomputed
+    for _ in range(3):
+        step_of(model, optimizer)
+    assert noria.report(model).recomputed
 
 
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():
