@@ -291,7 +291,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     left: dict[bool, dict[str, torch.Tensor]] = {}
     offloaded: list[int] = []
     for wraps in (False, True):
-        model, optimizer = crammed(1e-4 if wraps else None)
+        model, optimizer = crammed(1e-3 if wraps else None)
         for _ in range(6):
             step_of(model, optimizer)
             if wraps:
@@ -305,7 +305,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
 
 def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_links():
     """Those that are tried at other stages."""
-    model, optimizer = crammed(1e-4)
+    model, optimizer = crammed(1e-3)
     with mock.patch.object(PeerCopies, "is_settled", False):
         for _ in range(4):
             step_of(model, optimizer)
@@ -318,7 +318,7 @@ def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():
     left: dict[bool, list[torch.Tensor]] = {}
     for wraps in (False, True):
-        model, optimizer = crammed(1e-4 if wraps else None)
+        model, optimizer = crammed(1e-3 if wraps else None)
         for number in range(4):
             if number == 1:
                 x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
