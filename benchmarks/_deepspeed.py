@@ -1,4 +1,4 @@
-"""Scripts that run in DeepSpeed's environment (rivals/pins.toml); nothing of it is copied here."""
+"""Scripts that run in DeepSpeed's environment (systems/pins.toml); nothing of it is copied here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import _common  # noqa: F401 - makes `benchmarks` importable
 
-from benchmarks.rivals.environments import install, pins, python_of, variables_of
+from benchmarks.systems.environments import install, pins, python_of, variables_of
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT, SYSTEM = "deepspeed", "ZeRO-2 Offload"

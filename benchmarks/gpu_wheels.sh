@@ -12,9 +12,9 @@ target=(--python-version 312 --implementation cp --abi cp312 --abi abi3 --abi no
 
 pip download -q -d "$out" -c build/constraints.txt "${target[@]}" -r benchmarks/gpu_all.txt
 # The rivals: deepspeed comes as source; the others without what they need, which follows, but torch.
-rivals=$(python -c 'from benchmarks.rivals.environments import pins; print(*sorted({each for table in pins().values()
+rivals=$(python -c 'from benchmarks.systems.environments import pins; print(*sorted({each for table in pins().values()
   for each in table if not each.startswith("deepspeed")}))')
-deepspeed=$(python -c 'from benchmarks.rivals.environments import pins; print(pins()["deepspeed"][0])')
+deepspeed=$(python -c 'from benchmarks.systems.environments import pins; print(pins()["deepspeed"][0])')
 pip wheel -q -w "$out" --no-deps --no-build-isolation "$deepspeed"
 # shellcheck disable=SC2086
 pip download -q -d "$out" "${target[@]}" --no-deps $rivals

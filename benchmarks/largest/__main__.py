@@ -24,11 +24,10 @@ import _common
 import torch
 from noria.policy import format_bytes, parse_bytes
 
-from benchmarks.rivals.environments import FOLDER, pins
 from benchmarks.systems.catalogue import PLAIN, add_systems
 from benchmarks.systems.client import Client, RefusedError
+from benchmarks.systems.environments import FOLDER, pins, reasons
 from benchmarks.systems.task import FAMILY, Task, text_file
-from benchmarks.versus.__main__ import reasons
 
 STEPS = 3
 TOKENS = 64
@@ -38,17 +37,17 @@ LAYERS_AT_MOST = 4096
 def attempt(name: str, layers: int, task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """Three steps; what they took, and why they were too much where they were."""
     has_device, host = task.device == "cuda", args.host_memory
-    client = Client(name, FOLDER / "logs" / f"largest_{name.replace(' ', '_')}_{layers}.log")
+    client = Client(name, FOLDER / "logs" / f"largest_{name.replace(' ', '_')}_{layers}.log", args.patience)
     found: dict[str, Any] = {"layers": layers}
     try:
         # What would lie on the device is private memory too.
         limit = host if has_device else host + args.device_memory
-        found |= client.start(task, host_limit=limit, timeout_s=args.patience)
+        found |= client.start(task, host_limit=limit)
         host_bytes, device_bytes = client.peak_host_bytes(), 0
         for number in range(STEPS):
-            step = client.tell(args.patience, do="step", tokens=TOKENS, number=number)
+            step = client.tell(do="steps", tokens=TOKENS, first=number, count=1)
             device_bytes = max(device_bytes, step["device_bytes"])
-            found.setdefault("losses", []).append(step["loss"])
+            found.setdefault("losses", []).extend(step["losses"])
             found.setdefault("step_seconds", []).append(step["seconds"])
         found["peak_until_built"] = host_bytes
         host_bytes = max(host_bytes, client.peak_host_bytes())
@@ -103,15 +102,18 @@ def summary_of(attempts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def markdown(result: dict[str, Any]) -> str:
     settings = result["settings"]
     heads, width, _ = settings["family"]
+    has_device = settings["has_device"]
     lines = [
         f"# The largest model within {format_bytes(settings['device_memory'])} of device memory and "
         f"{format_bytes(settings['host_memory'])} of the host's",
         "",
         f"`{result['command']}`, {result['date']}, {result['hardware'].get('gpu', result['hardware']['cpu'])}, "
         f"{settings['dtype']}. GPTs of width {width} with {heads} heads; three steps of {settings['tokens']} tokens. "
-        f"Bisection ends where the next size is within {settings['fineness']:.0%}.",
+        f"Bisection ends where the next size is within {settings['fineness']:.0%}."
+        + ("" if has_device else " Host: the process without what would lie on a device, computed from sizes."),
         "",
-        "| | parameters | of plain PyTorch | layers | host | B/parameter | device | the next size |",
+        "| | parameters | of plain PyTorch | layers | host | B/parameter "
+        f"| device{'' if has_device else ' (computed)'} | the next size |",
         "|---|---|---|---|---|---|---|---|",
     ]
     plain = result["summary"].get(PLAIN, {}).get("parameters", 0)
@@ -162,6 +164,7 @@ def main() -> int:
         "dtype": args.dtype,
         "family": FAMILY,
         "tokens": TOKENS,
+        "has_device": has_device,
         "fineness": 1 / args.fineness,
         "pins": pins(),
     }

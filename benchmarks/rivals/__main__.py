@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.rivals.environments import FOLDER, install, pins
 from benchmarks.systems.catalogue import OWN, PLAIN, SYSTEMS, add_systems
 from benchmarks.systems.client import Client, RefusedError
+from benchmarks.systems.environments import FOLDER, STATUS, install, pins, unlock
 from benchmarks.systems.task import Task, text_file
 
-STATUS = FOLDER / "status.json"
 STEPS, TOKENS = 3, 256
 
 
@@ -55,7 +54,7 @@ def tried(name: str, task: Task) -> dict[str, Any]:
         return {"runs": False, "reason": str(error)}
     try:
         client.start(task)
-        losses = [client.tell(do="step", tokens=TOKENS, number=number)["loss"] for number in range(STEPS)]
+        losses = client.tell(do="steps", tokens=TOKENS, first=0, count=STEPS)["losses"]
     except RefusedError as refusal:
         return {"runs": False, "reason": str(refusal)}
     finally:
@@ -78,7 +77,9 @@ def main() -> int:
         print(f"{environment}: {', '.join(pins()[environment])}: {reason or 'installed'}", flush=True)
         if reason:
             refused[environment] = reason
-    task = Task("gpt-3m", str(tokens), device="cuda" if torch.cuda.is_available() else "cpu")
+    unlock()
+    has_device = torch.cuda.is_available()  # there it takes the dtype in which systems are compared
+    task = Task("gpt-3m", str(tokens), "cuda" if has_device else "cpu", "bf16" if has_device else "fp32")
     still = losses_without_updates(task)
     plain: list[float] = tried(PLAIN, task)["losses"]
     found = json.loads(STATUS.read_text()) if STATUS.exists() else {}

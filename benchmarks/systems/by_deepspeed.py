@@ -90,11 +90,16 @@ class Zero3Weights(Zero):
 
 
 class SuperOffload(Zero):
-    """Its optimizer runs while gradients come in; with clipping it rolls back."""
+    """Its optimizer, in a process of its own, runs while gradients come in; with clipping it waits for all of them."""
 
     stage = 3
     optimizer_options: ClassVar[dict[str, Any]] = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
-    zero_options: ClassVar[dict[str, Any]] = {"reduce_bucket_size": 400_000_000, "sub_group_size": 400_000_000}
+    zero_options: ClassVar[dict[str, Any]] = {"reduce_bucket_size": 400_000_000}
+
+    def __init__(self, task):
+        # Sub-groups are what is updated while others come: several, also of a small model.
+        self.zero_options = self.zero_options | {"sub_group_size": min(400_000_000, task.num_parameters() // 10)}
+        super().__init__(task)
 
 
 class ZenFlow(Zero):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import noria
 import torch
+from noria.custody import wrapped_by
 
-from benchmarks.systems.task import PlainLoop, Task
+from benchmarks.systems.task import PlainLoop, Task, mean
 
 
 class Noria(PlainLoop):
@@ -13,6 +14,7 @@ class Noria(PlainLoop):
 
     update = "auto"
     draft_memory: int | str = "auto"
+    keeps = "keep"
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -26,9 +28,13 @@ class Noria(PlainLoop):
             "kernel": "fused",
             "update": self.update,
             "draft_memory": self.draft_memory,
+            "activations": self.keeps,
             "max_grad_norm": task.clip if task.clip and self.clips and not self.calls_clip else None,
         }
         noria.wrap(self.model, self.optimizer, **self.policy)
+
+    def finish(self):
+        wrapped_by(self.model).custody.idle()
 
     def settings(self):
         return {name: str(value) for name, value in self.policy.items()}
@@ -54,6 +60,13 @@ class NoriaMaxNorm(Noria):
     calls_clip = False
 
 
+class NoriaAuto(NoriaMaxNorm):
+    """What backward needs goes to the host, or is computed again, as far as it has no room."""
+
+    keeps = "auto"
+    activations = "offloaded or recomputed, where there is no room"
+
+
 class NoriaLean(Noria):
     """The least host memory with gradients held: no drafts."""
 
@@ -74,10 +87,10 @@ class NoriaBackward(Noria):
             return super().pass_over(batches)
         with self.optimizer.accumulate():
             losses = [self._part(each, len(batches)) for each in others]
-        return sum(losses, self._part(last, len(batches))) / len(batches)
+        return mean([*losses, self._part(last, len(batches))])
 
     def _part(self, batch, count):
         inputs, targets = (each.to(self.task.device) for each in batch)
         loss = self.model(inputs, targets)[1]
         (loss / count).backward()
-        return float(loss)
+        return loss.detach()

@@ -1,5 +1,5 @@
-"""torchao's CPUOffloadOptimizer: weights on the device, optimizer state on the host. It cannot clip (gradients are
-taken in backward), and accumulates only where gradients stay on the device."""
+"""torchao's CPUOffloadOptimizer: weights on the device, optimizer state on the host, updates in the weights' dtype. It
+cannot clip (gradients are taken in backward), and accumulates only where gradients stay on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class TorchAo(PlainLoop):
 
     def __init__(self, task):
         self.task = task
-        self.model = task.make_model().to(task.working_dtype).to(task.device)
+        self.is_exact = task.dtype == "fp32"
+        self.model = task.make_model().to(self.dtype_of_weights(task)).to(task.device)
         self.offloads_gradients = task.micro_batches == 1
         self.optimizer = CPUOffloadOptimizer(
             self.model.parameters(),
@@ -25,5 +26,23 @@ class TorchAo(PlainLoop):
             **task.adamw,
         )
 
+    def dtype_of_weights(self, task):
+        return task.working_dtype
+
     def settings(self):
-        return {"offload_gradients": self.offloads_gradients, "masters": "none: updates in the working dtype"}
+        return {"offload_gradients": self.offloads_gradients, "weights": str(self.dtype_of_weights(self.task))}
+
+
+class TorchAoAutocast(TorchAo):
+    """With masters: weights on the device are fp32, and autocast computes in bf16."""
+
+    def __init__(self, task):
+        super().__init__(task)
+        self.is_exact = True
+
+    def dtype_of_weights(self, task):
+        return torch.float32
+
+    def pass_over(self, batches):
+        with torch.autocast(self.task.device, torch.bfloat16, enabled=self.task.dtype == "bf16"):
+            return super().pass_over(batches)

@@ -1,4 +1,4 @@
-"""All systems by name, the file and class of each, and the environment that it runs in (rivals/pins.toml)."""
+"""All systems by name, the file and class of each, and the environment that it runs in (pins.toml)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ SYSTEMS = {
     PLAIN: Entry("plain", "Plain", what="all of it on the device"),
     "noria": Entry("by_noria", "Noria", what="update=auto, torch's clip"),
     "noria max_grad_norm": Entry("by_noria", "NoriaMaxNorm", what="update=auto, built-in clip, drafts"),
+    "noria activations=auto": Entry(
+        "by_noria", "NoriaAuto", what="as noria max_grad_norm; activations go or are redone"
+    ),
     "noria draft_memory=0": Entry("by_noria", "NoriaLean", what="update=auto, built-in clip, no drafts"),
     "noria backward": Entry("by_noria", "NoriaBackward", what="update=backward; cannot clip"),
     "ZeRO-2 Offload": Entry("by_deepspeed", "Zero2", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
-    "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates while gradients come"),
+    "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates in backward, unclipped"),
     "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-2, stale updates"),
     "FSDP2 CPUOffload": Entry("by_fsdp2", "Fsdp2", what="weights and optimizer on the host"),
     "torchao CPUOffload": Entry("by_torchao", "TorchAo", "torchao", "optimizer on the host, no clip"),
+    "torchao CPUOffload autocast": Entry("by_torchao", "TorchAoAutocast", "torchao", "fp32 weights, bf16 compute"),
     "TrainStream": Entry("by_trainstream", "TrainStream", "trainstream", "its own clip"),
     "RoundPipe": Entry("by_roundpipe", "RoundPipeStale", "roundpipe", "weights of the step before"),
     "RoundPipe exact": Entry("by_roundpipe", "RoundPipeExact", "roundpipe", "is_async=False"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.environments import python_of, variables_of
 from benchmarks.systems.catalogue import SYSTEMS
+from benchmarks.systems.environments import python_of, variables_of
 from benchmarks.systems.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +27,11 @@ class RefusedError(Exception):
 class Client:
     """One system's live process. While it is not told anything it sleeps."""
 
-    def __init__(self, name: str, log: Path) -> None:
-        """`log`: for all that it prints. Raises RefusedError where its environment is not there."""
+    def __init__(self, name: str, log: Path, patience_s: float = 600.0) -> None:
+        """`log`: for all that it prints. `patience_s`: for each answer. Raises OSError where its environment is not
+        there."""
         self.name = name
+        self.patience_s = patience_s
         entry = SYSTEMS[name]
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -43,12 +46,13 @@ class Client:
                 text=True,
             )
         self.before = 0
+        self._is_late = False
         self.group: ControlGroup | None = None
 
-    def tell(self, timeout_s: float = 1800.0, **word: Any) -> dict[str, Any]:
-        """Its answer. Raises RefusedError where it raises, ends, or takes longer."""
+    def tell(self, **word: Any) -> dict[str, Any]:
+        """Its answer. Raises RefusedError where it raises, ends, or takes too long."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        timer = threading.Timer(timeout_s, self.process.kill)
+        timer = threading.Timer(self.patience_s, self._give_up)
         timer.start()
         try:
             self.process.stdin.write(json.dumps(word) + "\n")
@@ -65,45 +69,54 @@ class Client:
             raise RefusedError(answer["error"])
         return answer
 
+    def _give_up(self) -> None:
+        self._is_late = True
+        self.process.kill()
+
     def _end(self) -> str:
         code = self.process.wait()
+        if self._is_late:
+            return f"no answer in {self.patience_s:.0f} s"
         if code < 0:
             by = " for more memory than its limit" if self.group is not None and code == -signal.SIGKILL else ""
             return f"ended by {signal.Signals(-code).name}{by}"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"exit status {code}: {lines[-1][:300] if lines else 'it said nothing'}"
 
-    def start(self, task: Task, host_limit: int | None = None, timeout_s: float = 1800.0) -> dict[str, Any]:
+    def start(self, task: Task, host_limit: int | None = None) -> dict[str, Any]:
         """Imports, then builds; memory counts from between the two. `host_limit`: bytes that the kernel grants it from
         there on: to a control group of its own, or where there can be none by RLIMIT_DATA, which counts what is mapped.
         """
-        versions = self.tell(timeout_s, do="import")
+        versions = self.tell(do="import")
         self.before = self.resident("VmRSS")
         word: dict[str, Any] = {"do": "build", "task": dataclasses.asdict(task)}
         if host_limit is not None:
             self.group = ControlGroup.of(self.process.pid, host_limit)
             if self.group is None:
                 word["host_limit"] = host_limit + self.resident("VmData")
-        return versions | self.tell(timeout_s, **word)
+        limit = (
+            {} if host_limit is None else {"host_limit_by": "RLIMIT_DATA" if self.group is None else "control group"}
+        )
+        return versions | limit | self.tell(**word)
 
     def resident(self, row: str) -> int:
-        """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped. Raises
-        RefusedError where it has ended."""
+        """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped; of
+        processes that it has started, what they do not share. Raises RefusedError where it has ended."""
         if self.process.poll() is not None:
             raise RefusedError(self._end())
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith(f"{row}:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        own, *others = (_status(pid) for pid in _family(self.process.pid))
+        return own.get(row, 0) + sum(max(each.get(row, 0) - each.get("RssShmem", 0), 0) for each in others)
 
     def host_bytes(self) -> int:
         """Since its imports, now."""
         return self.resident("VmRSS") - self.before
 
     def peak_host_bytes(self) -> int:
-        """Since its imports, the most since the last call."""
+        """Since its imports, the most since the last call; of several processes, the sum of what each had at most."""
         found = self.resident("VmHWM") - self.before
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        for pid in _family(self.process.pid):
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
         return found
 
     def close(self) -> None:
@@ -116,6 +129,25 @@ class Client:
             self.process.wait()
         if self.group is not None:
             self.group.close()
+
+
+def _family(pid: int) -> list[int]:
+    """It, and all that it has started."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found
+
+
+def _status(pid: int) -> dict[str, int]:
+    """By row: bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for line in lines if (words := line.split())[-1] == "kB"}
 
 
 class ControlGroup:

@@ -11,6 +11,8 @@ from benchmarks.systems.task import System, Task, accumulated, bytes_of
 
 
 class Plain(System):
+    is_capped = False
+
     def __init__(self, task: Task) -> None:
         self.task = task
         self.model = task.make_model().to(task.device)
@@ -27,8 +29,9 @@ class Plain(System):
         if self.task.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.task.clip)
         if self.masters is not self.parameters:
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                master.grad = parameter.grad.float()
+            for master in self.masters:
+                master.grad = torch.empty_like(master)
+            torch._foreach_copy_([each.grad for each in self.masters], [each.grad for each in self.parameters])
         self.optimizer.step()
         if self.masters is not self.parameters:
             with torch.no_grad():

@@ -2,8 +2,8 @@
 
     python -m benchmarks.systems.serve NAME
 
-Words on its input: {"do": "import"}, {"do": "build", "task": {...}}, {"do": "step", "tokens": 2048, "number": 7},
-{"do": "about"}. Answers on its output; {"error": ...} where something was raised. It ends with its input.
+Words on its input: {"do": "import"}, {"do": "build", "task": {...}}, {"do": "steps", "tokens": 2048, "first": 7,
+"count": 4}, {"do": "about"}. Answers on its output; {"error": ...} where something was raised. It ends with its input.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class Server:
         self.cls = getattr(module, entry.cls)
         import torch
 
+        if torch.cuda.is_available():  # some create the device's context when they are imported: so do all
+            torch.ones(8, 8, device="cuda").matmul(torch.ones(8, 8, device="cuda"))
+            torch.cuda.synchronize()
         return {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
 
     def do_build(self, task: dict[str, Any], host_limit: int | None = None) -> dict[str, Any]:
@@ -64,27 +67,38 @@ class Server:
         torch.set_num_threads(self.task.threads)
         if self.cls.needs_cuda and not torch.cuda.is_available():
             raise RuntimeError(f"{self.name} needs a CUDA device")
-        if self.task.device == "cuda" and self.task.device_memory:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(self.task.device_memory / total, 1.0))
+        self._cap(0)
         if host_limit is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (host_limit, host_limit))
         start = time.perf_counter()
         self.system = self.cls(self.task)
+        self._cap(self.system.own_device_bytes())
         return {
             "seconds": time.perf_counter() - start,
             "parameters": self.task.num_parameters(),
         }
 
-    def do_step(self, tokens: int, number: int) -> dict[str, Any]:
-        batches = self.task.batches(tokens, number)
+    def _cap(self, taken: int) -> None:
+        """What torch's allocator may have of the device, beside what the system has taken there by itself."""
+        import torch
+
+        if self.task.device == "cuda" and self.task.device_memory and self.cls.is_capped:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min((self.task.device_memory - taken) / total, 1.0))
+
+    def do_steps(self, tokens: int, first: int, count: int) -> dict[str, Any]:
+        """So many steps in a row, until all that they need of device and host is done: updates behind the next step
+        are hidden where there is a next one."""
+        batches = [self.task.batches(tokens, number) for number in range(first, first + count)]
         start = time.perf_counter()
-        loss = self.system.step(batches)
+        losses = [self.system.step(each) for each in batches]
+        self.system.finish()
         if self.task.device == "cuda":
             import torch
 
             torch.cuda.synchronize()
-        return {"seconds": time.perf_counter() - start, "loss": loss, "device_bytes": self._device_bytes()}
+        seconds = (time.perf_counter() - start) / count
+        return {"seconds": seconds, "losses": [float(loss) for loss in losses], "device_bytes": self._device_bytes()}
 
     def _device_bytes(self) -> int:
         """On a device: the most so far. Without one: what would lie on it now."""
@@ -100,6 +114,8 @@ class Server:
             "clips": bool(self.task.clip) and self.system.clips,
             "accumulates": self.task.micro_batches > 1 and self.system.accumulates,
             "is_exact": self.system.is_exact,
+            "activations": self.system.activations,
+            "command": [sys.executable, *sys.argv],
             "moved_bytes": self.system.moved_bytes(),
         }
 

@@ -107,14 +107,23 @@ class System:
     """It clips the norm of all gradients, where the task says so."""
     accumulates = True
     is_exact = True
-    """It does the same steps as plain PyTorch, up to rounding: no weights of the step before, no gradient left out."""
+    """It does the same steps as plain PyTorch, up to rounding: no weights of the step before, no gradient left out, no
+    masters missing."""
+    activations = "kept"
+    """What backward needs: kept, recomputed or offloaded."""
+    is_capped = True
+    """It is what is to fit the device's memory; else what all are compared with."""
 
     def __init__(self, task: Task) -> None:
         raise NotImplementedError
 
-    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """One step of the optimizer, with what it needs of the host done; returns the mean loss."""
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """One step of the optimizer; returns the mean loss. Nobody waits for a device there, or for threads that update
+        behind the next step."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """All that its own threads and processes still do of the steps so far. What it has no call for is not in it."""
 
     def settings(self) -> dict[str, Any]:
         """What it was told, beyond the task."""
@@ -143,7 +152,7 @@ class PlainLoop(System):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         loss = self.pass_over(batches)
         if self.task.clip and self.calls_clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
@@ -151,12 +160,12 @@ class PlainLoop(System):
         self.optimizer.zero_grad()
         return loss
 
-    def pass_over(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    def pass_over(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return accumulated(self.model, batches, self.task.device)
 
 
-def mean(losses: list[torch.Tensor]) -> float:
-    return float(torch.stack([loss.detach().float() for loss in losses]).mean())
+def mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.detach().float() for loss in losses]).mean()
 
 
 def on_device(batches: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> Iterator[tuple[Any, Any]]:
@@ -164,7 +173,7 @@ def on_device(batches: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> 
         yield inputs.to(device), targets.to(device)
 
 
-def accumulated(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> float:
+def accumulated(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> torch.Tensor:
     """Forward and backward of all micro-batches by the plain loop; the mean loss."""
     losses = []
     for inputs, targets in on_device(batches, device):

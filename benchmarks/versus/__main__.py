@@ -4,18 +4,23 @@
         --tokens-per-step 2048,4096,8192,16384 --steps 20
 
 One model definition, one stream of real text, one seed, one optimizer setting (systems/task.py). Each system lives in a
-process of its own and sleeps while another one steps; steps take turns, and who comes first changes from round to
-round. Losses are compared step by step with plain PyTorch's. Memory is the kernel's count of each process, pinned
-memory included, from behind its imports; on a machine without a device, what would lie on one is in it, is known, and
-is told apart. Run `make rivals` first: what does not run here is in the result with its reason.
+process of its own and sleeps while another one trains. They take turns, and who comes first changes from round to
+round. A turn is a few steps in a row, until all that they need of device and host is done: an update that is made
+behind the next step is hidden within a turn, and paid for at its end. On a device each system races with plain PyTorch
+alone, so that nobody lacks memory because of others; without one all race together.
 
-The result is JSON; the table and the plots beside it are made from that alone (`python -m benchmarks.versus.tables`).
+Losses are compared step by step with plain PyTorch's. Memory is the kernel's count of each process and of those that it
+has started, pinned memory included, from behind its imports. Run `make rivals` first: what does not run here is in the
+result with its reason.
+
+The result is JSON, written after each number of tokens; the table and the plots beside it are made from that alone
+(`python -m benchmarks.versus.tables`).
 """
 
 from __future__ import annotations
 
-import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,39 +31,51 @@ import _common
 import torch
 from noria.policy import parse_bytes
 
-from benchmarks.rivals.__main__ import STATUS
-from benchmarks.rivals.environments import FOLDER, pins
-from benchmarks.systems.catalogue import PLAIN, SYSTEMS, add_systems
+from benchmarks.systems.catalogue import PLAIN, add_systems
 from benchmarks.systems.client import Client, RefusedError
+from benchmarks.systems.environments import FOLDER, pins, reasons, variables_of
 from benchmarks.systems.task import MODELS, Task, text_file
 from benchmarks.versus import tables
 
-WARMUP = 3  # steps of each number of tokens; in the first ones noria records what comes
-WARMUP_QUICK = 2
+TURN = 4
+"""Steps."""
+
+WARMUP_TURNS = 1
+"""Of each number of tokens. In the first steps noria records what comes; planners of others take longer (below)."""
+
+FIRST_WARMUP_TURNS_ON_A_DEVICE = 3
 
 
 class Race:
-    """All systems that run, alive at once."""
+    """Systems that are alive at once. `refused`: by system why it is not there."""
 
     def __init__(self, names: list[str], task: Task) -> None:
         self.task = task
-        self.refused = reasons(names)
+        self.refused: dict[str, str] = {}
         self.clients: dict[str, Client] = {}
         self.about: dict[str, Any] = {}
         self.samples: dict[str, dict[str, Any]] = {}
+        self._next = 0  # number of a step
+        self._num_rounds = 0
         for name in names:
-            if name not in self.refused:
-                self._start(name)
+            self._start(name)
 
     def _start(self, name: str) -> None:
-        client = Client(name, FOLDER / "logs" / f"versus_{name.replace(' ', '_')}.log")
+        try:
+            client = Client(name, FOLDER / "logs" / f"versus_{name.replace(' ', '_')}.log")
+        except OSError as error:
+            self.refused[name] = str(error)
+            return
         try:
             built = client.start(self.task)
+            self.about[name] = built | {
+                "peak_host_until_built": client.peak_host_bytes(),
+                "variables": variables_of(name),
+            }
         except RefusedError as refusal:
             self._leave(name, client, str(refusal))
             return
         self.clients[name] = client
-        self.about[name] = built | {"peak_host_until_built": client.peak_host_bytes()}
         self.samples[name] = {}
         print(f"  {name}: built in {built['seconds']:.1f} s", flush=True)
 
@@ -68,21 +85,23 @@ class Race:
         self.refused[name] = reason
         print(f"  {name}: {reason}", flush=True)
 
-    def run(self, tokens: int, first: int, warmup: int, steps: int) -> None:
-        """Rounds number `first`, ...: a step of each."""
+    def run(self, tokens: int, warmup_turns: int, turns: int) -> None:
+        """Rounds: a turn of each system."""
         for name in list(self.clients):
             self._ask(name, tokens, Client.peak_host_bytes)  # from here on
-        for number in range(first, first + warmup + steps):
+        for turn in range(-warmup_turns, turns):
             names = list(self.clients)
-            begin = number % max(len(names), 1)
+            begin = self._num_rounds % max(len(names), 1)
             for name in names[begin:] + names[:begin]:
-                if number == first + warmup:
+                if turn == 0:
                     self._note_moved(name, tokens, "before")
-                self._step(name, tokens, number, number >= first + warmup)
+                self._train(name, tokens, is_measured=turn >= 0)
+            self._next += TURN
+            self._num_rounds += 1
         for name in list(self.clients):
             self._note_moved(name, tokens, "after")
             if peak := self._ask(name, tokens, Client.peak_host_bytes):
-                self.samples[name][str(tokens)]["peak_host_bytes"] = peak
+                self._found(name, tokens)["peak_host_bytes"] = peak
 
     def _ask(self, name: str, tokens: int, act: Callable[[Client], Any]) -> Any:
         """None from whoever is not there any more."""
@@ -96,36 +115,38 @@ class Race:
             self._leave(name, client, f"at {tokens} tokens: {refusal}")
             return None
 
-    def _step(self, name: str, tokens: int, number: int, is_measured: bool) -> None:
-        step = self._ask(name, tokens, lambda client: client.tell(do="step", tokens=tokens, number=number))
-        if step is None:
+    def _found(self, name: str, tokens: int) -> dict[str, Any]:
+        new = {"seconds": [], "losses": [], "device_bytes": 0, "first": self._next}
+        return self.samples[name].setdefault(str(tokens), new)
+
+    def _train(self, name: str, tokens: int, *, is_measured: bool) -> None:
+        first = self._next
+        turn = self._ask(name, tokens, lambda client: client.tell(do="steps", tokens=tokens, first=first, count=TURN))
+        if turn is None:
             return
-        found = self.samples[name].setdefault(
-            str(tokens), {"seconds": [], "losses": [], "device_bytes": 0, "first": number}
-        )
-        found["losses"].append(step["loss"])
-        found["device_bytes"] = max(found["device_bytes"], step["device_bytes"])
+        found = self._found(name, tokens)
+        found["losses"] += turn["losses"]
+        found["device_bytes"] = max(found["device_bytes"], turn["device_bytes"])
         if is_measured:
-            found["seconds"].append(step["seconds"])
+            found["seconds"].append(turn["seconds"])
 
     def _note_moved(self, name: str, tokens: int, when: str) -> None:
         if about := self._ask(name, tokens, lambda client: client.tell(do="about")):
             self.about[name] |= {key: value for key, value in about.items() if key != "moved_bytes"}
             if about["moved_bytes"] is not None:
-                self.samples[name][str(tokens)].setdefault("moved_bytes", {})[when] = about["moved_bytes"]
+                self._found(name, tokens).setdefault("moved_bytes", {})[when] = about["moved_bytes"]
 
     def close(self) -> None:
         for client in self.clients.values():
             client.close()
 
 
-def reasons(names: list[str]) -> dict[str, str]:
-    """Of those that do not run on this machine, as `make rivals` has found."""
-    status = json.loads(STATUS.read_text()) if STATUS.exists() else {}
-    needed = [name for name in names if name not in status and SYSTEMS[name].environment in pins()]
-    if needed:
-        raise SystemExit(f"expected the environments of {', '.join(needed)}; found none: run `make rivals`")
-    return {name: status[name]["reason"] for name in names if name in status and not status[name]["runs"]}
+def races_of(names: list[str], has_device: bool) -> list[list[str]]:
+    """Who is alive with whom."""
+    if not has_device:
+        return [names]
+    others = [name for name in names if name != PLAIN]
+    return [[PLAIN, name] for name in others] or [names]
 
 
 def main() -> int:
@@ -136,16 +157,17 @@ def main() -> int:
     parser.add_argument("--device-memory", help="of each system, as 4GiB; default: all")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="default: bf16 on a device, fp32 without one")
     parser.add_argument("--tokens-per-step", help="numbers between commas")
-    parser.add_argument("--steps", type=int, help="measured, of each number of tokens")
+    parser.add_argument("--steps", type=int, help=f"measured, of each number of tokens; in turns of {TURN}")
     parser.add_argument("--micro-batches", type=int, default=1, help="accumulated in a step")
     parser.add_argument("--clip", type=float, default=1.0, help="norm of all gradients; 0: none")
+    parser.add_argument("--deadline", type=float, help="seconds after which no race begins any more")
     args = parser.parse_args()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     has_device = device == "cuda"
     tokens = args.tokens_per_step or ("2048,4096,8192,16384" if has_device else "256,512,1024,2048")
     if args.quick and not args.tokens_per_step:
         tokens = "2048,8192" if has_device else "256,512"
-    steps = args.steps or (3 if args.quick else 20)
+    turns = max((args.steps or (4 if args.quick else 20)) // TURN, 1)
     task = Task(
         args.model or ("gpt2-124m" if has_device else "gpt-3m" if args.quick else "gpt-30m"),
         str(text_file(FOLDER)),
@@ -156,23 +178,36 @@ def main() -> int:
         clip=args.clip,
         micro_batches=args.micro_batches,
     )
-    began = _common.hardware()
-    names = args.systems
-    race = Race(names, task)
-    warmup, number = WARMUP_QUICK if args.quick else WARMUP, 0
-    try:
-        for each in map(int, tokens.split(",")):
-            race.run(each, number, warmup, steps)
-            number += warmup + steps
-            print(f"  {each} tokens: done", flush=True)
-    finally:
-        race.close()
-    samples = {"systems": race.samples, "about": race.about, "refused": race.refused}
-    summary = tables.summary_of(samples, PLAIN)
-    settings = {"task": vars(task) | {"tokens": "python standard library"}, "steps": steps, "warmup": warmup}
+    began, start = _common.hardware(), time.monotonic()
+    refused = reasons(args.systems)
+    for name, reason in refused.items():
+        print(f"  {name}: {reason}", flush=True)
+    settings = {"task": vars(task) | {"tokens": "python standard library"}, "steps": turns * TURN, "turn": TURN}
+    settings |= {"warmup_turns": [WARMUP_TURNS, FIRST_WARMUP_TURNS_ON_A_DEVICE if has_device else WARMUP_TURNS]}
     settings["pins"] = pins()
+    samples: dict[str, Any] = {"turn": TURN, "races": [], "refused": refused}
     question = f"versus_{task.model}_{task.dtype}" + (f"_of_{args.device_memory}" if args.device_memory else "")
-    path = _common.Result(question, samples, summary, settings).write(args, began)
+    path = None
+    for names in races_of([name for name in args.systems if name not in refused], has_device):
+        if args.deadline and time.monotonic() - start > args.deadline:
+            refused |= dict.fromkeys(names[1:], "not begun: no time was left")
+            continue
+        race = Race(names, task)
+        samples["races"].append({"systems": race.samples, "about": race.about})
+        warmup_turns = settings["warmup_turns"][1]
+        try:
+            for each in map(int, tokens.split(",")):
+                race.run(each, warmup_turns, turns)
+                warmup_turns = WARMUP_TURNS
+                print(f"  {each} tokens: done", flush=True)
+                samples["refused"] = refused | race.refused
+                path = _common.Result(question, samples, tables.summary_of(samples, PLAIN), settings).write(args, began)
+        finally:
+            race.close()
+            refused |= race.refused
+    if path is None:
+        print("nothing ran")
+        return 1
     tables.show(path)
     return 0
 

@@ -16,15 +16,24 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def summary_of(samples: dict[str, Any], plain: str) -> dict[str, Any]:
-    """By system and tokens per step. Ratios are of steps of the same round; losses are compared step by step."""
+    """By system and tokens per step. Ratios are of turns of the same round and race; losses are compared step by step.
+    What was in several races is told of the first one that it has finished."""
     found: dict[str, Any] = {}
-    theirs = samples["systems"].get(plain, {})
-    for name, by_tokens in samples["systems"].items():
-        about = samples["about"][name]
+    for race in samples["races"]:
+        for name, rows in _of_race(race, plain, samples["turn"]).items():
+            found[name] = rows | found.get(name, {})
+    return found
+
+
+def _of_race(race: dict[str, Any], plain: str, turn: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    theirs = race["systems"].get(plain, {})
+    for name, by_tokens in race["systems"].items():
+        about = race["about"][name]
         found[name] = {}
         for tokens, each in by_tokens.items():
             seconds = each["seconds"]
-            if not seconds:
+            if not seconds or "peak_host_bytes" not in each:
                 continue
             ordered = sorted(seconds)
             moved = each.get("moved_bytes")
@@ -37,10 +46,14 @@ def summary_of(samples: dict[str, Any], plain: str) -> dict[str, Any]:
                 "device_bytes": each["device_bytes"],
                 "parameters": about["parameters"],
                 "moved_bytes": {
-                    way: (moved["after"][way] - moved["before"][way]) / len(seconds) for way in ("down", "up")
+                    way: (moved["after"][way] - moved["before"][way]) / (len(seconds) * turn) for way in ("down", "up")
                 }
                 if moved
                 else None,
+                "clips": about["clips"],
+                "accumulates": about["accumulates"],
+                "is_exact": about["is_exact"],
+                "activations": about["activations"],
             }
             plainly = theirs.get(tokens)
             if plainly and len(plainly["seconds"]) == len(seconds):
@@ -60,15 +73,21 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {result['date']}, torch {result['versions']['torch']}; {hardware['cores']} cores, "
         f"load {hardware['load_1min']} before. AdamW, norms of gradients clipped to {task['clip']}, "
         f"{task['micro_batches']} micro-batch{'es' if task['micro_batches'] > 1 else ''} a step, "
-        f"{result['settings']['steps']} measured steps each, taken in turns; no system was stopped and resumed.",
+        f"{result['settings']['steps']} measured steps each, in turns of {result['settings']['turn']}: a step is a "
+        "turn's time over its steps, and quartiles are of turns. No system was stopped and resumed.",
         "",
     ]
     if has_device:
-        lines += ["Host: the kernel's count of the process, pinned memory included, beyond its imports.", ""]
+        lines += [
+            "Host: the kernel's count of the process, pinned memory included, beyond its imports. Device: what torch's "
+            "allocator had reserved at most, and what a system took beside it. What moved each system counts itself.",
+            "",
+        ]
     else:
         lines += [
             "This machine has no device: all systems compute on the same cores, and what would lie on a device is host "
-            "memory too. It is known (`device`) and taken off `host`, which holds what autograd keeps as well. Nothing "
+            "memory too. Process: the kernel's count beyond its imports, with what autograd keeps; how much of that "
+            "would lie on a device is computed from the sizes of tensors and buffers, and has its own column. Nothing "
             "here tells how fast anybody is over a real link.",
             "",
         ]
@@ -77,13 +96,14 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [
             f"## {tokens} tokens a step",
             "",
-            "| | step | quartiles | tokens/s | of plain | host | B/parameter | device | link, down / up a step "
-            "| loss off by | clips | exact |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| | step | quartiles | tokens/s | of plain | "
+            + ("host | B/parameter | device" if has_device else "process | B/parameter | for a device (computed)")
+            + " | moved a step, down / up | loss off by | clips | accumulates | exact | activations |",
+            "|---" * 14 + "|",
         ]
         for name, by_tokens in result["summary"].items():
             if str(tokens) in by_tokens:
-                lines.append(_row(name, by_tokens[str(tokens)], result["samples"]["about"][name], has_device))
+                lines.append(_row(name, by_tokens[str(tokens)], task["micro_batches"]))
         lines.append("")
     if refused := result["samples"]["refused"]:
         lines += ["## Not run", ""]
@@ -91,8 +111,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, row: dict[str, Any], about: dict[str, Any], has_device: bool) -> str:
-    host = row["host_bytes"] - (0 if has_device else row["device_bytes"])
+def _row(name: str, row: dict[str, Any], micro_batches: int) -> str:
     moved = row["moved_bytes"]
     link = f"{moved['down'] / MIB:.0f} / {moved['up'] / MIB:.0f} MiB" if moved else "not known"
     cells = [
@@ -101,13 +120,15 @@ def _row(name: str, row: dict[str, Any], about: dict[str, Any], has_device: bool
         f"{1e3 * row['q25_s']:.0f}-{1e3 * row['q75_s']:.0f}",
         f"{row['tokens_per_s']:.0f}",
         f"{row['efficiency']:.2f}" if "efficiency" in row else "-",
-        f"{host / GIB:.2f} GiB",
-        f"{host / row['parameters']:.1f}",
+        f"{row['host_bytes'] / GIB:.2f} GiB",
+        f"{row['host_bytes'] / row['parameters']:.1f}",
         f"{row['device_bytes'] / GIB:.2f} GiB",
         link if name != "plain PyTorch" else "0",
         f"{row['loss_distance']:.1e}" if "loss_distance" in row else "-",
-        "yes" if about["clips"] else "no",
-        "yes" if about["is_exact"] else "no",
+        "yes" if row["clips"] else "no",
+        "-" if micro_batches == 1 else "yes" if row["accumulates"] else "no",
+        "yes" if row["is_exact"] else "no",
+        row["activations"],
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -131,17 +152,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
     left.set_ylabel("speed, of plain PyTorch on the device" if is_relative else "tokens per second")
     left.grid(alpha=0.3)
     left.legend(fontsize=7)
-    has_device = result["settings"]["task"]["device"] == "cuda"
-    names, sizes = [], []
-    for name, found in summary.items():
-        if found:
-            rows = list(found.values())
-            most = max(row["host_bytes"] - (0 if has_device else row["device_bytes"]) for row in rows)
-            names.append(name)
-            sizes.append(most / rows[0]["parameters"])
-    right.barh(names, sizes)
+    sizes = {
+        name: max(row["host_bytes"] / row["parameters"] for row in found.values())
+        for name, found in summary.items()
+        if found
+    }
+    right.barh(list(sizes), list(sizes.values()))
     right.invert_yaxis()
-    right.set_xlabel("host bytes per parameter, at most")
+    what = "host bytes" if result["settings"]["task"]["device"] == "cuda" else "bytes of the process"
+    right.set_xlabel(f"{what} per parameter, at most")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

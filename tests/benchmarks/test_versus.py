@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.largest import __main__ as largest
 from benchmarks.rivals.__main__ import why_not_trained
+from benchmarks.systems import environments
 from benchmarks.systems.catalogue import PLAIN, SYSTEMS, add_systems, chosen
 from benchmarks.systems.client import Client, RefusedError
 from benchmarks.systems.task import Task
@@ -55,6 +56,27 @@ def test_a_system_that_changes_nothing_does_not_train():
     assert why_not_trained([9.0, float("nan"), 8.5], plain, still) is not None
 
 
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch) -> Path:
+    for module in (versus, largest):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+        monkeypatch.setattr(module, "text_file", lambda folder: folder / "tokens.npy")
+    monkeypatch.setattr(environments, "STATUS", tmp_path / "status.json")
+    return tmp_path
+
+
+def test_systems_of_which_nothing_is_known_are_left_out(own_folder):
+    (own_folder / "status.json").write_text('{"ZenFlow": {"runs": false, "reason": "nan"}, "torchao": {"runs": true}}')
+    found = environments.reasons([PLAIN, "noria", "ZenFlow", "RoundPipe"])
+    assert found == {"ZenFlow": "nan", "RoundPipe": "not tried: `make rivals` has not come to it"}
+
+
+def test_on_a_device_each_system_races_with_plain_pytorch_alone():
+    assert versus.races_of([PLAIN, "noria", "ZenFlow"], True) == [[PLAIN, "noria"], [PLAIN, "ZenFlow"]]
+    assert versus.races_of([PLAIN, "noria", "ZenFlow"], False) == [[PLAIN, "noria", "ZenFlow"]]
+    assert versus.races_of([PLAIN], True) == [[PLAIN]]
+
+
 # ---- what they are told ----
 
 
@@ -69,26 +91,16 @@ def test_micro_batches_are_parts_of_the_same_step(task):
         Task(**{**vars(task), "micro_batches": 3}).batches(1024, 7)
 
 
-@pytest.fixture
-def own_folder(tmp_path, monkeypatch) -> Path:
-    for module in (versus, largest):
-        monkeypatch.setattr(module, "FOLDER", tmp_path)
-        monkeypatch.setattr(module, "text_file", lambda folder: folder / "tokens.npy")
-    monkeypatch.setattr(versus, "STATUS", tmp_path / "status.json")
-    return tmp_path
-
-
 def test_systems_take_turns_at_the_same_steps_and_the_pages_are_made_of_the_result(task, own_folder, monkeypatch):
     out = own_folder / "result.json"
-    words = ["--systems", "plain,noria,noria max", "--model", "gpt-3m", "--tokens-per-step", "64,128", "--steps", "2"]
+    words = ["--systems", "plain,noria,noria max", "--model", "gpt-3m", "--tokens-per-step", "64,128", "--steps", "8"]
     monkeypatch.setattr(sys, "argv", ["versus", "--quick", *words, "--out", str(out)])
     assert versus.main() == 0
     result = json.loads(out.read_text())
+    [race] = result["samples"]["races"]
     for tokens in ("64", "128"):
-        plain, *others = (
-            result["samples"]["systems"][name][tokens] for name in (PLAIN, "noria", "noria max_grad_norm")
-        )
-        assert len(plain["losses"]) == 4 and len(plain["seconds"]) == 2  # two were for warming up
+        plain, *others = (race["systems"][name][tokens] for name in (PLAIN, "noria", "noria max_grad_norm"))
+        assert len(plain["losses"]) == 3 * versus.TURN and len(plain["seconds"]) == 2  # a turn was for warming up
         for other in others:
             assert other["losses"] == pytest.approx(plain["losses"], rel=1e-5)
             assert other["first"] == plain["first"]
@@ -97,7 +109,7 @@ def test_systems_take_turns_at_the_same_steps_and_the_pages_are_made_of_the_resu
         assert set(row["moved_bytes"]) == {"down", "up"}
     assert out.with_suffix(".md").read_text() == tables.markdown(result)
     assert out.with_suffix(".svg").stat().st_size > 1000
-    assert result["settings"]["steps"] == 2 and "--steps 2" in result["command"]
+    assert result["settings"]["steps"] == 8 and "--steps 8" in result["command"]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("versus_*.json")), ids=lambda path: path.stem)
@@ -117,6 +129,9 @@ def test_committed_pages_of_the_largest_model_are_made_of_the_results_beside_the
 # ---- what is counted ----
 
 
+ABOUT = {"parameters": 5, "clips": True, "accumulates": False, "is_exact": True, "activations": "kept"}
+
+
 def samples(seconds: list[float], losses: list[float], **more: Any) -> dict[str, Any]:
     return {"seconds": seconds, "losses": losses, "device_bytes": 10, "peak_host_bytes": 100, "first": 0, **more}
 
@@ -125,28 +140,38 @@ def test_speeds_are_compared_by_round_and_losses_by_step():
     moved = {"before": {"down": 100, "up": 10}, "after": {"down": 700, "up": 40}}
     found = tables.summary_of(
         {
-            "systems": {
-                PLAIN: {"64": samples([1.0, 2.0, 4.0], [3.0, 2.0, 1.5, 1.0])},
-                "noria": {"64": samples([2.0, 2.0, 2.0], [3.0, 2.0, 1.75, 1.0], moved_bytes=moved)},
-            },
-            "about": {name: {"parameters": 5} for name in (PLAIN, "noria")},
+            "turn": 2,
+            "races": [
+                {
+                    "systems": {
+                        PLAIN: {"64": samples([1.0, 2.0, 4.0], [3.0, 2.0, 1.5, 1.0])},
+                        "noria": {"64": samples([2.0, 2.0, 2.0], [3.0, 2.0, 1.75, 1.0], moved_bytes=moved)},
+                    },
+                    "about": {PLAIN: ABOUT, "noria": ABOUT},
+                },
+                {
+                    "systems": {PLAIN: {"64": samples([9.0], [3.0])}, "ZenFlow": {}},
+                    "about": {PLAIN: ABOUT, "ZenFlow": {}},
+                },
+            ],
         },
         PLAIN,
     )
     row = found["noria"]["64"]
     assert row["efficiency"] == 1.0  # of 0.5, 1 and 2: of the medians it is 1 as well, of the means it is not
     assert row["loss_distance"] == 0.25 and row["tokens_per_s"] == 32
-    assert row["moved_bytes"] == {"down": 200, "up": 10}
+    assert row["moved_bytes"] == {"down": 100, "up": 5}
     assert found[PLAIN]["64"]["efficiency"] == 1.0 and found[PLAIN]["64"]["moved_bytes"] is None
+    assert found[PLAIN]["64"]["step_s"] == 2.0 and found["ZenFlow"] == {}
 
 
 def test_a_system_that_ends_early_is_left_out_with_its_reason(task, own_folder):
     race = versus.Race([PLAIN, "noria"], task)
     try:
-        race.run(64, 0, 1, 1)
+        race.run(64, 0, 1)
         race.clients["noria"].process.send_signal(signal.SIGKILL)
         race.clients["noria"].process.wait()
-        race.run(128, 2, 1, 1)
+        race.run(128, 1, 1)
     finally:
         race.close()
     assert race.refused == {"noria": "at 128 tokens: ended by SIGKILL"}
@@ -160,7 +185,8 @@ def test_a_system_that_raises_says_why_and_goes_on(task, tmp_path):
             client.start(Task(**{**vars(task), "device_memory": 1000}))
         built = client.tell(do="build", task=vars(task))
         assert built["parameters"] == task.num_parameters()
-        assert client.tell(do="step", tokens=64, number=0)["loss"] == pytest.approx(9.0, abs=0.2)
+        [loss] = client.tell(do="steps", tokens=64, first=0, count=1)["losses"]
+        assert loss == pytest.approx(9.0, abs=0.2)
         assert client.host_bytes() > 16 * built["parameters"]
     finally:
         client.close()

@@ -1,8 +1,11 @@
-"""Environments of their own for the rivals, in build/rivals, each beside the torch of this one."""
+"""Environments of their own for the rivals, in build/rivals, each beside the torch of this one; and which of them run
+on this machine, as `make rivals` has found."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from benchmarks.systems.catalogue import OWN, SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "rivals"
+STATUS = FOLDER / "status.json"
 PINS = Path(__file__).with_name("pins.toml")
 _STAMP = ".packages"
 
@@ -69,17 +73,40 @@ def variables_of(name: str) -> dict[str, str]:
     found = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "MASTER_PORT": str(29517 + list(SYSTEMS).index(name)),
-        "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1",
     }
     if environment != OWN:
-        found["TORCH_EXTENSIONS_DIR"] = str(FOLDER / environment / "extensions")
+        extensions = str(FOLDER / environment / "extensions")
+        found |= {"TORCH_EXTENSIONS_DIR": extensions, "TRAINSTREAM_CACHE_DIR": extensions}
     if environment == "deepspeed":
         found |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        found |= {} if _has_cuda() else {"DS_ACCELERATOR": "cpu"}
+        found |= _exact_pinned_memory() if _has_cuda() else {"DS_ACCELERATOR": "cpu"}
     return found
+
+
+def unlock() -> None:
+    """A build that was killed leaves a lock for which the next one would wait."""
+    for lock in FOLDER.glob("*/extensions/**/lock"):
+        lock.unlink(missing_ok=True)
+
+
+def reasons(names: list[str]) -> dict[str, str]:
+    """Of those that do not run on this machine, or of which that is not known."""
+    status = json.loads(STATUS.read_text()) if STATUS.exists() else {}
+    found = {name: status[name]["reason"] for name in names if name in status and not status[name]["runs"]}
+    unknown = "not tried: `make rivals` has not come to it"
+    return found | {name: unknown for name in names if name not in status and SYSTEMS[name].environment != OWN}
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@functools.cache
+def _exact_pinned_memory() -> dict[str, str]:
+    """torch's allocator of pinned memory rounds up to powers of two; not so with these, where this torch knows them.
+    For who pins much once: what is smaller than a block that was given back gets another one."""
+    found = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"}
+    probe = [sys.executable, "-c", "import torch; torch.empty(3 << 20, dtype=torch.uint8).pin_memory()"]
+    return found if subprocess.run(probe, env=os.environ | found, capture_output=True).returncode == 0 else {}
