@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import queue
 import re
@@ -42,11 +43,21 @@ def hardware() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": torch.get_num_threads(),
         "machine": platform.machine(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "load_1min": round(_load(), 2),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
+        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        found["gpu_driver"] = _gpu_driver()
     return found
+
+
+def _gpu_driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return "unknown"
 
 
 def _load() -> float:

@@ -4,9 +4,12 @@
 
 Computed from measured rates, not measured: plain PyTorch's speed and the bytes that noria moved are those of a result
 of `benchmarks.versus`; the rates of the link and of the host's AdamW are those of `transfers.py` and `adamw.py`, or
-given. A step takes its compute or its busiest other resource, whichever is longer; they are equal at
+given. By the bounds of the modes (docs/journey.md), where forward is a third of the compute:
 
-    tokens = speed of plain PyTorch x max(down / rate down, up / rate up, parameters / update rate).
+    all units drafted, or update="backward":
+        tokens = speed of plain PyTorch x max(down / rate down, up / rate up, parameters / update rate)
+    none drafted: a forward hides the updates and half of the fetches, a backward the drains and the other half
+        tokens = speed of plain PyTorch x max(1.5 down / rate down, 1.5 up / rate up, 3 parameters / update rate)
 """
 
 from __future__ import annotations
@@ -18,6 +21,16 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
+ALL_DRAFTED, NONE_DRAFTED = "all units drafted", "none drafted"
+MODES = {ALL_DRAFTED: {"down": 1.0, "up": 1.0, "update": 1.0}, NONE_DRAFTED: {"down": 1.5, "up": 1.5, "update": 3.0}}
+"""Compute that hides what takes a second."""
+
+
+def modes_of(settings: dict[str, str]) -> list[str]:
+    """Of a system that counts what it moves. How many units are drafted depends on the host's memory."""
+    if settings.get("update") == "backward":
+        return [ALL_DRAFTED]
+    return [NONE_DRAFTED] if settings.get("draft_memory") == "0" else [ALL_DRAFTED, NONE_DRAFTED]
 
 
 def newest(question: str, folder: Path) -> dict[str, Any]:
@@ -48,23 +61,28 @@ def main() -> int:
     parser.add_argument("--update", type=float, help="the host's AdamW, in 10^9 parameters a second")
     parser.add_argument("--out", type=Path, help="file for the figures")
     args = parser.parse_args()
-    summary, rate = json.loads(args.result.read_text())["summary"], rates(args)
+    result = json.loads(args.result.read_text())
+    summary, rate = result["summary"], rates(args)
+    about = {name: each for race in result["samples"]["races"] for name, each in race["about"].items()}
     plain = summary.get("plain PyTorch", {})
     found: dict[str, Any] = {"rates": rate}
     for name, by_tokens in summary.items():
         rows = {int(tokens): row for tokens, row in by_tokens.items() if row["moved_bytes"]}
         shared = max((tokens for tokens in rows if str(tokens) in plain), default=None)
-        if shared is None:
+        if shared is None or not name.startswith("noria"):
             continue
         row, speed = rows[shared], plain[str(shared)]["tokens_per_s"]
-        needed = {way: row["moved_bytes"][way] / rate[way] for way in ("down", "up")}
-        needed["update"] = row["parameters"] / rate["update"]
-        busiest = max(needed, key=lambda each: needed[each])
-        found[name] = {"seconds": needed, "busiest": busiest, "tokens": speed * needed[busiest]}
-        print(
-            f"{name}: from {found[name]['tokens']:.0f} tokens a step on ({busiest}: {1e3 * needed[busiest]:.1f} ms a "
-            f"step; plain PyTorch: {speed:.0f} tokens/s)"
-        )
+        seconds = {way: row["moved_bytes"][way] / rate[way] for way in ("down", "up")}
+        seconds["update"] = row["parameters"] / rate["update"]
+        found[name] = {"seconds": seconds}
+        for mode in modes_of(about[name]["settings"]):
+            needed = {what: MODES[mode][what] * taken for what, taken in seconds.items()}
+            busiest = max(needed, key=lambda each: needed[each])
+            found[name][mode] = {"busiest": busiest, "tokens": speed * needed[busiest]}
+            print(
+                f"{name}, {mode}: computed, from {speed * needed[busiest]:.0f} tokens a step on ({busiest} wants "
+                f"{1e3 * needed[busiest]:.1f} ms of compute a step; plain PyTorch: {speed:.0f} tokens/s)"
+            )
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -3,8 +3,9 @@
 #
 #     bash benchmarks/gpu_all.sh [--rehearse] [--wheels FOLDER] [--out FOLDER]
 #
-# Parts follow each other; one that fails or runs out of its time is told at the end, and the others go on. All JSON,
-# tables, plots and logs come to --out. --rehearse: the same parts, small, on a machine without a GPU.
+# Parts follow each other, but for the rivals, which are built and tried beside noria's build and tests; one that fails or
+# runs out of its time is told at the end, and the others go on. All JSON, tables, plots and logs come to --out.
+# --rehearse: the same parts, small, on a machine without a GPU.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,31 +23,35 @@ out=${out:-build/gpu_all}
 mkdir -p "$out"
 out=$(realpath "$out")
 began=$SECONDS
-failed=()
+failed=$out/failed.txt
+: >"$failed"
 
 # part NAME SECONDS COMMAND...: its output to a log, its last lines here. All parts have BUDGET seconds together.
 part() {
   local name=$1 limit=$2 start=$SECONDS left=$((${BUDGET:-590} - (SECONDS - began))) status
   shift 2
-  echo "== $name"
   if [ $left -lt 10 ]; then
-    failed+=("$name: no time was left")
+    echo "$name: no time was left" >>"$failed"
     return
   fi
   [ $limit -gt $left ] && limit=$left
   timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
   status=$?
-  tail -n 3 "$out/$name.log" | cut -c1-200
-  if [ $status -ne 0 ]; then
-    [ $status -eq 124 ] && failed+=("$name: more than $limit s") || failed+=("$name: exit status $status")
+  if [ $status -eq 124 ]; then
+    echo "$name: more than $limit s" >>"$failed"
+  elif [ $status -ne 0 ]; then
+    echo "$name: exit status $status" >>"$failed"
   fi
-  echo "   $name: $((SECONDS - start)) s, exit status $status"
+  echo "== $name: $((SECONDS - start)) s, exit status $status"
+  tail -n 3 "$out/$name.log" | cut -c1-200
 }
 
 if [ $rehearse = 1 ]; then
-  quick="--quick" python=${PYTHON:-python}
+  python=${PYTHON:-python} systems=all
 else
-  quick="" python=$PWD/build/gpu_all_venv/bin/python
+  python=$PWD/build/gpu_all_venv/bin/python
+  systems="plain,noria max_grad_norm,noria,noria activations,noria backward,zero-2,zero-3 offload weights,fsdp2,trainstream"
+  systems="$systems,roundpipe exact,superoffload"
 fi
 export OMP_WAIT_POLICY=passive
 
@@ -56,28 +61,31 @@ if [ $rehearse = 0 ]; then
   [ -n "$wheels" ] && index=(--no-index --find-links "$wheels")
   part environment 60 bash -c "python3 -m venv --system-site-packages build/gpu_all_venv && \
     $python -m pip install -q ${index[*]} -r benchmarks/gpu_all.txt"
+  foreign=$(echo "$systems" | tr , '\n' | grep -v noria | paste -sd,)
+  part rivals 240 "$python" -m benchmarks.rivals --systems "$foreign" ${wheels:+--wheels "$wheels"} &
   part build 150 "$python" -m pip install -q --no-build-isolation --no-deps -e .
 fi
 part versions 60 "$python" -m noria.cli doctor
 
 # ---- tests marked gpu, the contract of the backend first ----
-part gpu_tests 150 "$python" -m pytest -m gpu -x -rs --durations=10 tests/python/device tests/journeys
-
-# ---- rates of the machine ----
-part transfers 45 "$python" benchmarks/transfers.py $quick --out "$out/transfers_here.json"
-part adamw 60 "$python" benchmarks/adamw.py $([ $rehearse = 1 ] && echo --quick) --out "$out/adamw_here.json"
+part gpu_tests 120 "$python" -m pytest -m gpu --maxfail=30 -rs --durations=10 tests/python/device tests/journeys/test_cuda.py
 
 # ---- side by side ----
-part rivals 150 "$python" -m benchmarks.rivals ${wheels:+--wheels "$wheels"}
 if [ $rehearse = 1 ]; then
+  part rivals 240 "$python" -m benchmarks.rivals --systems "$systems" ${wheels:+--wheels "$wheels"}
   part versus 300 "$python" -m benchmarks.versus --quick --device cpu --out "$out/versus_here.json"
   part largest 240 "$python" -m benchmarks.largest --quick --systems "noria backward" --host-memory 1GiB --first 1 \
     --out "$out/largest_here.json"
+  part transfers 60 "$python" benchmarks/transfers.py --quick --out "$out/transfers_here.json"
+  part adamw 60 "$python" benchmarks/adamw.py --quick --out "$out/adamw_here.json"
 else
-  part versus 120 "$python" -m benchmarks.versus --model gpt2-355m --tokens-per-step 2048,8192,32768 --steps 6 \
-    --device-memory 12GiB --out "$out/versus_here.json"
-  part largest 120 "$python" -m benchmarks.largest --systems "noria backward,zero-2,zero-3 offload weights" \
-    --device-memory 2GiB --host-memory 24GiB --fineness 4 --first 16 --out "$out/largest_here.json"
+  wait
+  part versus 200 "$python" -m benchmarks.versus --systems "$systems" --model gpt2-355m --tokens-per-step 1024,4096,16384 \
+    --steps 4 --device-memory 12GiB --deadline 150 --out "$out/versus_here.json"
+  part transfers 30 "$python" benchmarks/transfers.py --out "$out/transfers_here.json"
+  part adamw 60 "$python" benchmarks/adamw.py --threads 1 8 15 --out "$out/adamw_here.json"
+  part largest 100 "$python" -m benchmarks.largest --systems "noria backward,zero-2,zero-3 offload weights" \
+    --device-memory 1GiB --host-memory 6GiB --fineness 4 --first 8 --deadline 70 --out "$out/largest_here.json"
 fi
 part break_even 30 "$python" benchmarks/break_even.py "$out/versus_here.json" --out "$out/break_even_here.json"
 
@@ -86,5 +94,5 @@ part demo 90 "$python" examples/02_gpt.py --steps 40 --out "$out/demo"
 
 echo
 echo "$((SECONDS - began)) s in all; results in $out"
-for each in "${failed[@]}"; do echo "failed: $each"; done
-[ ${#failed[@]} -eq 0 ]
+sed 's/^/failed: /' "$failed"
+[ ! -s "$failed" ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--first", type=int, help="layers of the first attempt")
     parser.add_argument("--fineness", type=int, help="the next size is larger by one of so many parts at most")
+    parser.add_argument("--deadline", type=float, help="seconds after which no other system begins")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds of one build or step")
     args = parser.parse_args()
     args.device_memory = args.device_memory or 2 << 30
@@ -156,7 +158,7 @@ def main() -> int:
     began = _common.hardware()
     names = args.systems
     refused = reasons(names)
-    attempts = {name: largest(name, task, args) for name in names if name not in refused}
+    attempts: dict[str, Any] = {}
     samples = {"attempts": attempts, "refused": refused}
     settings = {
         "device_memory": args.device_memory,
@@ -168,11 +170,18 @@ def main() -> int:
         "fineness": 1 / args.fineness,
         "pins": pins(),
     }
-    path = _common.Result("largest", samples, summary_of(attempts), settings).write(args, began)
-    page = markdown(json.loads(path.read_text()))
-    path.with_suffix(".md").write_text(page)
+    start, page = time.monotonic(), "nothing ran"
+    for name in names:
+        if args.deadline and time.monotonic() - start > args.deadline:
+            refused.setdefault(name, "not begun: no time was left")
+        if name in refused:
+            continue
+        attempts[name] = largest(name, task, args)
+        path = _common.Result("largest", samples, summary_of(attempts), settings).write(args, began)
+        page = markdown(json.loads(path.read_text()))
+        path.with_suffix(".md").write_text(page)
     print(page)
-    return 0
+    return 0 if attempts else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Training whose layers compute on a CUDA device: the bits of a model that lies there, updated by torch on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import noria
+import pytest
+import torch
+from noria.testing import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+
+from tests.journeys.pairs import VOCAB, Net, adamw, sgd
+
+DEVICE = "cuda"
+STEPS, WIDTH = 4, 64
+pytestmark = pytest.mark.gpu
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    batch = torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net(width=WIDTH)
+
+
+def resident(make_optimizer: Make, clip: float | None = None) -> dict[str, torch.Tensor]:
+    """On the device but for its optimizer, whose parameters and gradients are copies on the CPU."""
+    model = made().to(DEVICE)
+    masters = [nn.Parameter(each.detach().cpu().clone()) for each in model.parameters()]
+    optimizer, left = make_optimizer(masters), {}
+    for number in range(STEPS):
+        loss = loss_of(model, number)
+        loss.backward()
+        left[f"loss {number}"] = loss.detach().cpu()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            left[f"gradient {number} of {name}"] = parameter.grad.cpu()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.cpu(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+    return left | {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def wrapped(make_optimizer: Make, clip: float | None = None, **policy: Any) -> dict[str, torch.Tensor]:
+    model = made()
+    optimizer, left = make_optimizer(model.parameters()), {}
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
+    for number in range(STEPS):
+        loss = loss_of(model, number)
+        loss.backward()
+        left[f"loss {number}"] = loss.detach().cpu()
+        if policy.get("update") != "backward":
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None and parameter.grad.device.type == DEVICE
+                left[f"gradient {number} of {name}"] = parameter.grad.cpu()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = noria.report(model)
+    assert report.ledger_agrees and report.num_fetches > 0, str(report)
+    left |= {name: value.clone() for name, value in model.state_dict().items()}
+    noria.unwrap(model, optimizer)
+    return left
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+def test_training_has_the_bits_of_a_model_on_the_device(make_optimizer, activations):
+    assert_same_bits(wrapped(make_optimizer, kernel="torch", activations=activations), resident(make_optimizer))
+
+
+def test_clipping_by_torch_has_the_bits_of_a_model_on_the_device():
+    assert_same_bits(wrapped(sgd, 0.1, kernel="torch"), resident(sgd, 0.1))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"update": "auto"},
+        {"draft_memory": "64MiB"},
+        {"update": "backward"},
+        {"draft_memory": "64MiB", "activations": "offload"},
+        {"update": "backward", "activations": "auto"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_updates_have_the_same_bits_whenever_they_are_made(policy, dtype):
+    ours = wrapped(adamw, kernel="fused", dtype=dtype, **policy)
+    blocking = wrapped(adamw, kernel="fused", dtype=dtype, update="blocking")
+    assert_same_bits(ours, {name: value for name, value in blocking.items() if name in ours})
+    assert not torch.equal(ours["head.weight"].float(), made().head.weight)
+
+
+def test_weights_between_passes_are_not_there():
+    model = made()
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="evicted"):
+        model.blocks[0].expand.weight.sum().item()
+    with noria.materialize(model, read_only=True):
+        assert model.blocks[0].expand.weight.isfinite().all()
+    noria.unwrap(model)
