@@ -103,8 +103,10 @@ class SuperOffload(Zero):
 
 
 class ZenFlow(Zero):
-    """Updates important gradients at once, and others late: stale by design."""
+    """Updates important gradients at once, and others late: stale by design. Stage 3, for in 0.19.8 its stage 2
+    flattens weights transposed and views them as they were."""
 
+    stage = 3
     is_exact = False
     zero_options: ClassVar[dict[str, Any]] = {
         "zenflow": {

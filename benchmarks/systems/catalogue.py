@@ -32,7 +32,7 @@ SYSTEMS = {
     "ZeRO-3 Offload": Entry("by_deepspeed", "Zero3", "deepspeed", "optimizer on the host"),
     "ZeRO-3 Offload weights": Entry("by_deepspeed", "Zero3Weights", "deepspeed", "optimizer and weights on the host"),
     "SuperOffload": Entry("by_deepspeed", "SuperOffload", "deepspeed", "ZeRO-3, updates in backward, unclipped"),
-    "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-2, stale updates"),
+    "ZenFlow": Entry("by_deepspeed", "ZenFlow", "deepspeed", "ZeRO-3, stale updates"),
     "FSDP2 CPUOffload": Entry("by_fsdp2", "Fsdp2", what="weights and optimizer on the host"),
     "torchao CPUOffload": Entry("by_torchao", "TorchAo", "torchao", "optimizer on the host, no clip"),
     "torchao CPUOffload autocast": Entry("by_torchao", "TorchAoAutocast", "torchao", "fp32 weights, bf16 compute"),
