@@ -5,9 +5,9 @@
 One family of GPTs, of any number of layers; the largest one that takes three steps, by bisection. Each attempt is a
 process of its own. The device's limit is its allocator's (and noria's budget); the host's is held by the kernel (a
 control group, else RLIMIT_DATA, for what comes behind the imports), and by its count of the process afterwards (VmHWM),
-pinned memory included. On a machine without a device, what would lie on one is host memory as well: it is known, taken
-off, and held against the device's limit. The model is built on the host in fp32, by whatever way the system takes it
-from there: what that needs counts.
+pinned memory included. On a machine without a device, what would lie on one is host memory as well: it is computed from
+the sizes of tensors and buffers, taken off, and held against the device's limit. The model is built on the host in
+fp32, by whatever way the system takes it from there: what that needs counts.
 """
 
 from __future__ import annotations
