@@ -584,6 +584,7 @@ def plans_its_part(rank: int, size: int) -> None:
 def is_interrupted(rank: int, size: int) -> None:
     """Ctrl-C on one rank, while the rest of the home is taken: there it is raised, and the model is wrapped on all."""
     left = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
     for meets_one in (True, False):
         torch.manual_seed(0)
         model = Net()
