@@ -170,18 +170,26 @@ def main() -> int:
         "fineness": 1 / args.fineness,
         "pins": pins(),
     }
-    start, page = time.monotonic(), "nothing ran"
+
+    def written() -> str:
+        path = _common.Result("largest", samples, summary_of(attempts), settings).write(args, began)
+        page = markdown(json.loads(path.read_text()))
+        path.with_suffix(".md").write_text(page)
+        return page
+
+    start = time.monotonic()
     for name in names:
         if args.deadline and time.monotonic() - start > args.deadline:
             refused.setdefault(name, "not begun: no time was left")
         if name in refused:
             continue
         attempts[name] = largest(name, task, args)
-        path = _common.Result("largest", samples, summary_of(attempts), settings).write(args, began)
-        page = markdown(json.loads(path.read_text()))
-        path.with_suffix(".md").write_text(page)
-    print(page)
-    return 0 if attempts else 1
+        written()
+    if not attempts:
+        print("nothing ran")
+        return 1
+    print(written())  # with who was not begun
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from benchmarks.systems.task import PlainLoop
 class TorchAo(PlainLoop):
     needs_cuda = True
     clips = calls_clip = False
+    autocasts = False
 
     def __init__(self, task):
         self.task = task
-        self.is_exact = task.dtype == "fp32"
-        self.model = task.make_model().to(self.dtype_of_weights(task)).to(task.device)
+        self.dtype = torch.float32 if self.autocasts else task.working_dtype  # of the weights
+        self.is_exact = self.dtype == torch.float32
+        self.model = task.make_model().to(self.dtype).to(task.device)
         self.offloads_gradients = task.micro_batches == 1
         self.optimizer = CPUOffloadOptimizer(
             self.model.parameters(),
@@ -26,22 +28,14 @@ class TorchAo(PlainLoop):
             **task.adamw,
         )
 
-    def dtype_of_weights(self, task):
-        return task.working_dtype
-
     def settings(self):
-        return {"offload_gradients": self.offloads_gradients, "weights": str(self.dtype_of_weights(self.task))}
+        return {"offload_gradients": self.offloads_gradients, "weights": str(self.dtype)}
 
 
 class TorchAoAutocast(TorchAo):
     """With masters: weights on the device are fp32, and autocast computes in bf16."""
 
-    def __init__(self, task):
-        super().__init__(task)
-        self.is_exact = True
-
-    def dtype_of_weights(self, task):
-        return torch.float32
+    autocasts = True
 
     def pass_over(self, batches):
         with torch.autocast(self.task.device, torch.bfloat16, enabled=self.task.dtype == "bf16"):

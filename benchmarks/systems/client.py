@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.systems.catalogue import SYSTEMS
-from benchmarks.systems.environments import python_of, variables_of
+from benchmarks.systems.environments import ROOT, python_of, variables_of
 from benchmarks.systems.task import Task
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class RefusedError(Exception):
@@ -87,17 +85,15 @@ class Client:
         """Imports, then builds; memory counts from between the two. `host_limit`: bytes that the kernel grants it from
         there on: to a control group of its own, or where there can be none by RLIMIT_DATA, which counts what is mapped.
         """
-        versions = self.tell(do="import")
+        started = self.tell(do="import")
         self.before = self.resident("VmRSS")
         word: dict[str, Any] = {"do": "build", "task": dataclasses.asdict(task)}
         if host_limit is not None:
             self.group = ControlGroup.of(self.process.pid, host_limit)
+            started["host_limit_by"] = "control group" if self.group else "RLIMIT_DATA"
             if self.group is None:
                 word["host_limit"] = host_limit + self.resident("VmData")
-        limit = (
-            {} if host_limit is None else {"host_limit_by": "RLIMIT_DATA" if self.group is None else "control group"}
-        )
-        return versions | limit | self.tell(**word)
+        return started | self.tell(**word)
 
     def resident(self, row: str) -> int:
         """Bytes by the kernel's count: pinned memory as well, and files and shared memory that are mapped; of
@@ -106,10 +102,6 @@ class Client:
             raise RefusedError(self._end())
         own, *others = (_status(pid) for pid in _family(self.process.pid))
         return own.get(row, 0) + sum(max(each.get(row, 0) - each.get("RssShmem", 0), 0) for each in others)
-
-    def host_bytes(self) -> int:
-        """Since its imports, now."""
-        return self.resident("VmRSS") - self.before
 
     def peak_host_bytes(self) -> int:
         """Since its imports, the most since the last call; of several processes, the sum of what each had at most."""

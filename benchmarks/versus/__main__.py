@@ -187,7 +187,11 @@ def main() -> int:
     settings["pins"] = pins()
     samples: dict[str, Any] = {"turn": TURN, "races": [], "refused": refused}
     question = f"versus_{task.model}_{task.dtype}" + (f"_of_{args.device_memory}" if args.device_memory else "")
-    path = None
+
+    def written() -> Path:
+        summary = tables.summary_of(samples, PLAIN)
+        return _common.Result(question, samples, summary, settings).write(args, began)
+
     for names in races_of([name for name in args.systems if name not in refused], has_device):
         if args.deadline and time.monotonic() - start > args.deadline:
             refused |= dict.fromkeys(names[1:], "not begun: no time was left")
@@ -200,15 +204,14 @@ def main() -> int:
                 race.run(each, warmup_turns, turns)
                 warmup_turns = WARMUP_TURNS
                 print(f"  {each} tokens: done", flush=True)
-                samples["refused"] = refused | race.refused
-                path = _common.Result(question, samples, tables.summary_of(samples, PLAIN), settings).write(args, began)
+                refused |= race.refused
+                written()
         finally:
             race.close()
-            refused |= race.refused
-    if path is None:
+    if not samples["races"]:
         print("nothing ran")
         return 1
-    tables.show(path)
+    tables.show(written())  # with who was not begun
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,7 +188,7 @@ def test_a_system_that_raises_says_why_and_goes_on(task, tmp_path):
         assert built["parameters"] == task.num_parameters()
         [loss] = client.tell(do="steps", tokens=64, first=0, count=1)["losses"]
         assert loss == pytest.approx(9.0, abs=0.2)
-        assert client.host_bytes() > 16 * built["parameters"]
+        assert client.resident("VmRSS") - client.before > 16 * built["parameters"]
     finally:
         client.close()
     assert client.process.returncode == 0
@@ -211,6 +212,22 @@ def test_the_largest_is_found_as_finely_as_asked(limit):
     assert best <= limit and len(tried) == len(set(tried))
     if limit <= largest.LAYERS_AT_MOST:
         assert limit - best <= max(0, best // 16)
+
+
+def test_systems_that_were_not_begun_in_time_are_in_the_result(task, own_folder, monkeypatch):
+    def attempt(name: str, layers: int, task: Task, args: Any) -> dict[str, Any]:
+        while time.monotonic() < began + 10 * deadline:
+            pass
+        return {"layers": layers, "bound": "host: too much"}
+
+    out, began, deadline = own_folder / "result.json", time.monotonic(), 0.2
+    words = ["--systems", "plain,noria backward", "--deadline", str(deadline), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["largest", *words])
+    with mock.patch.object(largest, "attempt", attempt):
+        assert largest.main() == 0
+    samples = json.loads(out.read_text())["samples"]
+    assert list(samples["attempts"]) == [PLAIN]
+    assert samples["refused"] == {"noria backward": "not begun: no time was left"}
 
 
 def test_an_attempt_is_held_to_the_limit_of_the_host(task, own_folder):

@@ -274,6 +274,14 @@ class Loop:
         return kept | {name: value.clone() for name, value in state_tensors(self.optimizer).items()}
 
 
+def hook_that_fails_in_backward(fail: Callable[..., None]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(fail)
+
+    return hook
+
+
 def goes_on_after_an_error(loop: Loop) -> None:
     """Raised in the second stage, by the second forward of a step, then by its second backward; both batches are given
     up."""
@@ -291,13 +299,9 @@ def goes_on_after_an_error(loop: Loop) -> None:
 
         return fail
 
-    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(fail)
-
     for is_new, register in enumerate((block.register_forward_pre_hook, block.register_forward_hook)):
         fail = failing()
-        hook = register(fail_in_backward if is_new else fail)
+        hook = register(hook_that_fails_in_backward(fail) if is_new else fail)
         with pytest.raises(RuntimeError, match="ailed to run"):
             loop.run(1)
         hook.remove()
@@ -410,11 +414,7 @@ def raises_after_another_stage_has_updated(rank: int, size: int) -> None:
 
 
 def in_its_backward(loop: Loop, fail: Callable[..., None]) -> Callable[[], None]:
-    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(fail)
-
-    return loop.models[0].blocks[1].register_forward_hook(fail_in_backward).remove
+    return loop.models[0].blocks[1].register_forward_hook(hook_that_fails_in_backward(fail)).remove
 
 
 def between_its_backwards(loop: Loop, fail: Callable[..., None]) -> Callable[[], None]:
