@@ -261,7 +261,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--text-bytes", type=int, default=500_000)
     parser.add_argument("--activation-memory", type=int, help="bytes for what blocks save; default: the stages' mean")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    has_one_each = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as NCCL asks for
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_one_each else "cpu")
     parser.add_argument("--trace", type=Path, help="folder for a trace of each stage")
     args = parser.parse_args()
     if args.trace:

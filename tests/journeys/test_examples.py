@@ -259,6 +259,19 @@ def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plai
     assert lanes[0].count("offload") == lanes[0].count("reload")
 
 
+@pytest.mark.parametrize("script", ["examples/04_sharded_gpt.py", "examples/05_pipeline_d2d.py"])
+@pytest.mark.parametrize("num_devices, backend", [(0, "gloo"), (1, "gloo"), (2, "nccl")])
+def test_two_processes_use_cuda_where_each_has_a_device(run, monkeypatch, script, num_devices, backend):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", sys.exit)
+    assert run(script)[0] == backend
+
+
 def peer_spans(trace: Path) -> list[str]:
     """The verbs on the lane of that name, but for the measuring of links."""
     events = json.loads(trace.read_text())["traceEvents"]
