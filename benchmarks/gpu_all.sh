@@ -68,7 +68,8 @@ fi
 part versions 60 "$python" -m noria.cli doctor
 
 # ---- tests marked gpu, the contract of the backend first ----
-part gpu_tests 120 "$python" -m pytest -m gpu --maxfail=30 -rs --durations=10 tests/python/device tests/journeys/test_cuda.py
+part gpu_tests 120 "$python" -m pytest -m gpu --maxfail=30 -rs --durations=10 tests/python/device \
+  tests/journeys/test_cuda.py tests/journeys/test_lending_cuda.py
 
 # ---- side by side ----
 if [ $rehearse = 1 ]; then
@@ -91,6 +92,9 @@ part break_even 30 "$python" benchmarks/break_even.py "$out/versus_here.json" --
 
 # ---- the demo: its bits against plain PyTorch's, and a trace to be looked at (demo/trace.json) ----
 part demo 90 "$python" examples/02_gpt.py --steps 40 --out "$out/demo"
+# Two stages lend each other memory: on a CUDA device each, where there are two, or else on the CPU.
+part pipeline 60 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 examples/05_pipeline_d2d.py \
+  --steps 10 --trace "$out/pipeline"
 
 echo
 echo "$((SECONDS - began)) s in all; results in $out"
