@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
-from tests.journeys.test_pipelines import Stage, trained
+from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage, trained
 from tests.ranks import assert_fine, in_turn_on_ranks
 
 LENGTH = 128
@@ -361,38 +361,67 @@ def lends_by_links(rank: int, size: int, links: dict[str, tuple[float, float]], 
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
 
 
-def sends_home(rank: int, size: int) -> None:
-    """Where lenders have room for some alone, those blocks have it that the host's link would hold up."""
+class CountedBlock(Block):
+    num_computed = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_computed += 1
+        return super().forward(x)
+
+
+class CountedStage(Stage):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.blocks = nn.ModuleList(CountedBlock() for _ in range(3))
+
+
+def goes_as_chosen(rank: int, size: int, ways: list[str]) -> None:
+    """Where lenders have room for some alone: in the steps after the third, which is looked at, each block's
+    activations go where they shall, or are computed again."""
     activations.LEAST_SAVED = 64
     described: list[Any] = []
     choose = _C.choose_ways
 
-    def home_for_first(blocks: Any, size: int, host: Any, peers: Any) -> list[str]:
+    def choose_these(blocks: Any, size: int, host: Any, peers: Any) -> list[str]:
         described.append((blocks, size, host, peers))
         assert set(choose(blocks, size, host, peers)) <= {"peers", "host", "recompute"}
-        return ["host", "peers", "peers"]
+        return ways
 
-    seen: list[dict[str, int]] = []
+    reports: list[noria.Report] = []
+    num_computed: list[list[int]] = []  # by step, of each block until then
 
     def after_step(step: int, models: list[nn.Module]) -> None:
-        seen.append(noria.report(models[0]).saved)
+        reports.append(noria.report(models[0]))
+        num_computed.append([block.num_computed for block in models[0].blocks])
 
-    with mock.patch.object(_C, "choose_ways", home_for_first):
-        lengths = [LENGTH] * 6
-        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=lengths, after_step=after_step)
-    assert_same_bits(ours, trained("1F1B", None, adamw, length=lengths))
-    if rank == 0:
-        [(blocks, left, host, peers)] = described
-        steps = [{name: b[name] - a[name] for name in b} for a, b in itertools.pairwise(seen)]
-        assert left == steps[0]["offloaded"] and peers[0] == steps[0]["offloaded_to_peers"], described
-        assert len(blocks) == 3 and all(us >= 0 for us in (*host, *peers)), described
-        to_host = [each["offloaded"] - each["offloaded_to_peers"] for each in steps]
-        assert to_host[-1] > to_host[0] and steps[-1]["offloaded_to_peers"] > 0, steps
+    made: dict[str, Any] = {"length": [LENGTH] * 6, "make_stage": CountedStage}
+    with mock.patch.object(_C, "choose_ways", choose_these):
+        ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, after_step=after_step, **made)
+    assert_same_bits(ours, trained("1F1B", None, adamw, **made))
+    if rank > 0:
+        assert not described and not reports[-1].recomputed  # nothing leaves there
+        return
+    [(blocks, left, host, peers)] = described
+    steps = [{name: b.saved[name] - a.saved[name] for name in b.saved} for a, b in itertools.pairwise(reports)]
+    assert left == steps[0]["offloaded"] and peers[0] == steps[0]["offloaded_to_peers"], described
+    assert len(blocks) == 3 and all(us >= 0 for us in (*host, *peers)), described
+    again = [way == "recompute" for way in ways]
+    assert [report.recomputed for report in reports[:2]] == [[], []]
+    assert reports[-1].recomputed == [f"blocks.{nth}" for nth in range(3) if again[nth]]
+    last = [after - before for before, after in zip(*num_computed[-2:], strict=True)]
+    assert last == [NUM_MICRO_BATCHES * (1 + each) for each in again], num_computed
+    assert any(loan.for_saved for loan in reports[-1].loans) and reports[-1].loans == reports[0].loans
+    assert reports[-1].saved["most_there"] <= ROOM, str(reports[-1])
+    to_host = [each["offloaded"] - each["offloaded_to_peers"] for each in steps]
+    assert steps[-1]["offloaded_to_peers"] > 0 and to_host[-1] > 0, steps
+    if any(again):
+        assert steps[-1]["offloaded"] < steps[0]["offloaded"], steps
     else:
-        assert not described  # nothing leaves there
+        assert to_host[-1] > to_host[0], steps
 
 
-OF_TWO["some go home"] = (sends_home, ())
+OF_TWO["some go home"] = (goes_as_chosen, (["host", "peers", "peers"],))
+OF_TWO["some are computed again"] = (goes_as_chosen, (["recompute", "host", "peers"],))
 SLOW, FAST = (0.05, 0.0), (0.2, 0.0)  # GiB/s, far below what copies take
 OF_THREE: dict[str, tuple[Callable[..., Any], Any]] = {
     "one link is faster": (lends_by_links, ({"peer": SLOW, "peer:1": FAST}, [12, 2])),
