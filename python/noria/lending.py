@@ -101,6 +101,11 @@ class Lending:
     def borrowed(self) -> list[Loan]:
         return [loan for loan in self.loans if self.stages is not None and loan.borrower == self.stages.rank]
 
+    @property
+    def row_name(self) -> str:
+        """What one of `stages` is called, which may hold several stages of its pipeline."""
+        return "stage" if len(self.wrapped.partition.roots) == 1 else "rank"
+
     def check(self) -> None:
         """Raises MachineError where a lender has died."""
         for source in self._sources:
@@ -165,14 +170,14 @@ class Lending:
             places = list(dict.fromkeys(machine for machine, *_ in offers))
             groups = [[rank for rank, offer in enumerate(offers) if offer[0] == place] for place in places]
             self.notes.append(
-                "stages lend each other memory inside of one machine, one container and one user alone: "
+                f"{self.row_name}s lend each other memory inside of one machine, one container and one user alone: "
                 + ", ".join(map(str, groups))
             )
         return pairs
 
     def _note_failed(self, failed: dict[Pair, str]) -> None:
         for (lender, borrower), why in sorted(failed.items()):
-            self.notes.append(f"stage {borrower} borrows nothing of stage {lender}: {why}")
+            self.notes.append(f"{self.row_name} {borrower} borrows nothing of {self.row_name} {lender}: {why}")
 
     def _own_need(self) -> int:
         saved = self.wrapped.custody.saved_stats()
@@ -207,7 +212,7 @@ class Lending:
                 if why:
                     machine, _, _, wanted = offers[lender]
                     offers[lender] = (machine, 0, 0, wanted)
-                    self.notes.append(f"stage {lender} lends nothing: {why}")
+                    self.notes.append(f"{self.row_name} {lender} lends nothing: {why}")
             if beside.address(LENT):
                 beside.free(LENT)
                 self._note_lent()

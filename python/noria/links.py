@@ -48,7 +48,7 @@ class Loan:
     bytes: int
     for_units: int = 0
 
-    def told(self, row_name: str = "stage") -> str:
+    def told(self, row_name: str) -> str:
         """`row_name`: what one of `stages` is called."""
         units = f", {format_bytes(self.for_units)} of it for units" if self.for_units else ""
         return f"{row_name} {self.lender} lends {format_bytes(self.bytes)} to {row_name} {self.borrower}{units}"

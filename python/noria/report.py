@@ -117,6 +117,7 @@ class Report:
     saved: dict[str, int]  # by blocks: storages and bytes that left, of these to peers, came back, and were there
     recomputed: list[str]  # blocks that compute their activations again, in backward
     loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what has no room on another one's
+    row_name: str  # what lenders and borrowers are called: "stage", or "rank" where this one has several stages
     copies: dict[str, int]  # of units at other stages: how many are kept there, were stashed and fetched, and bytes
     unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
     peak_lease_bytes: int
@@ -155,7 +156,7 @@ class Report:
             )
         if self.recomputed:
             lines.append(f"computed again in backward: {', '.join(self.recomputed)}")
-        lines += [loan.told() for loan in self.loans]
+        lines += [loan.told(self.row_name) for loan in self.loans]
         if (copies := self.copies)["num_stashed"]:
             lines.append(
                 f"{copies['num_units']} units at other stages: {format_bytes(copies['stashed'])} stashed, "
@@ -239,6 +240,7 @@ def report(model: nn.Module, *, write_trace: bool = True) -> Report:
         saved=custody.saved_stats(),
         recomputed=wrapped.activations.recomputed(),
         loans=[loan for loan in wrapped.lending.loans if loan.bytes],
+        row_name=wrapped.lending.row_name,
         copies=custody.copy_stats(),
         unclaimed_fetches=custody.num_unclaimed_fetches,
         peak_lease_bytes=custody.peak_bytes,

@@ -1,4 +1,4 @@
-"""What the report says of the host's updates: where their time went, and what would hide more of it.
+"""What the report says of the host's updates: where their time went, and what would hide more of it; and of loans.
 
 Layers sleep and updates are limited, so that each takes a known time on any machine; nothing here depends on how exact
 that is."""
@@ -13,6 +13,7 @@ import pytest
 import torch
 from noria import _C
 from noria.custody import wrapped_by
+from noria.lending import Loan
 from noria.report import UpdateTime
 from noria.testing import on_machine
 from torch import nn
@@ -170,3 +171,15 @@ def test_blocking_is_advised_against():
 
 def test_nothing_is_advised_where_updates_are_hidden():
     assert advice_of(trained(FAST, draft_memory=0)) == ""
+
+
+@pytest.mark.parametrize("num_stages, row_name", [(1, "stage"), (2, "rank")])
+def test_who_lends_is_called_a_rank_where_it_has_several_stages(num_stages, row_name):
+    models = [nn.Sequential(Block(), Block()) for _ in range(num_stages)]
+    noria.wrap(models, torch.optim.AdamW([p for model in models for p in model.parameters()]), device="cpu")
+    lending = wrapped_by(models[0]).lending
+    lending.loans = [Loan(lender=1, borrower=0, offset=0, bytes=1 << 20)]
+    lending._note_failed({(2, 0): "no such luck"})
+    lines = str(noria.report(models)).splitlines()
+    assert f"{row_name} 1 lends 1.0 MiB to {row_name} 0" in lines
+    assert f"note: {row_name} 0 borrows nothing of {row_name} 2: no such luck" in lines
