@@ -175,9 +175,14 @@ def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan)
     schedule = name_of_schedule(args.schedule)
     virtual_stages = num_virtual_stages(schedule, args.virtual_stages)
     num_micro_batches = 2 * args.pipeline if args.micro_batches is None else args.micro_batches
-    for name, value in (("--micro-batches", num_micro_batches), ("--length", args.length)):
-        if value < 1:
-            raise usage_error(f"{name} of 1 or more", f"{value}", "raise it")
+    for name, least, value in (
+        ("--pipeline", 2, args.pipeline),
+        ("--micro-batches", 1, num_micro_batches),
+        ("--micro-batch-size", 1, args.micro_batch_size),
+        ("--length", 1, args.length),
+    ):
+        if value < least:
+            raise usage_error(f"{name} of {least} or more", f"{value}", "raise it")
     room = None
     if args.activation_memory is not None:
         memory = _amount(args.activation_memory)

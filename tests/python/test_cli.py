@@ -181,6 +181,21 @@ def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(caps
             "remedy: raise device_memory",
         ),
         (["plan", "--model", "made_here:chain", "--window", "1"], "window of 2 units"),
+        (["plan", "--model", "made_here:chain", "--pipeline", "0"], "--pipeline of 2 or more; found 0;"),
+        (["plan", "--model", "made_here:chain", "--pipeline", "1"], "--pipeline of 2 or more; found 1;"),
+        (
+            ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batches", "0"],
+            "--micro-batches of 1 or more; found 0;",
+        ),
+        (
+            ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batch-size", "0"],
+            "--micro-batch-size of 1 or more; found 0;",
+        ),
+        (
+            ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batch-size", "-1"],
+            "--micro-batch-size of 1 or more; found -1;",
+        ),
+        (["plan", "--model", "made_here:chain", "--pipeline", "2", "--length", "0"], "--length of 1 or more; found 0;"),
         (["trace", "/nowhere.json"], "No such file"),
     ],
 )
