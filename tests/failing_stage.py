@@ -7,14 +7,17 @@ interpreter does. The answer is a line of JSON too: by rank, how it ended, and h
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
 import os
+import re
 import select
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -86,9 +89,10 @@ def on_step(step: int) -> None:
 
 class Loop:
     """One rank's. Of `orders` each may lack. `fails`: a moment, as tests/failing_rank.py has it; `kills`: the same of
-    this rank's, at which that one is killed whose number comes first; `other`: the one that fails; `workers`: that it
-    forks; `never_steps`; `early_step`; `alone`: wraps without stages; `lacks_units`: all that it borrows for; `ends`:
-    "unwrap", "drop" or "exit", which waits for the other one's `after`: "end" or "exit"; `times` that it does all."""
+    this rank's, at which that one is killed whose number comes first; `other`: the one that fails, whose end this one
+    waits for before it goes on; `workers`: that it forks; `never_steps`; `early_step`; `alone`: wraps without stages;
+    `lacks_units`: all that it borrows for; `ends`: "unwrap", "drop" or "exit", which waits for the other one's `after`:
+    "end" or "exit"; `times` that it does all."""
 
     def __init__(self, rank: int, size: int, folder: Path, orders: dict[str, Any], nth: int) -> None:
         self.rank, self.size, self.folder, self.orders, self.nth = rank, size, folder, orders, nth
@@ -101,6 +105,7 @@ class Loop:
             policy = {"kernel": "torch", "activations": "keep"}
         policy |= {"mesh": DeviceMesh("cpu", [rank])} if "alone" in orders else {"stages": mesh["stages"]}
         limits = {"fetch": (0.004, 0.0)} if "lacks_units" in orders else {}
+        self.held = held()
         with on_machine(limits=limits):
             noria.wrap(self.model, self.optimizer, device="cpu", window=2, **policy)
         group = mesh["stages"].get_group()
@@ -153,6 +158,9 @@ class Loop:
         print("lends", sum(loan.bytes for loan in lending.lent), flush=True)
         self.unwrap()
         print("unwrapped", flush=True)
+        if "other" in self.orders:
+            now = held()
+            assert now == self.held, f"{now} are held, and {self.held} were before noria.wrap"
 
     def end(self) -> None:
         after, how = self.orders.get("after"), self.orders.get("ends", "exit")
@@ -171,6 +179,20 @@ class Loop:
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         noria.unwrap(self.model, self.optimizer)
         assert_same_bits(before, {name: value.detach() for name, value in self.model.named_parameters()})
+
+
+def held() -> Counter[str]:
+    """What this process has open, by kind, and which memory of noria's it has mapped. But for connections of process
+    groups, which torch closes when the other end is gone."""
+    local = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    sockets = [link for link in links if link.startswith("socket:")]
+    of_groups = [link for link in sockets if link[len("socket:[") : -1] not in local]
+    mapped = [line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:noria" in line]
+    return Counter(re.sub(r"\[\d+\]", "", link) for link in links if link not in of_groups) + Counter(mapped)
 
 
 def fork_worker() -> int:
@@ -250,7 +272,7 @@ def main() -> None:
                 run(rank, size, folder, orders, asked["timeout_s"])
                 return  # this interpreter ends
         ended = wait_for(pids, asked["patience_s"])
-        print(json.dumps({"ended": ended, "descriptors": len(os.listdir("/proc/self/fd"))}), flush=True)
+        print(json.dumps(ended), flush=True)
 
 
 if __name__ == "__main__":
