@@ -23,7 +23,6 @@ void Saver::begin_pass(Phase phase, bool saves) {
   is_inside_ = false;
   saves_ = phase == Phase::forward && saves;
   if (phase == Phase::backward) return;
-  ++forward_;
   open_.reset();
   for (auto bundle = bundles_.begin(); bundle != bundles_.end();) {
     if (is_any_alive(*bundle)) {
@@ -33,6 +32,10 @@ void Saver::begin_pass(Phase phase, bool saves) {
     std::erase(staying_, bundle);
     bundle = bundles_.erase(bundle);
   }
+  if (!saves_) return;
+  const bool is_all_used = std::all_of(bundles_.begin(), bundles_.end(),
+                                       [](const Bundle& bundle) { return bundle.is_used || !bundle.hook.valid(); });
+  order_.begin_forward(is_all_used);
 }
 
 bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
@@ -52,6 +55,7 @@ SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   entry.token = issuer_.buffers().intern(
       {{Place::Kind::host, kSavedRegion}, token, Bytes{1}, Format::compute, Purpose::saved_tensor, UnitId()});
   entry.bytes = bytes;
+  entry.forward = order_.newest();
   note_there(entry, memory);
   stats_.saved += bytes;
   stats_.most_saved = std::max(stats_.most_saved, stats_.saved);
@@ -84,7 +88,8 @@ void Saver::note_there(Entry& entry, const std::byte* memory) {
 }
 
 void Saver::share(SavedId saved) {
-  if (!open_) open_ = Bundle{HookId(), forward_, {}, false};  // outside of visits: nobody foresees who needs it
+  if (!open_) open_ = Bundle{HookId(), order_.newest(), {}, false};  // outside of visits: nobody foresees who needs it
+  if (at(saved).forward != order_.newest()) at(saved).forward.reset();
   if (std::find(open_->saved.begin(), open_->saved.end(), saved) == open_->saved.end()) open_->saved.push_back(saved);
 }
 
@@ -117,7 +122,7 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   if (std::exchange(is_inside_, true)) return {};
   if (phase == Phase::forward && !saves_) return {};
   if (phase == Phase::forward) {
-    if (!open_) open_ = Bundle{hook, forward_, {}, false};
+    if (!open_) open_ = Bundle{hook, order_.newest(), {}, false};
     refuse_large_bundle();
     make_way(expected_of(hook), unit);
     entered_us_ = clock_us();
@@ -184,8 +189,7 @@ Saver::Bundles::iterator Saver::next_used(HookId hook) {
   auto found = bundles_.end();
   for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
     if (bundle->hook != hook || bundle->is_used || !is_any_alive(*bundle)) continue;
-    if (found != bundles_.end() && found->forward != bundle->forward) break;
-    found = bundle;
+    if (found == bundles_.end() || !order_.comes_before(found->forward, bundle->forward)) found = bundle;
   }
   return found;
 }
@@ -198,12 +202,11 @@ Saver::Bundles::iterator Saver::needed_after(Bundles::iterator used) {
     if (is_needed(*bundle)) return bundle;
   }
   auto found = bundles_.end();
-  for (auto bundle = used; bundle != bundles_.end(); ++bundle) {
-    if (bundle->forward == forward || !is_needed(*bundle)) continue;
-    if (found != bundles_.end() && found->forward != bundle->forward) break;
-    found = bundle;
+  for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
+    if (!order_.comes_before(forward, bundle->forward) || !is_needed(*bundle)) continue;
+    if (found == bundles_.end() || !order_.comes_before(found->forward, bundle->forward)) found = bundle;
   }
-  return found;
+  return found == bundles_.end() || order_.awaits_one_before(found->forward) ? bundles_.end() : found;
 }
 
 void Saver::leave(UnitId unit, Stream stream) {
@@ -283,9 +286,9 @@ void Saver::make_way(Bytes bytes, UnitId unit) {
 }
 
 void Saver::offload_farthest(Bytes least, UnitId unit) {
-  const std::int64_t newest = staying_.back()->forward;
-  const auto farthest =
-      std::find_if(staying_.begin(), staying_.end(), [&](auto bundle) { return bundle->forward == newest; });
+  const auto farthest = std::max_element(staying_.begin(), staying_.end(), [this](auto a, auto b) {
+    return order_.comes_before(a->forward, b->forward);
+  });  // the first of its forward
   const Bundle& bundle = **farthest;
   const std::vector<SavedId> all = idle(bundle), going = enough(all, least);
   offload(going, sent_home_.contains(bundle.hook), unit);
@@ -319,10 +322,16 @@ std::vector<SavedId> Saver::enough(std::vector<SavedId> saved, Bytes least) cons
 void Saver::await(SavedId saved, Stream stream) {
   Entry& entry = at(saved);
   entry.is_wanted = true;
+  if (entry.forward) order_.note_backward(*entry.forward);
   if (entry.state == State::there || entry.state == State::leaving) return;
   ++stats_.num_unforeseen;
-  if (entry.state == State::away && is_at_peers(entry.stretches)) reload({saved}, UnitId(), stream);
+  std::vector<SavedId> coming;
+  if (entry.state == State::away && is_at_peers(entry.stretches)) coming = want({saved}, UnitId());
   const std::int64_t since_us = clock_us();
+  if (!coming.empty()) {
+    await_stream(stream);
+    bring(coming, UnitId());
+  }
   if (entry.state == State::coming) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
     entry.ticket->wait_passed();
@@ -336,6 +345,12 @@ void Saver::await(SavedId saved, Stream stream) {
   }
   entry.state = State::there;
   waited_us_ += clock_us() - since_us;
+}
+
+void Saver::await_stream(Stream stream) {
+  const Ticket now = backend_.open({OpId(), Lane::compute, Verb::user, UnitId()});
+  backend_.give(now, stream);
+  now->wait_passed();
 }
 
 // What is in the memory of these is there on the stream from here on; or, before a reload, nobody uses it any more.
@@ -429,6 +444,13 @@ void Saver::end_copy(SavedId saved) {
 }
 
 void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream) {
+  const std::vector<SavedId> coming = want(wanted, unit);
+  if (coming.empty()) return;
+  mark(unit, coming, stream);  // that memory may have been somebody else's until now
+  bring(coming, unit);
+}
+
+std::vector<SavedId> Saver::want(const std::vector<SavedId>& wanted, UnitId unit) {
   std::vector<SavedId> coming;
   Bytes bytes;
   for (SavedId saved : wanted) {
@@ -438,10 +460,13 @@ void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream strea
     coming.push_back(saved);
     bytes += entry.bytes;
   }
-  if (coming.empty()) return;
+  if (coming.empty()) return coming;
   make_way(bytes, unit);
   for (SavedId saved : coming) note_there(at(saved), custodian_.make_room(saved, at(saved).bytes));
-  mark(unit, coming, stream);  // that memory may have been somebody else's until now
+  return coming;
+}
+
+void Saver::bring(const std::vector<SavedId>& coming, UnitId unit) {
   Load from_home, from_peers;
   for (SavedId saved : coming) {
     Entry& entry = at(saved);

@@ -5,9 +5,9 @@
 // what peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; `enter` and `leave` may
 // block until a lane has caught up, so that what is saved cannot pile up on the device.
 //
-// Note [Bundles]. What one forward visit saves is a bundle. Backwards are taken to come in the order of their forwards,
-// as those of micro-batches do, and each visits its modules backwards. So the future is known, and who leaves is
-// Belady's: of the bundles that stay, the one whose backward is farthest, the first of the newest forward. At least one
+// Note [Bundles]. What one forward visit saves is a bundle. Backwards are taken to come in the order in which they came
+// the last time (backward_order.h), and each visits its modules backwards. So the future is known, and who leaves is
+// Belady's: of the bundles that stay, the one whose backward is farthest, the first of its forward. At least one
 // stays: what a backward needs first. Of the last one to leave only as many storages do as are in the way. When a
 // backward visit takes its bundle, those that come next are on their way. A guess that was wrong costs a wait, never a
 // bit: whoever asks for a tensor that is not there gets it then (`await`). Two bundles must have room. Where they had
@@ -20,6 +20,8 @@
 // Note [What nobody foresaw]. Whoever asks is inside of a visit, and nothing that is queued waits for the end of that
 // one (plan/planner.h, Note [Issue points]). So from peers it comes back on their lane, as ever. On the fetch lane it
 // would stand behind fetches made ahead, and the updates that these wait for: from home it is copied by whoever asks.
+// An op of the compute lane inside of the visit would say that the visit has ended when it has: so there is none, and
+// whoever asks stands still until the stream has come so far.
 #pragma once
 
 #include <deque>
@@ -32,6 +34,7 @@
 #include <vector>
 
 #include "base/trace.h"
+#include "engine/backward_order.h"
 #include "engine/custodian.h"
 #include "engine/issuer.h"
 #include "engine/saved_places.h"
@@ -114,7 +117,8 @@ class Saver {
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
     State state = State::there;
-    Ticket ticket;  // of the copy that goes on
+    Ticket ticket;                        // of the copy that goes on
+    std::optional<std::int64_t> forward;  // whose it is alone
     bool is_marked = false;
     bool is_wanted = false;     // by a backward that has begun: it stays
     bool is_forgotten = false;  // and let go as soon as no copy reads or writes it
@@ -144,11 +148,16 @@ class Saver {
   void offload(const std::vector<SavedId>& going, bool go_home, UnitId unit);
   /// Brings those of these that are away, and keeps the others.
   void reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream);
+  /// Makes memory for those of these that are away, and keeps the others. Returns the former, to be brought.
+  std::vector<SavedId> want(const std::vector<SavedId>& wanted, UnitId unit);
+  /// Once nobody uses their memory any more.
+  void bring(const std::vector<SavedId>& coming, UnitId unit);
   Ticket submit(Load load, Lane lane, Verb verb, UnitId unit);
   void make_way(Bytes bytes, UnitId unit);
   /// Of the farthest bundle so many bytes at least, if it has them.
   void offload_farthest(Bytes least, UnitId unit);
   void await_leaving(UnitId unit);
+  void await_stream(Stream stream);
   void end_left();
   void end_copy(SavedId saved);
   void let_go(SavedId saved);
@@ -181,7 +190,7 @@ class Saver {
   std::int64_t next_id_ = 0;
   std::vector<std::int32_t> free_tokens_;
   std::int32_t num_tokens_ = 0;
-  std::int64_t forward_ = 0;
+  BackwardOrder order_;
   Bundles bundles_;                        // in the order of their visits
   bool saves_ = false;                     // in this pass
   bool is_inside_ = false;                 // of a visit
