@@ -64,6 +64,12 @@ void Trace::sample(const SavedMemory& memory) {
   if (saved_.size() > capacity_) saved_.pop_front();
 }
 
+void Trace::note(std::string text) {
+  std::lock_guard lock(mutex_);
+  notes_.emplace_back(now_us(), std::move(text));
+  if (notes_.size() > capacity_) notes_.pop_front();
+}
+
 std::vector<Span> Trace::spans() const {
   std::lock_guard lock(mutex_);
   return {spans_.begin(), spans_.end()};
@@ -78,6 +84,7 @@ void Trace::clear() {
   std::lock_guard lock(mutex_);
   spans_.clear();
   saved_.clear();
+  notes_.clear();
   num_dropped_ = 0;
 }
 
@@ -117,7 +124,12 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
     out += ",\n{\"ph\":\"C\",\"name\":\"saved for backward\",\"pid\":0,\"ts\":" + std::to_string(memory.at_us) +
            ",\"args\":{\"on the device\":" + std::to_string(memory.on_device.count) +
            ",\"at peers\":" + std::to_string(memory.at_peers.count) +
-           ",\"at home\":" + std::to_string(memory.at_home.count) + "}}";
+           ",\"at home\":" + std::to_string(memory.at_home.count) + ",\"lent\":" + std::to_string(memory.lent.count) +
+           "}}";
+  }
+  for (const auto& [at_us, text] : notes_) {
+    out += ",\n{\"ph\":\"i\",\"s\":\"p\",\"name\":" + quoted(text) +
+           ",\"pid\":0,\"tid\":0,\"ts\":" + std::to_string(at_us) + "}";
   }
   return out + "\n]}\n";
 }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.h"
@@ -28,10 +29,10 @@ struct Span {
   std::vector<OpId> waits;  // ops that this one waited for: arrows in the picture
 };
 
-/// Where what blocks have saved for their backwards lies at a moment.
+/// Where what blocks have saved for their backwards lies at a moment, and how much of their room is lent to others.
 struct SavedMemory {
   std::int64_t at_us = 0;
-  Bytes on_device, at_peers, at_home;
+  Bytes on_device, at_peers, at_home, lent;
 };
 
 class Trace {
@@ -41,6 +42,8 @@ class Trace {
   void add(Span span);
   /// Kept as spans are, apart from them.
   void sample(const SavedMemory& memory);
+  /// What has come about now, in words.
+  void note(std::string text);
   std::vector<Span> spans() const;
   std::size_t num_dropped() const;
   void clear();
@@ -49,7 +52,7 @@ class Trace {
   std::int64_t now_us() const;
 
   /// Chrome/Perfetto JSON: one row per lane, one slice per span ("fetch blocks.3"), one flow arrow per wait; what is
-  /// saved as a counter over time.
+  /// saved as a counter over time, and notes as instants.
   std::string chrome_json(const std::vector<std::string>& unit_names) const;
 
  private:
@@ -58,6 +61,7 @@ class Trace {
   mutable std::mutex mutex_;
   std::deque<Span> spans_;
   std::deque<SavedMemory> saved_;
+  std::deque<std::pair<std::int64_t, std::string>> notes_;
   std::size_t num_dropped_ = 0;
 };
 

@@ -66,6 +66,7 @@ void bind_base(py::module_& m) {
   py::class_<Trace, std::shared_ptr<Trace>>(m, "Trace")
       .def(py::init<std::size_t>(), py::arg("capacity"))
       .def("add", &Trace::add, py::arg("span"), Release())
+      .def("note", &Trace::note, py::arg("text"), Release())
       .def("spans", &Trace::spans, Release())
       .def("clear", &Trace::clear, Release())
       .def("chrome_json", &Trace::chrome_json, py::arg("unit_names"), Release())

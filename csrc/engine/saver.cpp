@@ -241,7 +241,9 @@ void Saver::leave(UnitId unit, Stream stream) {
 }
 
 void Saver::tell_trace() const {
-  if (trace_) trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held()});
+  if (!trace_) return;
+  const Bytes lent = own_room_ ? *own_room_ - *room_ : Bytes{0};
+  trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held(), lent});
 }
 
 // Blocks are alike, until they are known.

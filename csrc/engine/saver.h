@@ -77,10 +77,14 @@ class Saver {
   /// its copies. True: nothing does, and those have passed, which it has waited for; so not inside of a pass.
   bool shrink_peer(std::int32_t rank, Bytes left);
   /// What is left of the room: the rest is lent.
-  void set_room(Bytes room) { room_ = room; }
+  void set_room(Bytes room) {
+    room_ = room;
+    tell_trace();
+  }
   /// What these modules save leaves for the home, also where peers have room: their room is for whom it helps more.
   void send_home(std::set<HookId> hooks) { sent_home_ = std::move(hooks); }
-  /// Is told what lies where, at the ends of visits and where one of backward begins; null: nobody.
+  /// Is told what lies where, at the ends of visits, where one of backward begins, and where the room changes; null:
+  /// nobody.
   void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
 
   /// `saves`: a forward after which a backward may come.

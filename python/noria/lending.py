@@ -230,6 +230,8 @@ class Lending:
         self._asked = {loan.borrower: loan.bytes for loan in self.lent if loan.pair not in handover.failed}
         self._take_back()
         self.loans = [loan for loan in self.loans if loan.pair not in handover.failed]
+        for loan in self.loans:
+            self._trace(loan)
         with raised_by_all([stages], CALL):
             for source in self._sources:
                 loan = source.loan
@@ -332,7 +334,12 @@ class Lending:
 
     def _shrunk(self, loan: Loan, left: int) -> Loan:
         self.loans[self.loans.index(loan)] = shrunk = loan.shrunk(left)
+        self._trace(shrunk)
         return shrunk
+
+    def _trace(self, loan: Loan) -> None:
+        if self.wrapped.trace is not None:
+            self.wrapped.trace.note(loan.told(self.row_name))
 
     def _world(self, rank: int) -> int:
         assert self.stages is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import noria
 import psutil
@@ -254,9 +255,17 @@ def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plai
         r"sent to the host .* step, (\S+) MiB after it; to other stages (\S+) MiB", printed
     ).groups()
     assert float(to_host) == 0 < float(to_peers)
-    lanes = [peer_spans(tmp_path / f"stage{rank}.json") for rank in range(2)]
+    traces = [json.loads((tmp_path / f"stage{rank}.json").read_text())["traceEvents"] for rank in range(2)]
+    lanes = [peer_spans(events) for events in traces]
     assert set(lanes[0]) == {"offload", "reload"} and not lanes[1]
     assert lanes[0].count("offload") == lanes[0].count("reload")
+    for events in traces:
+        [note] = [event["name"] for event in events if event["ph"] == "i"]
+        assert re.match(r"stage 1 lends \d\.\d MiB to stage 0", note)
+    saved = [[event["args"] for event in events if event["ph"] == "C"] for events in traces]
+    assert max(each["at peers"] for each in saved[0]) > 0 == max(each["lent"] for each in saved[0])
+    lent = [each["lent"] for each in saved[1]]
+    assert lent == sorted(lent) and lent[0] == 0 < lent[-1]
 
 
 @pytest.mark.parametrize("script", ["examples/04_sharded_gpt.py", "examples/05_pipeline_d2d.py"])
@@ -272,9 +281,8 @@ def test_two_processes_use_cuda_where_each_has_a_device(run, monkeypatch, script
     assert run(script)[0] == backend
 
 
-def peer_spans(trace: Path) -> list[str]:
+def peer_spans(events: list[dict[str, Any]]) -> list[str]:
     """The verbs on the lane of that name, but for the measuring of links."""
-    events = json.loads(trace.read_text())["traceEvents"]
     [lane] = [event["tid"] for event in events if event["ph"] == "M" and event["args"].get("name") == "peer"]
     verbs = [event["name"].split()[0] for event in events if event["ph"] == "X" and event["tid"] == lane]
     return [verb for verb in verbs if verb != "probe"]
