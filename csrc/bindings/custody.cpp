@@ -81,7 +81,12 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
       backend_(backend),
-      saved_(device, least_saved, [this](const c10::Storage& storage) { return is_ours(storage); }),
+      saved_(
+          device, least_saved, [this](const c10::Storage& storage) { return is_ours(storage); },
+          [this](const c10::Storage& storage) {
+            return std::any_of(weights_.begin(), weights_.end(),
+                               [&](const auto& each) { return each->attached() && each->is(storage); });
+          }),
       updates_in_backward_(options.ring.has_value()),
       is_shared_(options.lane != nullptr),
       adds_to_(0),

@@ -4,20 +4,32 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DispatchKey.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <utility>
 
 namespace noria {
+namespace {
+
+void check_version(at::IntArrayRef sizes, std::uint32_t found, std::uint32_t expected) {
+  TORCH_CHECK(found == expected,
+              "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+              "tensor of shape ",
+              sizes, " is at version ", found, "; expected version ", expected, " instead.");
+}
+
+}  // namespace
 
 SavedStorage::~SavedStorage() {
   const std::lock_guard lock(dropped->mutex);
   dropped->saved.push_back(saved);
 }
 
-SavedTensors::SavedTensors(c10::Device device, Bytes least, std::function<bool(const c10::Storage&)> keeps)
+SavedTensors::SavedTensors(c10::Device device, Bytes least, Tells keeps, Tells is_attached)
     : device_(device),
       least_(least),
-      keeps_(std::move(keeps)) {}
+      keeps_(std::move(keeps)),
+      is_attached_(std::move(is_attached)) {}
 
 // A view of a small part of a storage would take all of it along.
 bool SavedTensors::goes(const at::Tensor& tensor) const {
@@ -26,6 +38,18 @@ bool SavedTensors::goes(const at::Tensor& tensor) const {
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)) return false;
   const auto whole = static_cast<std::int64_t>(tensor.storage().nbytes());
   return whole >= least_.count && whole <= 4 * tensor.numel() * tensor.element_size() && !keeps_(tensor.storage());
+}
+
+at::Tensor SavedTensors::weight_of(const at::Tensor& tensor) const {
+  const at::Tensor cast = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  const auto& node = cast.grad_fn();
+  if (!node || node->num_outputs() != 1) return {};
+  const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node->next_edge(0).function.get());
+  if (leaf == nullptr || node->name() != "ToCopyBackward0") return {};
+  const at::Tensor& weight = leaf->variable;
+  const bool is_whole = cast.sizes() == weight.sizes() && cast.strides() == weight.strides() &&
+                        cast.storage_offset() == 0 && cast._version() == 0;
+  return is_whole && is_attached_(weight.storage()) ? weight : at::Tensor();
 }
 
 std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor& tensor) {
@@ -39,6 +63,11 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
   result->offset = tensor.storage_offset();
   result->counter = tensor.unsafeGetTensorImpl()->version_counter();
   result->version = result->counter.current_version();
+  if (at::Tensor weight = weight_of(tensor); weight.defined()) {
+    result->weight_version = weight._version();
+    result->weight = std::move(weight);
+    return result;
+  }
   const auto known = known_.find(storage.unsafeGetStorageImpl());
   if (known != known_.end() && !known->second.storage.expired() && known->second.version == result->version) {
     result->storage = known->second.saved.lock();
@@ -60,15 +89,19 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
 }
 
 at::Tensor SavedTensors::unpack(Engine& engine, const SavedTensor& saved, Stream stream) {
-  TORCH_CHECK(saved.counter.current_version() == saved.version,
-              "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-              "tensor of shape ",
-              at::IntArrayRef(saved.sizes), " is at version ", saved.counter.current_version(), "; expected version ",
-              saved.version, " instead.");
+  check_version(saved.sizes, saved.counter.current_version(), saved.version);
   forget_dropped(engine);
+  const auto view_of = [&](const c10::Storage& storage) {
+    return at::empty({0}, at::TensorOptions().dtype(saved.dtype).device(device_))
+        .set_(storage, saved.offset, saved.sizes, saved.strides);
+  };
+  if (saved.weight.defined()) {
+    check_version(saved.weight.sizes(), saved.weight._version(), saved.weight_version);
+    const at::NoGradGuard no_grad;
+    return view_of(saved.weight.to(saved.dtype, /*non_blocking=*/false, /*copy=*/true).storage());
+  }
   engine.await_saved(saved.storage->saved, stream);
-  return at::empty({0}, at::TensorOptions().dtype(saved.dtype).device(device_))
-      .set_(storages_.at(saved.storage->saved), saved.offset, saved.sizes, saved.strides);
+  return view_of(storages_.at(saved.storage->saved));
 }
 
 std::byte* SavedTensors::make_room(SavedId saved, Bytes bytes, bool poisoned) {

@@ -6,6 +6,9 @@
 //
 // Note [Versions of saved tensors]. Autograd does not check versions of what hooks have packed, so it is done here: the
 // copy that went to the home is of the values at the time of saving, or an error.
+//
+// Note [Casts of weights]. What autocast makes of a weight is not kept: where backward asks for it the weight is there
+// again, and is cast again. That holds for weights of units that the visit has attached, for its backward needs those.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,12 +49,16 @@ struct SavedTensor {
   std::int64_t offset = 0;
   c10::VariableVersion counter;
   std::uint32_t version = 0;
+  at::Tensor weight;  // of which it is a cast, and then there is no `storage`
+  std::uint32_t weight_version = 0;
 };
 
 class SavedTensors {
  public:
+  using Tells = std::function<bool(const c10::Storage&)>;
   /// `least`: smaller storages stay where they are. `keeps`: storages that must, such as those of weights.
-  SavedTensors(c10::Device device, Bytes least, std::function<bool(const c10::Storage&)> keeps);
+  /// `is_attached`: a weight's, which lies on the device now.
+  SavedTensors(c10::Device device, Bytes least, Tells keeps, Tells is_attached);
 
   /// Null: autograd keeps the tensor.
   std::shared_ptr<SavedTensor> pack(Engine& engine, const at::Tensor& tensor);
@@ -73,10 +80,12 @@ class SavedTensors {
     std::uint32_t version;
   };
   bool goes(const at::Tensor& tensor) const;
+  /// The weight that this is a cast of, or a view of such a cast; none: it is something else.
+  at::Tensor weight_of(const at::Tensor& tensor) const;
 
   const c10::Device device_;
   const Bytes least_;
-  const std::function<bool(const c10::Storage&)> keeps_;
+  const Tells keeps_, is_attached_;
   const std::shared_ptr<Dropped> dropped_ = std::make_shared<Dropped>();
   std::unordered_map<SavedId, c10::Storage> storages_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;

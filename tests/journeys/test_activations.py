@@ -206,6 +206,57 @@ def test_autocast_has_the_same_bits():
     both(journey, activations="offload")
 
 
+class WideCast(nn.Module):
+    """Weights are far more than what blocks save beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def under_autocast(model: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(torch.linspace(-1, 1, 1024).reshape(4, 256)).float().square().mean()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_autocast_makes_of_trained_weights_is_not_kept(is_frozen):
+    left = {}
+    for wraps in (True, False):
+        torch.manual_seed(0)
+        model = WideCast()
+        model.blocks[2].weight.requires_grad_(not is_frozen)
+        optimizer = adamw(model.parameters())
+        if wraps:
+            noria.wrap(model, optimizer, device="cpu", window=2, activations="offload", kernel="torch")
+        for _ in range(3):
+            under_autocast(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if wraps:
+            of_cast, most = 256 * 256 * 2, saved_of(model)["most_saved"]
+            assert (most > of_cast) == is_frozen and most < 2 * of_cast
+            noria.unwrap(model, optimizer)
+        left[wraps] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits(left[True], left[False])
+
+
+def test_a_cast_is_not_made_again_of_a_weight_that_has_changed():
+    model = WideCast()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, activations="offload")
+    under_autocast(model).backward()
+    loss = under_autocast(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
