@@ -6,21 +6,25 @@ import dataclasses
 import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import noria
 import torch
 import torch.distributed as dist
+from noria import _C
 from noria.custody import activations, wrapped_by
 from noria.schedules import name_of_schedule, orders
 from noria.testing import assert_same_bits
 from torch import nn
 
 from tests.journeys.pairs import HOSTILE, Block, adamw, sgd
-from tests.journeys.test_pipelines import trained, unpipelined
+from tests.journeys.test_pipelines import STEPS, trained, unpipelined
 
 LENGTH = 128
 BUNDLE = 100_352  # what a block saves of a micro-batch of 2 x 128 x 16
 BLOCKS = 3
+CHOSEN = 6  # steps: in the last ones it is chosen what becomes of blocks, also where units were tried at other stages
+WAYS = ("peers", "host", "recompute")
 
 
 class Stage(nn.Module):
@@ -49,11 +53,15 @@ class Case:
     delays: tuple[tuple[str, Any], ...] = tuple(HOSTILE.items())
     lends: bool = False
     """Somebody must."""
+    steps: int = STEPS
+    ways: tuple[str, ...] = ()
+    """Chosen for the blocks, in turn; none: by what is measured."""
 
     def __str__(self) -> str:
         shape = f"{self.num_stages}x{self.replicas} m{self.num_micro_batches}"
         told = "/".join(self.activations)
-        return f"{self.schedule} {shape} {told} {self.update} seed {dict(self.delays)['seed']}"
+        chosen = f"{self.steps} steps {'/'.join(self.ways) or 'measured'}"
+        return f"{self.schedule} {shape} {told} {self.update} {chosen} seed {dict(self.delays)['seed']}"
 
     def room(self, stage: int) -> int | None:
         name, _, bundles = self.activations[stage].partition(" ")
@@ -66,6 +74,9 @@ class Case:
         if self.update == "drafts":
             return policy | {"kernel": "fused", "draft_memory": "64MiB"}
         return policy | {"update": self.update}
+
+    def ways_of(self, blocks: list[Any]) -> list[str]:
+        return list(itertools.islice(itertools.cycle(self.ways), len(blocks)))
 
 
 def train_as_told(rank: int, size: int, case: Case) -> None:
@@ -82,12 +93,14 @@ def train_as_told(rank: int, size: int, case: Case) -> None:
             found = broken(case, stage, step, model, report)
             faults.extend(f"step {step}: {each}\n{report}" for each in found)
 
-    made: dict[str, Any] = {"length": LENGTH, "num_micro_batches": case.num_micro_batches, "make_stage": Stage}
-    made["replicas"] = case.replicas
+    made: dict[str, Any] = {"length": [LENGTH] * case.steps, "make_stage": Stage}
+    made |= {"num_micro_batches": case.num_micro_batches, "replicas": case.replicas}
     make_optimizer = sgd if case.update == "drafts" else adamw
-    ours = trained(
-        case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
-    )
+    choose = (lambda blocks, *_: case.ways_of(blocks)) if case.ways else _C.choose_ways
+    with mock.patch.object(_C, "choose_ways", choose):
+        ours = trained(
+            case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
+        )
     twin = unpipelined(case.schedule, make_optimizer, stage, case.num_stages, replica=replica, **made)
     everybodys: list[Any] = [None] * size
     dist.all_gather_object(everybodys, lent[0])
@@ -115,6 +128,10 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
     if room is not None:
         holds["blocks and loans have their room"] = saved["most_there"] + lent <= room
         holds["what has no room leaves"] = saved["most_saved"] <= room or saved["num_offloaded"] > 0
+    if room is not None and case.ways and step == CHOSEN - 1:
+        names = [hook.name for hook in wrapped.partition.hooks if hook.is_block]
+        again = [name for name, way in zip(names, case.ways_of(names), strict=True) if way == "recompute"]
+        holds["who leaves computes again as chosen"] = report.recomputed == (again if saved["num_offloaded"] else [])
     return [promise for promise, is_kept in holds.items() if not is_kept]
 
 
@@ -149,4 +166,17 @@ def drawn(seed: int, num_ranks: int, replicas: int) -> Case:
         verb = draw.choice(("offload", "reload", "fetch", "drain", "update"))
         delays["hold_us"] = {verb: draw.choice((500, 3000))}
     update = draw.choice(("auto", "auto", "blocking", "drafts"))
-    return Case(schedule, num, num_micro_batches, tuple(each), update, replicas, tuple(delays.items()))
+    # Half of them until it is chosen what becomes of blocks; half of these by what is measured.
+    steps = draw.choice((STEPS, CHOSEN))
+    ways = tuple(draw.choice(WAYS) for _ in range(BLOCKS * of_rank)) if steps == CHOSEN and draw.random() < 0.5 else ()
+    return Case(
+        schedule,
+        num,
+        num_micro_batches,
+        tuple(each),
+        update,
+        replicas,
+        tuple(delays.items()),
+        steps=steps,
+        ways=ways,
+    )

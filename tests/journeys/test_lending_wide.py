@@ -19,7 +19,7 @@ from noria.pipeline import plan_pipeline, saved_by_block
 from noria.testing import assert_same_bits, first_difference, omit_wait
 from torch import nn
 
-from tests.journeys.lending_cases import BLOCKS, BUNDLE, LENGTH, Case, Stage, drawn, train_as_told
+from tests.journeys.lending_cases import BLOCKS, BUNDLE, CHOSEN, LENGTH, Case, Stage, drawn, train_as_told
 from tests.journeys.pairs import WIDTH, adamw
 from tests.journeys.test_lending import KIB64
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
@@ -33,17 +33,18 @@ LATE = {"seed": 3, "max_delay_us": 200, "poison": True, "hold_us": {"offload": 2
 # ---- in the bits of one device ----
 
 TIGHT = ("auto 5", "auto 5")
+MIXED = ("recompute", "host", "peers")
 OF_TWO = [
-    Case("1F1B", 2, 4, TIGHT, lends=True),
-    Case("1F1B", 2, 4, TIGHT, lends=True, delays=tuple(LATE.items())),
+    Case("1F1B", 2, 4, TIGHT, lends=True, steps=CHOSEN),
+    Case("1F1B", 2, 4, TIGHT, lends=True, delays=tuple(LATE.items()), steps=CHOSEN, ways=MIXED),
     Case("1F1B", 2, 3, ("auto 2", "auto 1000"), update="drafts", lends=True),
     Case("1F1B", 2, 2, ("offload", "auto 9"), update="blocking", lends=True),
     Case("GPipe", 2, 3, ("auto 4", "auto 1000"), lends=True),
-    Case("interleaved 1F1B", 2, 4, ("auto 12", "auto 12"), lends=True),
+    Case("interleaved 1F1B", 2, 4, ("auto 12", "auto 12"), lends=True, steps=CHOSEN, ways=MIXED),
     Case("interleaved 1F1B", 2, 3, ("auto 4", "auto 1000"), lends=True, delays=tuple(LATE.items())),
 ]
 OF_THREE = [
-    Case("1F1B", 3, 6, ("auto 5", "auto 6", "auto 7"), lends=True),
+    Case("1F1B", 3, 6, ("auto 5", "auto 6", "auto 7"), lends=True, steps=CHOSEN, ways=MIXED),
     # Two blocks' room, and backwards that find what the one before has left.
     Case("1F1B", 3, 3, ("auto 2", "auto 1000", "auto 2"), lends=True),
     Case("1F1B", 3, 5, ("auto 3", "recompute", "auto 1000"), lends=True, delays=tuple(LATE.items())),
@@ -52,7 +53,7 @@ OF_THREE = [
 ]
 OF_FOUR = [
     Case("1F1B", 4, 4, ("auto 8",) * 4, lends=True),
-    Case("1F1B", 2, 2, TIGHT, replicas=2, lends=True),
+    Case("1F1B", 2, 2, TIGHT, replicas=2, lends=True, steps=CHOSEN, ways=MIXED),
     Case("1F1B", 2, 4, ("recompute", "recompute"), replicas=2),
     Case("interleaved 1F1B", 2, 2, ("auto 10", "auto 10"), replicas=2, lends=True, delays=tuple(LATE.items())),
 ]

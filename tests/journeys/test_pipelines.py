@@ -154,7 +154,7 @@ def unpipelined(
     *,
     replica: int = 0,
     replicas: int = 1,
-    length: int = 5,
+    length: Sequence[int],
     num_micro_batches: int = NUM_MICRO_BATCHES,
     make_stage: Callable[[], nn.Module] = Stage,
 ) -> dict[str, torch.Tensor]:
@@ -166,8 +166,8 @@ def unpipelined(
     optimizers = [make_optimizer(each) for each in parameters]
     of_all = [p for each in parameters for p in each]
     kept: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
-        batches = [batch_of(step, each, num_micro_batches, length, torch.float32) for each in range(replicas)]
+    for step, now in enumerate(length):
+        batches = [batch_of(step, each, num_micro_batches, now, torch.float32) for each in range(replicas)]
         for nth in range(num_micro_batches):
             gradients = []
             for each, (inputs, targets) in enumerate(batches):
