@@ -175,6 +175,7 @@ void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled)
   signature.training = training;
   signature.grad_enabled = grad_enabled;
   forward_ = signature;
+  saved_.forget_dropped(engine_);  // of a forward that had no backward
   engine_.begin_pass(signature, current_stream());
 }
 
