@@ -2,17 +2,21 @@
 
 Stages of torch.distributed.pipelining train under 1F1B on this machine, one process each, over gloo. Stage i of n has
 n - i micro-batches in flight, and all have the same `activation_memory`: as much as they need on average, and what two
-blocks save for what is under way. So the first lacks what the last has to spare. Methods:
+blocks save for what is under way. So the first lacks what the last has to spare. Or it is less than they need on
+average: the last one still lends, but not enough. Methods:
 
-    no limit     activations="keep"
-    D2D          "auto", within activation_memory; stages= lend each other theirs
-    host swap    "auto", within the same activation_memory, alone
-    offload      "offload": all but a few blocks
-    recompute    "recompute": all but the inputs of blocks
+    no limit            activations="keep"
+    D2D                 "auto", within activation_memory; stages= lend each other theirs
+    host swap           "auto", within the same activation_memory, alone
+    mixed               as D2D, with less: the rest goes to the host, or is computed again
+    host swap, short    as host swap, with less
+    offload             "offload": all but a few blocks
+    recompute           "recompute": all but the inputs of blocks
 
 Lanes are limited, alike for all methods: what a block saves takes `--host` times the compute of its forward over the
 link to the host, each way, and over the link to a peer that by `--faster`. The aim: D2D within 1.05 of no limit as long
-as the lenders' room lasts, and never slower than the best of the others. Losses have the same bits for all methods.
+as the lenders' room lasts; D2D and mixed never slower than the best of the others. Losses have the same bits for all
+methods.
 
 `--compute paced`, the default: layers are small and then wait until their time is over, so that stages need not have
 a core each; a recomputed forward takes its time again. With "real" they are large enough to take time themselves.
@@ -44,9 +48,27 @@ GIB, MIB = 1 << 30, 1 << 20
 LATENCY_US = 30.0
 WARMUP = 3  # steps; in the first, stages agree on who lends what
 LANES = ("fetch", "drain", "peer")
-NO_LIMIT, D2D = "no limit", "D2D"
-METHODS = (NO_LIMIT, D2D, "host swap", "offload", "recompute")
+SWAPPED = ("host", "peers")  # of what blocks save, there and back
+NO_LIMIT = "no limit"
 NUM_SAVED = 4  # tensors of a block, each as large as its input
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    activations: str
+    lends: bool = False
+    is_short: bool = False
+
+
+METHODS = {
+    NO_LIMIT: Method("keep"),
+    "D2D": Method("auto", lends=True),
+    "host swap": Method("auto"),
+    "mixed": Method("auto", lends=True, is_short=True),
+    "host swap, short": Method("auto", is_short=True),
+    "offload": Method("offload"),
+    "recompute": Method("recompute"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +85,16 @@ class Shape:
     faster: float
     rounds: int
     steps: int
+    spare: int = 2  # what so many blocks save: room over the average need
+    short: int = 2  # and under it, where there is less
 
     @property
     def bundle_bytes(self) -> int:
         """What a block saves of a micro-batch."""
         return NUM_SAVED * 4 * self.rows * self.width
 
-    def room(self, size: int) -> int:
-        return int(self.bundle_bytes * (self.blocks * (size + 1) / 2 + 2))
+    def room(self, size: int, is_short: bool = False) -> int:
+        return int(self.bundle_bytes * (self.blocks * (size + 1) / 2 + (-self.short if is_short else self.spare)))
 
 
 class Begin(torch.autograd.Function):
@@ -140,12 +164,11 @@ class Stage(nn.Module):
         return x
 
 
-def policy_of(method: str, shape: Shape, grid: DeviceMesh) -> dict[str, Any]:
-    policy: dict[str, Any] = {"mesh": grid["replicas"]}
-    policy["activations"] = {NO_LIMIT: "keep", D2D: "auto", "host swap": "auto"}.get(method, method)
-    if policy["activations"] == "auto":
-        policy["activation_memory"] = shape.room(dist.get_world_size())
-    if method == D2D:
+def policy_of(method: Method, shape: Shape, grid: DeviceMesh) -> dict[str, Any]:
+    policy: dict[str, Any] = {"mesh": grid["replicas"], "activations": method.activations}
+    if method.activations == "auto":
+        policy["activation_memory"] = shape.room(dist.get_world_size(), method.is_short)
+    if method.lends:
         policy["stages"] = grid["stages"]
     return policy
 
@@ -173,7 +196,7 @@ class Run:
         )
         self.losses: list[float] = []
         self.times: list[float] = []
-        self.moved = dict.fromkeys(LANES, 0)  # bytes, in measured steps
+        self.moved = dict.fromkeys((*LANES, *SWAPPED), 0)  # bytes, in measured steps
         self.stalled_us = 0
 
     def step(self) -> None:
@@ -199,28 +222,32 @@ class Run:
             self.times.append(now - last)
             last = now
         after = self.counts()
-        for lane in LANES:
-            self.moved[lane] += after[lane] - before[lane]
+        for way in self.moved:
+            self.moved[way] += after[way] - before[way]
         self.stalled_us += after["stalled"] - before["stalled"]
         self.wrapped.custody.idle()
 
     def forget(self) -> None:
         self.times.clear()
-        self.moved, self.stalled_us = dict.fromkeys(LANES, 0), 0
+        self.moved, self.stalled_us = dict.fromkeys(self.moved, 0), 0
 
     def counts(self) -> dict[str, int]:
         stats = {lane: self.wrapped.backend.stats(lane) for lane in (*LANES, "compute")}
         stalled = sum(stats["compute"]["stalled_us"].values())
-        return {lane: stats[lane]["bytes"] for lane in LANES} | {"stalled": stalled}
+        saved = self.wrapped.custody.saved_stats()
+        peers = saved["offloaded_to_peers"] + saved["reloaded_from_peers"]
+        swapped = {"host": saved["offloaded"] + saved["reloaded"] - peers, "peers": peers}
+        return {lane: stats[lane]["bytes"] for lane in LANES} | swapped | {"stalled": stalled}
 
     def found(self) -> dict[str, Any]:
         report, num_steps = noria.report(self.model), len(self.times)
         return {
             "steps_s": self.times,
             "losses": self.losses,
-            "moved_bytes": {lane: amount / num_steps for lane, amount in self.moved.items()},
+            "moved_bytes": {way: amount / num_steps for way, amount in self.moved.items()},
             "stalled_us": self.stalled_us / num_steps,
             "saved": report.saved,
+            "recomputed": report.recomputed,
             "lent_bytes": sum(loan.bytes for loan in report.loans if loan.lender == self.rank),
             "room": self.wrapped.policy.activation_memory,
         }
@@ -267,9 +294,13 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> N
     """Puts (rank, what it measured) among the answers."""
     grid = meet(rank, size, meeting)
     limits = limits_of(shape, shape.bundle_bytes, forward_time(shape))
-    runs = {method: Run(policy_of(method, shape, grid), shape, grid, limits) for method in METHODS}
+    runs = {name: Run(policy_of(method, shape, grid), shape, grid, limits) for name, method in METHODS.items()}
     take_turns(runs, shape, WARMUP)
-    loans = [dataclasses.asdict(loan) for loan in runs[D2D].wrapped.lending.loans]
+    loans = {
+        name: [dataclasses.asdict(loan) for loan in runs[name].wrapped.lending.loans]
+        for name, method in METHODS.items()
+        if method.lends
+    }
     answers.put(
         (rank, {"limits": limits, "loans": loans, "methods": {name: run.found() for name, run in runs.items()}})
     )
@@ -303,9 +334,18 @@ def compared(found: list[dict[str, Any]], *references: str) -> dict[str, Any]:
 def summarised(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Of one number of stages."""
     summary = compared(found, NO_LIMIT)
-    ratios = {method: each["over_no_limit"]["of_pairs"] for method, each in summary["methods"].items()}
-    summary["d2d_over_best_other"] = ratios[D2D] / min(ratios[method] for method in METHODS[2:])
+    ratios = {name: each["over_no_limit"]["of_pairs"] for name, each in summary["methods"].items()}
+    summary["over_best_other"] = {
+        lending: ratios[lending] / min(ratios[name] for name in rivals_of(METHODS[lending]))
+        for lending in summary["loans"]
+    }
     return summary
+
+
+def rivals_of(lending: Method) -> list[str]:
+    """Those without loans that have no more room, and those without a limit."""
+    alone = {name: method for name, method in METHODS.items() if name != NO_LIMIT and not method.lends}
+    return [name for name, each in alone.items() if each.activations != "auto" or each.is_short == lending.is_short]
 
 
 def show(size: int, shape: Shape, summary: dict[str, Any]) -> None:
@@ -313,7 +353,7 @@ def show(size: int, shape: Shape, summary: dict[str, Any]) -> None:
     rows = []
     for method, each in summary["methods"].items():
         step, ratio, stages = each["step_s"], each["over_no_limit"], each["stages"]
-        limited = method in (D2D, "host swap", "offload")
+        limited = METHODS[method].activations in ("auto", "offload")
 
         def per_stage(name: str, stages: list[Any] = stages, limited: bool = limited) -> str:
             return " ".join(f"{stage['saved'][name] / MIB:.0f}" for stage in stages) if limited else "-"
@@ -326,18 +366,22 @@ def show(size: int, shape: Shape, summary: dict[str, Any]) -> None:
                 f"{ratio['of_medians']:.3f}",
                 f"{ratio['of_pairs']:.3f}",
                 f"{stages[0]['stalled_us'] / 1e3:.0f}",
-                *(f"{stages[0]['moved_bytes'][lane] / MIB:.1f}" for lane in LANES),
+                *(f"{stages[0]['moved_bytes'][way] / MIB:.1f}" for way in SWAPPED),
+                " ".join(str(len(stage["recomputed"])) for stage in stages),
                 per_stage("most_there"),
                 per_stage("most_at_peers"),
             ]
         )
     title = f"{size} stages of {shape.blocks} blocks, {shape.micro_batches} micro-batches; host {host:.3f} GiB/s, "
-    title += f"peer {peer:.3f}; room for {shape.room(size) / MIB:.0f} MiB each; stalls and MiB of stage 0, per step"
-    columns = ["method", "step ms", "quartiles", "of medians", "of pairs", "stalls", *LANES, "there", "at peers"]
-    _common.show(title, columns, rows)
-    lent = [f"{loan['lender']} lends {loan['bytes'] / MIB:.1f} MiB to {loan['borrower']}" for loan in summary["loans"]]
-    same = "yes" if summary["same_losses"] else "NO"
-    print(f"{', '.join(lent)}; D2D over the best other: {summary['d2d_over_best_other']:.3f}; same losses: {same}")
+    rooms = " or ".join(f"{shape.room(size, is_short) / MIB:.0f}" for is_short in (False, True))
+    title += f"peer {peer:.3f}; room for {rooms} MiB each; stalls and MiB of stage 0, per step"
+    columns = ["method", "step ms", "quartiles", "of medians", "of pairs", "stalls", *SWAPPED, "computed again"]
+    _common.show(title, [*columns, "there", "at peers"], rows)
+    for lending, loans in summary["loans"].items():
+        lent = [f"{loan['lender']} lends {loan['bytes'] / MIB:.1f} MiB to {loan['borrower']}" for loan in loans]
+        over = summary["over_best_other"][lending]
+        print(f"{lending}: {', '.join(lent) or 'nobody lends'}; over the best other: {over:.3f}")
+    print(f"same losses: {'yes' if summary['same_losses'] else 'NO'}")
 
 
 def main() -> int:
@@ -350,6 +394,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="of a micro-batch")
     parser.add_argument("--host", type=float, default=4.0, help="time of what a block saves on the host's link, over F")
     parser.add_argument("--faster", type=float, default=4.0, help="the link to a peer than that to the host")
+    parser.add_argument("--spare", type=int, default=2, help="room over the average need, in what blocks save")
+    parser.add_argument("--short", type=int, default=2, help="under it, where there is less")
     parser.add_argument("--rounds", type=int, help="turns of all methods")
     parser.add_argument("--steps", type=int, help="measured steps in each turn")
     args = parser.parse_args()
@@ -364,6 +410,8 @@ def main() -> int:
         args.faster,
         args.rounds or (1 if args.quick else 4),
         args.steps or (2 if args.quick else 5),
+        args.spare,
+        args.short,
     )
     began = _common.hardware()
     samples, summary = {}, {}
