@@ -4,8 +4,9 @@
 //
 // Note [Swap or recompute]. A block whose activations are swapped costs nothing while the copies hide behind compute:
 // there and back must fit the gap between its forward and its backward, and all copies of a lane the time that the
-// lane has. What does not hide is a stall; computing again is never hidden. So blocks are computed again, the cheapest
-// for each byte first, as long as that costs less than the stalls which it ends.
+// lane has: it goes out behind forwards, which wait for room, and comes back behind backwards. What does not hide is a
+// stall; computing again is never hidden. So blocks are computed again, the cheapest for each byte first, as long as
+// that costs less than the stalls which it ends.
 //
 // Note [Peers or host]. Peers' room is for whom it helps most: for blocks that the host's slower link would hold up, by
 // the stall that each byte there spares. What hides behind compute on the host's link anyway may go there. Where peers
@@ -32,7 +33,8 @@ struct SavedBlock {
 /// The way to the host: out on one lane, back on another.
 struct HostLink {
   double out_us_per_byte = 0, back_us_per_byte = 0;
-  double out_free_us = 0, back_free_us = 0;  // of a step, behind compute, and not needed for weights and gradients
+  // Of a step, behind forwards and behind backwards, and not needed for weights and gradients.
+  double out_free_us = 0, back_free_us = 0;
 };
 
 /// The way to peers: both ways on one lane.

@@ -14,6 +14,7 @@ from unittest import mock
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.custody import activations, wrapped_by
 from noria.custody.copies import PeerCopies
 from noria.testing import assert_same_bits, omit_wait, on_machine
@@ -364,6 +365,26 @@ def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_
     for _ in range(3):
         step_of(model, optimizer)
     assert noria.report(model).recomputed
+
+
+def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_their_way_back():
+    model, optimizer = crammed(0.02)
+    wrapped = wrapped_by(model)
+    sums, offered = [], []
+
+    def choose(blocks: Any, swapped: int, host: tuple[float, ...], peers: Any) -> list[str]:
+        offered.append(host)
+        return ["host"] * len(blocks)
+
+    with mock.patch.object(_C, "choose_ways", choose):
+        for _ in range(3):
+            model(torch.randn(4, 64, WIDTH)).square().mean().backward()
+            sums.append(wrapped.custody.step_sums())
+            optimizer.step()
+            optimizer.zero_grad()
+    [(_, _, out_free_us, back_free_us)] = offered
+    assert 0 < out_free_us <= sums[2]["forward_us"] - sums[1]["forward_us"]
+    assert 0 < back_free_us <= sums[2]["backward_us"] - sums[1]["backward_us"]
 
 
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():

@@ -77,7 +77,8 @@ class _Seen:
     saved: dict[str, int]
     by_hook: dict[int, tuple[int, int, int, int]]
     lanes: dict[str, tuple[int, int]]  # busy us, bytes
-    compute_us: int
+    forward_us: int
+    backward_us: int
 
 
 class Recomputation:
@@ -139,7 +140,8 @@ class Recomputation:
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
         lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
-        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, custody.compute_us)
+        sums = custody.step_sums()
+        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, sums["forward_us"], sums["backward_us"])
 
     def _choose(self, before: _Seen, now: _Seen) -> None:
         def more(name: str) -> int:
@@ -151,13 +153,15 @@ class Recomputation:
 
         if not more("offloaded") or not more("reloaded"):
             return
-        compute_us = now.compute_us - before.compute_us
+        forward_us, backward_us = now.forward_us - before.forward_us, now.backward_us - before.backward_us
+        compute_us = forward_us + backward_us
         to_peers, from_peers = more("offloaded_to_peers"), more("reloaded_from_peers")
         speeds, free = [], []
-        for lane, own in (("drain", more("offloaded") - to_peers), ("fetch", more("reloaded") - from_peers)):
+        out, back = more("offloaded") - to_peers, more("reloaded") - from_peers
+        for lane, own, behind_us in (("drain", out, forward_us), ("fetch", back, backward_us)):
             busy_us, moved = busy(lane)
             speeds.append(busy_us / moved if moved else _UNKNOWN_US)
-            free.append(max(compute_us - speeds[-1] * (moved - own), 0.0) if moved else 0.0)
+            free.append(max(min(behind_us, compute_us - speeds[-1] * (moved - own)), 0.0) if moved else 0.0)
         peer_us, peer_moved = busy("peer")
         peer_us_per_byte = peer_us / max(peer_moved, 1)
         of_units = peer_moved - to_peers - from_peers
