@@ -21,7 +21,7 @@ methods.
 `--compute paced`, the default: layers are small and then wait until their time is over, so that stages need not have
 a core each; a recomputed forward takes its time again. With "real" they are large enough to take time themselves.
 Methods take turns in the same processes. A step lasts from the end of the one before it to its own, on the first stage;
-the first steps, at the end of which stages have lent, are not measured.
+the first steps, in which stages lend and choose, are not measured.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from noria import _C
 from noria.custody import activations, wrapped_by
+from noria.custody.recompute import Recomputation
 from noria.schedules import name_of_schedule, orders
 from noria.testing import assert_same_bits
 from torch import nn
@@ -96,8 +98,10 @@ def train_as_told(rank: int, size: int, case: Case) -> None:
     made: dict[str, Any] = {"length": [LENGTH] * case.steps, "make_stage": Stage}
     made |= {"num_micro_batches": case.num_micro_batches, "replicas": case.replicas}
     make_optimizer = sgd if case.update == "drafts" else adamw
-    choose = (lambda blocks, *_: case.ways_of(blocks)) if case.ways else _C.choose_ways
-    with mock.patch.object(_C, "choose_ways", choose):
+    with contextlib.ExitStack() as patches:
+        if case.ways:
+            patches.enter_context(mock.patch.object(_C, "choose_ways", lambda blocks, *_: case.ways_of(blocks)))
+            patches.enter_context(mock.patch.object(Recomputation, "_look_again"))
         ours = trained(
             case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
         )

@@ -4,6 +4,7 @@ memory on the device, and a home that says what it takes."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import pickle
@@ -17,6 +18,7 @@ import torch
 from noria import _C
 from noria.custody import activations, wrapped_by
 from noria.custody.copies import PeerCopies
+from noria.custody.recompute import Recomputation
 from noria.testing import assert_same_bits, omit_wait, on_machine
 from torch import nn
 from torch.nn import functional as F
@@ -385,6 +387,33 @@ def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_th
     [(_, _, out_free_us, back_free_us)] = offered
     assert 0 < out_free_us <= sums[2]["forward_us"] - sums[1]["forward_us"]
     assert 0 < back_free_us <= sums[2]["backward_us"] - sums[1]["backward_us"]
+
+
+@pytest.mark.parametrize(
+    ("num_paying", "counts"), [(0, [1, 0, 0, 0, 0, 0]), (1, [1, 2, 1, 1, 1, 1]), (6, [1, 2, 3, 4, 5, 5])]
+)
+def test_more_is_computed_again_as_long_as_that_pays(num_paying, counts):
+    left, stalled_us, see = {}, 0, Recomputation._see
+
+    def seen(looking: Recomputation) -> Any:
+        """A step waits for ten seconds, less two for each block that pays, at most five."""
+        nonlocal stalled_us
+        stalled_us += 10_000_000 - 2_000_000 * min(len(looking.names()), num_paying)
+        return dataclasses.replace(see(looking), stalled_us=stalled_us)
+
+    for wraps in (True, False):
+        model, optimizer = crammed(0.02 if wraps else None)
+        found = []
+        with (
+            mock.patch.object(_C, "choose_ways", lambda blocks, *_: ["host"] * len(blocks)),
+            mock.patch.object(Recomputation, "_see", seen),
+        ):
+            for _ in range(9):
+                step_of(model, optimizer)
+                found.append(len(noria.report(model).recomputed) if wraps else 0)
+        assert not wraps or found == [0, 0, 0, *counts]
+        left[wraps] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits(left[True], left[False])
 
 
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():

@@ -3,7 +3,8 @@
 activations="auto" measures: the first step tells what has no room, and what other stages lend; the third is the one
 that is looked at, or a later one where units at other stages are tried first; by the host's clock, so only where the
 host computes. It also says what goes to other stages and what to the host, where the others have not room for all
-(csrc/plan/swap.h).
+(csrc/plan/swap.h). What bursts and other stages add to that is found out by trying: as long as a step waits longer for
+copies than computing one more block again would take, one more is, until that has not paid.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["Recomputation", "Recomputed", "is_checkpointed"]
 
 _LOOKED_AT = 3  # of the steps
 _UNKNOWN_US = 1e6  # for each byte, of a link that nothing has gone over: not worth a try
+_ALIKE = 1.1  # times that differ by less are taken for alike
 
 
 def is_checkpointed() -> bool:
@@ -68,6 +70,10 @@ class _Block:
     """Of its buffers, before the forward that goes on."""
     is_pure: bool = True
     """No forward has written a buffer, as one of BatchNorm does: a second one would write it again."""
+    price_us: float = 0.0
+    """Of computing it again, of a step."""
+    saving: int = 0
+    """Bytes of a step that are not swapped then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +85,7 @@ class _Seen:
     lanes: dict[str, tuple[int, int]]  # busy us, bytes
     forward_us: int
     backward_us: int
+    stalled_us: int  # what compute has waited for what leaves and comes back
 
 
 class Recomputation:
@@ -95,6 +102,8 @@ class Recomputation:
         self._is_looking = chooses and wrapped.device.type == "cpu"
         self._num_steps = 0
         self._before: _Seen | None = None
+        self._offered: list[_Block] | None = None  # once it is chosen: those that are there to be computed again
+        self._tried: tuple[_Block, int] | None = None  # and what had been waited for without
         self._recomputed: list[_Block] = []
         if not chooses:
             self._recompute(self._blocks.values())
@@ -107,6 +116,12 @@ class Recomputation:
         for block in blocks:
             block.module.__dict__["forward"] = Recomputed(block.module)
             self._recomputed.append(block)
+
+    def _keep(self, block: _Block) -> None:
+        self._recomputed.remove(block)
+        forward = block.module.__dict__.pop("forward")
+        if forward.own is not None:
+            block.module.__dict__["forward"] = forward.own
 
     # ---- looking ----
 
@@ -134,14 +149,21 @@ class Recomputation:
         now = self._see()
         if now.saved["saved"]:
             return  # a backward of what has been saved without computing again is to come
-        self._is_looking = False
-        self._choose(self._before, now)
+        before, self._before = self._before, now
+        if self._offered is None:
+            self._choose(before, now)
+        else:
+            self._look_again(now.stalled_us - before.stalled_us)
 
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
         lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
         sums = custody.step_sums()
-        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, sums["forward_us"], sums["backward_us"])
+        stalled_us = sum(
+            us for (giver, _), us in stats("compute")["stalled_us"].items() if giver in ("offload", "reload")
+        )
+        compute = (sums["forward_us"], sums["backward_us"])
+        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, *compute, stalled_us)
 
     def _choose(self, before: _Seen, now: _Seen) -> None:
         def more(name: str) -> int:
@@ -151,7 +173,9 @@ class Recomputation:
             (us, moved), (us_before, moved_before) = now.lanes[lane], before.lanes[lane]
             return us - us_before, moved - moved_before
 
+        self._offered = []
         if not more("offloaded") or not more("reloaded"):
+            self._is_looking = False
             return
         forward_us, backward_us = now.forward_us - before.forward_us, now.backward_us - before.backward_us
         compute_us = forward_us + backward_us
@@ -166,27 +190,42 @@ class Recomputation:
         peer_us_per_byte = peer_us / max(peer_moved, 1)
         of_units = peer_moved - to_peers - from_peers
         peers = (to_peers, peer_us_per_byte, max(compute_us - peer_us_per_byte * of_units, 0.0))
-        offered, described = [], []
+        described = []
         for block in self._blocks.values():
             num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
             num_visits -= before.by_hook.get(block.hook, (0,))[0]
             if num_visits:
-                offered.append(block)
+                self._offered.append(block)
                 kept = block.input_bytes if block.is_pure else size  # computing it again would save nothing
+                block.price_us, block.saving = num_visits * forward_us, num_visits * (size - kept)
                 described.append((size, kept, num_visits, forward_us, gap_us))
         host = (speeds[0], speeds[1], free[0], free[1])
         ways = _C.choose_ways(described, more("offloaded"), host, peers)
-        by_way = {way: [block for block, its in zip(offered, ways, strict=True) if its == way] for way in set(ways)}
-        self._recompute(by_way.get("recompute", ()))
+        chosen = list(zip(self._offered, ways, strict=True))
+        self._recompute(block for block, way in chosen if way == "recompute")
         if to_peers:
-            self.wrapped.custody.send_saved_home({block.hook for block in by_way.get("host", ())})
+            self.wrapped.custody.send_saved_home({block.hook for block, way in chosen if way == "host"})
+
+    def _look_again(self, stalled_us: int) -> None:
+        """`stalled_us`: of the last step."""
+        if self._tried is not None:
+            block, without_us = self._tried
+            if without_us - stalled_us < block.price_us:
+                self._keep(block)
+                self._is_looking = False
+                return
+        others = [block for block in self._offered or () if block not in self._recomputed and block.saving > 0]
+        cheapest = min((block.price_us / block.saving for block in others), default=0.0)
+        first = next((block for block in others if block.price_us / block.saving <= _ALIKE * cheapest), None)
+        if first is None or stalled_us <= first.price_us:
+            self._is_looking = False
+            return
+        self._tried = (first, stalled_us)
+        self._recompute([first])
 
     def remove(self) -> None:
-        for block in self._recomputed:
-            forward = block.module.__dict__.pop("forward")
-            if forward.own is not None:
-                block.module.__dict__["forward"] = forward.own
-        self._recomputed.clear()
+        for block in list(self._recomputed):
+            self._keep(block)
 
 
 def _versions(module: nn.Module) -> int:
