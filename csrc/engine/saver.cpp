@@ -189,7 +189,8 @@ Saver::Bundles::iterator Saver::next_used(HookId hook) {
   auto found = bundles_.end();
   for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
     if (bundle->hook != hook || bundle->is_used || !is_any_alive(*bundle)) continue;
-    if (found == bundles_.end() || !order_.comes_before(found->forward, bundle->forward)) found = bundle;
+    if (found != bundles_.end() && found->forward != bundle->forward) break;
+    found = bundle;
   }
   return found;
 }

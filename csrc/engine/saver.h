@@ -6,13 +6,13 @@
 // block until a lane has caught up, so that what is saved cannot pile up on the device.
 //
 // Note [Bundles]. What one forward visit saves is a bundle. Backwards are taken to come in the order in which they came
-// the last time (backward_order.h), and each visits its modules backwards. So the future is known, and who leaves is
-// Belady's: of the bundles that stay, the one whose backward is farthest, the first of its forward. At least one
-// stays: what a backward needs first. Of the last one to leave only as many storages do as are in the way. When a
-// backward visit takes its bundle, those that come next are on their way. A guess that was wrong costs a wait, never a
-// bit: whoever asks for a tensor that is not there gets it then (`await`). Two bundles must have room. Where they had
-// it until some was lent, they have it still: there is more on the device then than the room, until the lender has got
-// back what it asks for.
+// the last time (backward_order.h), those of one module in the order of its forwards, and each visits its modules
+// backwards. So the future is known, and who leaves is Belady's: of the bundles that stay, the one whose backward is
+// farthest, the first of its forward. At least one stays: what a backward needs first. Of the last one to leave only as
+// many storages do as are in the way. When a backward visit takes its bundle, those that come next are on their way. A
+// guess that was wrong costs a wait, never a bit: whoever asks for a tensor that is not there gets it then (`await`).
+// Two bundles must have room. Where they had it until some was lent, they have it still: there is more on the device
+// then than the room, until the lender has got back what it asks for.
 //
 // Note [Tokens]. Where torch's allocator puts a tensor is different each time, so a token stands for the memory on the
 // device: a buffer of one byte in a place of its own, one for each storage that is saved now.

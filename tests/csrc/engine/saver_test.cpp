@@ -455,15 +455,13 @@ TEST(Saver, stages_that_take_turns_on_a_rank_are_known_from_the_second_step) {
   }
 }
 
-TEST(Saver, a_wrong_guess_costs_no_bit_and_is_not_made_again) {
+TEST(Saver, a_wrong_guess_costs_no_bit) {
   for (const int bundles : {2, 5}) {
     Machine machine({.seed = 1, .room = kBytes * bundles});
     for (const bool in_order : {false, true, false}) {
       const std::int64_t before = machine.stats().num_unforeseen;
       EXPECT_EQ(count_wrong(machine, in_order), 0);
-      const std::int64_t num_unforeseen = machine.stats().num_unforeseen - before;
-      EXPECT_GT(num_unforeseen, 0);
-      EXPECT_LE(num_unforeseen, 2 * kModules);  // in the first of three steps
+      EXPECT_EQ(machine.stats().num_unforeseen > before, !in_order);
     }
   }
 }
