@@ -46,7 +46,7 @@ from torch.nn import functional as F
 
 GIB, MIB = 1 << 30, 1 << 20
 LATENCY_US = 30.0
-WARMUP = 3  # steps; in the first, stages agree on who lends what
+WARMUP = 12  # steps; in the first, stages agree on who lends what; in some more each chooses what is computed again
 LANES = ("fetch", "drain", "peer")
 SWAPPED = ("host", "peers")  # of what blocks save, there and back
 NO_LIMIT = "no limit"
