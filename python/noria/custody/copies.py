@@ -17,13 +17,19 @@ from noria import _C
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
-__all__ = ["PeerCopies"]
+__all__ = ["PeerCopies", "stalled_us"]
 
 _SUBSTANTIAL = 0.05
 """Of a step: what compute waits for fetches at least."""
 
 _LOOKED_AT = 2
 """Steps at most before copies are tried, and while they are: one alone may have been held up by something else."""
+
+
+def stalled_us(backend: _C.Backend, *givers: str) -> int:
+    """What compute has waited for ops of these verbs."""
+    stalls = backend.stats("compute")["stalled_us"]
+    return sum(us for (giver, _), us in stalls.items() if giver in givers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +143,10 @@ class PeerCopies:
     def _see(self) -> _Seen:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
         home, peer, copies = stats("fetch"), stats("peer"), custody.copy_stats()
-        stalled_us = sum(us for (giver, _), us in stats("compute")["stalled_us"].items() if giver == "fetch")
         return _Seen(
             custody.times_fetched(),
             time.perf_counter() * 1e6,
-            stalled_us,
+            stalled_us(self.wrapped.backend, "fetch"),
             home["busy_us"],
             home["bytes"],
             peer["busy_us"],

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from noria import _C
+from noria.custody.copies import stalled_us
 from noria.record import tensors_of
 
 if TYPE_CHECKING:
@@ -159,11 +160,9 @@ class Recomputation:
         custody, stats = self.wrapped.custody, self.wrapped.backend.stats
         lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
         sums = custody.step_sums()
-        stalled_us = sum(
-            us for (giver, _), us in stats("compute")["stalled_us"].items() if giver in ("offload", "reload")
-        )
         compute = (sums["forward_us"], sums["backward_us"])
-        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, *compute, stalled_us)
+        stalled = stalled_us(self.wrapped.backend, "offload", "reload")
+        return _Seen(custody.saved_stats(), custody.saved_by_module(), lanes, *compute, stalled)
 
     def _choose(self, before: _Seen, now: _Seen) -> None:
         def more(name: str) -> int:
