@@ -169,6 +169,14 @@ def a_fetch_that_was_for_nothing() -> Loop:
     return loop
 
 
+def a_fetch_whose_visit_never_came() -> Loop:
+    """It was on its way from the peer when the forward raised; its memory goes to a unit that comes from home."""
+    loop = at_a_peer([2], Model([(1, 1), (1, 1), (1, 0)], [[0], [1], [2]]))
+    loop.forward([0, 1, 2], stop=2)
+    loop.forward([0, 1])
+    return loop
+
+
 @dataclass
 class Case:
     """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
@@ -230,6 +238,7 @@ CASES = {
     "stash -> poison on weights (WAR)": Case(at_a_peer(), poison=True),
     "poison -> fetch on weights (WAW)": Case(at_a_peer(), poison=True),
     "fetch -> fetch on weights (WAW)": Case(a_fetch_that_was_for_nothing(), later="update"),
+    "fetch -> poison on weights (WAW)": Case(a_fetch_whose_visit_never_came(), poison=True, later="forward"),
 }
 
 # The calling thread's own access to the home is over before its next call, so it gives no ticket: nobody waits for it,
