@@ -7,9 +7,9 @@ PIPARGS ?=
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.noria-deps
 BUILT   := $(VENV)/.noria-built
-SOURCES := $(shell find csrc kernels tests/csrc -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_FILES := $(shell find csrc kernels tests/csrc -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu')
-CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*' -not -name 'cuda_*')
+SOURCES := $(shell find csrc tests/csrc -type f) CMakeLists.txt setup.py pyproject.toml
+CXX_FILES := $(shell find csrc tests/csrc -name '*.h' -o -name '*.inc' -o -name '*.cpp')
+CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*')
 CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
@@ -58,7 +58,7 @@ googletest: all
 
 sanitize: googletest
 	for s in $(SANITIZERS); do d=build/san-$${s%%,*}; \
-	  $(CMAKE) -S . -B $$d -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DNORIA_PYTHON=OFF -DNORIA_CUDA=OFF \
+	  $(CMAKE) -S . -B $$d -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DNORIA_PYTHON=OFF \
 	    -DNORIA_SANITIZE=$$s -DCMAKE_PREFIX_PATH=$(abspath $(VENV)) && \
 	  $(CMAKE) --build $$d --target cpp_tests --parallel $(JOBS) && \
 	  $(BIN)/ctest --test-dir $$d --output-on-failure || exit 1; done

@@ -1,7 +1,4 @@
 // Backends and tickets, by integer addresses and stream handles.
-//
-// Compiled twice: into _C, and with NORIA_FAKE_CUDA into the tests' _fake_cuda, where the same C++ types are bound for
-// that module alone and make_cuda_backend is the one over the fake runtime.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,6 +12,7 @@
 #include "bindings/home_use.h"
 #include "bindings/lane_stats.h"
 #include "device/backend.h"
+#include "device/cuda_runtime.h"
 #include "device/host_backend.h"
 #include "device/host_ticket.h"
 #include "device/link_probe.h"
@@ -27,12 +25,6 @@ namespace {
 
 using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
-
-#ifdef NORIA_FAKE_CUDA
-constexpr bool kLocal = true;
-#else
-constexpr bool kLocal = false;
-#endif
 
 constexpr std::string_view kPeerLink = "peer:";  // of limits: before the number of one link
 
@@ -78,11 +70,26 @@ std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
 }
 
 std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility,
-                                   std::int64_t staging_piece) {
+                                   std::int64_t staging_piece, const std::shared_ptr<const cuda::Runtime>& runtime) {
   CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
   options.staging_piece = Bytes{staging_piece};
   py::gil_scoped_release release;
-  return make_cuda_backend(options);
+  return make_cuda_backend(options, runtime);
+}
+
+std::shared_ptr<const cuda::Runtime> open_cuda(const std::string& path) {
+  const py::gil_scoped_release release;
+  return cuda::Runtime::open(path);
+}
+
+/// "13.0"
+std::string version_of(const cuda::Runtime& runtime) {
+  int version = 0;
+  if (runtime.RuntimeGetVersion(&version) != cuda::kSuccess) {
+    (void)runtime.GetLastError();
+    return "unknown";
+  }
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64_t>>& copies,
@@ -96,7 +103,7 @@ Transfer make_transfer(const std::vector<std::tuple<Address, Address, std::int64
 }
 
 void bind_tickets(py::module_& m) {
-  py::class_<TicketState, std::shared_ptr<TicketState>>(m, "Ticket", py::module_local(kLocal))
+  py::class_<TicketState, std::shared_ptr<TicketState>>(m, "Ticket")
       .def_property_readonly("op", [](const TicketState& ticket) { return ticket.label.op.value; })
       .def_property_readonly("lane", [](const TicketState& ticket) { return to_string(ticket.label.lane); })
       .def_property_readonly("verb", [](const TicketState& ticket) { return to_string(ticket.label.verb); })
@@ -105,7 +112,7 @@ void bind_tickets(py::module_& m) {
       .def("wait_passed", &TicketState::wait_passed, Release())
       .def("wait_issued", &TicketState::wait_issued, Release());
 
-  py::class_<HostTicket, TicketState, std::shared_ptr<HostTicket>>(m, "HostTicket", py::module_local(kLocal))
+  py::class_<HostTicket, TicketState, std::shared_ptr<HostTicket>>(m, "HostTicket")
       .def(py::init([](std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
              return std::make_shared<HostTicket>(make_label(op, lane, verb, unit));
            }),
@@ -130,7 +137,7 @@ py::bytes handle_of(const SharedMemory& told) {
 }
 
 void bind_shared_memory(py::module_& m) {
-  py::class_<SharedMemory>(m, "SharedMemory", py::module_local(kLocal))
+  py::class_<SharedMemory>(m, "SharedMemory")
       .def(py::init(&make_shared_memory), py::arg("bytes"), py::arg("fd") = -1, py::arg("handle") = py::bytes())
       .def_property_readonly("bytes", [](const SharedMemory& told) { return told.bytes.count; })
       .def_readonly("fd", &SharedMemory::fd)
@@ -138,7 +145,7 @@ void bind_shared_memory(py::module_& m) {
 }
 
 void bind_backend(py::module_& m) {
-  py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend", py::module_local(kLocal))
+  py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
       .def_property_readonly("name", &Backend::name)
       .def(
           "allocate", [](Backend& b, std::int64_t bytes) { return address_of(b.allocate(Bytes{bytes})); },
@@ -227,7 +234,7 @@ void bind_backend(py::module_& m) {
       .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
       .def_property_readonly("poisons", &Backend::poisons);
 
-  py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend", py::module_local(kLocal))
+  py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend")
       .def(
           "create_stream", [](HostBackend& b) { return address_of(b.create_stream()); }, Release())
       .def(
@@ -253,10 +260,17 @@ void bind_device(py::module_& m) {
   m.attr("DEFAULT_STREAM") = address_of(kDefaultStream);
   m.def("make_host_backend", &make_host, py::arg("capacity"),
         py::arg("limits") = std::map<std::string, std::pair<double, double>>(), py::arg("hostility") = py::dict());
+  py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")
+      .def(py::init([](const std::string& path) { return std::const_pointer_cast<cuda::Runtime>(open_cuda(path)); }),
+           py::arg("path"))
+      .def_readonly("path", &cuda::Runtime::path)
+      .def_property_readonly("version", &version_of);
+  m.def("find_cuda_runtime", [] { return std::const_pointer_cast<cuda::Runtime>(cuda::Runtime::find()); });
   m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
-        py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count);
+        py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count,
+        py::arg("runtime") = py::none());
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
-  m.def("cuda_absent_reason", &cuda_absent_reason, Release());
+  m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
   m.def(
       "hostile_delays",
       [](std::uint64_t seed, std::int64_t max_delay_us, const std::string& lane, int count) {

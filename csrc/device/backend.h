@@ -38,6 +38,10 @@
 
 namespace noria {
 
+namespace cuda {
+struct Runtime;  // device/cuda_runtime.h
+}
+
 /// Which op a ticket, a span or a stall belongs to.
 struct OpLabel {
   OpId op;
@@ -222,10 +226,11 @@ struct CudaBackendOptions {
   Bytes staging_bytes() const { return staging_piece * (2 * num_staging_pieces); }  // of both lanes
 };
 
-/// Throws MachineError naming what is missing when this build or machine has no CUDA.
-std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options);
+/// On this runtime, or on the one that is found. Throws MachineError naming what is missing when this machine has none.
+std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options,
+                                           const std::shared_ptr<const cuda::Runtime>& runtime = nullptr);
 
 /// Why `make_cuda_backend` would fail here; empty when it would not.
-std::string cuda_absent_reason();
+std::string cuda_absent_reason(const std::shared_ptr<const cuda::Runtime>& runtime = nullptr);
 
 }  // namespace noria

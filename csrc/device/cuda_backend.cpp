@@ -1,4 +1,4 @@
-// The verbs of device/backend.h on the CUDA runtime. The only file that sees it.
+// The verbs of device/backend.h on the CUDA runtime (device/cuda_runtime.h).
 //
 // Ownership: a non-blocking stream for each copy lane (copy engines are per direction, more streams add nothing; but
 //   each link of the peer lane has one), a host thread for each lane that never takes the GIL, a thread for each lane
@@ -7,9 +7,6 @@
 //   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
 //   wait for an event that has not been recorded.
 //
-// Note [Pending errors]. A failed runtime call also leaves its error behind for the next caller of cudaGetLastError,
-// which would be torch, in a place that has nothing to do with us. Every failure here takes its error away again.
-//
 // Note [Staged home]. Memory that the driver refuses to pin cannot be copied behind the host's back, so a lane's thread
 // carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself. Up, it writes the home
 // after the piece has arrived behind the same stream waits as any copy, and the op's event is recorded when all has
@@ -17,33 +14,25 @@
 // Down, it reads the home once the transfer's tickets are issued. That is enough: the device cannot write such memory,
 // so only the host and drains do, and theirs are issued after they have written.
 //
-// Note [Links]. The link that the peer lane sees first has the lane's own stream, every other one a stream of its own,
-// made when it is first used. An op that uses others forks them from the lane's stream, behind the op's waits, and
-// joins them to it before its fills and its event; so they order nothing by themselves, and whoever waits for the lane
-// waits for all of them. Both by events that are recorded again in every op: a stream that waits captured the record.
-//
 // Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
 // where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <set>
 #include <system_error>
 #include <utility>
 
-#include <cuda_runtime_api.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/errors.h"
+#include "device/cuda_links.h"
+#include "device/cuda_ticket.h"
 #include "device/host_lane.h"
 #include "device/host_memory.h"
-#include "device/host_ticket.h"
 #include "device/lane_follower.h"
 #include "device/lane_ledger.h"
 #include "device/opened_memory.h"
@@ -51,247 +40,21 @@
 #include "device/timing.h"
 
 namespace noria {
-
-#ifdef NORIA_HAVE_KERNELS
-void hold_stream(void* stream, std::int64_t us);  // kernels/hold.cu
-#endif
-
 namespace {
 
-[[noreturn]] void fail(cudaError_t error, const std::string& call) {
-  (void)cudaGetLastError();  // Note [Pending errors]
-  throw MachineError(call + " failed: " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+/// Runs on the stream: whatever comes later there comes so much later. A host function and no kernel, so that holding a
+/// stream needs no device code.
+void hold_stream(void* until) {
+  const std::unique_ptr<std::int64_t> us(static_cast<std::int64_t*>(until));
+  sleep_until_ns(now_ns() + *us * 1000);
 }
-
-void check(cudaError_t error, const char* call, int device, Bytes bytes = {}) {
-  if (error == cudaSuccess) return;
-  const std::string size =
-      bytes.count > 0 ? " of " + to_string(bytes) + " (" + std::to_string(bytes.count) + " bytes)" : std::string();
-  fail(error, call + size + " on cuda:" + std::to_string(device));
-}
-
-/// For threads of ours.
-void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice", device); }
-
-/// For threads of others: Note [Current device].
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice", device);
-    if (previous_ == device) return;
-    use_device(device);
-    changed_ = true;
-  }
-  ~OnDevice() {
-    if (changed_ && cudaSetDevice(previous_) != cudaSuccess) (void)cudaGetLastError();
-  }
-  OnDevice(const OnDevice&) = delete;  // puts back once
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
-/// Events are made up to the steady need and used again. Tickets may outlive the backend: what comes back after
-/// `close` is destroyed. An event that comes back before the device has passed it may be recorded again at once: a
-/// stream that waits for it captured the earlier record.
-class EventPool {
- public:
-  explicit EventPool(int device) : device_(device), pid_(getpid()) {}
-
-  cudaEvent_t take() {
-    std::lock_guard lock(mutex_);
-    if (idle_.empty()) {
-      OnDevice on(device_);
-      cudaEvent_t event = nullptr;
-      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-            "cudaEventCreateWithFlags", device_);
-      ++num_created_;
-      return event;
-    }
-    cudaEvent_t event = idle_.back();
-    idle_.pop_back();
-    return event;
-  }
-  void give_back(cudaEvent_t event) noexcept {
-    if (getpid() != pid_) return;  // a forked child must not touch CUDA
-    std::lock_guard lock(mutex_);
-    if (closed_) {
-      destroy(event);
-    } else {
-      idle_.push_back(event);
-    }
-  }
-  void close() noexcept {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-    for (cudaEvent_t event : idle_) destroy(event);
-    idle_.clear();
-  }
-  std::int64_t num_created() const {
-    std::lock_guard lock(mutex_);
-    return num_created_;
-  }
-
- private:
-  static void destroy(cudaEvent_t event) noexcept {
-    if (cudaEventDestroy(event) != cudaSuccess) (void)cudaGetLastError();
-  }
-
-  const int device_;
-  const pid_t pid_;
-  mutable std::mutex mutex_;
-  std::vector<cudaEvent_t> idle_;
-  std::int64_t num_created_ = 0;
-  bool closed_ = false;
-};
-
-/// A point in a stream. Issued when its event has been recorded; before that there is no event.
-class CudaTicket final : public TicketState {
- public:
-  CudaTicket(const OpLabel& op, int device, std::shared_ptr<EventPool> events, Bytes bytes = {})
-      : TicketState(op),
-        device_(device),
-        bytes_(bytes),
-        events_(std::move(events)),
-        issued_(op) {}
-  ~CudaTicket() override {
-    if (event_ != nullptr) events_->give_back(event_);
-  }
-
-  bool passed() const override {
-    if (passed_) return true;
-    if (!issued_.passed()) return false;
-    if (!recorded_) return true;  // failed
-    const cudaError_t error = cudaEventQuery(event_);
-    if (error == cudaSuccess) {
-      passed_ = true;
-      return true;
-    }
-    (void)cudaGetLastError();           // "not ready" is left behind like any error
-    return error != cudaErrorNotReady;  // a broken device: wait_passed will say so
-  }
-  void wait_passed() override {
-    issued_.wait_passed();
-    if (passed_) return;
-    check(cudaEventSynchronize(event_), "cudaEventSynchronize", device_);
-    passed_ = true;
-  }
-  void wait_issued() override { issued_.wait_passed(); }
-  void when_issued(std::function<void()> callback) override { issued_.when_done(std::move(callback)); }
-
-  void record(cudaStream_t stream) {
-    NORIA_INVARIANT(!issued_.passed(), "the ticket of a " + std::string(to_string(label.verb)) + " op was given twice");
-    event_ = events_->take();
-    check(cudaEventRecord(event_, stream), "cudaEventRecord", device_);
-    recorded_ = true;
-    issued_.pass();
-  }
-  void fail(std::exception_ptr error) { issued_.fail(std::move(error)); }
-  std::int64_t opened_ns() const { return opened_ns_; }
-  Bytes bytes() const { return bytes_; }
-  /// Only after `wait_issued`.
-  void hold_back(cudaStream_t stream) const {
-    check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent", device_);
-  }
-
- private:
-  const int device_;
-  const Bytes bytes_;
-  const std::int64_t opened_ns_ = now_ns();
-  const std::shared_ptr<EventPool> events_;
-  cudaEvent_t event_ = nullptr;  // these two are written before `issued_` passes, and read only after
-  bool recorded_ = false;
-  HostTicket issued_;
-  mutable std::atomic<bool> passed_ = false;
-};
-
-/// `stream` waits for an issued ticket. A host ticket that is issued has passed.
-void hold_back(cudaStream_t stream, const Ticket& ticket) {
-  if (const auto* on_device = dynamic_cast<const CudaTicket*>(ticket.get())) on_device->hold_back(stream);
-}
-
-/// The streams of the peer lane: Note [Links]. Of the lane's thread alone, until `close`.
-class PeerLinks {
- public:
-  PeerLinks(int device, std::shared_ptr<EventPool> events) : device_(device), events_(std::move(events)) {}
-
-  void copy(const std::vector<CopySpan>& copies, cudaStream_t lane) {
-    std::vector<Other*> links;  // by copy; null: the lane's own stream
-    std::set<Other*> used;
-    for (const CopySpan& span : copies) {
-      links.push_back(other(span.link));
-      if (links.back() != nullptr) used.insert(links.back());
-    }
-    if (!used.empty()) check(cudaEventRecord(forked_, lane), "cudaEventRecord", device_);
-    for (Other* link : used) check(cudaStreamWaitEvent(link->stream, forked_, 0), "cudaStreamWaitEvent", device_);
-    try {
-      for (std::size_t i = 0; i < copies.size(); ++i) {
-        const CopySpan& span = copies[i];
-        check(cudaMemcpyAsync(span.to, span.from, static_cast<std::size_t>(span.bytes.count), cudaMemcpyDeviceToDevice,
-                              links[i] == nullptr ? lane : links[i]->stream),
-              "cudaMemcpyAsync", device_, span.bytes);
-      }
-      for (Other* link : used) {
-        check(cudaEventRecord(link->joined, link->stream), "cudaEventRecord", device_);
-        check(cudaStreamWaitEvent(lane, link->joined, 0), "cudaStreamWaitEvent", device_);
-      }
-    } catch (...) {  // what comes next on the lane must not meet what is still under way
-      for (Other* link : used) {
-        if (cudaStreamSynchronize(link->stream) != cudaSuccess) (void)cudaGetLastError();
-      }
-      throw;
-    }
-  }
-
-  /// After the lane's stream was synchronized.
-  cudaError_t close() {
-    cudaError_t first = cudaSuccess;
-    for (auto& [link, other] : others_) {
-      const cudaError_t error = other.stream == nullptr ? cudaSuccess : cudaStreamDestroy(other.stream);
-      if (first == cudaSuccess) first = error;
-      if (other.joined != nullptr) events_->give_back(other.joined);
-    }
-    if (forked_ != nullptr) events_->give_back(forked_);
-    others_.clear();
-    forked_ = nullptr;
-    return first;
-  }
-
- private:
-  struct Other {
-    cudaStream_t stream = nullptr;
-    cudaEvent_t joined = nullptr;
-  };
-
-  Other* other(int link) {
-    if (link == first_.value_or(link)) {
-      first_ = link;
-      return nullptr;
-    }
-    Other& found = others_[link];  // what could not be made is made in the next op
-    if (forked_ == nullptr) forked_ = events_->take();
-    if (found.joined == nullptr) found.joined = events_->take();
-    if (found.stream == nullptr) {
-      check(cudaStreamCreateWithFlags(&found.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", device_);
-    }
-    return &found;
-  }
-
-  const int device_;
-  const std::shared_ptr<EventPool> events_;
-  std::optional<int> first_;
-  std::map<int, Other> others_;
-  cudaEvent_t forked_ = nullptr;
-};
 
 class CudaBackend final : public Backend {
  public:
-  explicit CudaBackend(const CudaBackendOptions& options);
+  CudaBackend(const CudaBackendOptions& options, std::shared_ptr<const cuda::Runtime> runtime);
   ~CudaBackend() override;
 
-  std::string name() const override { return "cuda:" + std::to_string(device_); }
+  std::string name() const override { return device_.name(); }
 
   std::byte* allocate(Bytes bytes) override;
   void free(std::byte* memory) override;
@@ -326,15 +89,15 @@ class CudaBackend final : public Backend {
 
  private:
   struct CopyLane {
-    CopyLane(Lane lane, cudaMemcpyKind kind, const CudaBackendOptions& options, LaneLedger& ledger)
+    CopyLane(Lane lane, cuda::CopyKind kind, const CudaDevice& device, const Hostility& hostility, LaneLedger& ledger)
         : kind(kind),
-          delays(options.hostility, lane),
-          follower(lane, ledger, [device = options.device_index] { use_device(device); }),
+          delays(hostility, lane),
+          follower(lane, ledger, [device] { device.use_on_own_thread(); }),
           thread(std::string(to_string(lane))) {}
-    const cudaMemcpyKind kind;
-    cudaStream_t stream = nullptr;
-    std::unique_ptr<StagingRing> ring;     // Note [Staged home]; made before anything is submitted that needs it
-    std::vector<cudaEvent_t> ring_events;  // by piece
+    const cuda::CopyKind kind;
+    cuda::StreamHandle stream = nullptr;
+    std::unique_ptr<StagingRing> ring;           // Note [Staged home]; made before anything is submitted that needs it
+    std::vector<cuda::EventHandle> ring_events;  // by piece
     Delays delays;
     LaneFollower follower;
     HostLane thread;  // last: it is gone before what it uses
@@ -349,20 +112,20 @@ class CudaBackend final : public Backend {
   void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
   std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
   void make_rings();
-  cudaError_t free_rings();
-  cudaError_t close_opened();
+  cuda::Error free_rings();
+  cuda::Error close_opened();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
   LaneFollower& follower_of(Lane lane);
-  void hold_compute(cudaStream_t stream, Verb verb);
+  void hold_compute(cuda::StreamHandle stream, Verb verb);
 
   const CudaBackendOptions options_;
-  const int device_;
+  const CudaDevice device_;
   const std::shared_ptr<EventPool> events_;
   LaneLedger ledger_;
   Delays compute_delays_;
   LaneFollower compute_follower_, collect_follower_;
   CopyLane fetch_, drain_, peer_;
-  PeerLinks links_;
+  CudaLinks links_;
   bool closed_ = false;
   std::mutex close_mutex_;
 
@@ -374,7 +137,12 @@ class CudaBackend final : public Backend {
   std::map<std::byte*, Allocation> allocations_;
   OpenedMemory opened_;
   bool opened_closed_ = false;
-  std::map<const std::byte*, Bytes> registered_, staged_;
+  struct Registered {
+    Bytes bytes;
+    std::byte* on_device = nullptr;  // asked for once: interior addresses are offsets from it
+  };
+  std::map<const std::byte*, Registered> registered_;
+  std::map<const std::byte*, Bytes> staged_;
   std::byte* ring_memory_ = nullptr;  // of both lanes, in one registration
   Bytes allocated_;
   std::int64_t num_allocations_ = 0;
@@ -383,51 +151,60 @@ class CudaBackend final : public Backend {
 /// How a lane's thread moves pieces of its ring.
 class CudaBackend::RingLink final : public StagingRing::Link {
  public:
-  RingLink(CopyLane& lane, int device) : lane_(lane), device_(device) {}
+  RingLink(CopyLane& lane, const CudaDevice& device) : lane_(lane), device_(device) {}
   void copy(std::byte* to, const std::byte* from, Bytes bytes) override {
-    check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes.count), lane_.kind, lane_.stream), "cudaMemcpyAsync",
-          device_, bytes);
+    device_.check(device_->MemcpyAsync(to, from, static_cast<std::size_t>(bytes.count), lane_.kind, lane_.stream),
+                  "cudaMemcpyAsync", bytes);
   }
   void mark(std::size_t piece) override {
-    check(cudaEventRecord(lane_.ring_events.at(piece), lane_.stream), "cudaEventRecord", device_);
+    device_.check(device_->EventRecord(lane_.ring_events.at(piece), lane_.stream), "cudaEventRecord");
   }
   void await(std::size_t piece) override {
-    check(cudaEventSynchronize(lane_.ring_events.at(piece)), "cudaEventSynchronize", device_);
+    device_.check(device_->EventSynchronize(lane_.ring_events.at(piece)), "cudaEventSynchronize");
   }
 
  private:
   CopyLane& lane_;
-  const int device_;
+  const CudaDevice& device_;
 };
 
-/// True when one range holds all of [memory, memory + bytes).
-bool holds(const std::map<const std::byte*, Bytes>& ranges, const std::byte* memory, Bytes bytes) {
-  const auto range = ranges.upper_bound(memory);
-  return range != ranges.begin() && memory + bytes.count <= std::prev(range)->first + std::prev(range)->second.count;
+Bytes bytes_of(Bytes bytes) { return bytes; }
+template <class Range>
+Bytes bytes_of(const Range& range) {
+  return range.bytes;
 }
 
-CudaBackend::CudaBackend(const CudaBackendOptions& options)
+/// The range that holds all of [memory, memory + bytes), or the end.
+template <class Ranges>
+auto holder(const Ranges& ranges, const std::byte* memory, Bytes bytes) {
+  auto range = ranges.upper_bound(memory);
+  if (range == ranges.begin()) return ranges.end();
+  --range;
+  return memory + bytes.count <= range->first + bytes_of(range->second).count ? range : ranges.end();
+}
+
+CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<const cuda::Runtime> runtime)
     : options_(options),
-      device_(options.device_index),
+      device_(std::move(runtime), options.device_index),
       events_(std::make_shared<EventPool>(device_)),
       compute_delays_(options.hostility, Lane::compute),
-      compute_follower_(Lane::compute, ledger_, [device = device_] { use_device(device); }),
-      collect_follower_(Lane::collect, ledger_, [device = device_] { use_device(device); }),
-      fetch_(Lane::fetch, cudaMemcpyHostToDevice, options, ledger_),
-      drain_(Lane::drain, cudaMemcpyDeviceToHost, options, ledger_),
+      compute_follower_(Lane::compute, ledger_, [device = device_] { device.use_on_own_thread(); }),
+      collect_follower_(Lane::collect, ledger_, [device = device_] { device.use_on_own_thread(); }),
+      fetch_(Lane::fetch, cuda::kHostToDevice, device_, options.hostility, ledger_),
+      drain_(Lane::drain, cuda::kDeviceToHost, device_, options.hostility, ledger_),
       // Not cudaMemcpyDefault, which would take an address of the home for what it is and go through the host.
-      peer_(Lane::peer, cudaMemcpyDeviceToDevice, options, ledger_),
+      peer_(Lane::peer, cuda::kDeviceToDevice, device_, options.hostility, ledger_),
       links_(device_, events_) {
   OnDevice on(device_);
-  cudaError_t error = cudaSuccess;
+  cuda::Error error = cuda::kSuccess;
   for (CopyLane* lane : copy_lanes()) {
-    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&lane->stream, cudaStreamNonBlocking);
+    if (error == cuda::kSuccess) error = device_->StreamCreateWithFlags(&lane->stream, cuda::kStreamNonBlocking);
   }
-  if (error == cudaSuccess) return;
+  if (error == cuda::kSuccess) return;
   for (CopyLane* lane : copy_lanes()) {
-    if (lane->stream != nullptr) (void)cudaStreamDestroy(lane->stream);
+    if (lane->stream != nullptr) (void)device_->StreamDestroy(lane->stream);
   }
-  check(error, "cudaStreamCreateWithFlags", device_);
+  device_.check(error, "cudaStreamCreateWithFlags");
 }
 
 CudaBackend::~CudaBackend() {
@@ -456,15 +233,15 @@ std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
   // pool or of an expandable segment does not allow. He opens the whole block that it is cut from: hence whole ones.
   const Bytes whole = for_others ? align_up(bytes, kDeviceAlignment) : bytes;
   void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(whole.count));
-  if (error != cudaSuccess) {
+  const cuda::Error error = device_->Malloc(&memory, static_cast<std::size_t>(whole.count));
+  if (error != cuda::kSuccess) {
     std::size_t free = 0, total = 0;
     std::string found;
-    if (cudaMemGetInfo(&free, &total) == cudaSuccess) {
+    if (device_->MemGetInfo(&free, &total) == cuda::kSuccess) {
       found = " with " + to_string(Bytes{static_cast<std::int64_t>(free)}) + " free of " +
               to_string(Bytes{static_cast<std::int64_t>(total)});
     }
-    fail(error, "cudaMalloc of " + to_string(bytes) + " on " + name() + found + policy);
+    device_.fail(error, "cudaMalloc of " + to_string(bytes) + " on " + name() + found + policy);
   }
   auto* device_memory = static_cast<std::byte*>(memory);
   allocations_.emplace(device_memory, Allocation{bytes, for_others});
@@ -482,7 +259,7 @@ void CudaBackend::free(std::byte* memory) {
   allocated_ -= bytes;
   allocations_.erase(found);
   OnDevice on(device_);
-  check(cudaFree(memory), "cudaFree", device_, bytes);
+  device_.check(device_->Free(memory), "cudaFree", bytes);
 }
 
 SharedMemory CudaBackend::shared(std::byte* memory) const {
@@ -491,8 +268,8 @@ SharedMemory CudaBackend::shared(std::byte* memory) const {
   NORIA_INVARIANT(found != allocations_.end() && found->second.for_others, "told of memory that is not shared");
   OnDevice on(device_);
   SharedMemory told{found->second.bytes, -1, {}};
-  cudaIpcMemHandle_t handle{};
-  check(cudaIpcGetMemHandle(&handle, memory), "cudaIpcGetMemHandle", device_, told.bytes);
+  cuda::IpcHandle handle{};
+  device_.check(device_->IpcGetMemHandle(&handle, memory), "cudaIpcGetMemHandle", told.bytes);
   static_assert(sizeof(handle) == sizeof(told.handle));
   std::memcpy(told.handle.data(), &handle, sizeof(handle));
   return told;
@@ -501,11 +278,11 @@ SharedMemory CudaBackend::shared(std::byte* memory) const {
 std::byte* CudaBackend::open_shared(const SharedMemory& told) {
   std::lock_guard lock(mutex_);
   OnDevice on(device_);
-  cudaIpcMemHandle_t handle{};
+  cuda::IpcHandle handle{};
   std::memcpy(&handle, told.handle.data(), sizeof(handle));
   void* memory = nullptr;
-  check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle", device_,
-        told.bytes);
+  device_.check(device_->IpcOpenMemHandle(&memory, handle, cuda::kIpcLazyEnablePeerAccess), "cudaIpcOpenMemHandle",
+                told.bytes);
   opened_.add(static_cast<std::byte*>(memory), told.bytes);
   return static_cast<std::byte*>(memory);
 }
@@ -516,7 +293,7 @@ void CudaBackend::close_shared(std::byte* memory) {
   if (opened_closed_) return;
   const Bytes bytes = opened_.remove(memory);
   OnDevice on(device_);
-  check(cudaIpcCloseMemHandle(memory), "cudaIpcCloseMemHandle", device_, bytes);
+  device_.check(device_->IpcCloseMemHandle(memory), "cudaIpcCloseMemHandle", bytes);
 }
 
 Bytes CudaBackend::allocated() const {
@@ -533,19 +310,25 @@ std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse u
   std::lock_guard lock(mutex_);
   OnDevice on(device_);
   // One call a range: a copy may not span two registered ranges. Mapped, because the device reads held gradients in it.
-  const cudaError_t error = cudaHostRegister(memory, static_cast<std::size_t>(bytes.count),
-                                             cudaHostRegisterPortable | cudaHostRegisterMapped);
+  const cuda::Error error = device_->HostRegister(memory, static_cast<std::size_t>(bytes.count),
+                                                  cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
   // What is registered already is our mistake, or somebody else's memory: no reason to go another way.
-  if (error == cudaSuccess || use == HomeUse::device || error == cudaErrorHostMemoryAlreadyRegistered) {
-    check(error, "cudaHostRegister", device_, bytes);
-    registered_.emplace(memory, bytes);
+  if (error == cuda::kSuccess || use == HomeUse::device || error == cuda::kHostMemoryAlreadyRegistered) {
+    device_.check(error, "cudaHostRegister", bytes);
+    void* on_device = nullptr;
+    const cuda::Error unmapped = device_->HostGetDevicePointer(&on_device, memory, 0);
+    if (unmapped != cuda::kSuccess) {
+      if (device_->HostUnregister(memory) != cuda::kSuccess) device_.forget_error();
+      device_.check(unmapped, "cudaHostGetDevicePointer", bytes);
+    }
+    registered_.emplace(memory, Registered{bytes, static_cast<std::byte*>(on_device)});
     return {};
   }
-  (void)cudaGetLastError();  // Note [Pending errors]
+  device_.forget_error();
   if (ring_memory_ == nullptr) make_rings();
   staged_.emplace(memory, bytes);
-  return "cudaHostRegister of " + to_string(bytes) + " on " + name() + " failed: " + cudaGetErrorString(error) + " (" +
-         cudaGetErrorName(error) + ")";
+  return "cudaHostRegister of " + to_string(bytes) + " on " + name() + " failed: " + device_->GetErrorString(error) +
+         " (" + device_->GetErrorName(error) + ")";
 }
 
 void CudaBackend::unregister_home(std::byte* memory) {
@@ -554,26 +337,24 @@ void CudaBackend::unregister_home(std::byte* memory) {
   if (staged_.erase(memory) > 0) return;
   const auto found = registered_.find(memory);
   NORIA_INVARIANT(found != registered_.end(), "unregistered what " + name() + " had not registered");
-  const Bytes bytes = found->second;
+  const Bytes bytes = found->second.bytes;
   registered_.erase(found);
   OnDevice on(device_);
-  check(cudaHostUnregister(memory), "cudaHostUnregister", device_, bytes);
+  device_.check(device_->HostUnregister(memory), "cudaHostUnregister", bytes);
 }
 
 std::byte* CudaBackend::device_address(std::byte* home_memory) const {
-  {
-    std::lock_guard lock(mutex_);
-    if (holds(staged_, home_memory, Bytes{1})) return nullptr;
-  }
-  OnDevice on(device_);
-  void* address = nullptr;
-  check(cudaHostGetDevicePointer(&address, home_memory, 0), "cudaHostGetDevicePointer", device_);
-  return static_cast<std::byte*>(address);
+  std::lock_guard lock(mutex_);
+  if (holder(staged_, home_memory, Bytes{1}) != staged_.end()) return nullptr;
+  const auto found = holder(registered_, home_memory, Bytes{1});
+  NORIA_INVARIANT(found != registered_.end(), "asked for a device address of memory that is not registered");
+  return found->second.on_device + (home_memory - found->first);
 }
 
 std::string CudaBackend::pci_bus_id() const {
   std::array<char, 32> id{};
-  check(cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device_), "cudaDeviceGetPCIBusId", device_);
+  device_.check(device_->DeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device_.index()),
+                "cudaDeviceGetPCIBusId");
   return id.data();
 }
 
@@ -592,10 +373,10 @@ void CudaBackend::make_rings() {
   }
   const auto size = static_cast<std::size_t>(bytes.count);
   madvise(memory, size, MADV_DONTFORK);  // advice: a child that inherits it only shares pages that it never uses
-  const cudaError_t error = cudaHostRegister(memory, size, cudaHostRegisterPortable);
-  if (error != cudaSuccess) {
+  const cuda::Error error = device_->HostRegister(memory, size, cuda::kHostRegisterPortable);
+  if (error != cuda::kSuccess) {
     unmap_pages(memory, bytes);
-    check(error, "cudaHostRegister for the staging ring", device_, bytes);
+    device_.check(error, "cudaHostRegister for the staging ring", bytes);
   }
   ring_memory_ = memory;
   std::byte* begin = memory;
@@ -607,32 +388,32 @@ void CudaBackend::make_rings() {
 }
 
 /// After the lanes have ended.
-cudaError_t CudaBackend::free_rings() {
+cuda::Error CudaBackend::free_rings() {
   std::lock_guard lock(mutex_);
   for (CopyLane* lane : {&fetch_, &drain_}) {
-    for (cudaEvent_t event : lane->ring_events) events_->give_back(event);
+    for (cuda::EventHandle event : lane->ring_events) events_->give_back(event);
     lane->ring_events.clear();
     lane->ring.reset();
   }
   std::byte* const memory = std::exchange(ring_memory_, nullptr);
-  if (memory == nullptr) return cudaSuccess;
-  const cudaError_t error = cudaHostUnregister(memory);
+  if (memory == nullptr) return cuda::kSuccess;
+  const cuda::Error error = device_->HostUnregister(memory);
   unmap_pages(memory, options_.staging_bytes());
   return error;
 }
 
 /// After the lanes have ended.
-cudaError_t CudaBackend::close_opened() {
+cuda::Error CudaBackend::close_opened() {
   std::lock_guard lock(mutex_);
-  cudaError_t first = cudaSuccess;
+  cuda::Error first = cuda::kSuccess;
   try {
     OnDevice on(device_);
     for (const auto& [memory, bytes] : opened_) {
-      const cudaError_t error = cudaIpcCloseMemHandle(memory);
-      if (first == cudaSuccess) first = error;
+      const cuda::Error error = device_->IpcCloseMemHandle(memory);
+      if (first == cuda::kSuccess) first = error;
     }
   } catch (const MachineError&) {
-    first = cudaErrorInvalidDevice;
+    first = cuda::kInvalidDevice;
   }
   opened_.clear();
   opened_closed_ = true;
@@ -652,15 +433,15 @@ CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
 std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfer& transfer) const {
   std::vector<bool> staged;
   std::lock_guard lock(mutex_);
-  if (lane.kind == cudaMemcpyDeviceToDevice) {  // no home in it
+  if (lane.kind == cuda::kDeviceToDevice) {  // no home in it
     opened_.check(transfer);
     return staged;
   }
   for (std::size_t i = 0; i < transfer.copies.size(); ++i) {
     const CopySpan& copy = transfer.copies[i];
-    const std::byte* home = lane.kind == cudaMemcpyHostToDevice ? copy.from : copy.to;
-    if (holds(registered_, home, copy.bytes)) continue;
-    NORIA_INVARIANT(holds(staged_, home, copy.bytes),
+    const std::byte* home = lane.kind == cuda::kHostToDevice ? copy.from : copy.to;
+    if (holder(registered_, home, copy.bytes) != registered_.end()) continue;
+    NORIA_INVARIANT(holder(staged_, home, copy.bytes) != staged_.end(),
                     "a copy of " + to_string(copy.bytes) + " leaves the registered home");
     staged.resize(transfer.copies.size());
     staged[i] = true;
@@ -688,7 +469,7 @@ Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<
 void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<bool>& staged,
                       const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket,
                       std::int64_t submitted_ns) {
-  use_device(device_);
+  device_.use_on_own_thread();
   FollowedOp op{label, submitted_ns, {}, 0, ticket, transfer.bytes()};
   for (const Ticket& wait : waits) {
     lane.thread.await_issued(wait);
@@ -697,14 +478,14 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
   }
   lane.delays.sleep(label.verb);
   op.begun_ns = now_ns();
-  if (lane.kind == cudaMemcpyDeviceToDevice) {
+  if (lane.kind == cuda::kDeviceToDevice) {
     links_.copy(transfer.copies, lane.stream);
   } else {
     copy(lane, transfer, staged);
   }
   for (const auto& [memory, bytes] : transfer.poison) {
-    check(cudaMemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream), "cudaMemsetAsync", device_,
-          bytes);
+    device_.check(device_->MemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream),
+                  "cudaMemsetAsync", bytes);
   }
   lane.delays.sleep();
   lane.follower.follow(std::move(op));
@@ -718,14 +499,14 @@ void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vect
       const CopySpan& span = transfer.copies[i];
       if (staged.empty() || !staged[i]) {
         link.copy(span.to, span.from, span.bytes);
-      } else if (lane.kind == cudaMemcpyHostToDevice) {
+      } else if (lane.kind == cuda::kHostToDevice) {
         lane.ring->carry_down(span, link);
       } else {
         lane.ring->carry_up(span, link);
       }
     }
     // Down, the ticket's event says when the device has it all; the pieces may still be on the link.
-    if (!staged.empty() && lane.kind == cudaMemcpyDeviceToHost) lane.ring->land(link);
+    if (!staged.empty() && lane.kind == cuda::kDeviceToHost) lane.ring->land(link);
   } catch (...) {
     if (!staged.empty()) lane.ring->give_up();  // the next op must not land what this one carried
     throw;
@@ -740,12 +521,10 @@ CudaTicket& CudaBackend::as_cuda_ticket(const Ticket& ticket) const {
   return *on_device;
 }
 
-static_assert(sizeof(cudaStream_t) == sizeof(Stream));
+static_assert(sizeof(cuda::StreamHandle) == sizeof(Stream));
 
-static cudaStream_t native(Stream stream) {
-  static const bool same_value = kDefaultStream == static_cast<Stream>(cudaStreamLegacy);
-  NORIA_INVARIANT(same_value, "kDefaultStream is no longer cudaStreamLegacy");
-  return static_cast<cudaStream_t>(stream == nullptr ? kDefaultStream : stream);
+static cuda::StreamHandle native(Stream stream) {
+  return static_cast<cuda::StreamHandle>(stream == nullptr ? kDefaultStream : stream);
 }
 
 LaneFollower& CudaBackend::follower_of(Lane lane) {
@@ -773,7 +552,7 @@ void CudaBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
 }
 
 void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
-  const cudaStream_t waiting = native(stream);
+  const cuda::StreamHandle waiting = native(stream);
   FollowedOp op{waiter, now_ns(), {}, 0, nullptr, {}};
   OnDevice on(device_);
   for (const Ticket& ticket : tickets) {
@@ -790,16 +569,13 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   }
 }
 
-// The stream is held where kernels were built, so that the caller runs ahead of it as in real life; else the caller is.
-void CudaBackend::hold_compute([[maybe_unused]] cudaStream_t stream, Verb verb) {
-#ifdef NORIA_HAVE_KERNELS
+// The stream is held and not the caller, who runs ahead of it as in real life.
+void CudaBackend::hold_compute(cuda::StreamHandle stream, Verb verb) {
   const std::int64_t us = compute_delays_.next_us() + compute_delays_.hold_us(verb);
   if (us == 0) return;
-  hold_stream(stream, us);
-  check(cudaGetLastError(), "hold_stream", device_);
-#else
-  compute_delays_.sleep(verb);
-#endif
+  auto held = std::make_unique<std::int64_t>(us);
+  device_.check(device_->LaunchHostFunc(stream, &hold_stream, held.get()), "cudaLaunchHostFunc");
+  (void)held.release();  // the stream's from now on
 }
 
 // ---- the end ----
@@ -814,52 +590,58 @@ void CudaBackend::close() {
   std::lock_guard lock(close_mutex_);
   if (std::exchange(closed_, true)) return;
   for (CopyLane* lane : copy_lanes()) lane->thread.close();
+  const OnDevice on(device_);
   // What was queued on the device is finished, whatever goes wrong on the way; the first failure is reported.
-  cudaError_t first = cudaSuccess;
-  auto attempt = [&first](cudaError_t error) {
-    if (error == cudaSuccess) return;
-    (void)cudaGetLastError();
-    if (first == cudaSuccess) first = error;
+  cuda::Error first = cuda::kSuccess;
+  auto attempt = [&](cuda::Error error) {
+    if (error == cuda::kSuccess) return;
+    device_.forget_error();
+    if (first == cuda::kSuccess) first = error;
   };
   for (CopyLane* lane : copy_lanes()) {
-    attempt(cudaStreamSynchronize(lane->stream));
+    attempt(device_->StreamSynchronize(lane->stream));
     lane->follower.idle();
     lane->follower.close();
   }
   attempt(close_opened());
   attempt(links_.close());
-  for (CopyLane* lane : copy_lanes()) attempt(cudaStreamDestroy(lane->stream));
+  for (CopyLane* lane : copy_lanes()) attempt(device_->StreamDestroy(lane->stream));
   compute_follower_.close();
   collect_follower_.close();
   attempt(free_rings());
   events_->close();
-  check(first, "closing the lanes", device_);
+  device_.check(first, "closing the lanes");
 }
 
 }  // namespace
 
-std::string cuda_absent_reason() {
+std::string cuda_absent_reason(const std::shared_ptr<const cuda::Runtime>& given) {
+  std::string absent;
+  const auto runtime = given ? given : cuda::Runtime::find(&absent);
+  if (!runtime) return absent;
   int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();
-    return std::string("cudaGetDeviceCount failed: ") + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
-           ")";
+  const cuda::Error error = runtime->GetDeviceCount(&count);
+  if (error != cuda::kSuccess) {
+    (void)runtime->GetLastError();
+    return std::string("cudaGetDeviceCount failed: ") + runtime->GetErrorString(error) + " (" +
+           runtime->GetErrorName(error) + ")";
   }
   return count > 0 ? "" : "cudaGetDeviceCount finds no device";
 }
 
-std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options) {
+std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options,
+                                           const std::shared_ptr<const cuda::Runtime>& given) {
   const std::string device = "cuda:" + std::to_string(options.device_index);
-  const std::string absent = cuda_absent_reason();
+  const std::string absent = cuda_absent_reason(given);
   if (!absent.empty()) throw MachineError("opening " + device + " failed: " + absent);
+  const auto runtime = given ? given : cuda::Runtime::find();
   int count = 0;
-  check(cudaGetDeviceCount(&count), "cudaGetDeviceCount", options.device_index);
+  CudaDevice(runtime, options.device_index).check(runtime->GetDeviceCount(&count), "cudaGetDeviceCount");
   if (options.device_index < 0 || options.device_index >= count) {
     throw MachineError("opening " + device + " failed: this machine has " + std::to_string(count) +
                        " CUDA devices, numbered from 0");
   }
-  return std::make_shared<CudaBackend>(options);
+  return std::make_shared<CudaBackend>(options, runtime);
 }
 
 }  // namespace noria

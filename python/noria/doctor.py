@@ -137,8 +137,10 @@ def _huge_pages() -> str:
 def _backends() -> dict[str, str]:
     reason = _C.cuda_absent_reason()
     found = {"host": "ready"}
+    runtime = _C.find_cuda_runtime()
     if not reason and torch.cuda.is_available():
-        found["cuda"] = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        devices = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        found["cuda"] = f"{devices}; runtime {runtime.version} in {runtime.path}" if runtime else devices
     else:
         found["cuda"] = f"absent: {reason or f'torch {torch.__version__} reaches no CUDA device'}"
     return found
@@ -239,7 +241,13 @@ def diagnose() -> Doctor:
 
 def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
     missing = []
-    if backends["cuda"].startswith("absent"):
+    if backends["cuda"].startswith("absent") and torch.cuda.is_available():
+        missing.append(
+            "NO CUDA FOR NORIA, though torch reaches a device: noria needs the runtime library that torch was built "
+            f"with, libcudart.so.{(torch.version.cuda or '13').partition('.')[0]}; pip install nvidia-cuda-runtime, or "
+            f"put the library where the system's linker looks. Found: {backends['cuda']}"
+        )
+    elif backends["cuda"].startswith("absent"):
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started/locally) and a driver that it supports"
         missing.append(f'no CUDA device, so device="cpu" computes: {remedy}')
     elif lockable is not None and lockable < GIB:

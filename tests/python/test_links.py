@@ -10,7 +10,7 @@ from noria import _C
 from noria.lending import Stages
 from noria.links import measured
 
-from tests.python.device.conftest import import_fake_cuda
+from tests.python.device.conftest import fake_runtime, import_fake_cuda
 from tests.ranks import assert_fine, in_turn_on_ranks
 
 MIB = 1 << 20
@@ -36,23 +36,15 @@ def of_host(rank: int, size: int) -> None:
 
 
 class FakeDevice:
-    """The CUDA backend over the fake runtime, which has types of its own. Own memory is a device's too."""
+    """The CUDA backend on the fake runtime. Own memory is a device's too, and not a CPU tensor's."""
 
     def __init__(self) -> None:
         self.module = import_fake_cuda()
         self.module.reset()
-        self._backend = self.module.make_cuda_backend(0, 64 * MIB)
+        self._backend = _C.make_cuda_backend(0, 64 * MIB, runtime=fake_runtime())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
-
-    def shared(self, memory: int) -> Any:
-        told = self._backend.shared(memory)
-        return _C.SharedMemory(told.bytes, told.fd, told.handle)
-
-    def open_shared(self, told: Any) -> int:
-        opened: int = self._backend.open_shared(self.module.SharedMemory(told.bytes, told.fd, told.handle))
-        return opened
 
     def measure_link(self, own: int, peers: int, size: int, link: int) -> float:
         own = self._backend.allocate(size)

@@ -2,9 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <dlfcn.h>
+
 #include "../comm/local_collectives.h"
 #include "bare_engine.h"
 #include "base/errors.h"
+#include "device/cuda_runtime.h"
 #include "fake_cuda.h"
 
 namespace py = pybind11;
@@ -20,11 +23,19 @@ std::vector<UnitId> unit_ids(const std::vector<std::int32_t>& units) {
   return ids;
 }
 
+/// The shared library that has this function.
+std::string library_of(const void* function) {
+  Dl_info info{};
+  NORIA_INVARIANT(dladdr(function, &info) != 0, "a function of no library");
+  return info.dli_fname;
+}
+
 BareMachine make_machine(const std::string& name, const Hostility& hostility) {
   if (name == "host") return make_host_machine(hostility, /*asynchronous=*/true);
   if (name == "calling thread") return make_host_machine(hostility, /*asynchronous=*/false);
   NORIA_INVARIANT(name == "fake cuda", "no such machine: " + name);
-  auto backend = make_cuda_backend({0, Bytes{1 << 24}, hostility});
+  static const auto runtime = cuda::Runtime::open(library_of(reinterpret_cast<const void*>(&fake_cuda::make_stream)));
+  auto backend = make_cuda_backend({0, Bytes{1 << 24}, hostility}, runtime);
   const std::shared_ptr<CUstream_st> stream(fake_cuda::make_stream(), &cudaStreamDestroy);
   const std::shared_ptr<CUstream_st> other(fake_cuda::make_stream(), &cudaStreamDestroy);
   return {backend, stream.get(), other.get(), [stream, other](Stream on, std::function<void()> work) {

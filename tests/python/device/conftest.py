@@ -24,7 +24,6 @@ class Machine:
     """A kind of backend, and what a user's own code does on it between the verbs."""
 
     name: str
-    module: ModuleType = _C  # whose types the backend has
     staged = False  # home memory is not pinned
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class Machine:
 
     def ticket(self, **label: Any) -> Any:
         """A ticket that the test itself gives; given at the latest when the test ends."""
-        self.held.append(self.module.HostTicket(**label))
+        self.held.append(_C.HostTicket(**label))
         return self.held[-1]
 
     def stream(self, backend: Any) -> int:
@@ -113,7 +112,6 @@ class Lender:
     """Another process with a backend of the same kind, which lends device memory: lender.py."""
 
     def __init__(self, machine: Machine) -> None:
-        self.module = machine.module
         ours, theirs = socket.socketpair()
         with theirs:
             script = [sys.executable, str(Path(__file__).with_name("lender.py")), machine.name, str(theirs.fileno())]
@@ -128,7 +126,7 @@ class Lender:
         """Memory there that holds these bytes, as it is told. The descriptor in it is the caller's."""
         self.pipe.send(("lend", content))
         num_bytes, has_fd, handle = self._answer()
-        return self.module.SharedMemory(num_bytes, recv_handle(self.pipe) if has_fd else -1, handle)
+        return _C.SharedMemory(num_bytes, recv_handle(self.pipe) if has_fd else -1, handle)
 
     def read(self) -> bytes:
         """What the memory that was lent last holds, as its owner sees it."""
@@ -164,6 +162,8 @@ class Host(Machine):
 
 
 class FakeCuda(Machine):
+    """noria's CUDA backend on a runtime without a device, which is opened as the real one is."""
+
     name = "fake_cuda"
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class FakeCuda(Machine):
         self.empty_waits = self.module.num_empty_waits()
 
     def make(self, capacity: int, **options: Any) -> Any:
-        return self.module.make_cuda_backend(options.pop("device", 0), capacity, options)
+        return _C.make_cuda_backend(options.pop("device", 0), capacity, options, runtime=fake_runtime())
 
     def stream(self, backend: Any) -> int:
         before = self.module.get_device()
@@ -207,7 +207,8 @@ class StagedFakeCuda(FakeCuda):
     staged = True
 
     def make(self, capacity: int, **options: Any) -> Any:
-        return self.module.make_cuda_backend(options.pop("device", 0), capacity, options, staging_piece=1000)
+        device = options.pop("device", 0)
+        return _C.make_cuda_backend(device, capacity, options, staging_piece=1000, runtime=fake_runtime())
 
     def register(self, backend: Any, memory: int, num_bytes: int) -> None:
         self.module.fail_next("cudaHostRegister", error=2)
@@ -259,7 +260,11 @@ MACHINES = {"host": Host, "fake_cuda": FakeCuda, "staged_fake_cuda": StagedFakeC
 def import_fake_cuda() -> ModuleType:
     if str(BUILD) not in sys.path:
         sys.path.append(str(BUILD))
-    return pytest.importorskip("_fake_cuda", reason=f"the CUDA backend over the fake runtime is not built in {BUILD}")
+    return pytest.importorskip("_fake_cuda", reason=f"the fake CUDA runtime is not built in {BUILD}")
+
+
+def fake_runtime() -> Any:
+    return _C.CudaRuntime(str(BUILD / "libfake_cudart.so"))
 
 
 def opened(machine: type[Machine]) -> Iterator[Machine]:

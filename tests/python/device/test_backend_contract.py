@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from noria import _C
 
+from tests.python.device.conftest import fake_runtime
+
 MIB = 1 << 20
 PATIENCE_S = 60  # how long a test waits for what must happen; only a failing test takes so long
 
@@ -316,7 +318,7 @@ def test_a_killed_lender_leaves_nothing_behind_and_takes_nothing_away(host):
 
 
 def test_what_cannot_be_opened_is_said_with_the_reason(machine):
-    backend, told = machine.backend(), machine.module.SharedMemory
+    backend, told = machine.backend(), _C.SharedMemory
     if machine.name != "host":
         with pytest.raises(_C.MachineError, match=r"cudaIpcOpenMemHandle of 4\.0 KiB"):
             backend.open_shared(told(4096, handle=bytes(64)))
@@ -607,7 +609,7 @@ def test_a_visit_that_raised_releases_everybody_who_waits_for_it(machine):
 
 def test_closing_fails_what_is_queued_and_releases_who_waits(machine):
     backend = machine.backend()
-    never = machine.module.HostTicket()  # its giver is gone
+    never = _C.HostTicket()  # its giver is gone
     queued = [
         backend.submit("fetch", [], waits=[never]),
         backend.submit("fetch", []),
@@ -757,7 +759,7 @@ def test_ops_of_the_collect_lane_are_its_own_and_no_compute(machine):
     backend, trace = machine.backend(), _C.Trace(100)
     backend.set_trace(trace)
     stream = machine.stream(backend)
-    arrived = _C.HostTicket(op=10) if machine.module is _C else machine.module.HostTicket(op=10)
+    arrived = _C.HostTicket(op=10)
     arrived.pass_()
     gathered = backend.open(11, "gather", 3, lane="collect", bytes=3000)
     backend.wait([arrived], stream, op=11, verb="gather", unit=3, lane="collect")
@@ -1057,12 +1059,12 @@ def test_a_backend_that_cannot_be_made_says_why(fake_cuda):
     for nth in (1, 2, 3):
         fake.fail_next("cudaStreamCreateWithFlags", nth)
         with pytest.raises(_C.MachineError, match="cudaStreamCreateWithFlags on cuda:0 failed"):
-            fake.make_cuda_backend(0, MIB)
+            _C.make_cuda_backend(0, MIB, runtime=fake_runtime())
     with pytest.raises(_C.MachineError, match=r"opening cuda:7 failed: this machine has 2 CUDA devices"):
-        fake.make_cuda_backend(7, MIB)
+        _C.make_cuda_backend(7, MIB, runtime=fake_runtime())
     fake.fail_next("cudaGetDeviceCount", error=101)
-    assert "cudaErrorInvalidDevice" in fake.cuda_absent_reason()
-    assert fake.cuda_absent_reason() == ""
+    assert "cudaErrorInvalidDevice" in _C.cuda_absent_reason(fake_runtime())
+    assert _C.cuda_absent_reason(fake_runtime()) == ""
     assert fake.alive()["streams"] == 0
 
 
@@ -1094,7 +1096,7 @@ def test_a_copy_must_stay_inside_one_registered_range(fake_cuda):
 
 def test_a_refused_range_is_staged_and_another_one_beside_it_is_not(fake_cuda):
     fake = fake_cuda.module
-    backend = fake.make_cuda_backend(0, MIB, staging_piece=512)
+    backend = _C.make_cuda_backend(0, MIB, staging_piece=512, runtime=fake_runtime())
     size = 5000
     pinned, refused = np.frombuffer(noise(size, 1), np.uint8).copy(), np.frombuffer(noise(size, 2), np.uint8).copy()
     assert backend.register_home(address(pinned), size, "copies") == "" and backend.staging_bytes == 0
@@ -1178,26 +1180,62 @@ def test_a_backend_works_on_its_own_device_and_leaves_the_callers_alone(fake_cud
     assert backend.name == "cuda:1" and fake.get_device() == 0
     use(fake_cuda, backend)
     given = backend.open()
-    backend.give(given, fake.DEFAULT_STREAM)  # which means: the default stream of its own device
+    backend.give(given, _C.DEFAULT_STREAM)  # which means: the default stream of its own device
     given.wait_passed()
     assert fake.get_device() == 0
 
 
 def test_the_null_stream_means_the_default_stream_and_the_caller(fake_cuda):
-    fake = fake_cuda.module
     backend = fake_cuda.backend()
-    release = fake_cuda.hold(backend, fake.DEFAULT_STREAM)
+    release = fake_cuda.hold(backend, _C.DEFAULT_STREAM)
     visit = backend.open()
     backend.give(visit)
     assert not visit.passed()  # torch's kernels on the default stream are still running
     blocks_until_passed(lambda: backend.wait([visit]), [visit], release)
 
 
+def test_no_call_breaks_a_capture_that_another_thread_makes(fake_cuda):
+    """torch.cuda.graph captures in mode "global": calls of other threads that could hurt are refused, and break it."""
+    fake, backend = fake_cuda.module, fake_cuda.backend()
+    use(fake_cuda, backend)
+    captured = fake_cuda.stream(backend)
+    capturing, done, whole = threading.Event(), threading.Event(), []
+
+    def capture() -> None:
+        fake.begin_capture(captured)
+        capturing.set()
+        assert done.wait(PATIENCE_S)
+        whole.append(fake.end_capture())
+
+    other = Started(capture)
+    assert capturing.wait(PATIENCE_S)
+    use(fake_cuda, backend)
+    backend.close()
+    done.set()
+    assert other.join() is None
+    assert whole == [True]
+    # The control: the same call without noria's care.
+    fake.begin_capture(captured)
+    fake.synchronize(captured)
+    assert not fake.end_capture() and fake.take_error() == 900
+
+
+def test_a_library_that_lacks_a_call_is_refused_by_name(tmp_path):
+    with pytest.raises(_C.MachineError, match="cannot open shared object file"):
+        _C.CudaRuntime(str(tmp_path / "libcudart.so.13"))
+    with pytest.raises(_C.MachineError, match=r"libm\.so\.6 has no cudaGetLastError, cudaGetErrorName, "):
+        _C.CudaRuntime("libm.so.6")
+
+
+def test_the_runtime_says_its_version(fake_cuda):
+    assert fake_runtime().version == "13.0" and fake_runtime().path.endswith("libfake_cudart.so")
+
+
 def test_nothing_of_a_closed_backend_stays_alive(fake_cuda):
     fake, lender = fake_cuda.module, fake_cuda.backend()
     lent = lender.shared(lender.allocate_shared(64))
     before = fake.alive()
-    backend = fake.make_cuda_backend(0, MIB)
+    backend = _C.make_cuda_backend(0, MIB, runtime=fake_runtime())
     opened, memory = backend.open_shared(lent), backend.allocate(64)
     swap(backend, [(opened, memory, 32), (opened + 32, memory + 32, 32)], links=[1, 2]).wait_passed()
     backend.free(memory)
@@ -1213,13 +1251,13 @@ def test_nothing_of_a_closed_backend_stays_alive(fake_cuda):
 
 def test_a_failure_while_closing_is_reported_after_all_is_closed(fake_cuda):
     fake = fake_cuda.module
-    backend = fake.make_cuda_backend(0, MIB)
+    backend = _C.make_cuda_backend(0, MIB, runtime=fake_runtime())
     fake.fail_next("cudaStreamSynchronize")
     with pytest.raises(_C.MachineError, match="closing the lanes on cuda:0 failed"):
         backend.close()
     assert fake.alive()["streams"] == 0
     backend.close()
-    another = fake.make_cuda_backend(0, MIB)
+    another = _C.make_cuda_backend(0, MIB, runtime=fake_runtime())
     fake.fail_next("cudaStreamSynchronize")
     del another  # a destructor has nobody to tell
     assert fake.alive()["streams"] == 0

@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -126,6 +127,12 @@ struct World {
   std::set<cudaStream_t> streams;
   std::set<cudaEvent_t> events;
   cudaStream_t default_stream[fake_cuda::kNumDevices] = {};
+  struct Capture {
+    cudaStream_t stream;
+    std::thread::id thread;
+    bool is_broken = false;
+  };
+  std::optional<Capture> capture;  // in mode "global"
 };
 
 World& world() {
@@ -135,10 +142,21 @@ World& world() {
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 cudaError_t leave(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
+}
+
+/// While a thread captures, calls that could hurt the capture are refused to all threads that have not said "relaxed";
+/// such a call breaks the capture.
+bool is_unsafe_beside_captures(const char* call) {
+  static const std::set<std::string> unsafe = {
+      "cudaMalloc",           "cudaFree",         "cudaHostRegister",     "cudaHostUnregister",
+      "cudaIpcOpenMemHandle", "cudaEventQuery",   "cudaEventSynchronize", "cudaStreamSynchronize",
+      "cudaIpcGetMemHandle",  "cudaStreamDestroy"};
+  return capture_mode != cudaStreamCaptureModeRelaxed && unsafe.count(call) > 0;
 }
 
 /// Counts the call; the injected error, if its turn has come.
@@ -147,6 +165,10 @@ cudaError_t enter(const char* call) {
   std::lock_guard lock(w.mutex);
   ++w.counts[call];
   w.log.push_back(call);
+  if (w.capture && is_unsafe_beside_captures(call)) {
+    w.capture->is_broken = true;
+    return cudaErrorStreamCaptureUnsupported;
+  }
   for (auto it = w.injected.begin(); it != w.injected.end(); ++it) {
     if (it->call != call || --it->nth > 0) continue;
     const cudaError_t error = it->error;
@@ -260,6 +282,18 @@ cudaStream_t make_stream() {
   return stream;
 }
 
+void begin_capture(cudaStream_t stream) {
+  std::lock_guard lock(world().mutex);
+  world().capture = World::Capture{resolve(stream), std::this_thread::get_id()};
+}
+
+bool end_capture() {
+  std::lock_guard lock(world().mutex);
+  const bool is_whole = world().capture && !world().capture->is_broken;
+  world().capture.reset();
+  return is_whole;
+}
+
 void hold_copy(const void* to, std::function<void()> until) {
   std::lock_guard lock(world().mutex);
   world().held_copies[to] = std::move(until);
@@ -304,6 +338,10 @@ const char* cudaGetErrorName(cudaError_t error) {
     return "cudaErrorHostMemoryAlreadyRegistered";
   case cudaErrorHostMemoryNotRegistered:
     return "cudaErrorHostMemoryNotRegistered";
+  case cudaErrorStreamCaptureUnsupported:
+    return "cudaErrorStreamCaptureUnsupported";
+  case cudaErrorStreamCaptureInvalidated:
+    return "cudaErrorStreamCaptureInvalidated";
   case cudaErrorUnknown:
     return "cudaErrorUnknown";
   }
@@ -312,6 +350,12 @@ const char* cudaGetErrorName(cudaError_t error) {
 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorMemoryAllocation ? "out of memory" : "an error of the fake CUDA runtime";
+}
+
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  ENTER("cudaRuntimeGetVersion");
+  *version = 13000;
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -330,6 +374,14 @@ cudaError_t cudaSetDevice(int device) {
   ENTER("cudaSetDevice");
   if (device < 0 || device >= fake_cuda::kNumDevices) return leave(cudaErrorInvalidDevice);
   current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ENTER("cudaDeviceGetAttribute");
+  if (device < 0 || device >= fake_cuda::kNumDevices) return leave(cudaErrorInvalidDevice);
+  if (attribute != cudaDevAttrCanUseHostPointerForRegisteredMem) return leave(cudaErrorInvalidValue);
+  *value = 1;
   return cudaSuccess;
 }
 
@@ -482,6 +534,32 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     stream->enqueue([record] { record->finish(); });
   }
   record->wait();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  ENTER("cudaStreamIsCapturing");
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  stream = resolve(stream);
+  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  const bool is_captured = w.capture && w.capture->stream == stream;
+  *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  ENTER("cudaThreadExchangeStreamCaptureMode");
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*work)(void*), void* context) {
+  ENTER("cudaLaunchHostFunc");
+  std::lock_guard lock(world().mutex);
+  stream = resolve(stream);
+  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  stream->enqueue([work, context] { work(context); });
   return cudaSuccess;
 }
 

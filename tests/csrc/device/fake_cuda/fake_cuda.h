@@ -53,6 +53,11 @@ cudaError_t pending_error();
 /// A stream of the calling thread's device, as a user of CUDA would make one.
 cudaStream_t make_stream();
 
+/// As torch.cuda.graph: the calling thread captures the stream, in mode "global".
+void begin_capture(cudaStream_t stream);
+/// False: some call has broken it.
+bool end_capture();
+
 /// The next copy to this address waits for `until` first, and with it all that comes later on its stream.
 void hold_copy(const void* to, std::function<void()> until);
 void run_on(cudaStream_t stream, std::function<void()> work);

@@ -1,4 +1,4 @@
-// The CUDA backend over the fake runtime, as a Python module: the backend's own bindings and the controls of the fake.
+// The controls of the fake CUDA runtime, as a Python module.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,10 +10,6 @@
 
 namespace py = pybind11;
 
-namespace noria {
-void bind_device(py::module_& m);
-}
-
 namespace {
 
 cudaStream_t as_stream(std::uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
@@ -21,8 +17,7 @@ cudaStream_t as_stream(std::uintptr_t handle) { return reinterpret_cast<cudaStre
 }  // namespace
 
 PYBIND11_MODULE(_fake_cuda, m) {
-  py::module_::import("noria._C");  // registers exceptions and Trace, which the backend's bindings use
-  noria::bind_device(m);
+  py::module_::import("noria._C");  // registers HostTicket
 
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def(
@@ -42,7 +37,10 @@ PYBIND11_MODULE(_fake_cuda, m) {
                                                {"events", alive.events},
                                                {"opened", alive.opened}};
   });
+  m.def("begin_capture", [](std::uintptr_t stream) { fake_cuda::begin_capture(as_stream(stream)); });
+  m.def("end_capture", &fake_cuda::end_capture);
   m.def("num_empty_waits", &fake_cuda::num_empty_waits);
+  m.def("take_error", [] { return static_cast<int>(cudaGetLastError()); });
   m.def("pending_error", [] { return static_cast<int>(fake_cuda::pending_error()); });
   m.def("set_device", [](int device) { return static_cast<int>(cudaSetDevice(device)); });
   m.def("get_device", [] {
