@@ -87,7 +87,7 @@ struct HostOptimizer::State {
   void note_torn(const OpLabel& label);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
   /// Returns what was read and written.
-  Bytes compute(const UpdateJob& job, std::int64_t hold_before_note_us);
+  Bytes compute(const UpdateJob& job, std::int64_t hold_after_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
@@ -161,9 +161,9 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   }
 
   const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
-  // A draft is held a second time, between work and note: a gradient that is written then would be noted and not used.
+  // A draft is held a second time, between note and work: a gradient that is written then is used and not noted.
   const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
-  const std::int64_t before_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
+  const std::int64_t after_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
     return;
@@ -175,7 +175,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
     ledger.works(Lane::update, start_ns);
-    const Bytes bytes = compute(update.job, before_note_us);
+    const Bytes bytes = compute(update.job, after_note_us);
     free_ns = std::max(now_ns(), start_ns + least_duration_ns(limit, bytes));
     ledger.works(Lane::update, start_ns, free_ns);
     queue->sleep_until(free_ns);
@@ -208,7 +208,7 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
   (void)num_ranges.load(std::memory_order_acquire);
 }
 
-Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_before_note_us) {
+Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_after_note_us) {
   cut(job.pieces, chunks);
   std::atomic<std::uint64_t> sum = 0;
   const auto look = [&](const Chunk& chunk) {
@@ -239,14 +239,14 @@ Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_befo
   };
   if (job.task == UpdateTask::sum) {
     for_each_chunk(read);
-  } else if (hold_before_note_us > 0) {
-    for_each_chunk(update);
-    queue->sleep_until(now_ns() + hold_before_note_us * 1000);
+  } else if (hold_after_note_us > 0) {
     for_each_chunk(read);
+    queue->sleep_until(now_ns() + hold_after_note_us * 1000);
+    for_each_chunk(update);
   } else {
     for_each_chunk([&](const Chunk& chunk) {
+      read(chunk);  // first: whatever a device writes behind our back from here on, the note is not of it
       update(chunk);
-      read(chunk);  // while it is in the cache
     });
   }
   if (job.note) *job.note = sum.load();

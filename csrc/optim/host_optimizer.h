@@ -9,9 +9,10 @@
 // Threads: `submit` from any thread; jobs run on the pool's own threads, which never take the GIL. A forked child has
 // none of them: there `submit` refuses, `idle`, `close` and the destructor do nothing.
 //
-// Note [Tickets of a device]. A ticket calls back when it is issued, and on a device that is not yet passed. When no
-// job's waits have all passed, the pool blocks on the most urgent job whose waits are all issued: what has been issued
-// waits for nothing but what was issued before it, never for an update, so this always ends.
+// Note [Tickets of a device]. A ticket calls back when it is issued, and on a device that is not yet passed: the host
+// runs ahead of the device by many layers. If no job's waits have all passed, the pool blocks on the job whose waits
+// were issued first, for they pass first; the most urgent one would keep it waiting while others are ready. What has
+// been issued waits for nothing but what was issued before it, never for an update, so this always ends.
 #pragma once
 
 #include <cstdint>

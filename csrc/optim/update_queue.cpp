@@ -19,6 +19,7 @@ bool UpdateQueue::push(const Item& item) {
   // Taken before the item is visible: from then on it belongs to the serving thread.
   const std::vector<Ticket> waits = item->waits;
   item->num_unissued = static_cast<int>(waits.size());
+  for (const Ticket& wait : waits) item->newest_wait = std::max(item->newest_wait, wait->label.op);
   {
     const std::lock_guard lock(mutex_);
     if (closing_) return false;
@@ -38,15 +39,18 @@ void UpdateQueue::issued(const Item& item, Verb giver) {
   if (--item->num_unissued == 0) changed_.notify_all();
 }
 
-UpdateQueue::Item UpdateQueue::most_urgent() {
+UpdateQueue::Item UpdateQueue::next() {
   auto chosen = items_.end();
   bool is_ready = false;
   for (auto it = items_.begin(); it != items_.end(); ++it) {
     if ((*it)->num_unissued > 0) continue;
     const bool passed = have_passed((*it)->waits);
-    // What is only issued is second best: see optim/host_optimizer.h, Note [Tickets of a device].
-    const bool better = chosen == items_.end() || (passed == is_ready ? (*it)->priority < (*chosen)->priority : passed);
-    if (!better) continue;
+    if (chosen != items_.end()) {
+      if (is_ready && !passed) continue;
+      const bool is_before =
+          passed ? (*it)->priority < (*chosen)->priority : (*it)->newest_wait < (*chosen)->newest_wait;
+      if (is_ready == passed && !is_before) continue;
+    }
     chosen = it;
     is_ready = passed;
   }
@@ -89,9 +93,9 @@ UpdateQueue::Taken UpdateQueue::take() {
   running_ = false;
   changed_.notify_all();
   Taken taken;
-  if (!closing_) taken.item = most_urgent();
+  if (!closing_) taken.item = next();
   taken.was_ready = taken.item != nullptr;
-  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = most_urgent()); });
+  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = next()); });
   running_ = taken.item != nullptr;
   return taken;
 }

@@ -1,4 +1,5 @@
-// Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next.
+// Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next; if there is none, the
+// one whose waits were issued first.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
 // Order: see optim/host_optimizer.h. Threads: `push`, `recall`, `holds`, `close` and `await_idle` from any thread, the
@@ -24,6 +25,7 @@ struct QueuedUpdate {
   std::shared_ptr<HostTicket> ticket;
   int priority = 0;
   bool is_recalled = false;  // protected by the queue's mutex until it is taken
+  OpId newest_wait;          // a device passes what was issued first
   std::int64_t submitted_ns = 0;
   int num_unissued = 0;            // of `waits`; protected by the queue's mutex
   Verb last_giver = Verb::update;  // whose ticket was the last to be issued: the one to blame for a stall
@@ -58,7 +60,7 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   void await_idle();
 
  private:
-  Item most_urgent();
+  Item next();
   void issued(const Item& item, Verb giver);
 
   std::mutex mutex_;  // protects all below

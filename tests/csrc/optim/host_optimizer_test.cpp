@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <future>
 #include <memory>
 #include <random>
@@ -246,6 +247,31 @@ TEST(HostOptimizer, IssuedTicketOfADeviceIsWaitedForAndReadyJobsGoFirst) {
   device->pass_now.set_value();
   waits->wait_passed();
   EXPECT_TRUE(slow.updated());
+}
+
+// The host runs ahead of a device: drains of all layers are issued long before the first has passed. The next forward
+// wants the first layer first, whose gradient comes last.
+TEST(HostOptimizer, OfIssuedJobsTheOneThatWasIssuedFirstIsWaitedFor) {
+  HostOptimizer optimizer(threads(1));
+  Unit blocking(10), early(10), late(10);
+  const auto gate = std::make_shared<DeviceTicket>(label(1));
+  gate->issue();
+  optimizer.submit(label(100), blocking.job(), {gate});
+  gate->waited_for.get_future().wait();  // what follows is all there before the pool looks again
+  const auto last_layer = std::make_shared<DeviceTicket>(label(10)),
+             first_layer = std::make_shared<DeviceTicket>(label(20));
+  last_layer->issue();
+  first_layer->issue();
+  const Ticket urgent = optimizer.submit(label(101), late.job(), {first_layer}, /*priority=*/0);
+  const Ticket other = optimizer.submit(label(102), early.job(), {last_layer}, /*priority=*/9);
+  gate->pass_now.set_value();
+  const auto patience = std::chrono::seconds(10);  // only a failing test takes so long
+  EXPECT_EQ(last_layer->waited_for.get_future().wait_for(patience), std::future_status::ready);
+  last_layer->pass_now.set_value();
+  first_layer->pass_now.set_value();
+  other->wait_passed();
+  urgent->wait_passed();
+  EXPECT_TRUE(early.updated() && late.updated());
 }
 
 TEST(HostOptimizer, CloseFailsWhatIsQueuedAndMayBeCalledTwice) {
