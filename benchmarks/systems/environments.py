@@ -4,15 +4,14 @@ on this machine, as `make rivals` has found."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
+from benchmarks.systems import beside
 from benchmarks.systems.catalogue import OWN, SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,24 +43,8 @@ def install(environment: str, wheels: Path | None = None) -> str | None:
     if is_there(environment):
         return None
     root, packages = FOLDER / environment, pins()[environment]
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(root)], check=True)
-    site = subprocess.run(
-        [str(root / "bin" / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    torch = importlib.util.find_spec("torch")
-    assert torch is not None and torch.origin is not None
-    shared = dict.fromkeys([str(Path(torch.origin).parents[1]), sysconfig.get_path("purelib")])
-    Path(site, "torch_of_this_environment.pth").write_text("\n".join(shared) + "\n")
-    command = [str(root / "bin" / "python"), "-m", "pip", "install", "-q", *packages]
-    if wheels is not None:
-        command += ["--no-index", "--find-links", str(wheels)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return (errors or done.stderr.splitlines() or ["pip failed"])[-1]
+    if reason := beside.install(beside.make(root), packages, wheels):
+        return reason
     (root / _STAMP).write_text("\n".join(packages) + "\n")
     return None
 
