@@ -72,10 +72,10 @@ def main() -> int:
     print(tokenizer.decode(generated[0].cpu()))
     print("-" * 74 + "\n")
 
-    draw_losses(losses, twin.losses, args.out / "loss.png")
+    plot = f"{args.out / 'loss.png'}, " if draw_losses(losses, twin.losses, args.out / "loss.png") else ""
     report = noria.report(model)  # writes the trace as well
     print(report)
-    print(f"\nwritten: {args.out / 'loss.png'}, {trace} (open it in https://ui.perfetto.dev)\n")
+    print(f"\nwritten: {plot}{trace} (open it in https://ui.perfetto.dev)\n")
     return 0 if all_kept(plan, report, twin, num_fetches, args) else 1
 
 
@@ -179,8 +179,12 @@ def all_kept(plan, report, twin: Twin, num_fetches: int, args: argparse.Namespac
     return all(kept for kept, _ in promises)
 
 
-def draw_losses(losses: list[float], twin_losses: list[float], path: Path) -> None:
-    import matplotlib
+def draw_losses(losses: list[float], twin_losses: list[float], path: Path) -> bool:
+    """Whether it could: without matplotlib there is no plot."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -192,6 +196,7 @@ def draw_losses(losses: list[float], twin_losses: list[float], path: Path) -> No
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+    return True
 
 
 def parse_arguments() -> argparse.Namespace:
