@@ -9,6 +9,7 @@ from typing import Any
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.nn import functional as F
@@ -119,8 +120,12 @@ def test_weights_between_passes_are_not_there():
     model = made()
     noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)
     loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="evicted"):
-        model.blocks[0].expand.weight.sum().item()
+    weight = model.blocks[0].expand.weight
+    if _C.STORAGE_CAN_REFUSE:
+        with pytest.raises(RuntimeError, match="evicted"):
+            weight.sum().item()
+    else:  # torch before 2.13
+        assert weight.isnan().all()
     with noria.materialize(model, read_only=True):
         assert model.blocks[0].expand.weight.isfinite().all()
     noria.unwrap(model)
