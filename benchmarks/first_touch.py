@@ -220,6 +220,7 @@ def main() -> int:
 
     wrong_ones = [name for name, reason in found.items() if reason]
     # Of torch itself, not of noria: a library that takes one norm at a time may differ from one that takes a list.
+    print(f"  _foreach_norm of the first gradient: {one_by_one!r} by itself, {of_the_list!r} in the list")
     summary = {"checks": found, "foreach_norm": {"one by one": one_by_one, "of the list": of_the_list}}
     _common.Result("first_touch", {}, summary, {"device": args.device, "width": width}).write(args, began)
     words = f"{len(found) - len(wrong_ones)} of {len(found)} as in torch, on {args.device}"
