@@ -242,6 +242,10 @@ def main() -> int:
         "deepspeed": _deepspeed.VERSION,
     }
     _common.Result("adamw", samples, summary, settings | ended).write(args, began)
+    key = f"{args.threads[-1]} threads"
+    found = summary[key]["adamw split draft"]
+    rate, share = found["gparam_s"]["median"], found["share_of_limit"]["pairs"]
+    print(f"verdict: AdamW, split, as a draft: {rate:.2f} Gparam/s with {key}, {share:.2f} of what memory allows")
     return 0
 
 

@@ -66,6 +66,7 @@ def main() -> int:
     about = {name: each for race in result["samples"]["races"] for name, each in race["about"].items()}
     plain = summary.get("plain PyTorch", {})
     found: dict[str, Any] = {"rates": rate}
+    said: dict[str, float] = {}
     for name, by_tokens in summary.items():
         rows = {int(tokens): row for tokens, row in by_tokens.items() if row["moved_bytes"]}
         shared = max((tokens for tokens in rows if str(tokens) in plain), default=None)
@@ -79,12 +80,15 @@ def main() -> int:
             needed = {what: MODES[mode][what] * taken for what, taken in seconds.items()}
             busiest = max(needed, key=lambda each: needed[each])
             found[name][mode] = {"busiest": busiest, "tokens": speed * needed[busiest]}
+            said[mode] = max(said.get(mode, 0.0), speed * needed[busiest])
             print(
                 f"{name}, {mode}: computed, from {speed * needed[busiest]:.0f} tokens a step on ({busiest} wants "
                 f"{1e3 * needed[busiest]:.1f} ms of compute a step; plain PyTorch: {speed:.0f} tokens/s)"
             )
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
+    words = ", ".join(f"{tokens:.0f} with {mode}" for mode, tokens in said.items())
+    print(f"verdict: computed, as fast as plain PyTorch from so many tokens a step on: {words or 'unknown'}")
     return 0
 
 

@@ -115,6 +115,12 @@ def main() -> int:
     columns = ["size", *list(found), "fetch / plain", "drain / plain"]
     _common.show(f"GiB/s, {args.device}; plain is {against['fetch']}", columns, rows)
     _common.Result("transfers", samples, summary, {"rounds": rounds, "device": args.device}).write(args, began)
+    largest = next(reversed(summary.values()))
+    said = [
+        f"{lane} {largest['gib_s'][lane]:.1f} GiB/s, {largest['against_plain'][lane]['of_pairs']:.2f} x a plain copy's"
+        for lane in ("fetch", "drain")
+    ]
+    print(f"verdict: {'; '.join(said)}, on {args.device}")
     return 0
 
 

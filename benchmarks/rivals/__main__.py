@@ -92,6 +92,9 @@ def main() -> int:
         said = f"losses {shown(each['losses'])}" if each["runs"] else f"not here: {each['reason']}"
         print(f"  {name:<26} {said}", flush=True)
         STATUS.write_text(json.dumps(found, indent=1) + "\n")
+    absent = [name for name in names if not found[name]["runs"]]
+    ran = f"{len(names) - len(absent)} of {len(names)} run"
+    print(f"verdict: {ran}" + (f"; not: {', '.join(absent)}" if absent else ""))
     return 0
 
 

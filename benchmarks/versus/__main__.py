@@ -212,6 +212,9 @@ def main() -> int:
         print("nothing ran")
         return 1
     tables.show(written())  # with who was not begun
+    absent = [name for name in args.systems if name in refused]
+    ran = f"{len(args.systems) - len(absent)} of {len(args.systems)} systems measured"
+    print(f"verdict: {ran}" + (f"; not: {', '.join(absent)}" if absent else ""))
     return 0
 
 
