@@ -303,6 +303,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes, long limits, and no device needed")
     parser.add_argument("--pretend", action="store_true", help="with a pretend GPU, all but what others run in")
     args = parser.parse_args()
+    if args.wheels and not args.wheels.is_dir():
+        parser.error(f"expected a folder of wheels; found none at {args.wheels}")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
