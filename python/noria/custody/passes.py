@@ -204,9 +204,11 @@ class Passes:
         if not any(done["phase"] == "backward" for done in self.custody.passes()):
             return
         for hook, handles in self._inner_handles.items():
-            if not self.custody.inner_was_first(hook):
-                for handle in handles:
-                    handle.remove()
+            if self.custody.inner_was_first(hook):
+                self._handles += handles  # for good, which ends with `remove`
+                continue
+            for handle in handles:
+                handle.remove()
         self._inner_handles.clear()
 
     def _visit_for_operator(self, units: tuple[int, ...]) -> int:
