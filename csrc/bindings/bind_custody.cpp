@@ -193,6 +193,13 @@ py::dict sums_dict(const StepSums& sums) {
 void bind_custody(py::module_& m) {
   register_kept_python_errors();
   m.attr("STORAGE_CAN_REFUSE") = kStorageCanRefuse;
+  m.def("living", [] {
+    py::dict result;
+    result["custodies"] = Living<Custody>::count();
+    result["backends"] = Living<Backend>::count();
+    result["arena_bytes"] = Arena::all_mapped().count;
+    return result;
+  });
   m.def(
       "tensor_in",
       [](std::shared_ptr<Arena> arena, std::int64_t offset, at::ScalarType dtype,

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "base/living.h"
 #include "bindings/held_gradient.h"
 #include "bindings/saved_tensors.h"
 #include "bindings/torch_compat.h"
@@ -51,7 +52,7 @@ struct CustodyUnit {
 
 enum class GradientIs { none, held, foreign };
 
-class Custody final : public Custodian {
+class Custody final : public Custodian, public Living<Custody> {
  public:
   Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units, BufferTable buffers,
           std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range,

@@ -33,6 +33,7 @@
 
 #include "base/bytes.h"
 #include "base/ids.h"
+#include "base/living.h"
 #include "base/trace.h"
 #include "base/words.h"
 
@@ -112,7 +113,7 @@ struct SharedMemory {
 /// Who touches a range of the home besides the host: the copy engines alone, or the device's own kernels too.
 enum class HomeUse : std::uint8_t { copies, device };
 
-class Backend {
+class Backend : public Living<Backend> {
  public:
   virtual ~Backend() = default;
   Backend() = default;

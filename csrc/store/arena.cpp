@@ -1,6 +1,7 @@
 #include "store/arena.h"
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <string>
@@ -17,6 +18,7 @@ namespace noria {
 namespace {
 
 constexpr Bytes kHugePage{2 * 1024 * 1024};
+std::atomic<std::int64_t> mapped_by_all = 0;
 
 Bytes round_to_page(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESIZE)}); }
 
@@ -56,6 +58,7 @@ Arena::Arena(Bytes bytes) {
   data_ = data;
   process_ = getpid();
   bytes_ = bytes;
+  mapped_by_all += mapped.count;
 }
 
 Arena::~Arena() {
@@ -114,7 +117,9 @@ void Arena::close() {
     std::byte* data;
     Bytes bytes;
     ~Unmap() {
-      if (data != nullptr) munmap(data, static_cast<std::size_t>(bytes.count));
+      if (data == nullptr) return;
+      munmap(data, static_cast<std::size_t>(bytes.count));
+      mapped_by_all -= bytes.count;
     }
   };
   const Unmap unmap{getpid() == process_ ? data_ : nullptr, mapped_bytes()};
@@ -125,5 +130,7 @@ void Arena::close() {
 }
 
 Bytes Arena::mapped_bytes() const { return round_to_page(bytes_); }
+
+Bytes Arena::all_mapped() { return {mapped_by_all}; }
 
 }  // namespace noria

@@ -48,6 +48,8 @@ class Arena {
   Bytes bytes() const { return bytes_; }
   Bytes mapped_bytes() const;
   bool registered() const { return backend_ != nullptr; }
+  /// Of all arenas that there are.
+  static Bytes all_mapped();
 
  private:
   std::byte* data_ = nullptr;

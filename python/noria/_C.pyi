@@ -672,6 +672,8 @@ class CollectLane:
 
 STORAGE_CAN_REFUSE: bool
 
+# What there is in this process of all wrap calls: "custodies", "backends", "arena_bytes".
+def living() -> dict[str, int]: ...
 def tensor_in(
     arena: Arena, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor: ...

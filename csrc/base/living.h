@@ -1,0 +1,26 @@
+// How many objects of a class there are in this process: for tests and soaks, which look for what is left behind.
+//
+// `class Backend : Living<Backend>` counts backends. Threads: any.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace noria {
+
+template <class Owner>
+class Living {
+ public:
+  static std::int64_t count() { return count_; }
+
+ protected:
+  Living() { ++count_; }
+  Living(const Living&) { ++count_; }
+  Living& operator=(const Living&) = default;
+  ~Living() { --count_; }
+
+ private:
+  static inline std::atomic<std::int64_t> count_ = 0;
+};
+
+}  // namespace noria
