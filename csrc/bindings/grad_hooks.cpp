@@ -49,6 +49,13 @@ struct AfterAccumulate final : torch::autograd::FunctionPostHook {
   int index;
 };
 
+/// Of a Custody that has closed.
+template <class Caught, class Hook>
+bool is_left_behind(const std::unique_ptr<Hook>& hook) {
+  const auto* ours = dynamic_cast<const Caught*>(hook.get());
+  return ours != nullptr && *ours->custody == nullptr;
+}
+
 }  // namespace
 
 void hook_backward(const at::Tensor& output, const CustodyRef& custody, int hook, bool inner) {
@@ -62,6 +69,9 @@ void hook_backward(const at::Tensor& output, const CustodyRef& custody, int hook
 }
 
 void hook_accumulator(torch::autograd::Node& accumulator, const CustodyRef& custody, int index) {
+  // A loss that was kept keeps the node, and on it the hooks of wrap calls that are over: one more each time.
+  std::erase_if(accumulator.pre_hooks(), [](const auto& each) { return is_left_behind<CatchGradient>(each); });
+  std::erase_if(accumulator.post_hooks(), [](const auto& each) { return is_left_behind<AfterAccumulate>(each); });
   accumulator.add_pre_hook(std::make_unique<CatchGradient>(custody, index));
   accumulator.add_post_hook(std::make_unique<AfterAccumulate>(custody, index));
 }

@@ -15,7 +15,7 @@ class Custody;
 /// Announces the backward of `hook` before the node runs.
 void hook_backward(const at::Tensor& output, const std::shared_ptr<Custody*>& custody, int hook, bool inner);
 
-/// Catches the gradients of a parameter, before and after AccumulateGrad.
+/// Catches the gradients of a parameter, before and after AccumulateGrad. Hooks of a Custody that has closed go.
 void hook_accumulator(torch::autograd::Node& accumulator, const std::shared_ptr<Custody*>& custody, int index);
 /// Somebody else has hooks on it, which would see nothing: gradients are caught before AccumulateGrad.
 bool has_foreign_hooks(torch::autograd::Node& accumulator);
