@@ -303,17 +303,8 @@ void bind_custody(py::module_& m) {
                return std::pair{pointer(taken.first), Bytes{taken.second}};
              });
            })
-      .def("pack",
-           [](Custody& self, const at::Tensor& tensor) -> py::object {
-             auto saved = without_gil([&] { return self.pack(tensor); });
-             return saved ? py::cast(std::move(saved)) : py::cast(tensor);
-           })
-      .def("unpack",
-           [](Custody& self, const py::object& saved) {
-             if (!py::isinstance<SavedTensor>(saved)) return saved.cast<at::Tensor>();
-             const auto handle = saved.cast<std::shared_ptr<SavedTensor>>();
-             return without_gil([&] { return self.unpack(*handle); });
-           })
+      .def("pack", &Custody::pack, NoGil())
+      .def("unpack", &Custody::unpack, NoGil())
       .def("saved_stats",
            [](Custody& self) {
              const SavedStats stats = without_gil([&] { return self.engine().saved_stats(); });

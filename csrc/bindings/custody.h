@@ -94,7 +94,7 @@ class Custody final : public Custodian, public Living<Custody> {
   // ---- saved tensors ----
   using MoreHome = std::function<std::pair<std::byte*, Bytes>(Bytes)>;
   void set_saved_callback(MoreHome more_home) { more_home_ = std::move(more_home); }
-  /// As the hooks of torch.autograd.graph.saved_tensors_hooks; null: the tensor itself.
+  /// As the hooks of torch.autograd.graph.saved_tensors_hooks.
   std::shared_ptr<SavedTensor> pack(const at::Tensor& tensor) { return saved_.pack(engine_, tensor); }
   at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, current_stream()); }
 

@@ -54,15 +54,18 @@ at::Tensor SavedTensors::weight_of(const at::Tensor& tensor) const {
 
 std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor& tensor) {
   forget_dropped(engine);
-  if (!goes(tensor)) return nullptr;
-  const c10::Storage& storage = tensor.storage();
   const auto result = std::make_shared<SavedTensor>();
+  result->counter = tensor.unsafeGetTensorImpl()->version_counter();
+  result->version = result->counter.current_version();
+  if (!goes(tensor)) {
+    result->kept = tensor.detach();
+    return result;
+  }
+  const c10::Storage& storage = tensor.storage();
   result->dtype = tensor.scalar_type();
   result->sizes = tensor.sizes().vec();
   result->strides = tensor.strides().vec();
   result->offset = tensor.storage_offset();
-  result->counter = tensor.unsafeGetTensorImpl()->version_counter();
-  result->version = result->counter.current_version();
   if (at::Tensor weight = weight_of(tensor); weight.defined()) {
     result->weight_version = weight._version();
     result->weight = std::move(weight);
@@ -89,8 +92,10 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
 }
 
 at::Tensor SavedTensors::unpack(Engine& engine, const SavedTensor& saved, Stream stream) {
-  check_version(saved.sizes, saved.counter.current_version(), saved.version);
+  const at::IntArrayRef sizes = saved.kept.defined() ? saved.kept.sizes() : at::IntArrayRef(saved.sizes);
+  check_version(sizes, saved.counter.current_version(), saved.version);
   forget_dropped(engine);
+  if (saved.kept.defined()) return saved.kept;
   const auto view_of = [&](const c10::Storage& storage) {
     return at::empty({0}, at::TensorOptions().dtype(saved.dtype).device(device_))
         .set_(storage, saved.offset, saved.sizes, saved.strides);

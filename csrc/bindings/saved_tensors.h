@@ -5,7 +5,10 @@
 // the one that runs forward or backward; handles may be dropped on any.
 //
 // Note [Versions of saved tensors]. Autograd does not check versions of what hooks have packed, so it is done here: the
-// copy that went to the home is of the values at the time of saving, or an error.
+// copy that went to the home is of the values at the time of saving, or an error. So it is for tensors that stay.
+//
+// Note [Tensors that stay]. Autograd takes what a hook returns as it is. A node's own output would keep the node, which
+// keeps it: until a backward, and for good where none comes. So what stays is kept without its history.
 //
 // Note [Casts of weights]. What autocast makes of a weight is not kept: where backward asks for it the weight is there
 // again, and is cast again. That holds for weights of units that the visit has attached, for its backward needs those.
@@ -41,7 +44,7 @@ struct SavedStorage {
   const std::shared_ptr<Dropped> dropped;
 };
 
-/// What autograd gets.
+/// What autograd gets. Either `storage` is there, or `weight`, or `kept`.
 struct SavedTensor {
   std::shared_ptr<const SavedStorage> storage;
   at::ScalarType dtype = at::kFloat;
@@ -49,8 +52,9 @@ struct SavedTensor {
   std::int64_t offset = 0;
   c10::VariableVersion counter;
   std::uint32_t version = 0;
-  at::Tensor weight;  // of which it is a cast, and then there is no `storage`
+  at::Tensor weight;  // of which it is a cast
   std::uint32_t weight_version = 0;
+  at::Tensor kept;  // see Note [Tensors that stay]
 };
 
 class SavedTensors {
@@ -60,7 +64,6 @@ class SavedTensors {
   /// `is_attached`: a weight's, which lies on the device now.
   SavedTensors(c10::Device device, Bytes least, Tells keeps, Tells is_attached);
 
-  /// Null: autograd keeps the tensor.
   std::shared_ptr<SavedTensor> pack(Engine& engine, const at::Tensor& tensor);
   at::Tensor unpack(Engine& engine, const SavedTensor& saved, Stream stream);
   /// Storages of which autograd has let go since the last call.

@@ -90,7 +90,7 @@ def saved_by_block(parts: Partition, run: Callable[[], Any]) -> list[Saved]:
         if inside and is_large and storage._cdata not in weights:
             kept[storage._cdata] = storage  # alive: its address is nobody else's
             found[inside[-1][0]][storage._cdata] = size
-        return tensor
+        return tensor.detach()  # else what is a node's own output would keep the node, and it that, for good
 
     kept: dict[int, Any] = {}
 

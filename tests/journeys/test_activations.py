@@ -8,8 +8,9 @@ import dataclasses
 import gc
 import json
 import pickle
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import noria
@@ -535,6 +536,44 @@ def test_nothing_is_held_once_the_graph_is_gone():
         model(torch.randn(4, 64, WIDTH))
 
 
+class Remembered(torch.autograd.Function):
+    """Saves what it returns. `alive`: its nodes."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        Remembered.alive.add(ctx)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+@pytest.mark.parametrize("least", [64, 1 << 20])  # bytes that go: all, or none
+def test_a_graph_ends_without_a_backward(least, monkeypatch):
+    monkeypatch.setattr(activations, "LEAST_SAVED", least)
+
+    class Remembering(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(Remembered.apply(x))
+
+    model = Net()
+    model.blocks = nn.ModuleList(Remembering() for _ in range(4))
+    noria.wrap(model, device="cpu", window=2, activations="offload")
+    for _ in range(2):
+        loss = loss_of(model, 0)
+        assert len(Remembered.alive) == 4
+        del loss
+        assert not Remembered.alive
+    loss_of(model, 0).backward()
+    assert not Remembered.alive
+
+
 def test_what_does_not_fit_host_memory_is_refused():
     model = Wide(4)
     noria.wrap(model, device="cpu", window=2)
@@ -561,7 +600,10 @@ def test_the_first_pieces_grow_and_then_no_more():
 # ---- misuse -----------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch():
+@pytest.mark.parametrize("least", [64, 1 << 20])  # bytes that go: all, or none
+def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch(least, monkeypatch):
+    monkeypatch.setattr(activations, "LEAST_SAVED", least)
+
     class Changed(Net):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             x = self.blocks[0](self.embed(batch))
@@ -576,6 +618,20 @@ def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss_of(model, 0).backward()
         model.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["keep", "offload", "auto"])
+def test_a_graph_that_is_older_than_an_update_raises_as_in_torch(mode):
+    for policy in (None, {"activations": "keep"} if mode == "keep" else MODES[mode]):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))  # saves weights, and little else
+        optimizer = adamw(model.parameters())
+        if policy is not None:
+            noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch", **policy)
+        old, new = model(torch.ones(2, 8)).sum(), model(torch.ones(2, 8)).sum()
+        new.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
 
 
 def test_a_backward_after_unwrap_says_so():

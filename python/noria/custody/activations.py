@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from noria import _C
+from noria._errors import usage_error
 from noria.custody.hooks import Hook, in_backward
 from noria.custody.recompute import Recomputation, is_checkpointed
 from noria.home import Region
@@ -46,6 +48,7 @@ class Activations:
         self._inside: list[contextlib.AbstractContextManager[Any] | None] = []  # innermost last
         self._taken = 0  # bytes at home
         self._num_pieces = 0
+        self._saving = _saving_hooks(weakref.ref(wrapped.custody))
         self._recomputation: Recomputation | None = None
         if wrapped.policy.activations == "recompute" or wrapped.plan.saved_room is not None:
             self._recomputation = Recomputation(wrapped, chooses=wrapped.plan.saved_room is not None)
@@ -75,8 +78,7 @@ class Activations:
         if in_backward() or not torch.is_grad_enabled() or is_checkpointed():
             self._inside.append(None)
             return
-        custody = self.wrapped.custody
-        saving = torch.autograd.graph.saved_tensors_hooks(custody.pack, custody.unpack)
+        saving = torch.autograd.graph.saved_tensors_hooks(*self._saving)
         saving.__enter__()
         self._inside.append(saving)
         if self._recomputation is not None:
@@ -103,6 +105,22 @@ class Activations:
         self._num_pieces += 1
         self._taken += size
         return address, size
+
+
+def _saving_hooks(custody: weakref.ref[_C.Custody]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """A graph keeps them: what it cannot use any more it must not keep."""
+
+    def found() -> _C.Custody:
+        alive = custody()
+        if alive is None:
+            raise usage_error(
+                "a backward while its model is wrapped",
+                "one after noria.unwrap, or after the model was dropped",
+                "call backward() first",
+            )
+        return alive
+
+    return lambda tensor: found().pack(tensor), lambda saved: found().unpack(saved)
 
 
 def _more_home(wrapped: weakref.ref[Wrapped]) -> Callable[[int], tuple[int, int]]:
