@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,13 @@ Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Frees wrap calls that nobody has any more. Their parts refer to each other, and Python's collector counts objects
+    and not bytes: by itself it comes many homes later."""
+    if _C.living()["custodies"]:
+        gc.collect()
 
 
 def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -151,6 +159,7 @@ def wrap(
     interrupts is a model that is wrapped. What of a model was built under `torch.device("meta")` gets its values by a
     load, and until all have come the model cannot be used.
     """
+    _let_go()  # of models that were dropped without `unwrap`: what they take is not there for this one
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
     pipeline: Stages | None = None
     met: list[Any] = [] if ranks is None else [ranks]
@@ -351,8 +360,12 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
     `optimizer.load_state_dict(optimizer.state_dict())`.
     """
-    wrapped = wrapped_together(model)
-    roots = as_list(modules_of(model))
+    _unwrap(as_list(modules_of(model)), wrapped_together(model))
+    _let_go()
+    return (model, optimizer) if optimizer is not None else model
+
+
+def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     missing = [root for root in wrapped.partition.roots if all(root is not given for given in roots)]
     if missing:
         raise usage_error(
@@ -383,7 +396,6 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
             _move_buffers(root, torch.device("cpu"), None)
     wrapped.shutdown()
     _LIVE.discard(wrapped)
-    return (model, optimizer) if optimizer is not None else model
 
 
 @contextlib.contextmanager
