@@ -1,5 +1,6 @@
-// A fake of exactly the CUDA runtime calls that noria makes (csrc/device/cuda_runtime.h), so that its CUDA backend runs
-// and is tested where there is no device. Names, signatures and values are those of the CUDA 13 runtime.
+// A fake of the CUDA runtime calls that noria makes (csrc/device/cuda_runtime.h), so that its CUDA backend runs and is
+// tested where there is no device; and of three more, which torch makes (tests/pretend_gpu). Names, signatures and
+// values are those of the CUDA 13 runtime.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +16,7 @@ enum cudaError_t : int {
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
+  cudaErrorAssert = 710,
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
   cudaErrorStreamCaptureUnsupported = 900,
@@ -56,6 +58,7 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device);
+cudaError_t cudaDeviceSynchronize();
 
 cudaError_t cudaMalloc(void** memory, std::size_t size);
 cudaError_t cudaFree(void* memory);
@@ -70,6 +73,7 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int fla
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
@@ -79,6 +83,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t size, cudaStream_t stream);
 

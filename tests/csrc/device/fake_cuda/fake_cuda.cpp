@@ -1,10 +1,8 @@
 #include "fake_cuda.h"
 
-#include <condition_variable>
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,104 +10,28 @@
 #include <thread>
 #include <utility>
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
+#include "memory.h"
+#include "stream.h"
 
-namespace {
-
-struct Record {  // one recording of an event
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-
-  void finish() {
-    std::lock_guard lock(mutex);
-    done = true;
-    changed.notify_all();
-  }
-  void wait() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [this] { return done; });
-  }
-  bool is_done() {
-    std::lock_guard lock(mutex);
-    return done;
-  }
-};
-
-}  // namespace
+using fake_cuda::memory;
+using fake_cuda::pace;
+using fake_cuda::Place;
+using fake_cuda::Record;
+using fake_cuda::waits;
+using fake_cuda::WorkKind;
 
 struct CUevent_st {
   int device;
+  bool has_timing;
   std::shared_ptr<Record> last;  // null: never recorded
-};
-
-struct CUstream_st {
-  explicit CUstream_st(int on) : device(on), thread([this] { serve(); }) {}
-  ~CUstream_st() {  // as CUDA: what was queued is still done
-    {
-      std::lock_guard lock(mutex);
-      closing = true;
-      changed.notify_all();
-    }
-    thread.join();
-  }
-
-  void enqueue(std::function<void()> work) {
-    std::lock_guard lock(mutex);
-    queue.push_back(std::move(work));
-    changed.notify_all();
-  }
-  void serve() {
-    std::unique_lock lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return closing || !queue.empty(); });
-      if (queue.empty()) return;
-      auto work = std::move(queue.front());
-      queue.pop_front();
-      lock.unlock();
-      work();
-      lock.lock();
-    }
-  }
-
-  const int device;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> queue;
-  bool closing = false;
-  std::thread thread;  // last: it starts when all else is made
 };
 
 namespace {
 
-using Range = std::pair<std::size_t, int>;  // size, device
-
-constexpr std::size_t kPage = 4096;
-std::size_t whole_pages(std::size_t size) { return (size + kPage - 1) / kPage * kPage; }
-
-/// All memory of a device.
-struct Block {
-  int fd = -1;
-  std::byte* begin = nullptr;
-};
-
-/// What a cudaIpcMemHandle_t holds, without gaps: handles are compared.
-struct Handle {
-  pid_t pid;
-  int fd;
-  std::size_t offset, size;
-};
-static_assert(sizeof(Handle) == 2 * sizeof(int) + 2 * sizeof(std::size_t));
-
-struct Opened {
-  cudaIpcMemHandle_t handle;
-  int times;
-};
+using Stream = std::shared_ptr<CUstream_st>;
 
 struct World {
-  std::mutex mutex;
+  std::mutex mutex;  // nobody waits, and no stream's work runs or is destroyed, under it
   std::map<std::string, std::int64_t> counts;
   std::vector<std::string> log;
   struct Injected {
@@ -118,15 +40,12 @@ struct World {
     cudaError_t error;
   };
   std::vector<Injected> injected;
-  Block blocks[fake_cuda::kNumDevices];
-  std::map<const std::byte*, Range> device_memory, registered, opened_ranges;
-  std::map<const std::byte*, Opened> opened;
   std::map<const void*, std::function<void()>> held_copies;
   std::int64_t num_empty_waits = 0;
-  std::size_t used[fake_cuda::kNumDevices] = {};
-  std::set<cudaStream_t> streams;
+  cudaError_t sticky = cudaSuccess;
+  std::map<cudaStream_t, Stream> streams;
   std::set<cudaEvent_t> events;
-  cudaStream_t default_stream[fake_cuda::kNumDevices] = {};
+  Stream default_stream[fake_cuda::kNumDevices];
   struct Capture {
     cudaStream_t stream;
     std::thread::id thread;
@@ -139,6 +58,9 @@ World& world() {
   static World* the_world = new World;  // streams outlive everything that could destroy it
   return *the_world;
 }
+
+// What `log` remembers; a process may call for hours.
+constexpr std::size_t kLongestLog = 1 << 20;
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -153,10 +75,17 @@ cudaError_t leave(cudaError_t error) {
 /// such a call breaks the capture.
 bool is_unsafe_beside_captures(const char* call) {
   static const std::set<std::string> unsafe = {
-      "cudaMalloc",           "cudaFree",         "cudaHostRegister",     "cudaHostUnregister",
-      "cudaIpcOpenMemHandle", "cudaEventQuery",   "cudaEventSynchronize", "cudaStreamSynchronize",
-      "cudaIpcGetMemHandle",  "cudaStreamDestroy"};
+      "cudaMalloc",           "cudaFree",          "cudaHostRegister",     "cudaHostUnregister",
+      "cudaIpcOpenMemHandle", "cudaEventQuery",    "cudaEventSynchronize", "cudaStreamSynchronize",
+      "cudaIpcGetMemHandle",  "cudaStreamDestroy", "cudaStreamQuery",      "cudaDeviceSynchronize"};
   return capture_mode != cudaStreamCaptureModeRelaxed && unsafe.count(call) > 0;
+}
+
+bool hears_of_failures(const char* call) {
+  static const std::set<std::string> hearing = {
+      "cudaMalloc",      "cudaFree",        "cudaEventQuery",  "cudaEventSynchronize",  "cudaStreamSynchronize",
+      "cudaStreamQuery", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaDeviceSynchronize", "cudaEventRecord"};
+  return hearing.count(call) > 0;
 }
 
 /// Counts the call; the injected error, if its turn has come.
@@ -164,7 +93,7 @@ cudaError_t enter(const char* call) {
   World& w = world();
   std::lock_guard lock(w.mutex);
   ++w.counts[call];
-  w.log.push_back(call);
+  if (w.log.size() < kLongestLog) w.log.push_back(call);
   if (w.capture && is_unsafe_beside_captures(call)) {
     w.capture->is_broken = true;
     return cudaErrorStreamCaptureUnsupported;
@@ -175,7 +104,13 @@ cudaError_t enter(const char* call) {
     w.injected.erase(it);
     return error;
   }
-  return cudaSuccess;
+  return w.sticky != cudaSuccess && hears_of_failures(call) ? w.sticky : cudaSuccess;
+}
+
+/// After a wait: what went wrong on the way.
+cudaError_t outcome() {
+  std::lock_guard lock(world().mutex);
+  return leave(world().sticky);
 }
 
 #define ENTER(call)                                                  \
@@ -184,49 +119,70 @@ cudaError_t enter(const char* call) {
     if (injected_error != cudaSuccess) return leave(injected_error); \
   } while (false)
 
-/// The range that holds all of [memory, memory + size), or null.
-const Range* holder(const std::map<const std::byte*, Range>& ranges, const void* memory, std::size_t size) {
-  const auto* start = static_cast<const std::byte*>(memory);
-  auto found = ranges.upper_bound(start);
-  if (found == ranges.begin()) return nullptr;
-  --found;
-  return start + size <= found->first + found->second.first ? &found->second : nullptr;
-}
-
-/// Caller holds the world's mutex, as below. The device's own memory, or what was opened on it.
-bool on_device(int device, const void* memory, std::size_t size) {
-  for (const auto* ranges : {&world().device_memory, &world().opened_ranges}) {
-    const Range* found = holder(*ranges, memory, size);
-    if (found != nullptr && found->second == device) return true;
-  }
-  return false;
-}
-
-/// The first gap that is large enough, or null.
-std::byte* gap(int device, std::size_t size) {
+/// Null if there is none. Caller holds the world's mutex.
+Stream resolve(cudaStream_t stream) {
   World& w = world();
-  Block& block = w.blocks[device];
-  if (block.begin == nullptr) {
-    block.fd = memfd_create("fake_cuda", MFD_CLOEXEC);
-    if (ftruncate(block.fd, fake_cuda::kDeviceMemory) != 0) std::abort();
-    void* begin = mmap(nullptr, fake_cuda::kDeviceMemory, PROT_READ | PROT_WRITE, MAP_SHARED, block.fd, 0);
-    if (begin == MAP_FAILED) std::abort();
-    block.begin = static_cast<std::byte*>(begin);
+  if (stream != nullptr && stream != cudaStreamLegacy) {
+    const auto found = w.streams.find(stream);
+    return found == w.streams.end() ? nullptr : found->second;
   }
-  std::byte* begin = block.begin;
-  for (auto it = w.device_memory.lower_bound(begin); it != w.device_memory.end(); ++it) {
-    if (it->second.second != device || begin + size <= it->first) break;
-    begin = block.begin + (it->first - block.begin) + whole_pages(it->second.first);
-  }
-  return begin + size <= block.begin + fake_cuda::kDeviceMemory ? begin : nullptr;
-}
-
-cudaStream_t resolve(cudaStream_t stream) {
-  World& w = world();
-  if (stream != nullptr && stream != cudaStreamLegacy) return w.streams.count(stream) ? stream : nullptr;
-  cudaStream_t& own = w.default_stream[current_device];
-  if (own == nullptr) own = new CUstream_st(current_device);
+  Stream& own = w.default_stream[current_device];
+  if (own == nullptr) own = CUstream_st::start(current_device);
   return own;
+}
+
+Stream find(cudaStream_t stream) {
+  std::lock_guard lock(world().mutex);
+  return resolve(stream);
+}
+
+/// All of a device, or of all devices.
+std::vector<Stream> streams_of(std::optional<int> device) {
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  std::vector<Stream> found;
+  for (const Stream& own : w.default_stream) {
+    if (own && (!device || own->device() == *device)) found.push_back(own);
+  }
+  for (const auto& [handle, stream] : w.streams) {
+    if (!device || stream->device() == *device) found.push_back(stream);
+  }
+  return found;
+}
+
+void wait_for(CUstream_st& stream, std::uint64_t position) {
+  if (stream.wait_until(position)) ++waits().by_host;
+}
+
+void wait_for_device(int device) {
+  std::vector<std::pair<Stream, std::uint64_t>> ends;
+  for (const Stream& stream : streams_of(device)) ends.emplace_back(stream, stream->end());
+  bool has_waited = false;
+  for (const auto& [stream, end] : ends) has_waited |= stream->wait_until(end);
+  if (has_waited) ++waits().by_host;
+}
+
+/// The device's own memory, or what was opened on it.
+bool on_device(int device, const void* at, std::size_t size) {
+  const Place place = memory().locate(at, size);
+  return (place.kind == Place::Kind::allocated || place.kind == Place::Kind::opened) && place.device == device;
+}
+
+/// For a copy that runs: what it was queued for may be gone by now.
+void* reach(const char* call, const void* at, std::size_t size) {
+  void* const found = memory().reach(at, size);
+  if (found == nullptr) {
+    std::fprintf(stderr,
+                 "pretend GPU: %s came to %zu bytes at %p, which were freed, closed or unregistered meanwhile\n", call,
+                 size, at);
+    fake_cuda::set_sticky_error(cudaErrorIllegalAddress);
+  }
+  return found;
+}
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace
@@ -251,13 +207,15 @@ std::vector<std::string> log() {
 }
 
 void reset() {
+  memory().forget_registered();
+  std::map<const void*, std::function<void()>> held_copies;
   World& w = world();
   std::lock_guard lock(w.mutex);
   w.counts.clear();
   w.log.clear();
   w.injected.clear();
-  w.held_copies.clear();
-  w.registered.clear();
+  w.held_copies.swap(held_copies);
+  w.sticky = cudaSuccess;
 }
 
 std::int64_t num_empty_waits() {
@@ -268,23 +226,22 @@ std::int64_t num_empty_waits() {
 Alive alive() {
   World& w = world();
   std::lock_guard lock(w.mutex);
-  return {static_cast<std::int64_t>(w.device_memory.size()), static_cast<std::int64_t>(w.registered.size()),
-          static_cast<std::int64_t>(w.streams.size()), static_cast<std::int64_t>(w.events.size()),
-          static_cast<std::int64_t>(w.opened.size())};
+  return {memory().num_allocations(), memory().num_registered(), static_cast<std::int64_t>(w.streams.size()),
+          static_cast<std::int64_t>(w.events.size()), memory().num_opened()};
 }
 
 cudaError_t pending_error() { return last_error; }
 
-cudaStream_t make_stream() {
-  auto* stream = new CUstream_st(current_device);
+cudaStream_t make_stream(bool is_patient) {
+  const Stream stream = CUstream_st::start(current_device, is_patient);
   std::lock_guard lock(world().mutex);
-  world().streams.insert(stream);
-  return stream;
+  world().streams.emplace(stream.get(), stream);
+  return stream.get();
 }
 
 void begin_capture(cudaStream_t stream) {
   std::lock_guard lock(world().mutex);
-  world().capture = World::Capture{resolve(stream), std::this_thread::get_id()};
+  world().capture = World::Capture{resolve(stream).get(), std::this_thread::get_id()};
 }
 
 bool end_capture() {
@@ -300,12 +257,47 @@ void hold_copy(const void* to, std::function<void()> until) {
 }
 
 void run_on(cudaStream_t stream, std::function<void()> work) {
-  cudaStream_t found = nullptr;
-  {
-    std::lock_guard lock(world().mutex);
-    found = resolve(stream);
-  }
-  if (found != nullptr) found->enqueue(std::move(work));
+  if (const Stream found = find(stream)) found->enqueue(std::move(work), WorkKind::kernel);
+}
+
+void run_for_free_on(cudaStream_t stream, std::function<void()> work) {
+  if (const Stream found = find(stream)) found->enqueue(std::move(work), WorkKind::free);
+}
+
+void set_lazy(bool is_lazy) {
+  pace().is_lazy = is_lazy;
+  for (const Stream& stream : streams_of(std::nullopt)) stream->wake();
+}
+
+void set_delays(std::uint64_t seed, std::int64_t max_delay_us, int percent) {
+  pace().seed = seed;
+  pace().max_delay_us = max_delay_us;
+  pace().delayed_percent = percent;
+}
+
+void set_observers(std::vector<std::string> names) { pace().set_observers(std::move(names)); }
+
+void stop() {
+  pace().is_stopping = true;
+  for (const Stream& stream : streams_of(std::nullopt)) stream->await_ended();
+}
+
+void protect_memory() { memory().protect(); }
+void set_capacity(int device, std::size_t num_bytes) { memory().set_capacity(device, num_bytes); }
+Place locate(const void* at, std::size_t size) { return memory().locate(at, size); }
+void* reach(const void* at, std::size_t size) { return memory().reach(at, size); }
+
+void set_sticky_error(cudaError_t error) {
+  std::lock_guard lock(world().mutex);
+  world().sticky = error;
+}
+
+std::int64_t num_host_waits() { return waits().by_host; }
+std::int64_t num_full_queues() { return waits().full_queue; }
+
+void reset_waits() {
+  waits().by_host = 0;
+  waits().full_queue = 0;
 }
 
 }  // namespace fake_cuda
@@ -334,6 +326,8 @@ const char* cudaGetErrorName(cudaError_t error) {
     return "cudaErrorNotReady";
   case cudaErrorIllegalAddress:
     return "cudaErrorIllegalAddress";
+  case cudaErrorAssert:
+    return "cudaErrorAssert";
   case cudaErrorHostMemoryAlreadyRegistered:
     return "cudaErrorHostMemoryAlreadyRegistered";
   case cudaErrorHostMemoryNotRegistered:
@@ -349,7 +343,16 @@ const char* cudaGetErrorName(cudaError_t error) {
 }
 
 const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : "an error of the fake CUDA runtime";
+  switch (error) {
+  case cudaErrorMemoryAllocation:
+    return "out of memory";
+  case cudaErrorIllegalAddress:
+    return "an illegal memory access was encountered";
+  case cudaErrorAssert:
+    return "device-side assert triggered";
+  default:
+    return "an error of the fake CUDA runtime";
+  }
 }
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -392,118 +395,62 @@ cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void** memory, std::size_t size) {
+cudaError_t cudaDeviceSynchronize() {
+  ENTER("cudaDeviceSynchronize");
+  wait_for_device(current_device);
+  return outcome();
+}
+
+cudaError_t cudaMalloc(void** at, std::size_t size) {
   ENTER("cudaMalloc");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  if (w.used[current_device] + size > fake_cuda::kDeviceMemory) return leave(cudaErrorMemoryAllocation);
-  *memory = gap(current_device, size);
-  if (*memory == nullptr) return leave(cudaErrorMemoryAllocation);
-  w.used[current_device] += size;
-  w.device_memory[static_cast<std::byte*>(*memory)] = {size, current_device};
-  return cudaSuccess;
+  return leave(memory().allocate(current_device, size, at));
 }
 
-cudaError_t cudaFree(void* memory) {
+cudaError_t cudaFree(void* at) {
   ENTER("cudaFree");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  const auto found = w.device_memory.find(static_cast<std::byte*>(memory));
-  if (found == w.device_memory.end()) return leave(cudaErrorInvalidValue);
-  w.used[found->second.second] -= found->second.first;
-  madvise(memory, whole_pages(found->second.first), MADV_REMOVE);
-  w.device_memory.erase(found);
-  return cudaSuccess;
+  const std::optional<int> device = memory().device_of(at);
+  if (!device) return leave(cudaErrorInvalidValue);
+  wait_for_device(*device);
+  return leave(memory().free(at));
 }
 
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* at) {
   ENTER("cudaIpcGetMemHandle");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  const auto found = w.device_memory.find(static_cast<std::byte*>(memory));
-  if (found == w.device_memory.end()) return leave(cudaErrorInvalidValue);
-  const auto [size, device] = found->second;
-  const Block& block = w.blocks[device];
-  const Handle told{getpid(), block.fd, static_cast<std::size_t>(found->first - block.begin), size};
-  *handle = {};
-  std::memcpy(handle, &told, sizeof(told));
-  return cudaSuccess;
+  return leave(memory().tell(at, *handle));
 }
 
-cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned int flags) {
+cudaError_t cudaIpcOpenMemHandle(void** at, cudaIpcMemHandle_t handle, unsigned int flags) {
   ENTER("cudaIpcOpenMemHandle");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
   if (flags != cudaIpcMemLazyEnablePeerAccess) return leave(cudaErrorInvalidValue);
-  for (auto& [address, opened] : w.opened) {
-    if (std::memcmp(&opened.handle, &handle, sizeof(handle)) != 0 || w.opened_ranges[address].second != current_device)
-      continue;
-    ++opened.times;
-    *memory = const_cast<std::byte*>(address);
-    return cudaSuccess;
-  }
-  Handle told{};
-  std::memcpy(&told, &handle, sizeof(told));
-  const std::string path = "/proc/" + std::to_string(told.pid) + "/fd/" + std::to_string(told.fd);
-  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) return leave(cudaErrorMapBufferObjectFailed);
-  void* mapped =
-      mmap(nullptr, whole_pages(told.size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(told.offset));
-  close(fd);
-  if (mapped == MAP_FAILED) return leave(cudaErrorMapBufferObjectFailed);
-  *memory = mapped;
-  w.opened[static_cast<std::byte*>(mapped)] = {handle, 1};
-  w.opened_ranges[static_cast<std::byte*>(mapped)] = {told.size, current_device};
-  return cudaSuccess;
+  return leave(memory().open(current_device, handle, at));
 }
 
-cudaError_t cudaIpcCloseMemHandle(void* memory) {
+cudaError_t cudaIpcCloseMemHandle(void* at) {
   ENTER("cudaIpcCloseMemHandle");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  const auto found = w.opened.find(static_cast<std::byte*>(memory));
-  if (found == w.opened.end()) return leave(cudaErrorInvalidValue);
-  const auto [size, device] = w.opened_ranges[found->first];
-  if (device != current_device) return leave(cudaErrorInvalidValue);
-  if (--found->second.times > 0) return cudaSuccess;
-  munmap(memory, whole_pages(size));
-  w.opened_ranges.erase(found->first);
-  w.opened.erase(found);
-  return cudaSuccess;
+  return leave(memory().close(current_device, at));
 }
 
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   ENTER("cudaMemGetInfo");
-  std::lock_guard lock(world().mutex);
-  *total = fake_cuda::kDeviceMemory;
-  *free = *total - world().used[current_device];
+  *total = memory().capacity(current_device);
+  const std::size_t used = memory().used(current_device);
+  *free = used < *total ? *total - used : 0;
   return cudaSuccess;
 }
 
-cudaError_t cudaHostRegister(void* memory, std::size_t size, unsigned int) {
+cudaError_t cudaHostRegister(void* at, std::size_t size, unsigned int) {
   ENTER("cudaHostRegister");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  if (memory == nullptr || size == 0) return leave(cudaErrorInvalidValue);
-  const auto* start = static_cast<const std::byte*>(memory);
-  for (const auto& [other, range] : w.registered) {
-    if (start < other + range.first && other < start + size) return leave(cudaErrorHostMemoryAlreadyRegistered);
-  }
-  w.registered[start] = {size, current_device};
-  return cudaSuccess;
+  return leave(memory().add_registered(current_device, at, size));
 }
 
-cudaError_t cudaHostUnregister(void* memory) {
+cudaError_t cudaHostUnregister(void* at) {
   ENTER("cudaHostUnregister");
-  std::lock_guard lock(world().mutex);
-  return world().registered.erase(static_cast<std::byte*>(memory)) ? cudaSuccess
-                                                                   : leave(cudaErrorHostMemoryNotRegistered);
+  return leave(memory().remove_registered(at));
 }
 
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
   ENTER("cudaHostGetDevicePointer");
-  std::lock_guard lock(world().mutex);
-  if (holder(world().registered, host, 1) == nullptr) return leave(cudaErrorInvalidValue);
+  if (memory().locate(host, 1).kind != Place::Kind::registered) return leave(cudaErrorInvalidValue);
   *device = host;
   return cudaSuccess;
 }
@@ -516,34 +463,40 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   ENTER("cudaStreamDestroy");
+  Stream found;
   {
     std::lock_guard lock(world().mutex);
-    if (world().streams.erase(stream) == 0) return leave(cudaErrorInvalidResourceHandle);
+    const auto it = world().streams.find(stream);
+    if (it == world().streams.end()) return leave(cudaErrorInvalidResourceHandle);
+    found = std::move(it->second);
+    world().streams.erase(it);
   }
-  delete stream;
+  found->close();
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ENTER("cudaStreamSynchronize");
-  auto record = std::make_shared<Record>();
-  {
-    std::lock_guard lock(world().mutex);
-    stream = resolve(stream);
-    if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-    stream->enqueue([record] { record->finish(); });
-  }
-  record->wait();
-  return cudaSuccess;
+  const Stream found = find(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  wait_for(*found, found->end());
+  return outcome();
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  ENTER("cudaStreamQuery");
+  const Stream found = find(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  return found->poll(found->end()) ? cudaSuccess : leave(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   ENTER("cudaStreamIsCapturing");
   World& w = world();
   std::lock_guard lock(w.mutex);
-  stream = resolve(stream);
-  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-  const bool is_captured = w.capture && w.capture->stream == stream;
+  const Stream found = resolve(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  const bool is_captured = w.capture && w.capture->stream == found.get();
   *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -556,31 +509,32 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*work)(void*), void* context) {
   ENTER("cudaLaunchHostFunc");
-  std::lock_guard lock(world().mutex);
-  stream = resolve(stream);
-  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-  stream->enqueue([work, context] { work(context); });
+  const Stream found = find(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  found->enqueue([work, context] { work(context); }, WorkKind::note);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   ENTER("cudaStreamWaitEvent");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  stream = resolve(stream);
-  if (stream == nullptr || !w.events.count(event)) return leave(cudaErrorInvalidResourceHandle);
-  if (event->last) {
-    stream->enqueue([record = event->last] { record->wait(); });  // the record of this moment
-  } else {
-    ++w.num_empty_waits;
+  Stream found;
+  std::shared_ptr<Record> record;  // of this moment
+  {
+    World& w = world();
+    std::lock_guard lock(w.mutex);
+    found = resolve(stream);
+    if (found == nullptr || !w.events.count(event)) return leave(cudaErrorInvalidResourceHandle);
+    record = event->last;
+    if (!record) ++w.num_empty_waits;
   }
+  if (record) found->enqueue([record] { record->stream->wait_until(record->position); }, WorkKind::note);
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   ENTER("cudaEventCreateWithFlags");
   std::lock_guard lock(world().mutex);
-  *event = new CUevent_st{current_device, nullptr};
+  *event = new CUevent_st{current_device, (flags & cudaEventDisableTiming) == 0, nullptr};
   world().events.insert(*event);
   return cudaSuccess;
 }
@@ -596,21 +550,29 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ENTER("cudaEventRecord");
   World& w = world();
-  std::lock_guard lock(w.mutex);
-  stream = resolve(stream);
-  if (stream == nullptr || !w.events.count(event) || event->device != stream->device) {
-    return leave(cudaErrorInvalidResourceHandle);
+  auto record = std::make_shared<Record>();
+  {
+    std::lock_guard lock(w.mutex);
+    record->stream = resolve(stream);
+    if (record->stream == nullptr || !w.events.count(event) || event->device != record->stream->device()) {
+      return leave(cudaErrorInvalidResourceHandle);
+    }
   }
-  event->last = std::make_shared<Record>();
-  stream->enqueue([record = event->last] { record->finish(); });
+  record->position = record->stream->enqueue([record] { record->reached_ns = now_ns(); }, WorkKind::note);
+  std::lock_guard lock(w.mutex);
+  if (w.events.count(event)) event->last = record;
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   ENTER("cudaEventQuery");
-  std::lock_guard lock(world().mutex);
-  if (!world().events.count(event)) return leave(cudaErrorInvalidResourceHandle);
-  return event->last == nullptr || event->last->is_done() ? cudaSuccess : leave(cudaErrorNotReady);
+  std::shared_ptr<Record> record;
+  {
+    std::lock_guard lock(world().mutex);
+    if (!world().events.count(event)) return leave(cudaErrorInvalidResourceHandle);
+    record = event->last;
+  }
+  return !record || record->stream->poll(record->position) ? cudaSuccess : leave(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -621,38 +583,64 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (!world().events.count(event)) return leave(cudaErrorInvalidResourceHandle);
     record = event->last;
   }
-  if (record) record->wait();
+  if (record) wait_for(*record->stream, record->position);
+  return outcome();
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  ENTER("cudaEventElapsedTime");
+  std::lock_guard lock(world().mutex);
+  for (const cudaEvent_t event : {start, end}) {
+    if (!world().events.count(event) || !event->has_timing || !event->last) {
+      return leave(cudaErrorInvalidResourceHandle);
+    }
+  }
+  if (!start->last->is_done() || !end->last->is_done()) return leave(cudaErrorNotReady);
+  *milliseconds = static_cast<float>(end->last->reached_ns - start->last->reached_ns) / 1e6F;
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
   ENTER("cudaMemcpyAsync");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  stream = resolve(stream);
-  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  const Stream found = find(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
   const void* host = kind == cudaMemcpyHostToDevice ? from : kind == cudaMemcpyDeviceToHost ? to : nullptr;
-  if (host != nullptr && holder(w.registered, host, size) == nullptr) return leave(cudaErrorHostMemoryNotRegistered);
-  for (const void* memory : {static_cast<const void*>(to), from}) {
-    if (memory != host && !on_device(stream->device, memory, size)) return leave(cudaErrorInvalidValue);
+  if (host != nullptr && memory().locate(host, size).kind != Place::Kind::registered) {
+    return leave(cudaErrorHostMemoryNotRegistered);
   }
-  const auto held = w.held_copies.find(to);
-  if (held != w.held_copies.end()) {
-    stream->enqueue(std::move(held->second));
-    w.held_copies.erase(held);
+  for (const void* at : {static_cast<const void*>(to), from}) {
+    if (at != host && !on_device(found->device(), at, size)) return leave(cudaErrorInvalidValue);
   }
-  stream->enqueue([=] { std::memcpy(to, from, size); });
+  std::function<void()> held;
+  {
+    std::lock_guard lock(world().mutex);
+    const auto it = world().held_copies.find(to);
+    if (it != world().held_copies.end()) {
+      held = std::move(it->second);
+      world().held_copies.erase(it);
+    }
+  }
+  if (held) found->enqueue(std::move(held), WorkKind::free);
+  found->enqueue(
+      [=] {
+        void* const target = reach("cudaMemcpyAsync", to, size);
+        const void* const source = reach("cudaMemcpyAsync", from, size);
+        if (target != nullptr && source != nullptr) std::memcpy(target, source, size);
+      },
+      WorkKind::kernel);
   return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t size, cudaStream_t stream) {
+cudaError_t cudaMemsetAsync(void* at, int value, std::size_t size, cudaStream_t stream) {
   ENTER("cudaMemsetAsync");
-  World& w = world();
-  std::lock_guard lock(w.mutex);
-  stream = resolve(stream);
-  if (stream == nullptr) return leave(cudaErrorInvalidResourceHandle);
-  if (!on_device(stream->device, memory, size)) return leave(cudaErrorInvalidValue);
-  stream->enqueue([=] { std::memset(memory, value, size); });
+  const Stream found = find(stream);
+  if (found == nullptr) return leave(cudaErrorInvalidResourceHandle);
+  if (!on_device(found->device(), at, size)) return leave(cudaErrorInvalidValue);
+  found->enqueue(
+      [=] {
+        if (void* const target = reach("cudaMemsetAsync", at, size)) std::memset(target, value, size);
+      },
+      WorkKind::kernel);
   return cudaSuccess;
 }
 
