@@ -1,0 +1,75 @@
+// The pretend GPU as a Python module: the controls of the machine here, what torch.cuda is made of in bind_cuda.cpp.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bind.h"
+#include "faults.h"
+#include "register.h"
+#include "settings.h"
+#include "streams.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+py::dict counters() {
+  const pretend_gpu::Launches::Seen seen = pretend_gpu::launches().seen();
+  py::dict told;
+  told["operators"] = seen.asynchronous;
+  told["synchronizing_operators"] = seen.synchronous;
+  told["most_ahead"] = seen.most_ahead;
+  told["link_bytes_read"] = seen.link_bytes_read;
+  told["link_bytes_written"] = seen.link_bytes_written;
+  told["host_waits"] = fake_cuda::num_host_waits();
+  told["full_queues"] = fake_cuda::num_full_queues();
+  told["empty_waits"] = fake_cuda::num_empty_waits();
+  return told;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_pretend_gpu, m) {
+  fake_cuda::protect_memory();
+  pretend_gpu::register_operators();
+
+  m.def("set_pace", [](bool lazy, std::uint64_t seed, std::int64_t max_delay_us, int percent) {
+    fake_cuda::set_lazy(lazy);
+    fake_cuda::set_delays(seed, max_delay_us, percent);
+  });
+  m.def("set_observers", &fake_cuda::set_observers);
+  m.def("set_kernels", [](bool poison, bool writes_everything, int threads) {
+    pretend_gpu::settings().poison = poison;
+    pretend_gpu::settings().writes_everything = writes_everything;
+    pretend_gpu::settings().threads = threads;
+  });
+  m.def("set_capacity", &fake_cuda::set_capacity);
+  m.def("counters", &counters);
+  m.def("reset_counters", [] {
+    pretend_gpu::launches().reset();
+    fake_cuda::reset_waits();
+  });
+  m.def("report_faults", &fake_cuda::report_faults);
+  m.def("forget_failure", &pretend_gpu::forget_failure);
+  m.def("stop", &fake_cuda::stop, Release());
+  m.def(
+      "fail_next",
+      [](const std::string& call, int nth, int error) {
+        fake_cuda::fail_next(call, nth, static_cast<cudaError_t>(error));
+      },
+      py::arg("call"), py::arg("nth") = 1, py::arg("error") = static_cast<int>(cudaErrorUnknown));
+  m.def("begin_capture",
+        [](std::uintptr_t stream) { fake_cuda::begin_capture(reinterpret_cast<cudaStream_t>(stream)); });
+  m.def("end_capture", &fake_cuda::end_capture);
+  m.def("alive", [] {
+    const fake_cuda::Alive alive = fake_cuda::alive();
+    return std::map<std::string, std::int64_t>{{"allocations", alive.allocations},
+                                               {"registrations", alive.registrations},
+                                               {"streams", alive.streams},
+                                               {"events", alive.events},
+                                               {"opened", alive.opened}};
+  });
+
+  pretend_gpu::bind_cuda(m);
+}
