@@ -13,6 +13,8 @@ from typing import Any
 
 import _pretend_gpu as gpu
 
+from tests.pretend_gpu import nccl
+
 ARCHITECTURE = "sm_90"
 RUNTIME_VERSION = 13000
 _DEVICE_TYPE = 1  # at::DeviceType::CUDA
@@ -179,6 +181,7 @@ def cudart() -> Any:
 def fill(torch_c: ModuleType) -> None:
     """Before torch.cuda is imported."""
     c: Any = torch_c
+    nccl.promise(c)
     c._has_cuda = True
     c._CudaStreamBase, c._CudaEventBase = bases(c)
     c._CudaDeviceProperties = Properties

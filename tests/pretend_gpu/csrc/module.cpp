@@ -72,4 +72,5 @@ PYBIND11_MODULE(_pretend_gpu, m) {
   });
 
   pretend_gpu::bind_cuda(m);
+  m.def("bind_nccl", [m]() mutable { pretend_gpu::bind_nccl(m); });
 }

@@ -112,7 +112,7 @@ void check(cudaError_t error, const char* call) {
     failure.swap(state().failure);
   }
   // Laxer than CUDA, where such an error stays for good: the next test goes on.
-  if (error == cudaErrorAssert || error == cudaErrorIllegalAddress) fake_cuda::set_sticky_error(cudaSuccess);
+  if (!failure.empty() || error == cudaErrorIllegalAddress) fake_cuda::set_sticky_error(cudaSuccess);
   throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, error,
                               c10::str("CUDA error: ", cudaGetErrorString(error), " (", cudaGetErrorName(error), " by ",
                                        call, ")", failure.empty() ? "" : "\n", failure));
@@ -132,6 +132,11 @@ void forget_failure() {
   fake_cuda::set_sticky_error(cudaSuccess);
 }
 
+std::string reason_of(const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  return torchs == nullptr ? error.what() : torchs->what_without_backtrace();
+}
+
 void run_on(const c10::Stream& stream, const char* name, std::function<void()> work) {
   const OnDevice on(stream.device_index());
   fake_cuda::run_on(native(stream), [name, work = std::move(work)]() mutable {
@@ -139,7 +144,7 @@ void run_on(const c10::Stream& stream, const char* name, std::function<void()> w
     try {
       work();
     } catch (const std::exception& error) {
-      record_failure(c10::str(name, " failed on the device: ", error.what()), cudaErrorAssert);
+      record_failure(c10::str(name, " failed on the device: ", reason_of(error)), cudaErrorAssert);
     }
     work = nullptr;
     fake_cuda::doing(nullptr);

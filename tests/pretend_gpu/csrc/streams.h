@@ -11,6 +11,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 
@@ -62,6 +63,8 @@ void synchronize_device(int device);
 bool is_idle(const c10::Stream& stream);
 void forget_failure();
 void record_failure(const std::string& text, cudaError_t error);
+/// Without the way there through torch.
+std::string reason_of(const std::exception& error);
 
 cudaEvent_t make_event(int device, bool has_timing = false);
 void record_event(cudaEvent_t event, const c10::Stream& stream);
