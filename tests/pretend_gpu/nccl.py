@@ -7,10 +7,14 @@ from typing import Any
 
 import _pretend_gpu
 
+VERSION = (2, 28, 0)
+
 
 def promise(torch_c: Any) -> None:
     """Before torch.distributed is imported, whose C++ side comes to life only then."""
     init = torch_c._c10d_init
+    torch_c._nccl_version = lambda: VERSION[0] << 32 | VERSION[1] << 16 | VERSION[2]
+    torch_c._nccl_version_suffix = lambda: b""
 
     def init_with_nccl() -> Any:
         made = init()

@@ -109,19 +109,21 @@ void check(cudaError_t error, const char* call) {
   std::string failure;
   {
     const std::lock_guard lock(state().mutex);
-    failure.swap(state().failure);
+    failure = state().failure;
   }
-  // Laxer than CUDA, where such an error stays for good: the next test goes on.
-  if (!failure.empty() || error == cudaErrorIllegalAddress) fake_cuda::set_sticky_error(cudaSuccess);
+  // Laxer than CUDA, where such an error stays for good: the next test goes on. The text stays, for other threads that
+  // hear of it now.
+  fake_cuda::set_sticky_error(cudaSuccess);
   throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, error,
                               c10::str("CUDA error: ", cudaGetErrorString(error), " (", cudaGetErrorName(error), " by ",
-                                       call, ")", failure.empty() ? "" : "\n", failure));
+                                       call, ")",
+                                       failure.empty() ? "" : "\nThe last failure on a device was: ", failure));
 }
 
 void record_failure(const std::string& text, cudaError_t error) {
   {
     const std::lock_guard lock(state().mutex);
-    if (state().failure.empty()) state().failure = text;
+    state().failure = text;
   }
   fake_cuda::set_sticky_error(error);
 }
