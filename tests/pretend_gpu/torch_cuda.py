@@ -6,7 +6,6 @@ and refused as on a real device. What is not here is not there: graphs, IPC of e
 
 from __future__ import annotations
 
-import os
 import uuid
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,12 +17,6 @@ from tests.pretend_gpu import nccl
 ARCHITECTURE = "sm_90"
 RUNTIME_VERSION = 13000
 _DEVICE_TYPE = 1  # at::DeviceType::CUDA
-_pid = os.getpid()
-
-
-def is_in_bad_fork() -> bool:
-    """Streams are threads, and those are not forked."""
-    return os.getpid() != _pid
 
 
 def exchange_device(device: int) -> int:
@@ -89,6 +82,7 @@ def init() -> None:
     """The rest of what a CUDA build puts into torch.cuda when it is first used."""
     import torch
 
+    gpu.watch_forks()
     torch.cuda.default_generators = tuple(gpu.default_generator(i) for i in range(gpu.device_count()))
     torch.cuda._get_device_properties = Properties  # type: ignore[attr-defined]
 
@@ -191,7 +185,7 @@ def fill(torch_c: ModuleType) -> None:
         setattr(c, name, type(name, (), {}))
 
     c._cuda_init = init
-    c._cuda_isInBadFork = is_in_bad_fork
+    c._cuda_isInBadFork = gpu.is_in_bad_fork
     c._cuda_getDeviceCount = gpu.device_count
     c._cuda_getDevice = gpu.current_device
     c._cuda_setDevice = gpu.set_device

@@ -1,15 +1,16 @@
 // Attention and dropout: composed on the device of what is there, by the rules of the CPU, so that bits can be
 // compared. torch's CUDA has kernels of its own for both.
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/SymFloat.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -21,18 +22,30 @@ namespace {
 
 constexpr std::int64_t kFlash = 1;  // sdp::SDPBackend::flash_attention
 
+/// Geometry without memory, and real where the caller's tensors are only a compiler's.
 at::Tensor on_cpu(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU))
-      .requires_grad_(tensor.requires_grad());
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes());
+  const auto strides = C10_AS_INTARRAYREF_SLOW(tensor.sym_strides());
+  at::Tensor made = at::detail::empty_strided_cpu(sizes, strides, tensor.scalar_type());
+  return made.requires_grad_(tensor.requires_grad());
+}
+
+/// Which kernel the CPU would take: out of reach of whatever the caller dispatches to.
+std::int64_t choice_of_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const std::optional<at::Tensor>& mask, double dropout, bool is_causal,
+                           std::optional<double> scale, bool enable_gqa) {
+  const c10::impl::ForceDispatchKeyGuard alone(c10::DispatchKeySet(),
+                                               c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  return at::_fused_sdp_choice(on_cpu(query), on_cpu(key), on_cpu(value),
+                               mask && mask->defined() ? std::optional(on_cpu(*mask)) : std::nullopt, dropout,
+                               is_causal, scale, enable_gqa);
 }
 
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& mask, double dropout, bool is_causal, std::optional<double> scale,
                      bool enable_gqa) {
   const bool has_mask = mask && mask->defined();
-  const std::int64_t choice = at::_fused_sdp_choice(on_cpu(query), on_cpu(key), on_cpu(value),
-                                                    has_mask ? std::optional(on_cpu(*mask)) : std::nullopt, dropout,
-                                                    is_causal, scale, enable_gqa);
+  const std::int64_t choice = choice_of_cpu(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   std::optional<at::Tensor> added = mask;
   if (has_mask && mask->scalar_type() == at::kBool) {
     added = at::where(mask->logical_not(), -std::numeric_limits<double>::infinity(),

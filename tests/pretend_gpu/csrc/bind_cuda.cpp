@@ -1,5 +1,6 @@
 // Devices, streams, memory and random numbers for torch.cuda.
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -77,6 +78,10 @@ void sleep_on_stream(std::int64_t cycles) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
+  // Streams are threads, and those are not forked.
+  m.def("watch_forks", [] { torch::utils::register_fork_handler_for_device_init(kDevice); });
+  m.def("is_in_bad_fork", [] { return torch::utils::is_device_in_bad_fork(kDevice); });
+
   m.def("device_count", [] { return fake_cuda::kNumDevices; });
   m.def("current_device", &current_device);
   m.def("set_device", &set_device);

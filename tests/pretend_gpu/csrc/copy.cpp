@@ -20,6 +20,9 @@
 namespace pretend_gpu {
 namespace {
 
+// As launches are counted and reported.
+const std::string kUp = "copy up", kDown = "copy down", kOnDevice = "copy on device", kKernel = "copy_";
+
 /// One run of bytes in the same order on both sides.
 bool is_plain(const at::Tensor& to, const at::Tensor& from) {
   if (to.scalar_type() != from.scalar_type()) return false;
@@ -35,32 +38,25 @@ void* reached(const Operand& operand) {
 }
 
 /// By a copy engine: not as a kernel that reads or writes over the link.
-void copy_bytes(const c10::Stream& stream, const char* name, const Operand& to, const Operand& from) {
-  launches().launched(name);
-  run_on(stream, name, [to, from] {
-    std::memcpy(reached(to), reached(from), from.extent);
-    launches().finished();
-  });
+void copy_bytes(const c10::Stream& stream, const std::string& name, const Operand& to, const Operand& from) {
+  launch_on(stream, name, [to, from] { std::memcpy(reached(to), reached(from), from.extent); });
 }
 
 void copy_by_kernel(const c10::Stream& stream, const Operand& to, const Operand& from, bool peers) {
-  static const std::string name = "copy_";
   const int device = stream.device_index();
-  const bool writes_link = check_reachable(to, device, name, peers),
-             reads_link = check_reachable(from, device, name, peers);
+  const bool writes_link = check_reachable(to, device, kKernel, peers),
+             reads_link = check_reachable(from, device, kKernel, peers);
   const auto bytes = [](const Operand& operand) {
     std::int64_t count = 1;
     for (const std::int64_t size : operand.sizes) count *= size;
     return count * static_cast<std::int64_t>(c10::elementSize(operand.dtype));
   };
   if (writes_link || reads_link) launches().crossed_link(reads_link ? bytes(from) : 0, writes_link ? bytes(to) : 0);
-  launches().launched(name);
-  run_on(stream, name.c_str(), [to, from] {
+  launch_on(stream, kKernel, [to, from] {
     use_threads();
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     Aliases aliases;
     aliases.of(to).copy_(aliases.of(from));
-    launches().finished();
   });
 }
 
@@ -78,9 +74,9 @@ void copy_on_device(const at::Tensor& to, const at::Tensor& from) {
   if (peers) order(other, stream);
   const Operand source = operand_of(from, Access::read), target = operand_of(to, Access::write);
   if (is_plain(to, from)) {
-    check_reachable(source, stream.device_index(), "copy_", peers);
-    check_reachable(target, stream.device_index(), "copy_", peers);
-    copy_bytes(stream, "copy on device", target, source);
+    check_reachable(source, stream.device_index(), kKernel, peers);
+    check_reachable(target, stream.device_index(), kKernel, peers);
+    copy_bytes(stream, kOnDevice, target, source);
   } else {
     copy_by_kernel(stream, target, source, peers);
   }
@@ -100,20 +96,12 @@ Operand host_operand(const at::Tensor& tensor, bool is_written) {
 /// From memory that is not pinned, by way of a buffer of the driver's.
 void copy_staged_up(const c10::Stream& stream, const Operand& to, const Operand& from) {
   auto staged = std::make_shared<std::vector<std::byte>>(from.data, from.data + from.extent);
-  launches().launched("copy up");
-  run_on(stream, "copy up", [to, staged] {
-    std::memcpy(reached(to), staged->data(), staged->size());
-    launches().finished();
-  });
+  launch_on(stream, kUp, [to, staged] { std::memcpy(reached(to), staged->data(), staged->size()); });
 }
 
 /// To memory that is not pinned: only the caller keeps it alive, and he waits.
 void copy_unpinned_down(const c10::Stream& stream, const Operand& to, const Operand& from) {
-  launches().launched("copy down");
-  run_on(stream, "copy down", [to, from] {
-    std::memcpy(to.data, reached(from), from.extent);
-    launches().finished();
-  });
+  launch_on(stream, kDown, [to, from] { std::memcpy(to.data, reached(from), from.extent); });
 }
 
 void copy_plain_between(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -122,11 +110,11 @@ void copy_plain_between(const at::Tensor& to, const at::Tensor& from, bool non_b
   const at::Tensor& on_host = is_up ? from : to;
   const c10::Stream stream = current_stream(-1);
   const Operand device = operand_of(on_device, is_up ? Access::write : Access::read);
-  check_reachable(device, stream.device_index(), is_up ? "copy up" : "copy down");
+  check_reachable(device, stream.device_index(), is_up ? kUp : kDown);
   const Operand host = host_operand(on_host, !is_up);
   const bool pinned = fake_cuda::locate(host.data, host.extent).kind == fake_cuda::Place::Kind::registered;
   if (pinned) {
-    copy_bytes(stream, is_up ? "copy up" : "copy down", is_up ? device : host, is_up ? host : device);
+    copy_bytes(stream, is_up ? kUp : kDown, is_up ? device : host, is_up ? host : device);
     if (non_blocking) used_on(host.data, stream);
   } else if (is_up) {
     copy_staged_up(stream, device, host);

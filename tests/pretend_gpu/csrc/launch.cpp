@@ -38,9 +38,8 @@ at::Tensor made_fresh(const Output& output) {
 }
 
 at::Tensor view_of(const at::Tensor& base, const Output& output) {
-  at::Tensor made =
-      at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
-                                               c10::DispatchKeySet(kKey), c10::scalarTypeToTypeMeta(output.dtype));
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                             base.key_set(), c10::scalarTypeToTypeMeta(output.dtype));
   const std::int64_t offset = base.storage_offset() * base.element_size() + output.offset_in_bytes;
   made.unsafeGetTensorImpl()->set_storage_offset(offset / static_cast<std::int64_t>(c10::elementSize(output.dtype)));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(output.sizes, output.strides);
@@ -87,11 +86,7 @@ void launch_behind(const c10::OperatorHandle& op, Call call, const Foreseen& for
     returned.emplace_back(each.is_list ? c10::IValue(list) : c10::IValue(list.get(0)));
   }
   if (foreseen.has_work) {
-    launches().launched(traits.name);
-    run_on(current_stream(-1), traits.name.c_str(), [op, call = std::move(call), fresh = std::move(fresh)] {
-      const struct Finished {
-        ~Finished() { launches().finished(); }
-      } finished;
+    launch_on(current_stream(-1), traits.name, [op, call = std::move(call), fresh = std::move(fresh)] {
       use_threads();
       Aliases aliases;
       Stack values;

@@ -1,6 +1,10 @@
 // The pretend GPU as a Python module: the controls of the machine here, what torch.cuda is made of in bind_cuda.cpp.
+#include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <cstring>
 
 #include "bind.h"
 #include "faults.h"
@@ -27,6 +31,8 @@ py::dict counters() {
   told["empty_waits"] = fake_cuda::num_empty_waits();
   return told;
 }
+
+std::atomic<std::int64_t> num_writes{0};
 
 }  // namespace
 
@@ -69,6 +75,38 @@ PYBIND11_MODULE(_pretend_gpu, m) {
                                                {"streams", alive.streams},
                                                {"events", alive.events},
                                                {"opened", alive.opened}};
+  });
+
+  // What noria watches gradients by: a call-back of a storage, once, when its pointer is asked for to write through.
+  m.def("watch_writes", [](const at::Tensor& tensor) {
+    tensor.storage().unsafeGetStorageImpl()->set_materializer([](c10::StorageImpl*) { ++num_writes; });
+  });
+  m.def("num_writes", [] { return num_writes.load(); });
+  // Device memory by its address, as noria makes tensors over its own.
+  m.def(
+      "at_address",
+      [](std::uintptr_t memory, std::int64_t count, int device) {
+        const auto options = at::TensorOptions().dtype(at::kFloat).device(pretend_gpu::device_of(device));
+        return at::for_blob(reinterpret_cast<void*>(memory), {count})
+            .options(options)
+            .target_device(options.device())
+            .make_tensor();
+      },
+      py::arg("memory"), py::arg("count"), py::arg("device") = 0);
+  m.def("ipc_handle", [](std::uintptr_t memory) {
+    cudaIpcMemHandle_t handle{};
+    pretend_gpu::check(cudaIpcGetMemHandle(&handle, reinterpret_cast<void*>(memory)), "cudaIpcGetMemHandle");
+    return py::bytes(handle.reserved, sizeof(handle.reserved));
+  });
+  m.def("ipc_open", [](const std::string& told) {
+    cudaIpcMemHandle_t handle{};
+    std::memcpy(handle.reserved, told.data(), std::min(told.size(), sizeof(handle.reserved)));
+    void* memory = nullptr;
+    pretend_gpu::check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    return reinterpret_cast<std::uintptr_t>(memory);
+  });
+  m.def("ipc_close", [](std::uintptr_t memory) {
+    pretend_gpu::check(cudaIpcCloseMemHandle(reinterpret_cast<void*>(memory)), "cudaIpcCloseMemHandle");
   });
 
   pretend_gpu::bind_cuda(m);

@@ -280,11 +280,14 @@ Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& resul
   cudaEventDestroy(ready.event);
 
   auto outcome = std::make_shared<Outcome>();
-  launches().launched("nccl " + c10d::opTypeToString(type));
-  run_on(stream, "a collective", [shared = shared_, outcome, act, type, operands = std::move(operands), pair] {
-    const struct Finished {
-      ~Finished() { launches().finished(); }
-    } finished;
+  static const std::map<OpType, std::string> names = [] {
+    std::map<OpType, std::string> made;
+    for (int each = 0; each <= static_cast<int>(OpType::REDUCE_SCATTER_TENSOR_COALESCED); ++each) {
+      made[static_cast<OpType>(each)] = "nccl " + c10d::opTypeToString(static_cast<OpType>(each));
+    }
+    return made;
+  }();
+  launch_on(stream, names.at(type), [shared = shared_, outcome, act, type, operands = std::move(operands), pair] {
     const auto begun = std::chrono::steady_clock::now();
     try {
       TORCH_CHECK(!shared->is_aborted && shared->told().empty(), "the communicator was aborted before this call ran");

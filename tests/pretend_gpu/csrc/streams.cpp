@@ -153,6 +153,16 @@ void run_on(const c10::Stream& stream, const char* name, std::function<void()> w
   });
 }
 
+void launch_on(const c10::Stream& stream, const std::string& name, std::function<void()> work) {
+  run_on(stream, name.c_str(), [work = std::move(work)] {
+    const struct Finished {
+      ~Finished() { launches().finished(); }
+    } finished;
+    work();
+  });
+  launches().launched(name);  // after: who waits for a slot of the queue has not launched yet
+}
+
 void run_for_free_on(const c10::Stream& stream, std::function<void()> work) {
   const OnDevice on(stream.device_index());
   fake_cuda::run_for_free_on(native(stream), std::move(work));

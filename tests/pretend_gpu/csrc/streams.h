@@ -55,6 +55,8 @@ void check(cudaError_t error, const char* call);
 /// Runs on the stream's thread after all that is queued there. What it throws is a failure of the device: raised where
 /// the host next waits. `name`: for reports; it must live on.
 void run_on(const c10::Stream& stream, const char* name, std::function<void()> work);
+/// The same, counted as a launch of an operator.
+void launch_on(const c10::Stream& stream, const std::string& name, std::function<void()> work);
 /// Without taking a slot of the launch queue.
 void run_for_free_on(const c10::Stream& stream, std::function<void()> work);
 
