@@ -10,6 +10,7 @@
 #include "bindings/custody.h"
 #include "bindings/element_types.h"
 #include "bindings/lane_stats.h"
+#include "bindings/listening.h"
 #include "bindings/python_errors.h"
 #include "bindings/watched.h"
 #include "store/arena.h"
@@ -75,6 +76,9 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
         range(kStateRegion, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token a unit
     Bytes sum_start{id.value};
     unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
+    Bytes scales_start{id.value};
+    unit.engine.scales = range(kScalesRegion, scales_start, Bytes{1}, Format::master, Purpose::gradient_scales);
+    const auto scales_address = item.attr("scales_address").cast<std::int64_t>();
     if (const auto spare_address = item.attr("spare_address").cast<std::int64_t>(); spare_address != 0) {
       Spare spare;
       spare.working = pointer(spare_address);
@@ -91,6 +95,9 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
       parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
       parameter.offset = each.attr("offset").cast<std::int64_t>();
       parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
+      if (const auto offset = each.attr("scales_offset").cast<std::int64_t>(); scales_address != 0 && offset >= 0) {
+        parameter.scales = reinterpret_cast<float*>(pointer(scales_address + offset));
+      }
       if (parameter.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{parameter.gradient_offset});
       unit.parameters.push_back(std::move(parameter));
     }
@@ -192,6 +199,7 @@ py::dict sums_dict(const StepSums& sums) {
 
 void bind_custody(py::module_& m) {
   register_kept_python_errors();
+  register_listening();
   m.attr("STORAGE_CAN_REFUSE") = kStorageCanRefuse;
   m.def("living", [] {
     py::dict result;
@@ -224,7 +232,7 @@ void bind_custody(py::module_& m) {
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
   m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
-      "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_tensor(tensor, pointer(address)); },
+      "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_storage(tensor.storage(), pointer(address)); },
       py::arg("tensor"), py::arg("address"));
 
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
@@ -444,6 +452,15 @@ void bind_custody(py::module_& m) {
            })
       .def("take_foreign_gradient", &Custody::take_foreign_gradient, NoGil())
       .def("begin_step", &Custody::begin_step, NoGil())
+      .def(
+          "late_scales",
+          [](Custody& self, int index) {
+            const auto [memory, count] = self.late_scales(index);
+            return std::pair{reinterpret_cast<std::uintptr_t>(memory), count};
+          },
+          NoGil())
+      .def("take_scales", &Custody::take_scales, NoGil())
+      .def("apply_scales", &Custody::apply_scales, NoGil())
       .def("is_moved", [](Custody& self, std::int32_t unit) { return self.engine().is_moved(UnitId(unit)); })
       .def("draft_counts",
            [](Custody& self) {

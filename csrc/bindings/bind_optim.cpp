@@ -45,15 +45,17 @@ MomentArray make_moment(const std::string& state, Address array, Address scales)
 }
 
 UpdatePiece make_piece(const ShortPiece& piece) {
-  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), 0, 0};
+  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), 0, 0, nullptr, 0};
 }
 
 UpdatePiece make_piece(const Piece& piece) {
-  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece)};
+  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece), nullptr,
+          0};
 }
 
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
-                   const std::optional<UnitArrays>& to, const std::string& task, bool sums) {
+                   const std::optional<UnitArrays>& to, const std::string& task, bool sums,
+                   const std::vector<std::pair<Address, int>>& late_scales) {
   UpdateJob job;
   job.task = parse_task(task);
   if (sums) job.sums = std::make_shared<std::vector<double>>();
@@ -63,6 +65,11 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   job.gradient = at<void>(gradient);
   for (const auto& piece : pieces) {
     job.pieces.push_back(std::visit([](const auto& each) { return make_piece(each); }, piece));
+  }
+  NORIA_INVARIANT(late_scales.empty() || late_scales.size() == pieces.size(), "late scales are by piece");
+  for (std::size_t i = 0; i < late_scales.size(); ++i) {
+    job.pieces[i].late_scales = at<const float>(late_scales[i].first);
+    job.pieces[i].num_late_scales = late_scales[i].second;
   }
   return job;
 }
@@ -124,7 +131,7 @@ void bind_kernels(py::module_& m) {
   py::class_<UpdateJob>(m, "UpdateJob")
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
            py::arg("gradient"), py::arg("to") = std::optional<UnitArrays>(), py::arg("task") = "update",
-           py::arg("sums") = false)
+           py::arg("sums") = false, py::arg("late_scales") = std::vector<std::pair<Address, int>>())
       .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
       .def_property_readonly("in_place", &UpdateJob::in_place)
       .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
@@ -152,6 +159,7 @@ void bind_kernels(py::module_& m) {
           py::arg("instruction_set") = "", Release());
 
   m.attr("STATE_BLOCK") = kStateBlock;
+  m.attr("MOST_LATE_SCALES") = kMostLateScales;
   m.def(
       "encode_moment",
       [](Address values, Address codes, Address scales, std::size_t count, bool is_first) {

@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/add.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
@@ -74,6 +75,27 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 }  // namespace
 
+/// Multi-tensor kernels that write weights on the device, past every version counter and storage.
+class Custody::WeightWrites final : public Listener {
+ public:
+  explicit WeightWrites(std::shared_ptr<Custody*> custody) : custody_(std::move(custody)) {}
+
+  void before_read(int) override {}
+  void before_write(int unit) override {
+    if (*custody_ != nullptr) (*custody_)->weights_[static_cast<std::size_t>(unit)]->note_write();
+  }
+  void after_write(int) override {}
+  bool is_whole(int, const at::Tensor&) const override { return false; }
+  std::vector<at::Tensor> norms(const std::vector<int>& units, const NormAsked&) override {
+    return std::vector<at::Tensor>(units.size());
+  }
+  bool multiply(int, const Scale&) override { return false; }
+  bool unscale(const std::vector<int>&, const at::Tensor&, const Scale&) override { return false; }
+
+ private:
+  const std::shared_ptr<Custody*> custody_;
+};
+
 Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units,
                  BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
                  std::byte* nan_range, const std::shared_ptr<void>& held_home, Bytes least_saved)
@@ -92,6 +114,17 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       adds_to_(0),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
+  ShownGradients::Callbacks callbacks;
+  callbacks.before_write = [this](int index) { gradient_is_written(parameter(index).unit); };
+  callbacks.before_scale = [this](int index) { engine_.settle(parameter(index).unit); };
+  callbacks.is_settled = [this] { return engine_.phase() != Phase::backward; };
+  if (is_shared_) {
+    callbacks.norms_of_parts = [this](const std::vector<int>& indices, const NormAsked& asked) {
+      return norms_of_parts_ ? norms_of_parts_(indices, asked) : std::vector<at::Tensor>(indices.size());
+    };
+  }
+  shown_ = std::make_shared<ShownGradients>(std::move(callbacks));
+  weight_writes_ = std::make_shared<WeightWrites>(self_);
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
@@ -100,6 +133,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
     is_staged_.push_back(is_whole && homes_.back() == nullptr);
     weights_.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, device,
                                                      evicted_message(names_.back(), is_shared_), nan_range));
+    listen(weights_.back()->storage(), weight_writes_, static_cast<int>(u));
     gradients_.push_back(engine.facts.gradients == Bytes{0}
                              ? nullptr
                              : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
@@ -125,15 +159,15 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
         held = std::make_unique<HeldGradient>(
             memory, facts.bytes().count, device, variable,
             // With the home: a gradient that the user kept outlives this object.
-            [self = self_, unit = parameter.unit, held_home] {
+            [self = self_, index, held_home] {
               if (*self == nullptr) return;
-              as_python_errors([&] { (*self)->gradient_is_written(unit); });
+              as_python_errors([&] { (*self)->shown_->before_raw_write(index); });
             },
             why_unseen(updates_in_backward_, is_shared_));
       }
       parameter.facts = std::move(facts);
       parameters_.push_back(std::move(parameter));
-      held_.push_back(std::move(held));
+      shown_->add(std::move(held));
     }
   }
 }
@@ -143,7 +177,10 @@ bool Custody::is_ours(const c10::Storage& storage) const {
   return std::any_of(weights_.begin(), weights_.end(), has) || std::any_of(gradients_.begin(), gradients_.end(), has);
 }
 
-Custody::~Custody() { *self_ = nullptr; }
+Custody::~Custody() {
+  *self_ = nullptr;
+  for (const auto& weights : weights_) stop_listening(weights->storage());
+}
 
 Stream Custody::current_stream() const {
   if (device_.is_cpu()) return nullptr;
@@ -372,8 +409,9 @@ void Custody::arm() {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
   engine_.begin_pass(signature, current_stream());
+  shown_->begin_backward(engine_.expects_step());
   // Should this backward raise, drains may still be on their way when the user edits what is held.
-  if (signature.accumulating && kStorageCanRefuse && shows_gradients()) guard_gradients();
+  if (signature.accumulating && shows_gradients()) guard_gradients();
 }
 
 void Custody::refuse_foreign(const Parameter& refused) {
@@ -487,8 +525,8 @@ void Custody::finish_backward() {
     Parameter& each = parameters_[i];
     if (!std::exchange(each.arrived, false)) continue;
     at::Tensor& gradient = each.facts.variable.mutable_grad();
-    if (!gradient.defined()) gradient = held_[i]->tensor();
-    if (engine_.is_read_early(each.unit) && gradient_is(static_cast<int>(i)) == GradientIs::held) held_[i]->guard();
+    if (!gradient.defined()) gradient = held(i).tensor();
+    if (shows_gradients() && gradient_is(static_cast<int>(i)) == GradientIs::held) held(i).guard();
   }
   if (const auto forward = std::exchange(interrupted_, std::nullopt)) {
     // torch.autograd.grad inside of a module: what is left of the forward is a pass of its own.
@@ -639,7 +677,7 @@ variable_list Custody::catch_gradient(int index, const variable_list& gradients)
     }
     engine_.expect_gradient(into.unit, current_stream());  // its visit waits for what is held
     const at::NoGradGuard no_grad;
-    at::Tensor sum = at::add(held_[static_cast<std::size_t>(index)]->inner(), gradients[0]);
+    at::Tensor sum = held_value(index).add_(gradients[0]);
     into.facts.variable.mutable_grad().reset();
     return {sum};
   }
@@ -668,12 +706,19 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
   if (into.written) {
     into.buffer.add_(gradient);
   } else if (adds_to_held(index)) {
-    at::add_out(into.buffer, held_[slot]->inner(), gradient);
+    if (held(slot).scales().empty()) {
+      at::add_out(into.buffer, held(slot).inner(), gradient);
+    } else {
+      into.buffer.copy_(held(slot).inner(), /*non_blocking=*/true);
+      held(slot).scale(into.buffer);
+      into.buffer.add_(gradient);
+    }
   } else {
-    held_[slot]->reuse(into.facts.variable.grad());
+    held(slot).reuse(into.facts.variable.grad());
     into.buffer.copy_(gradient, /*non_blocking=*/true);
   }
   into.written = into.arrived = true;
+  shown_->arrived(index, into.buffer);
   engine_.gradient_arrived(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
 }
 
@@ -682,8 +727,8 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
 GradientIs Custody::gradient_is(int index) const {
   const at::Tensor& gradient = parameter(index).facts.variable.grad();
   if (!gradient.defined()) return GradientIs::none;
-  const auto& held = held_[static_cast<std::size_t>(index)];
-  return held && held->is(gradient) ? GradientIs::held : GradientIs::foreign;
+  const auto slot = static_cast<std::size_t>(index);
+  return has_held(slot) && held(slot).is(gradient) ? GradientIs::held : GradientIs::foreign;
 }
 
 void Custody::take_foreign_gradient(int index) {
@@ -691,9 +736,10 @@ void Custody::take_foreign_gradient(int index) {
   if (is_shared_) refuse_foreign(from);
   engine_.access_held(from.unit, current_stream());
   const at::NoGradGuard no_grad;
-  HeldGradient& held = *held_[static_cast<std::size_t>(index)];
-  held.reuse(from.facts.variable.grad());
-  held.inner().copy_(from.facts.variable.grad());
+  HeldGradient& taken = held(static_cast<std::size_t>(index));
+  shown_->forget(index);
+  taken.reuse(from.facts.variable.grad());
+  taken.inner().copy_(from.facts.variable.grad());
 }
 
 void Custody::gradient_is_written(UnitId unit) {
@@ -705,7 +751,69 @@ void Custody::begin_step() {
   refuse_open_home();
   forget_failed_backward();
   refuse_unsummed();
-  engine_.begin_step(current_stream());
+  std::vector<int> scaled;
+  std::vector<UnitId> units;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    const Parameter& each = parameters_[i];
+    if (!has_held(i) || gradient_is(index) != GradientIs::held) continue;
+    // Somebody can write the memory without a word: it counts as written.
+    if (shows_gradients() && !held(i).is_private()) gradient_is_written(each.unit);
+    if (held(i).scales().empty() || held(i).are_scales_told() || each.facts.scales == nullptr) continue;
+    scaled.push_back(index);
+    if (units.empty() || units.back() != each.unit) units.push_back(each.unit);
+  }
+  engine_.begin_step(current_stream(), units, [&] { write_scales(scaled); });
+  shown_->begin_step();
+}
+
+void Custody::write_scales(const std::vector<int>& indices) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> to, from;
+  for (const int index : indices) {
+    HeldGradient& scaled = held(static_cast<std::size_t>(index));
+    auto* memory = reinterpret_cast<std::byte*>(parameter(index).facts.scales);
+    for (const Scale& each : scaled.scales()) {
+      to.push_back(tensor_over(backend_->device_address(memory), sizeof(float), device_, at::kFloat, {}, {}));
+      memory += sizeof(float);
+      if (each.by == Scale::By::number) {
+        to.back().fill_(each.number);
+        to.pop_back();
+      } else {
+        from.push_back(each.tensor);
+      }
+    }
+    scaled.tell_scales();
+  }
+  if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
+}
+
+std::pair<const float*, int> Custody::late_scales(int index) const {
+  const HeldGradient& scaled = held(static_cast<std::size_t>(index));
+  NORIA_INVARIANT(scaled.scales().empty() || scaled.are_scales_told(), "an update lacks what multiplies its gradient");
+  return {parameter(index).facts.scales, static_cast<int>(scaled.scales().size())};
+}
+
+std::vector<float> Custody::take_scales(int index) {
+  const auto [memory, count] = late_scales(index);
+  held(static_cast<std::size_t>(index)).drop_scales();
+  shown_->forget(index);
+  return {memory, memory + count};
+}
+
+void Custody::apply_scales(int index) {
+  if (!has_held(static_cast<std::size_t>(index))) return;
+  shown_->forget(index);
+  if (held(static_cast<std::size_t>(index)).scales().empty()) return;
+  gradient_is_written(parameter(index).unit);
+  shown_->apply_scales(index);
+}
+
+at::Tensor Custody::held_value(int index) const {
+  const HeldGradient& gradient = held(static_cast<std::size_t>(index));
+  at::Tensor value = gradient.inner().clone();
+  gradient.scale(value);
+  return value;
 }
 
 std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
@@ -719,11 +827,7 @@ std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<Un
 void Custody::guard_gradients() {
   if (is_shared_) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!held_[i] || gradient_is(static_cast<int>(i)) != GradientIs::held) continue;
-    if (kStorageCanRefuse) held_[i]->guard();
-    else
-      held_[i]->kill("expected a gradient that was cleared after optimizer.step(); found the old one in use; remedy: "
-                     "call optimizer.zero_grad() before reading or accumulating gradients again, or use torch >= 2.13");
+    if (has_held(i) && gradient_is(static_cast<int>(i)) == GradientIs::held) held(i).guard();
   }
 }
 
@@ -836,8 +940,9 @@ void Custody::evict(UnitId unit) {
   // A write that no version counter saw (`p.data.clamp_()`), or only a kernel that asked for the pointer without
   // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
-  const bool is_changed = weights.written() && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
-                          comparisons_left-- > 0 && !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
+  const bool is_asked = weights.is_told() || (weights.written() && comparisons_left-- > 0);
+  const bool is_changed = is_asked && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
+                          !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
   weights.evict();
   const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
@@ -863,17 +968,19 @@ void Custody::home_moved(UnitId unit, std::byte* working) {
 void Custody::held_moved(UnitId unit, std::byte* held) {
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
     const std::int64_t offset = parameter(index).facts.gradient_offset;
-    if (offset >= 0) held_[static_cast<std::size_t>(index)]->move_to(backend_->device_address(held + offset));
+    if (offset >= 0) {
+      this->held(static_cast<std::size_t>(index)).move_to(backend_->device_address(held + offset));
+    }
   }
 }
 
 void Custody::close_gradients(UnitId unit) {
   gradients_[static_cast<std::size_t>(unit.value)]->evict();
-  if (!kStorageCanRefuse || !shows_gradients()) return;
+  if (!shows_gradients()) return;
   // What is drained now is added to what the loop sees in p.grad already, and may be drafted before the backward has
   // ended: a hook of the user's that writes there says so from here on too.
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
-    if (gradient_is(index) == GradientIs::held) held_[static_cast<std::size_t>(index)]->guard();
+    if (gradient_is(index) == GradientIs::held) held(static_cast<std::size_t>(index)).guard();
   }
 }
 

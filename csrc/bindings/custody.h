@@ -28,6 +28,7 @@
 #include "base/living.h"
 #include "bindings/held_gradient.h"
 #include "bindings/saved_tensors.h"
+#include "bindings/shown_gradients.h"
 #include "bindings/torch_compat.h"
 #include "bindings/unit_storage.h"
 #include "engine/engine.h"
@@ -41,6 +42,7 @@ struct CustodyParameter {
   at::ScalarType dtype = at::kFloat;  // of the working copy
   std::int64_t offset = 0;            // bytes, in the unit's working copy
   std::int64_t gradient_offset = -1;  // bytes, in the unit's gradient layout
+  float* scales = nullptr;            // in the home: what its gradient is multiplied by late; null: nothing ever
 
   Bytes bytes() const { return {variable.numel() * variable.element_size()}; }
 };
@@ -103,6 +105,15 @@ class Custody final : public Custodian, public Living<Custody> {
   /// Copies a gradient that the user put into `p.grad` into the held one.
   void take_foreign_gradient(int index);
   void begin_step();
+  /// Where updates find what the gradient is multiplied by, and how many factors; once `begin_step` has been called.
+  std::pair<const float*, int> late_scales(int index) const;
+  /// The same factors, for an update that multiplies what the home holds: the gradient's bytes have them then.
+  std::vector<float> take_scales(int index);
+  /// The gradient's bytes are its value from now on, and will be written: nothing that is known of them holds.
+  void apply_scales(int index);
+  void set_norms_callback(std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms) {
+    norms_of_parts_ = std::move(norms);
+  }
   /// From now on passes accumulate, or no longer do (update="backward").
   void set_accumulating(bool accumulating);
   /// As the engine's. Until the next call `step` need not come between passes.
@@ -130,8 +141,6 @@ class Custody final : public Custodian, public Living<Custody> {
   bool rejoin(int index);
   /// The parameter leaves for good and becomes `replacement`.
   void release(int index, const at::Tensor& replacement);
-  at::Tensor held(int index) const { return held_[static_cast<std::size_t>(index)]->inner(); }
-
   void close();
   /// Autograd's own "modified by an inplace operation" for graphs that are older than the update.
   void bump_versions(const std::vector<int>& indices);
@@ -181,7 +190,14 @@ class Custody final : public Custodian, public Living<Custody> {
     std::weak_ptr<int> alive;
   };
 
+  class WeightWrites;
+
   bool is_ours(const c10::Storage& storage) const;
+  HeldGradient& held(std::size_t index) const { return (*shown_)[static_cast<int>(index)]; }
+  bool has_held(std::size_t index) const { return shown_->has(static_cast<int>(index)); }
+  void write_scales(const std::vector<int>& indices);
+  /// A copy on the device of what the gradient is, multiplied.
+  at::Tensor held_value(int index) const;
   /// The user is about to write a held gradient that an update may still read.
   void gradient_is_written(UnitId unit);
   void announce_forward(HookId hook);
@@ -226,7 +242,8 @@ class Custody final : public Custodian, public Living<Custody> {
   std::vector<std::vector<int>> parameters_of_;  // by unit
   std::vector<std::unique_ptr<UnitStorage>> weights_;
   std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
-  std::vector<std::unique_ptr<HeldGradient>> held_;      // by parameter; null: frozen
+  std::shared_ptr<ShownGradients> shown_;                // by parameter
+  std::shared_ptr<Listener> weight_writes_;              // by unit
   const std::shared_ptr<Backend> backend_;
   std::vector<std::byte*> homes_;  // by unit, as the device addresses them
   std::vector<bool> is_staged_;    // by unit: the device cannot address it
@@ -242,6 +259,7 @@ class Custody final : public Custodian, public Living<Custody> {
   std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
   std::function<void()> begin_backward_;
+  std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts_;
   MoreHome more_home_;
   SavedTensors saved_;
   const bool updates_in_backward_;

@@ -1,5 +1,9 @@
 #include "bindings/held_gradient.h"
 
+#include <ATen/ScalarOps.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 
@@ -26,6 +30,11 @@ bool is_ours_alone(const Impl* impl, std::size_t use_count, std::size_t num_own)
 
 }  // namespace
 
+/// Python has asked for the storage itself, by which anything may be done that nobody hears of.
+static bool has_python_object(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj() != nullptr;
+}
+
 HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Device device, const at::Tensor& like,
                            std::function<void()> before_write, std::string why_dead)
     : memory_(memory),
@@ -36,24 +45,35 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
       strides_(like.strides().vec()),
       before_write_(std::make_shared<std::function<void()>>(std::move(before_write))),
       why_dead_(std::move(why_dead)),
-      inner_(make(nullptr)) {}
+      inner_(tensor_over(memory_, num_bytes_, device_, dtype_, sizes_, strides_)) {}
 
-at::Tensor HeldGradient::make(const BeforeWrite& before_write) const {
-  return tensor_over(memory_, num_bytes_, device_, dtype_, sizes_, strides_, before_write);
+HeldGradient::~HeldGradient() {
+  if (storage_) stop_listening(storage_);
+}
+
+void HeldGradient::listen(const std::shared_ptr<Listener>& listener, int number) {
+  listener_ = listener;
+  number_ = number;
+}
+
+at::Tensor HeldGradient::make() const {
+  return tensor_in(storage_over(memory_, num_bytes_, device_, before_write_), 0, device_, dtype_, sizes_, strides_,
+                   listened_keys());
 }
 
 const at::Tensor& HeldGradient::tensor() {
   if (!seen_.defined()) {
-    seen_ = make(before_write_);
+    seen_ = make();
     storage_ = seen_.storage();
-    if (!why_dead_.empty()) kill(why_dead_);
+    if (const auto listener = listener_.lock()) noria::listen(storage_, listener, number_);
+    if (is_dead()) kill(why_dead_);
   }
   return seen_;
 }
 
 void HeldGradient::move_to(std::byte* memory) {
   memory_ = memory;
-  move_tensor(inner_, memory);
+  move_storage(inner_.storage(), memory);
 }
 
 bool HeldGradient::is(const at::Tensor& gradient) const {
@@ -66,27 +86,68 @@ bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
          gradient.storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
 }
 
+bool HeldGradient::is_private() const {
+  if (!seen_.defined()) return true;
+  const std::size_t own = shares_memory(seen_) ? 2 : 1;  // ours, and seen_'s
+  return !is_taken_ && storage_.use_count() == own && !has_python_object(storage_);
+}
+
 void HeldGradient::reuse(const at::Tensor& current_gradient) {
-  if (!why_dead_.empty() || !seen_.defined() || is(current_gradient)) return;
+  if (is_dead() || !seen_.defined() || is(current_gradient)) return;
   c10::StorageImpl* storage = storage_.unsafeGetStorageImpl();
   const bool alone = is_ours_alone(seen_.unsafeGetTensorImpl(), seen_.use_count(), 1) && shares_memory(seen_) &&
                      is_ours_alone(storage, storage_.use_count(), 2);  // ours, and seen_'s
   if (!alone) {
     auto* copy = new at::Tensor(inner_.clone());
+    scale(*copy);
     void* data = copy->mutable_data_ptr();
-    storage->set_data_ptr_noswap(c10::DataPtr(data, copy, &delete_tensor, device_));
+    stop_listening(storage_);
+    give_memory(storage_, c10::DataPtr(data, copy, &delete_tensor, device_));
   }
+  scales_.clear();
   unwatch(storage_);
-  if (kStorageCanRefuse && alone) return;  // nobody has it: it can be shown again
+  const bool was_private = !is_taken_ && !has_python_object(storage_);
+  if (alone && was_private) return;  // nobody has it: it can be shown again
+  stop_listening(storage_);
   seen_ = at::Tensor();
+  is_taken_ = false;
 }
 
 void HeldGradient::guard() {
-  if (seen_.defined()) watch(storage_);
+  if (seen_.defined() && !is_dead()) watch(storage_);
+}
+
+void HeldGradient::unguard() {
+  if (seen_.defined() && !is_dead()) unwatch(storage_);
 }
 
 void HeldGradient::kill(const std::string& why) {
   if (seen_.defined()) storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+void HeldGradient::apply_scales() {
+  if (scales_.empty()) return;
+  scale(inner_);
+  scales_.clear();
+}
+
+void HeldGradient::scale(const at::Tensor& target) const {
+  const at::NoGradGuard no_grad;
+  for (const Scale& each : scales_) {
+    switch (each.by) {
+    case Scale::By::tensor:
+      target.mul_(each.tensor);
+      break;
+    case Scale::By::number:
+      target.mul_(at::native::wrapped_scalar_tensor(each.number));  // as Python does: a number would be rounded first
+      break;
+    case Scale::By::unscaling: {
+      at::Tensor ignored = at::zeros({}, each.tensor.options());  // what is not finite was told when it was asked
+      at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{target}, ignored, each.tensor);
+      break;
+    }
+    }
+  }
 }
 
 }  // namespace noria

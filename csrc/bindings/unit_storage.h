@@ -1,15 +1,17 @@
 // One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
 // buffer, live in it as ordinary tensors, and moving all of them is one pointer.
 //
-// While it is attached, a write access to it is noticed (torch >= 2.13; see bindings/watched.h for what counts as one).
+// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one; multi-tensor
+// kernels, which ask for none on CUDA, are told of by `note_write`).
 // Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
-// Evicted means "throws" (torch >= 2.13); before, it points at a range of NaN that the caller provides. Null would
+// Evicted means "throws" (torch >= 2.12); before, it points at a range of NaN that the caller provides. Null would
 // crash the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
+#include <c10/core/Storage.h>
 
+#include <memory>
 #include <string>
 
 namespace noria {
@@ -21,22 +23,33 @@ class UnitStorage {
   void attach(std::byte* memory);
   void evict();
   bool attached() const { return attached_; }
-  /// Somebody has asked for write access since `attach`.
+  /// Somebody has asked for write access since `attach`, or has written without.
   bool written() const;
+  /// An operator writes it, past the storage.
+  void note_write() { is_told_ = attached_; }
+  bool is_told() const { return is_told_; }
   /// Compares the attached memory with the same bytes elsewhere on the device; on CUDA this waits for the stream.
   bool equals(std::byte* elsewhere) const;
 
   /// A tensor in this storage, with a version counter of its own; `offset` in bytes.
   at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  bool is(const c10::Storage& storage) const { return storage.unsafeGetStorageImpl() == storage_.get(); }
+  const c10::Storage& storage() const { return storage_; }
+  bool is(const c10::Storage& storage) const {
+    return storage.unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
+  }
   bool holds(const at::Tensor& tensor) const { return is(tensor.storage()); }
 
  private:
-  const c10::intrusive_ptr<c10::StorageImpl> storage_;
+  void refuse_access();
+  void allow_access();
+
+  const std::shared_ptr<bool> is_written_;  // since it was attached; the storage's callback sets it
+  const c10::Storage storage_;
   const c10::Device device_;
   const std::string evicted_message_;
   std::byte* const nan_range_;
   bool attached_ = true;  // until the constructor evicts it
+  bool is_told_ = false;
 };
 
 }  // namespace noria

@@ -43,6 +43,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       drainer_(issuer_, leases_, units_, options_.device, custodian_, collector_ ? &*collector_ : nullptr,
                options_.ring.has_value()),
       pending_(units_.size(), false),
+      has_scales_(units_.size(), false),
       early_(units_.size()),
       moved_(units_.size(), false),
       committed_(units_.size()) {
@@ -475,10 +476,10 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
   finish_user_op(std::move(op), stream);
 }
 
-void Engine::finish_user_op(Op op, Stream stream) {
+void Engine::finish_user_op(Op op, Stream stream, const std::function<void()>& act) {
   NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
   const Standstill standstill(*this);
-  issuer_.pass(std::move(op), stream);
+  issuer_.pass(std::move(op), stream, act);
 }
 
 void Engine::reset(Stream stream) {

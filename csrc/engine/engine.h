@@ -58,6 +58,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -154,10 +155,13 @@ class Engine {
   /// True while a visit is open that needs all of these (sorted).
   bool is_visited(const std::vector<UnitId>& needs) const;
   ItineraryId last_forward() const { return last_forward_; }
+  /// In a backward: whether it is the last before a step, as far as is known.
+  bool expects_step() const;
 
   // ---- updates ----
-  /// The user's clip and edits of `held` are on the stream.
-  void begin_step(Stream stream);
+  /// The user's clip and edits of `held` are on the stream. `scale` queues there what writes the scales of these units'
+  /// gradients; it is called once nobody reads the former ones.
+  void begin_step(Stream stream, const std::vector<UnitId>& scaled = {}, const std::function<void()>& scale = {});
   /// What `step` will ask for if it comes as things are now, an update out of place or the sums alone: done when the
   /// gradients have landed, if this backward is the last before a step, as far as is known. A draft wants a spare.
   void expect_update(UnitId unit, UpdateJob job);
@@ -363,7 +367,7 @@ class Engine {
   void enter_visit(Stream stream);
   enum class Visiting : std::uint8_t { ends, goes_on };
   void close_visit(Stream stream, Visiting visiting = Visiting::ends);
-  void finish_user_op(Op op, Stream stream);
+  void finish_user_op(Op op, Stream stream, const std::function<void()>& act = {});
   void continue_on(Stream stream);
   void land(const std::vector<UnitId>& units, Stream stream);
   void sum_rest(Stream stream);
@@ -375,7 +379,7 @@ class Engine {
   void drop_prepared();
   Op update_op(UnitId unit);
   void end_passes(Stream stream);
-  void note_edits(Stream stream);
+  void note_edits(Stream stream, const std::vector<UnitId>& scaled = {}, const std::function<void()>& scale = {});
   void begin_early_work(std::optional<ItineraryId> expected);
   void recall_early();
   void gradient_is_written(UnitId unit);
@@ -442,6 +446,7 @@ class Engine {
   std::int64_t unclaimed_fetches_ = 0;
   ItineraryId last_forward_;
   std::vector<bool> pending_;                // by unit: deferred to the launching thread
+  std::vector<bool> has_scales_;             // by unit: its gradients have been multiplied by late scales, once
   std::vector<std::optional<Early>> early_;  // by unit
   std::vector<bool> moved_;                  // by unit
   std::vector<Ticket> committed_;  // by unit: of the draft that is its state, as long as nothing has come since

@@ -119,6 +119,11 @@ void Engine::begin_early_work(std::optional<ItineraryId> expected) {
   }
 }
 
+bool Engine::expects_step() const {
+  const std::lock_guard lock(mutex_);
+  return is_early_;
+}
+
 int Engine::urgency_of(UnitId unit) const {
   const auto index = static_cast<std::size_t>(unit.value);
   return index < urgency_.size() ? urgency_[index] : static_cast<int>(units_.size());
@@ -252,7 +257,8 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     const bool may_be_known = !draft->is_written || !draft->is_scaled;
     const bool as_expected = may_be_known && std::equal(draft->job.pieces.begin(), draft->job.pieces.end(),
                                                         job.pieces.begin(), has_same_scalars);
-    if (as_expected && !draft->is_written) {
+    // By what the gradient is multiplied late, the device may not know yet: a job looks when it does.
+    if (as_expected && !draft->is_written && !job.has_late_scales()) {
       ++draft_counts_.kept;
       committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
       change_places(unit);
@@ -262,7 +268,7 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     if (as_expected) committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
     if (!as_expected) optimizer_->recall(draft->ticket);
     job.to = draft->job.to;
-    job.note = as_expected ? draft->job.note : nullptr;
+    job.note = as_expected && draft->is_written ? draft->job.note : nullptr;
     if (as_expected) job.task = UpdateTask::update_if_changed;
     job.looks = looks_;
     change_places(unit);  // the op below then writes what is the unit's from now on

@@ -8,12 +8,12 @@
 
 namespace noria {
 
-void Engine::begin_step(Stream stream) {
+void Engine::begin_step(Stream stream, const std::vector<UnitId>& scaled, const std::function<void()>& scale) {
   const std::lock_guard lock(mutex_);
   end_passes(stream);
   issuer_.sweep();
   refuse_torn();
-  if (shows_gradients()) note_edits(stream);
+  if (shows_gradients() || !scaled.empty()) note_edits(stream, scaled, scale);
 }
 
 void Engine::end_passes(Stream stream) {
@@ -23,16 +23,21 @@ void Engine::end_passes(Stream stream) {
 }
 
 // Whatever the user's loop did to the held gradients is on the stream by now.
-void Engine::note_edits(Stream stream) {
+void Engine::note_edits(Stream stream, const std::vector<UnitId>& scaled, const std::function<void()>& scale) {
   Op op;
   op.verb = Verb::user;
+  for (UnitId unit : scaled) {
+    const BufferId scales = unit_of(unit).scales;
+    op.accesses.push_back({scales, issuer_.next_version(scales), Access::Mode::write});
+    has_scales_[static_cast<std::size_t>(unit.value)] = true;
+  }
   for (const EngineUnit& unit : units_) {
-    if (unit.held == nullptr) continue;
+    if (unit.held == nullptr || !shows_gradients()) continue;
     const auto& early = early_[static_cast<std::size_t>(&unit - units_.data())];
     if (early && early->ticket && !early->is_written) continue;  // nobody has edited it, or we would know
     op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
   }
-  finish_user_op(std::move(op), stream);
+  finish_user_op(std::move(op), stream, scale);
 }
 
 Op Engine::update_op(UnitId unit) {
@@ -44,6 +49,10 @@ Op Engine::update_op(UnitId unit) {
   op.accesses = {{facts.held, issuer_.version(facts.held), Access::Mode::read},
                  {facts.state, issuer_.next_version(facts.state), Access::Mode::write},
                  {facts.working, issuer_.version(facts.working), Access::Mode::write}};
+  if (has_scales_[static_cast<std::size_t>(unit.value)]) {
+    const BufferId scales = unit_of(unit).scales;
+    op.accesses.push_back({scales, issuer_.version(scales), Access::Mode::read});
+  }
   return op;
 }
 

@@ -28,12 +28,13 @@ Ticket Issuer::submit(Op op, Transfer transfer) {
   return ticket;
 }
 
-void Issuer::pass(Op op, Stream stream) {
+void Issuer::pass(Op op, Stream stream, const std::function<void()>& act) {
   auto begun = begin(op);
   const Ticket ticket = backend_.open(begun.label);
   keep(op.id, ticket);
   try {
     backend_.wait(begun.waits, stream, begun.label);
+    if (act) act();
   } catch (...) {
     backend_.give_failed(ticket, std::current_exception());
     throw;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -31,8 +32,9 @@ class Issuer {
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
   /// Both, for an op that is a transfer.
   Ticket submit(Op op, Transfer transfer);
-  /// Both, for an op of the compute lane that is over as soon as the stream has come so far.
-  void pass(Op op, Stream stream);
+  /// Both, for an op of the compute lane that is over as soon as the stream has come so far, and `act`, called once the
+  /// stream waits for what the op waits for, has queued there what the op does.
+  void pass(Op op, Stream stream, const std::function<void()>& act = {});
   /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 

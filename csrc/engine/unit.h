@@ -20,6 +20,7 @@ enum HomeRegion : std::int32_t {
   kSpareWorkingRegion,
   kSpareStateRegion,
   kSumRegion,
+  kScalesRegion,
   kRingRegion,
   kUnsummedRegion,
   kSavedRegion,       // one token for each storage
@@ -43,6 +44,7 @@ struct EngineUnit {
   std::byte* unsummed = nullptr;
   BufferId unsummed_buffer;
   BufferId sum;                          // of the squares of what is held, as sum ops write it
+  BufferId scales;                       // what gradients have been multiplied by since they were held
   ElementType type = ElementType::fp32;  // of gradients that ranks sum
   std::vector<Bytes> gradient_offsets;   // of its trainable parameters' gradients in facts.gradients; they rise
 

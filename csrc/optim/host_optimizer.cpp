@@ -87,7 +87,7 @@ struct HostOptimizer::State {
   void note_torn(const OpLabel& label);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
   /// Returns what was read and written.
-  Bytes compute(const UpdateJob& job, std::int64_t hold_after_note_us);
+  Bytes compute(UpdateJob& job, std::int64_t hold_after_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
@@ -208,7 +208,8 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
   (void)num_ranges.load(std::memory_order_acquire);
 }
 
-Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_after_note_us) {
+Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note_us) {
+  const bool is_scaled = take_up_late_scales(job);
   cut(job.pieces, chunks);
   std::atomic<std::uint64_t> sum = 0;
   const auto look = [&](const Chunk& chunk) {
@@ -227,11 +228,11 @@ Bytes HostOptimizer::State::compute(const UpdateJob& job, std::int64_t hold_afte
   };
   if (job.sums) sums.assign(chunks.size(), 0.0);
   if (job.task == UpdateTask::update_if_changed) {
-    for_each_chunk(look);
-    const bool is_changed = sum != *job.note;
+    if (job.note && !is_scaled) for_each_chunk(look);
+    const bool is_changed = is_scaled || (job.note && sum != *job.note);
     if (job.looks) ++(is_changed ? job.looks->changed : job.looks->unchanged);
     if (is_changed) for_each_chunk(update);
-    return job.gradient_bytes() + (is_changed ? job.bytes() : Bytes{0});
+    return (job.note && !is_scaled ? job.gradient_bytes() : Bytes{0}) + (is_changed ? job.bytes() : Bytes{0});
   }
   const auto read = [&](const Chunk& chunk) {
     if (job.note) look(chunk);

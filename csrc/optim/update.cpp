@@ -119,6 +119,23 @@ void end_stream() {
 
 bool UpdateJob::in_place() const { return same(from, to); }
 
+bool UpdateJob::has_late_scales() const {
+  return std::any_of(pieces.begin(), pieces.end(), [](const UpdatePiece& piece) { return piece.num_late_scales > 0; });
+}
+
+bool take_up_late_scales(UpdateJob& job) {
+  bool is_changed = false;
+  for (UpdatePiece& piece : job.pieces) {
+    float* const where[kMostLateScales] = {&piece.scalars.prefactor, &piece.scalars.factor};
+    for (int i = 0; i < piece.num_late_scales; ++i) {
+      is_changed = is_changed || piece.late_scales[i] != 1.0f;
+      *where[i] *= piece.late_scales[i];
+    }
+    piece.num_late_scales = 0;
+  }
+  return is_changed;
+}
+
 StateFormat UpdateJob::state_format() const { return format_of(from.m); }
 
 Bytes UpdateJob::gradient_bytes() const {
@@ -160,6 +177,10 @@ void check(const UpdateJob& job) {
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (const UpdatePiece& piece : job.pieces) {
     NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
+    NORIA_INVARIANT(piece.num_late_scales <= kMostLateScales &&
+                        (piece.num_late_scales < 1 || (piece.late_scales != nullptr && piece.scalars.prefactor == 1)) &&
+                        (piece.num_late_scales < 2 || std::abs(piece.scalars.factor) == 1),
+                    "an update has no place for what multiplies its gradient");
     NORIA_INVARIANT(job.state_format() != StateFormat::eight_bit || piece.first % kStateBlock == 0,
                     "a piece of an update cuts a block of codes");
     if (piece.count > 0) ranges.emplace_back(piece.offset, piece.offset + piece.count);

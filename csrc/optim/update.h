@@ -29,6 +29,10 @@
 // is rounded to the gradient's dtype, denormals and all, so that the update is that of `p.grad.mul_(factor)` to the
 // bit. Before that, in the same way, comes what a pipeline's schedule does to gradients: `p.grad.div_(divisor)`, which
 // on CUDA is `p.grad.mul_(prefactor)`.
+//
+// Note [Late scales]. What a clip multiplies a gradient by is known on the device alone when the update is queued. It is
+// written to host memory before the job's waits have passed, and the job reads it there. One such scale is applied
+// where `prefactor` is, a second one where `factor` is; who wants more, multiplies the gradient itself.
 #pragma once
 
 #include <atomic>
@@ -72,7 +76,11 @@ struct UpdatePiece {
   // they lie in units, an element has one number.
   std::uint64_t first = 0;       // the number of this piece's first element
   std::int64_t first_block = 0;  // of its scales in the unit's
+  const float* late_scales = nullptr;  // see the Note
+  int num_late_scales = 0;
 };
+
+inline constexpr int kMostLateScales = 2;
 
 /// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still
 /// that.
@@ -88,7 +96,7 @@ struct LookCounts {
 
 enum class UpdateTask : std::uint8_t {
   update,
-  update_if_changed,  // nothing is done where the gradient is still the one that was noted
+  update_if_changed,  // nothing is done if no late scale changes the gradient, and it is still what was noted, if it was
   sum,                // arrays say no more than the gradient's dtype
 };
 
@@ -105,11 +113,15 @@ struct UpdateJob {
   std::function<bool(std::size_t)> wants;  // of a piece, asked when all waits have passed; null: all are wanted
 
   bool in_place() const;
+  bool has_late_scales() const;
   StateFormat state_format() const;  // fp32 where the rule keeps nothing
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
   Bytes gradient_bytes() const;
   Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments
 };
+
+/// Reads late scales into the pieces' scalars; true if any of them changes a gradient. Once the job's waits have passed.
+bool take_up_late_scales(UpdateJob& job);
 
 /// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping
 /// pieces.

@@ -39,6 +39,7 @@ enum class Purpose : std::uint8_t {
   held_gradient,
   optimizer_state,
   gradient_sum,
+  gradient_scales,  // what held gradients are multiplied by when they are used
   unsummed_gradient,
   saved_tensor,  // what a forward saves for its backward, on the device
   saved_copy,    // and in the home

@@ -37,6 +37,7 @@ __all__ = [
     "StatePlace",
     "describe_units",
     "held_region",
+    "scales_region",
     "travel_dtype",
 ]
 
@@ -45,6 +46,9 @@ GRADIENT_RING = "gradient ring"
 
 UNSUMMED = "unsummed gradients"
 """Purpose of the arena for whole gradients of one rank, which `model.no_sync()` wants."""
+
+GRADIENT_SCALES = "gradient scales"
+"""Purpose of the arena for what gradients have been multiplied by since they were held."""
 
 SHOWN = "materialized weights"
 """Purpose of the arena for whole weights of ranks that share them, while a block of `noria.materialize` is open."""
@@ -56,6 +60,8 @@ class HomeParameter:
     home have, as they were planned for; the parameter's own are others where the user gave it other data. Offsets in
     bytes; `gradient_offset` -1 means frozen. `is_split`: its master is the working copy with the low bits; a master
     that is not is plain. Blocks are those that share a scale where moments are codes, counted in the unit.
+
+    `scales_offset`: in the unit's part of the arena of that name, -1 where it is frozen.
 
     Where ranks share the model, the home has a part of it: `like` has one dimension, `first` is the number of its first
     element in the order of storage, and `home_offset`, else as `offset`, where it lies in the unit's part. `cuts`: by
@@ -77,6 +83,7 @@ class HomeParameter:
     first_block: int = 0
     num_blocks: int = 0
     home_offset: int = 0
+    scales_offset: int = -1
     first: int = 0
     cuts: tuple[int, ...] = ()
 
@@ -116,6 +123,7 @@ class HomeUnit:
     num_parts: int = 1
     working_address: int = 0
     held_address: int = 0
+    scales_address: int = 0
     spare_address: int = 0  # of the working copy, where drafts are written; 0: none are
 
     @property
@@ -193,6 +201,15 @@ def held_region(units: Iterable[HomeUnit]) -> Region:
     return Region.of("held gradients", (unit.home_gradients for unit in units))
 
 
+def scales_region(units: Iterable[HomeUnit]) -> Region:
+    """What held gradients are multiplied by when they are used: by a scaler and a clip, say."""
+    return Region.of(GRADIENT_SCALES, (_SCALES_BYTES * _num_trainable(unit) for unit in units))
+
+
+def _num_trainable(unit: HomeUnit) -> int:
+    return sum(slot.trainable for slot in unit.parameters)
+
+
 def describe_units(
     units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_parts: int = 1
 ) -> list[HomeUnit]:
@@ -240,6 +257,8 @@ def describe_units(
                 part = (weights - begin) // num_parts
                 _cut(parameters[-len(members) :] if members else [], begin, part, rank, num_parts)
         first_block = 0
+        for number, slot in enumerate(slot for slot in parameters if slot.trainable):
+            slot.scales_offset = number * _SCALES_BYTES
         for slot in parameters:
             slot.first_block = first_block
             slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
@@ -272,7 +291,14 @@ def _align(num_bytes: int, alignment: int) -> int:
 _SHARED_ALIGNMENT = _C.STATE_BLOCK * torch.float32.itemsize
 
 # What the copy engines touch, and whether the device's own kernels do too: p.grad is a device tensor over the home.
-_USES = {"working copies": "copies", "held gradients": "device", GRADIENT_RING: "device"}
+_USES = {
+    "working copies": "copies",
+    "held gradients": "device",
+    GRADIENT_SCALES: "device",
+    GRADIENT_RING: "device",
+}
+
+_SCALES_BYTES = _C.MOST_LATE_SCALES * torch.float32.itemsize  # of one parameter
 
 # Purposes whose pages are taken when the weights have moved.
 _LATE = (*MOMENTS, *SCALES, "optimizer state")
@@ -305,6 +331,7 @@ class Home:
             unit.working_address = self.address("working copies", unit.index)
             if unit.index in self.regions["working copies"].spares:
                 unit.spare_address = self.address("working copies", unit.index, spare=True)
+            unit.scales_address = self.address(GRADIENT_SCALES, unit.index)
             for purpose in ("held gradients", GRADIENT_RING):
                 if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:
                     unit.held_address = self.address(purpose, unit.index)

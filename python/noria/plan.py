@@ -26,6 +26,7 @@ from noria.home import (
     StatePlace,
     describe_units,
     held_region,
+    scales_region,
     travel_dtype,
 )
 from noria.kernels import ELEMENTWISE, SEPARABLE, FusedRule, choose, fused_units, rule_of, why_not_fused
@@ -416,6 +417,8 @@ def _regions(
         Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
         held_region(units),
     ]
+    if policy.update != "backward":
+        regions.append(scales_region(units))
     if policy.dtype is not None:
         for unit in units:
             for slot in unit.parameters:
@@ -480,7 +483,7 @@ def _spare_needs(
     units: list[HomeUnit], optimizers: list[Optimizer], fused: dict[int, tuple[FusedRule, ...]], policy: Policy
 ) -> dict[int, int]:
     """By index of a unit that can be drafted: the bytes of its spare buffers."""
-    if policy.update != "auto" or not _C.STORAGE_CAN_REFUSE:
+    if policy.update != "auto":
         return {}
     needs = {}
     for unit in units:
@@ -510,8 +513,6 @@ def _choose_drafts(
     why_none = None
     if policy.update != "auto":
         why_none = f'update="{policy.update}" runs them at another time'
-    elif not _C.STORAGE_CAN_REFUSE:
-        why_none = "they need torch 2.13, whose storages say when a gradient is written"
     if why_none is not None:
         if budget is not None:
             notes.append(f"there are no drafts: {why_none}")

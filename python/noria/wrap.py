@@ -377,6 +377,9 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.together.meet("unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
+    if wrapped.shows_gradients:
+        for slot in wrapped.slots:
+            wrapped.custody.apply_scales(slot.index)
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
     if wrapped.ranks is not None:

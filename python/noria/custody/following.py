@@ -292,6 +292,8 @@ class _Followed:
                 raise _scaled_otherwise(self.divisor, divisor)
         scaling = self.following.scaling_by(divisor)
         for unit, slots in by_unit.items():
+            for slot in slots:
+                custody.apply_scales(slot.index)
             custody.begin_scaling(unit)
             for slot in slots:
                 held = wrapped.home.held(slot)

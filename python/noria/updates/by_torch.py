@@ -95,6 +95,8 @@ class ByTorch:
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
         held = self.wrapped.home.held(slot)
+        for scale in self.wrapped.custody.take_scales(slot.index):
+            held.mul_(scale)
         if not slot.has_master:
             return held
         scratch = self.wrapped.home.tensor("update scratch", 0, slot.home_offset * 2, slot.like, torch.float32)

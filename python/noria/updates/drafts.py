@@ -28,7 +28,7 @@ class Drafts:
         may_draft = self.members.kernel == "fused" and self.wrapped.drafts.pay
         drafted = self.wrapped.plan.drafted if may_draft else frozenset()
         told = self._expect_drafts(drafted) if drafted else set()
-        if self.norms.wants_sums and _C.STORAGE_CAN_REFUSE and self.members.takes_factor():
+        if self.norms.wants_sums and self.members.takes_factor():
             self._expect_sums(told)
 
     def _expect_drafts(self, drafted: frozenset[int]) -> set[int]:

@@ -70,15 +70,17 @@ class Fused:
     def submit(self, unit: int, ready: Ready, urgency: int) -> None:
         """One unit's update for the host pool: a job for each rule, and one for each parameter whose state lies outside
         of the home."""
-        jobs: dict[tuple[FusedRule, int], list[Piece]] = {}
+        jobs: dict[tuple[FusedRule, int], tuple[list[Piece], list[tuple[int, int]]]] = {}
         for slot, rule, scalars in ready:
             self.steps.count(slot, rule)
             in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
-            jobs.setdefault((rule, -1 if in_home else slot.index), []).append(self._piece(slot, scalars))
-        for (rule, index), pieces in jobs.items():
+            pieces, scales = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
+            pieces.append(self._piece(slot, scalars))
+            scales.append(self.wrapped.custody.late_scales(slot.index))
+        for (rule, index), (pieces, scales) in jobs.items():
             arrays = self.arrays(unit, rule, None if index < 0 else self.wrapped.slots[index])
             held = self.wrapped.home.address("held gradients", unit)
-            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held)
+            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
             if self.wrapped.custody.update_on_pool(unit, job, urgency):
                 self.steps.change_places(unit)
 

@@ -46,6 +46,8 @@ def take_gradients(members: Members, state: HomeState) -> Jobs:
                 state.shown.unsettled(parameter)  # made now, so that it keeps torch's order
             members.wrapped.values.masters.confirm_low_bits(slot)
             take_foreign(members.wrapped, slot)
+            if members.kernel == "whole":
+                members.wrapped.custody.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
             jobs.setdefault(unit, []).append((hyper, slots))

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-from noria import _C
 from noria._errors import usage_error
 from noria.home import HomeParameter
 from noria.modes import plainly
@@ -48,7 +47,7 @@ class Norms:
             )
         if self.wrapped.ranks is None and (float(norm_type) != 2.0 or not self.members.takes_factor()):
             return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
-        self.wants_sums = _C.STORAGE_CAN_REFUSE
+        self.wants_sums = True
         with plainly():
             for slot in slots:
                 take_foreign(self.wrapped, slot)
@@ -67,6 +66,7 @@ class Norms:
             return
         accessed: set[int] = set()
         for slot in slots:
+            self.wrapped.custody.apply_scales(slot.index)
             if slot.unit not in accessed:
                 accessed.add(slot.unit)
                 self.wrapped.custody.access_held(slot.unit)
@@ -114,6 +114,7 @@ class Norms:
         by_unit: dict[int, list[HomeParameter]] = {}
         order = list(slots)
         for slot in order:
+            self.wrapped.custody.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
         sums = dict.fromkeys((slot.index for slot in order), 0.0)  # in an order that ranks have alike
         fused = {unit: members for unit, members in by_unit.items() if self.members.fuses(unit)}

@@ -1,0 +1,220 @@
+#include "bindings/shown_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace noria {
+namespace {
+
+// By it non-finite elements are found: an infinity or a NaN reaches it, and nothing that is finite becomes one.
+const NormAsked kLargest{true, std::numeric_limits<double>::infinity(), std::nullopt};
+
+// A gradient that was never asked for, and whose bytes nobody will have: what a clip would want.
+const NormAsked kUsual{true, 2, std::nullopt};
+
+constexpr std::size_t kMostScales = 2;  // that an update takes up: an unscaling and a clip
+
+at::Tensor norm_of(const at::Tensor& value, const NormAsked& asked) {
+  if (asked.of_list) return at::_foreach_norm({value}, asked.order, asked.dtype).front();
+  return at::linalg_vector_norm(value, asked.order, {}, false, asked.dtype);
+}
+
+}  // namespace
+
+void ShownGradients::add(std::unique_ptr<HeldGradient> held) {
+  if (held) held->listen(shared_from_this(), static_cast<int>(gradients_.size()));
+  gradients_.push_back({std::move(held), {}});
+}
+
+// ---- on the way ---------------------------------------------------------------------------------------------------
+
+void ShownGradients::begin_backward(bool is_last) {
+  asks_.clear();
+  if (is_last && !callbacks_.norms_of_parts) asks_ = asked_last_;
+  for (Gradient& each : gradients_) {
+    if (each.held) each.known.clear();
+  }
+}
+
+void ShownGradients::arrived(int number, const at::Tensor& value) {
+  Gradient& gradient = gradients_[index(number)];
+  gradient.known.clear();
+  const bool is_dead = gradient.held->is_dead() && !callbacks_.norms_of_parts;
+  if (asks_.empty() && !is_dead) return;
+  const at::NoGradGuard no_grad;
+  std::set<Question> asks = asks_;
+  if (is_dead) asks.insert({{kUsual}, {kLargest}});  // there is no second chance
+  const auto note = [&](const Question& question, at::Tensor norm) {
+    const std::uint32_t version = norm.unsafeGetTensorImpl()->version_counter().current_version();
+    gradient.known.push_back({question, std::move(norm), version});
+  };
+  at::Tensor unscaled;
+  for (const Question& asked : asks) {
+    if (asked.is_unscaled && !unscaled.defined()) {
+      if (!rehearsed_by_.defined()) continue;
+      unscaled = value.clone();
+      at::Tensor ignored = at::zeros({}, rehearsed_by_.options());
+      at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{unscaled}, ignored, rehearsed_by_);
+    }
+    note(asked, norm_of(asked.is_unscaled ? unscaled : value, asked.norm));
+  }
+}
+
+// ---- the step -----------------------------------------------------------------------------------------------------
+
+void ShownGradients::begin_step() {
+  asked_last_ = std::exchange(asked_, {});
+  kept_from_ = at::Tensor();
+  kept_ = {};
+  compared_ = at::Tensor();
+}
+
+void ShownGradients::apply_scales(int number) {
+  Gradient& gradient = gradients_[index(number)];
+  if (!gradient.held || gradient.held->scales().empty()) return;
+  gradient.known.clear();
+  gradient.held->apply_scales();
+}
+
+// ---- Listener -----------------------------------------------------------------------------------------------------
+
+void ShownGradients::before_read(int number) {
+  Gradient& gradient = gradients_[index(number)];
+  if (gradient.held->scales().empty() || gradient.held->is_dead()) return;
+  callbacks_.before_write(number);
+  apply_scales(number);
+}
+
+void ShownGradients::before_write(int number) {
+  Gradient& gradient = gradients_[index(number)];
+  gradient.known.clear();
+  if (gradient.held->is_dead()) return;  // says so itself
+  callbacks_.before_write(number);
+  gradient.held->apply_scales();
+  gradient.held->unguard();  // the operator's own access is no news
+}
+
+void ShownGradients::after_write(int number) { gradients_[index(number)].held->guard(); }
+
+void ShownGradients::before_raw_write(int number) {
+  Gradient& gradient = gradients_[index(number)];
+  gradient.held->note_taken();
+  gradient.known.clear();
+  callbacks_.before_write(number);
+  gradient.held->apply_scales();
+}
+
+bool ShownGradients::is_whole(int number, const at::Tensor& tensor) const {
+  return gradients_[index(number)].held->is(tensor);
+}
+
+std::vector<at::Tensor> ShownGradients::norms(const std::vector<int>& numbers, const NormAsked& asked) {
+  if (!callbacks_.is_settled()) return std::vector<at::Tensor>(numbers.size());
+  if (callbacks_.norms_of_parts) return callbacks_.norms_of_parts(numbers, asked);
+  std::vector<at::Tensor> norms;
+  for (const int number : numbers) {
+    Gradient& gradient = gradients_[index(number)];
+    if (!gradient.held->is_private()) {
+      norms.emplace_back();
+      continue;
+    }
+    const std::vector<Scale>& scales = gradient.held->scales();
+    const bool is_unscaled = scales.size() == 1 && scales.front().by == Scale::By::unscaling;
+    if (!scales.empty() && !is_unscaled) {
+      norms.emplace_back();  // of what a clip has left nothing is asked ahead
+      continue;
+    }
+    const Question question{asked, is_unscaled};
+    asked_.insert(question);
+    norms.push_back(is_unscaled && !is_as_rehearsed(*gradient.held) ? at::Tensor() : answer(gradient, question));
+  }
+  return norms;
+}
+
+at::Tensor ShownGradients::answer(Gradient& gradient, const Question& question) {
+  const auto find = [&](const Question& wanted) {
+    return std::find_if(gradient.known.begin(), gradient.known.end(),
+                        [&](const Known& each) { return each.question == wanted; });
+  };
+  auto known = find(question);
+  if (known == gradient.known.end() && gradient.held->is_dead()) {  // by whichever operator
+    known = find({{!question.norm.of_list, question.norm.order, question.norm.dtype}, question.is_unscaled});
+  }
+  if (known == gradient.known.end()) return {};
+  if (known->norm.unsafeGetTensorImpl()->version_counter().current_version() != known->version) return {};
+  if (std::exchange(known->is_given, true)) return known->norm.clone();
+  return known->norm;
+}
+
+bool ShownGradients::is_as_rehearsed(const HeldGradient& held) {
+  const at::Tensor& inverse = held.scales().front().tensor;
+  if (!compared_.is_same(inverse)) {
+    compared_ = inverse;
+    compared_value_ = inverse.item<float>();
+  }
+  if (rehearsed_by_.defined() && compared_value_ == rehearsed_by_value_) return true;
+  rehearsed_by_ = inverse;  // for the next step
+  rehearsed_by_value_ = compared_value_;
+  for (Gradient& each : gradients_) {
+    std::erase_if(each.known, [](const Known& known) { return known.question.is_unscaled; });
+  }
+  return false;
+}
+
+Scale ShownGradients::kept(const Scale& scale) {
+  if (scale.by == Scale::By::number) return scale;
+  const std::uint32_t version =
+      scale.tensor.is_inference() ? 0 : scale.tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const bool is_known = kept_from_.defined() && kept_from_.is_same(scale.tensor) && kept_version_ == version &&
+                        kept_.by == scale.by && !scale.tensor.is_inference();
+  if (!is_known) {
+    const at::NoGradGuard no_grad;
+    kept_from_ = scale.tensor;
+    kept_version_ = version;
+    kept_ = {scale.by, scale.tensor.detach().clone(), 1};
+  }
+  return kept_;
+}
+
+bool ShownGradients::multiply(int number, const Scale& scale) {
+  Gradient& gradient = gradients_[index(number)];
+  if (!callbacks_.is_settled() || gradient.held->scales().size() >= kMostScales) return false;
+  if (!gradient.held->is_private()) return false;
+  callbacks_.before_scale(number);
+  gradient.held->add_scale(kept(scale));
+  return true;
+}
+
+bool ShownGradients::unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) {
+  if (!callbacks_.is_settled() || callbacks_.norms_of_parts) return false;
+  std::vector<at::Tensor> largest;
+  asked_.insert({kLargest, false});
+  bool is_known = true;
+  for (const int number : numbers) {
+    Gradient& gradient = gradients_[index(number)];
+    if (!gradient.held->scales().empty() || gradient.held->is_dead() || !gradient.held->is_private()) return false;
+    at::Tensor norm = answer(gradient, {kLargest, false});
+    is_known = is_known && norm.defined();
+    if (is_known) largest.push_back(std::move(norm));
+  }
+  if (!is_known) return false;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> together{at::stack(largest)};
+  at::Tensor found = found_inf;
+  at::_amp_foreach_non_finite_check_and_unscale_(together, found, scale.tensor);
+  const Scale by = kept(scale);
+  for (const int number : numbers) {
+    callbacks_.before_scale(number);
+    gradients_[index(number)].held->add_scale(by);
+  }
+  return true;
+}
+
+}  // namespace noria
