@@ -232,7 +232,8 @@ void bind_custody(py::module_& m) {
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
   m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
-      "move_tensor", [](const at::Tensor& tensor, std::int64_t address) { move_storage(tensor.storage(), pointer(address)); },
+      "move_tensor",
+      [](const at::Tensor& tensor, std::int64_t address) { move_storage(tensor.storage(), pointer(address)); },
       py::arg("tensor"), py::arg("address"));
 
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
@@ -411,6 +412,7 @@ void bind_custody(py::module_& m) {
              self.set_update_callback({});
              self.set_backward_callback({});
              self.set_saved_callback({});
+             self.set_parts({});
            })
       .def("add_hook",
            [](Custody& self, std::string name, const std::vector<std::int32_t>& needs) {
@@ -460,6 +462,36 @@ void bind_custody(py::module_& m) {
           },
           NoGil())
       .def("take_scales", &Custody::take_scales, NoGil())
+      .def("scale_values", &Custody::scale_values, NoGil())
+      .def("drop_scales", &Custody::drop_scales, NoGil())
+      .def("first_scaled", &Custody::first_scaled, NoGil())
+      .def("sums_in_backward",
+           [](Custody& self, const std::vector<std::int32_t>& units) {
+             std::map<std::pair<std::int32_t, std::int64_t>, double> result;
+             for (const std::int32_t unit : units) {
+               for (const auto& [offset, sum] :
+                    without_gil([&] { return self.engine().sums_in_backward(UnitId(unit)); }))
+                 result[{unit, offset.count}] = sum;
+             }
+             return result;
+           })
+      .def("set_parts_callbacks",
+           [](Custody& self, py::function norms, py::function multiply) {
+             const auto norms_of = [kept = keep(std::move(norms))](const std::vector<int>& indices,
+                                                                   const NormAsked& asked) {
+               std::vector<at::Tensor> found;
+               keep_python_errors([&] {
+                 const py::object dtype = asked.dtype ? py::cast(*asked.dtype) : py::none();
+                 for (const py::handle& each : (*kept)(indices, asked.of_list, asked.order, dtype)) {
+                   found.push_back(each.is_none() ? at::Tensor() : each.cast<at::Tensor>());
+                 }
+               });
+               return found;
+             };
+             self.set_parts({norms_of, [kept = keep(std::move(multiply))](int index) {
+                               keep_python_errors([&] { (*kept)(index); });
+                             }});
+           })
       .def("apply_scales", &Custody::apply_scales, NoGil())
       .def("is_moved", [](Custody& self, std::int32_t unit) { return self.engine().is_moved(UnitId(unit)); })
       .def("draft_counts",

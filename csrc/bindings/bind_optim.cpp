@@ -49,8 +49,8 @@ UpdatePiece make_piece(const ShortPiece& piece) {
 }
 
 UpdatePiece make_piece(const Piece& piece) {
-  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece), nullptr,
-          0};
+  return {
+      std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece), nullptr, 0};
 }
 
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,

@@ -153,11 +153,7 @@ class C10dCollectives final : public Collectives {
 
   // `sum` does so in place: all, inside of the replica, and of that this rank's own part, over the replicas.
   void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& sum) const {
-    for (const CopySpan& each : reduced.fill) {
-      at::Tensor to = over(each.to, at::kByte, each.bytes);
-      if (each.from == nullptr) to.zero_();
-      else to.copy_(over(each.from, at::kByte, each.bytes), /*non_blocking=*/true);
-    }
+    for (const auto& [memory, bytes] : reduced.zero) over(memory, at::kByte, bytes).zero_();
     const Shards own_shards = shards();
     const at::ScalarType type = scalar_type(reduced.type);
     const at::Tensor all = over(reduced.all, type, reduced.shard * own_shards.size);
@@ -173,7 +169,12 @@ class C10dCollectives final : public Collectives {
     at::Tensor own = own_of(made);
     sum(made, own);
     if (reduced.scratch != nullptr) own_of(all).copy_(own);
-    for (const CopySpan& each : reduced.add) over(each.to, type, each.bytes).add_(over(each.from, type, each.bytes));
+    for (const CopySpan& each : reduced.add) {
+      // Copied, and not read by the kernel: over the link that would take as long, with the device's cores occupied.
+      at::Tensor held = over(reduced.part, type, each.bytes);
+      held.copy_(at_home(each.from, type, each.bytes), /*non_blocking=*/true);
+      over(each.to, type, each.bytes).add_(held);
+    }
   }
 
   // To those of this replica that want it, one after the other. `all`: memory for it, where this rank is one of them.

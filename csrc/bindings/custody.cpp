@@ -117,10 +117,15 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   ShownGradients::Callbacks callbacks;
   callbacks.before_write = [this](int index) { gradient_is_written(parameter(index).unit); };
   callbacks.before_scale = [this](int index) { engine_.settle(parameter(index).unit); };
-  callbacks.is_settled = [this] { return engine_.phase() != Phase::backward; };
+  callbacks.is_settled = [this](int index) {
+    const Parameter& asked = parameter(index);
+    const bool is_summed =
+        !is_shared_ || !engine_.is_unsummed(asked.unit, Bytes{asked.facts.gradient_offset}, asked.facts.bytes());
+    return is_summed && engine_.phase() != Phase::backward;
+  };
   if (is_shared_) {
     callbacks.norms_of_parts = [this](const std::vector<int>& indices, const NormAsked& asked) {
-      return norms_of_parts_ ? norms_of_parts_(indices, asked) : std::vector<at::Tensor>(indices.size());
+      return parts_.norms ? parts_.norms(indices, asked) : std::vector<at::Tensor>(indices.size());
     };
   }
   shown_ = std::make_shared<ShownGradients>(std::move(callbacks));
@@ -405,6 +410,7 @@ void Custody::arm() {
   if (updates_in_backward_) check_gradients_to_update();
   else if (is_shared_) drop_cleared_gradients();
   if (is_shared_) note_sums();
+  if (is_shared_) multiply_parts();
   for (std::size_t i = 0; i < parameters_.size() && !signature.accumulating; ++i) {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
@@ -544,6 +550,22 @@ bool Custody::adds_to_held(int index) const {
   return engine_.is_unsummed(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
 }
 
+bool Custody::is_brought(int index) const {
+  const Parameter& into = parameter(index);
+  return engine_.is_brought(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
+}
+
+Ranges Custody::held_gradients(UnitId unit) const {
+  Ranges ranges;
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    const auto slot = static_cast<std::size_t>(index);
+    if (!has_held(slot) || !adds_to_held(index) || !held(slot).is_private()) continue;
+    const CustodyParameter& facts = parameter(index).facts;
+    ranges.add(Bytes{facts.gradient_offset}, Bytes{facts.gradient_offset} + facts.bytes());
+  }
+  return ranges;
+}
+
 void Custody::set_unsynced(bool unsynced) {
   unsynced_ = unsynced;
   engine_.set_unsynced(unsynced);
@@ -568,6 +590,15 @@ void Custody::note_step(const std::vector<int>& updated, std::uint32_t hyperpara
     updated_ += mixed ^ (mixed >> 29);
   }
   hyperparameters_ += hyperparameters;
+}
+
+// What this backward brings is added to them.
+void Custody::multiply_parts() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (!has_held(i) || held(i).scales().empty() || gradient_is(index) != GradientIs::held) continue;
+    parts_.multiply(index);
+  }
 }
 
 void Custody::note_sums() {
@@ -677,9 +708,11 @@ variable_list Custody::catch_gradient(int index, const variable_list& gradients)
     }
     engine_.expect_gradient(into.unit, current_stream());  // its visit waits for what is held
     const at::NoGradGuard no_grad;
-    at::Tensor sum = held_value(index).add_(gradients[0]);
+    const auto slot = static_cast<std::size_t>(index);
+    at::Tensor sum = (is_brought(index) ? into.buffer : held(slot).inner()).clone();
+    held(slot).scale(sum);
     into.facts.variable.mutable_grad().reset();
-    return {sum};
+    return {sum.add_(gradients[0])};
   }
   if (gradient_is(index) == GradientIs::foreign) return gradients;
   write_gradient(index, gradients[0]);
@@ -706,13 +739,9 @@ void Custody::write_gradient(int index, const at::Tensor& gradient) {
   if (into.written) {
     into.buffer.add_(gradient);
   } else if (adds_to_held(index)) {
-    if (held(slot).scales().empty()) {
-      at::add_out(into.buffer, held(slot).inner(), gradient);
-    } else {
-      into.buffer.copy_(held(slot).inner(), /*non_blocking=*/true);
-      held(slot).scale(into.buffer);
-      into.buffer.add_(gradient);
-    }
+    if (!is_brought(index)) into.buffer.copy_(held(slot).inner(), /*non_blocking=*/true);
+    held(slot).scale(into.buffer);
+    into.buffer.add_(gradient);
   } else {
     held(slot).reuse(into.facts.variable.grad());
     into.buffer.copy_(gradient, /*non_blocking=*/true);
@@ -801,19 +830,41 @@ std::vector<float> Custody::take_scales(int index) {
   return {memory, memory + count};
 }
 
+std::vector<float> Custody::scale_values(int index) const {
+  std::vector<float> values;
+  for (const Scale& each : held(static_cast<std::size_t>(index)).scales()) {
+    values.push_back(each.by == Scale::By::number ? static_cast<float>(each.number) : each.tensor.item<float>());
+  }
+  return values;
+}
+
+void Custody::drop_scales(int index) {
+  shown_->forget(index);
+  held(static_cast<std::size_t>(index)).drop_scales();
+}
+
+int Custody::first_scaled(const std::vector<int>& indices) const {
+  at::Tensor one;  // most have the same factor, which is asked for once
+  for (const int index : indices) {
+    if (!has_held(static_cast<std::size_t>(index))) continue;
+    for (const Scale& each : held(static_cast<std::size_t>(index)).scales()) {
+      if (each.by == Scale::By::number) {
+        if (each.number != 1) return index;
+      } else if (!each.tensor.is_same(one)) {
+        if (each.tensor.item<float>() != 1) return index;
+        one = each.tensor;
+      }
+    }
+  }
+  return -1;
+}
+
 void Custody::apply_scales(int index) {
   if (!has_held(static_cast<std::size_t>(index))) return;
   shown_->forget(index);
   if (held(static_cast<std::size_t>(index)).scales().empty()) return;
   gradient_is_written(parameter(index).unit);
   shown_->apply_scales(index);
-}
-
-at::Tensor Custody::held_value(int index) const {
-  const HeldGradient& gradient = held(static_cast<std::size_t>(index));
-  at::Tensor value = gradient.inner().clone();
-  gradient.scale(value);
-  return value;
 }
 
 std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
@@ -974,8 +1025,12 @@ void Custody::held_moved(UnitId unit, std::byte* held) {
   }
 }
 
-void Custody::close_gradients(UnitId unit) {
+void Custody::close_gradients(UnitId unit, bool is_drained) {
   gradients_[static_cast<std::size_t>(unit.value)]->evict();
+  for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
+    // What was added to had these already.
+    if (is_drained && parameter(index).written) held(static_cast<std::size_t>(index)).drop_scales();
+  }
   if (!shows_gradients()) return;
   // What is drained now is added to what the loop sees in p.grad already, and may be drafted before the backward has
   // ended: a hook of the user's that writes there says so from here on too.

@@ -109,11 +109,19 @@ class Custody final : public Custodian, public Living<Custody> {
   std::pair<const float*, int> late_scales(int index) const;
   /// The same factors, for an update that multiplies what the home holds: the gradient's bytes have them then.
   std::vector<float> take_scales(int index);
+  /// The factors as numbers, asked of the device.
+  std::vector<float> scale_values(int index) const;
+  void drop_scales(int index);
+  /// The first of these gradients that has been multiplied by anything but exactly 1; -1: none.
+  int first_scaled(const std::vector<int>& indices) const;
   /// The gradient's bytes are its value from now on, and will be written: nothing that is known of them holds.
   void apply_scales(int index);
-  void set_norms_callback(std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms) {
-    norms_of_parts_ = std::move(norms);
-  }
+  /// Where ranks share the gradients.
+  struct Parts {
+    std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms;
+    std::function<void(int)> multiply;  // what this rank holds, by the gradient's scales, which are dropped
+  };
+  void set_parts(Parts parts) { parts_ = std::move(parts); }
   /// From now on passes accumulate, or no longer do (update="backward").
   void set_accumulating(bool accumulating);
   /// As the engine's. Until the next call `step` need not come between passes.
@@ -156,7 +164,8 @@ class Custody final : public Custodian, public Living<Custody> {
   void attach(UnitId unit, std::byte* weights) override;
   void evict(UnitId unit) override;
   void open_gradients(UnitId unit, std::byte* buffer) override;
-  void close_gradients(UnitId unit) override;
+  void close_gradients(UnitId unit, bool is_drained) override;
+  Ranges held_gradients(UnitId unit) const override;
   void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override;
   void update(UnitId unit) override { run_update_(unit); }
@@ -196,8 +205,8 @@ class Custody final : public Custodian, public Living<Custody> {
   HeldGradient& held(std::size_t index) const { return (*shown_)[static_cast<int>(index)]; }
   bool has_held(std::size_t index) const { return shown_->has(static_cast<int>(index)); }
   void write_scales(const std::vector<int>& indices);
-  /// A copy on the device of what the gradient is, multiplied.
-  at::Tensor held_value(int index) const;
+  /// What the gradient is added to lies in its buffer.
+  bool is_brought(int index) const;
   /// The user is about to write a held gradient that an update may still read.
   void gradient_is_written(UnitId unit);
   void announce_forward(HookId hook);
@@ -213,6 +222,7 @@ class Custody final : public Custodian, public Living<Custody> {
   bool adds_to_held(int index) const;
   void refuse_unsummed() const;
   void note_sums();
+  void multiply_parts();
   void share_arrivals();
   /// What this rank's steps have been: to be compared.
   std::vector<std::int64_t> steps() const;
@@ -259,7 +269,7 @@ class Custody final : public Custodian, public Living<Custody> {
   std::optional<Signature> interrupted_;  // the forward that a backward inside of a module has ended
   std::function<void(UnitId)> run_update_;
   std::function<void()> begin_backward_;
-  std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts_;
+  Parts parts_;
   MoreHome more_home_;
   SavedTensors saved_;
   const bool updates_in_backward_;

@@ -44,7 +44,7 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
       sizes_(like.sizes().vec()),
       strides_(like.strides().vec()),
       before_write_(std::make_shared<std::function<void()>>(std::move(before_write))),
-      why_dead_(std::move(why_dead)),
+      why_dead_(num_bytes > 0 ? std::move(why_dead) : std::string()),  // nothing is lost of one that is empty
       inner_(tensor_over(memory_, num_bytes_, device_, dtype_, sizes_, strides_)) {}
 
 HeldGradient::~HeldGradient() {
@@ -65,7 +65,7 @@ const at::Tensor& HeldGradient::tensor() {
   if (!seen_.defined()) {
     seen_ = make();
     storage_ = seen_.storage();
-    if (const auto listener = listener_.lock()) noria::listen(storage_, listener, number_);
+    if (const auto listener = listener_.lock(); listener && num_bytes_ > 0) noria::listen(storage_, listener, number_);
     if (is_dead()) kill(why_dead_);
   }
   return seen_;

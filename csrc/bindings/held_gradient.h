@@ -1,7 +1,7 @@
 // What the user sees as `p.grad`: a tensor on the parameter's device that views the held gradient in the home.
 //
-// Its value is the memory's bytes times what it has been multiplied by since (`scales`): on CUDA the bytes lie behind the
-// link, and most loops multiply a gradient once, by a clip, and never look at it again.
+// Its value is the memory's bytes times what it has been multiplied by since (`scales`): on CUDA the bytes lie behind
+// the link, and most loops multiply a gradient once, by a clip, and never look at it again.
 //
 // Ownership: the memory is the home's; the storage that points at it belongs to this object and to whoever keeps an
 // alias. Order: before the memory is written anew (`reuse`), an alias that the user kept is given a copy of its own.
@@ -33,7 +33,7 @@ class HeldGradient {
   HeldGradient(const HeldGradient&) = delete;  // its storage is listened to
   HeldGradient& operator=(const HeldGradient&) = delete;
 
-  /// Operators on what the user sees come to `listener`, by this number.
+  /// Operators on what the user sees come to `listener`, by this number, unless it is empty.
   void listen(const std::shared_ptr<Listener>& listener, int number);
 
   /// Our own reads and writes go there from now on.

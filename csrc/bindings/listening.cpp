@@ -129,8 +129,8 @@ std::vector<c10::IValue> taken(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 /// Those of a list that are whole and listened to, by listener, as indices in the list.
-std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>> by_listener(
-    const std::vector<at::Tensor>& tensors, std::vector<int>& numbers) {
+std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>>
+by_listener(const std::vector<at::Tensor>& tensors, std::vector<int>& numbers) {
   std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>> groups;
   numbers.assign(tensors.size(), -1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -138,9 +138,8 @@ std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>> by_l
     const Heard found = heard_whole(tensors[i]);
     if (!found.listener) continue;
     numbers[i] = found.number;
-    const auto known = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
-      return group.first == found.listener;
-    });
+    const auto known =
+        std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.first == found.listener; });
     if (known != groups.end()) known->second.push_back(i);
     else groups.push_back({found.listener, {i}});
   }

@@ -47,7 +47,7 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
   Gradient& gradient = gradients_[index(number)];
   gradient.known.clear();
   const bool is_dead = gradient.held->is_dead() && !callbacks_.norms_of_parts;
-  if (asks_.empty() && !is_dead) return;
+  if ((asks_.empty() && !is_dead) || value.numel() == 0) return;
   const at::NoGradGuard no_grad;
   std::set<Question> asks = asks_;
   if (is_dead) asks.insert({{kUsual}, {kLargest}});  // there is no second chance
@@ -115,8 +115,12 @@ bool ShownGradients::is_whole(int number, const at::Tensor& tensor) const {
   return gradients_[index(number)].held->is(tensor);
 }
 
+bool ShownGradients::are_settled(const std::vector<int>& numbers) const {
+  return std::all_of(numbers.begin(), numbers.end(), callbacks_.is_settled);
+}
+
 std::vector<at::Tensor> ShownGradients::norms(const std::vector<int>& numbers, const NormAsked& asked) {
-  if (!callbacks_.is_settled()) return std::vector<at::Tensor>(numbers.size());
+  if (!are_settled(numbers)) return std::vector<at::Tensor>(numbers.size());
   if (callbacks_.norms_of_parts) return callbacks_.norms_of_parts(numbers, asked);
   std::vector<at::Tensor> norms;
   for (const int number : numbers) {
@@ -185,7 +189,7 @@ Scale ShownGradients::kept(const Scale& scale) {
 
 bool ShownGradients::multiply(int number, const Scale& scale) {
   Gradient& gradient = gradients_[index(number)];
-  if (!callbacks_.is_settled() || gradient.held->scales().size() >= kMostScales) return false;
+  if (!callbacks_.is_settled(number) || gradient.held->scales().size() >= kMostScales) return false;
   if (!gradient.held->is_private()) return false;
   callbacks_.before_scale(number);
   gradient.held->add_scale(kept(scale));
@@ -193,7 +197,7 @@ bool ShownGradients::multiply(int number, const Scale& scale) {
 }
 
 bool ShownGradients::unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) {
-  if (!callbacks_.is_settled() || callbacks_.norms_of_parts) return false;
+  if (!are_settled(numbers) || callbacks_.norms_of_parts) return false;
   std::vector<at::Tensor> largest;
   asked_.insert({kLargest, false});
   bool is_known = true;

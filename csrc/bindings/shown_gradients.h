@@ -1,14 +1,14 @@
 // What the user's loop does with all `p.grad` of a model, and what noria knows of them without reading the home.
 //
-// Two things are put off or taken ahead, because on CUDA the bytes lie behind the link, and both have the bits of torch's
-// own operators. *Scales*: a gradient that is multiplied (a clip, a scaler) keeps its bytes, and the update multiplies.
-// *Norms*: what the loop asked of gradients after the last backward is computed for the next ones while they are in
-// device memory, by the very operator that was used. Whatever else touches a gradient, or asks something new, finds its
-// real bytes.
+// Two things are put off or taken ahead, because on CUDA the bytes lie behind the link, and both have the bits of
+// torch's own operators. *Scales*: a gradient that is multiplied (a clip, a scaler) keeps its bytes, and the update
+// multiplies. *Norms*: what the loop asked of gradients after the last backward is computed for the next ones while
+// they are in device memory, by the very operator that was used. Whatever else touches a gradient, or asks something
+// new, finds its real bytes.
 //
-// Ownership: owns the held gradients; borrows what it calls back, which outlives it. Order: known norms are of the bytes
-// as the last backward left them: a write, or another backward, forgets them. Threads: as Custody's hooks; operators of
-// the user's come on any thread, one at a time, as in any loop.
+// Ownership: owns the held gradients; borrows what it calls back, which outlives it. Order: known norms are of the
+// bytes as the last backward left them: a write, or another backward, forgets them. Threads: as Custody's hooks;
+// operators of the user's come on any thread, one at a time, as in any loop.
 //
 // Note [Rehearsals]. A norm after an unscaling is of other numbers, rounded anew. If the loop asked for one, a copy of
 // each gradient is unscaled on the way, by the inverse scale of the last step, and its norm taken. That counts only
@@ -39,8 +39,8 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
     std::function<void(int)> before_scale;
     /// Norms of gradients that nobody has whole; unset where each is whole.
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts;
-    /// False while a backward runs: what a gradient is then, only its bytes say.
-    std::function<bool()> is_settled;
+    /// False while a backward runs, and where ranks have not summed it: what a gradient is then, only its bytes say.
+    std::function<bool(int)> is_settled;
   };
 
   explicit ShownGradients(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
@@ -52,7 +52,8 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   std::size_t size() const { return gradients_.size(); }
 
   // ---- on the way ----
-  /// A backward begins. `is_last`: a step is expected to follow, so that what was asked after the last one is asked again.
+  /// A backward begins. `is_last`: a step is expected to follow, so that what was asked after the last one is asked
+  /// again.
   void begin_backward(bool is_last);
   /// `value`, on the device, is what this gradient is so far.
   void arrived(int number, const at::Tensor& value);
@@ -93,6 +94,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   };
 
   static std::size_t index(int number) { return static_cast<std::size_t>(number); }
+  bool are_settled(const std::vector<int>& numbers) const;
   at::Tensor answer(Gradient& gradient, const Question& question);
   /// What is multiplied so far is exactly one unscaling, by what was rehearsed.
   bool is_as_rehearsed(const HeldGradient& held);

@@ -67,8 +67,8 @@ void UnitStorage::evict() {
 
 at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
                              at::IntArrayRef strides) const {
-  return tensor_in(storage_, offset / static_cast<std::int64_t>(c10::elementSize(dtype)), device_, dtype, sizes, strides,
-                   multi_tensor_keys());
+  return tensor_in(storage_, offset / static_cast<std::int64_t>(c10::elementSize(dtype)), device_, dtype, sizes,
+                   strides, multi_tensor_keys());
 }
 
 }  // namespace noria

@@ -58,9 +58,7 @@ class Watch final : public c10::Allocator {
 
 Watch* watch_of(c10::StorageImpl* storage) { return dynamic_cast<Watch*>(storage->allocator()); }
 
-bool is_watched(c10::StorageImpl* storage) {
-  return storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
-}
+bool is_watched(c10::StorageImpl* storage) { return storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter; }
 
 // A storage that dies while it is watched leaves the owner that nobody is. They are let go when the next one is
 // watched.

@@ -64,8 +64,9 @@ struct Reduction {
   Bytes shard;
   ElementType type = ElementType::fp32;
   std::byte* scratch = nullptr;  // 4 bytes for each element of `all`: multiplied and summed in fp32 there
-  std::vector<CopySpan> fill;    // before all else, where no gradient has come; `from` null: zeros
-  std::vector<CopySpan> add;     // after the sum, elements onto those in the own shard; the device can read `from`
+  std::byte* part = nullptr;     // `shard` bytes, for what `add` brings
+  std::vector<std::pair<std::byte*, Bytes>> zero;  // before all else: where no gradient has come
+  std::vector<CopySpan> add;  // after the sum, elements out of the home onto those in the own shard
   // Whose gradients this rank has, and where those of any rank are entered before the ticket is given. Null: nobody
   // asks; on all ranks alike.
   std::shared_ptr<const ParameterSet> arrived;

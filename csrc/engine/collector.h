@@ -34,6 +34,8 @@ class Collector {
   Shards shards() const { return lane_->shards(); }
   /// What a sum of these elements is made in; null: their own memory.
   std::byte* wide_scratch(ElementType type) const;
+  /// For one shard.
+  std::byte* part_scratch() const { return scratch_.part; }
 
   /// A pass of this phase begins.
   void turn(Phase phase) { phase_ = phase; }

@@ -10,6 +10,7 @@
 
 #include "base/bytes.h"
 #include "base/ids.h"
+#include "base/ranges.h"
 
 namespace noria {
 
@@ -20,7 +21,10 @@ class Custodian {
   virtual void attach(UnitId unit, std::byte* weights) = 0;
   virtual void evict(UnitId unit) = 0;
   virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
-  virtual void close_gradients(UnitId unit) = 0;
+  /// `is_drained`: what was written there is on its way to the held gradient, in place of what that was.
+  virtual void close_gradients(UnitId unit, bool is_drained) = 0;
+  /// Of the unit's gradients, what is held and will be added to, and nobody writes without a word.
+  virtual Ranges held_gradients(UnitId unit) const = 0;
   /// A draft was committed: the unit's working copy lies here now, where the spare one was.
   virtual void home_moved(UnitId unit, std::byte* working) = 0;
   /// The unit's gradients are held here from now on, until it is said again (update="backward").

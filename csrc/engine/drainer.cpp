@@ -12,16 +12,56 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
   std::byte* memory = leases_.take(offset, owner.facts.gradients, /*is_weights=*/false);
   const BufferId buffer = issuer_.buffers().intern(
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
-  open_.emplace(unit, Open{offset, buffer, {}});
+  Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
   custodian_.open_gradients(unit, memory);
-  std::vector<Access> accesses = {{buffer, issuer_.next_version(buffer), Access::Mode::write}};
-  // Accumulation reads what is held and adds to it on the compute lane, so the drain is always a plain copy.
-  if (collector_ == nullptr) {
-    accesses.push_back({owner.facts.held, issuer_.version(owner.facts.held), Access::Mode::read});
-  } else if (owner.unsummed != nullptr) {
-    accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
+  open.brought =
+      collector_ == nullptr ? custodian_.held_gradients(unit) : unsummed_[static_cast<std::size_t>(unit.value)];
+  open.is_taken_up = open.brought.empty();
+  if (open.is_taken_up) return accesses(unit, open);
+  bring(unit, open);
+  return {};
+}
+
+Drainer::Held Drainer::held(UnitId unit) const {
+  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  if (collector_ == nullptr) return {owner.held, owner.facts.held};  // else the sum is added to that, by the lane
+  return {owner.unsummed, owner.unsummed_buffer};
+}
+
+std::vector<Access> Drainer::accesses(UnitId unit, const Open& open) {
+  std::vector<Access> made = {{open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}};
+  const Held adds_to = held(unit);
+  if (adds_to.memory != nullptr) made.push_back({adds_to.buffer, issuer_.version(adds_to.buffer), Access::Mode::read});
+  return made;
+}
+
+void Drainer::bring(UnitId unit, Open& open) {
+  const Held from = held(unit);
+  Op op;
+  op.lane = Lane::fetch;
+  op.verb = Verb::fetch;
+  op.unit = unit;
+  Transfer transfer;
+  for (const auto& [start, end] : open.brought) {
+    transfer.copies.push_back({leases_.at(open.offset + start), from.memory + start.count, end - start});
+    op.bytes += end - start;
   }
-  return accesses;
+  open.of = issuer_.version(from.buffer);
+  op.accesses = {{from.buffer, open.of, Access::Mode::read},
+                 {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}};
+  brought_ += op.bytes;
+  issuer_.submit(std::move(op), std::move(transfer));
+}
+
+std::vector<Access> Drainer::take_up(UnitId unit) {
+  Open& open = open_.at(unit);
+  if (std::exchange(open.is_taken_up, true)) return {};
+  return accesses(unit, open);
+}
+
+bool Drainer::is_brought(UnitId unit, Bytes offset, Bytes bytes) const {
+  const Open& open = open_.at(unit);
+  return open.of == issuer_.version(held(unit).buffer) && open.brought.missing(offset, offset + bytes).empty();
 }
 
 void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
@@ -49,7 +89,7 @@ std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
       drained.emplace_back(unit, bytes);
       landed_.insert(unit);
     }
-    close(unit, open);
+    close(unit, open, /*is_drained=*/true);
   }
   open_.clear();
   return drained;
@@ -93,21 +133,18 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.shard = shard;
   reduction.type = owner.type;
   reduction.scratch = collector_->wide_scratch(owner.type);
+  reduction.part = collector_->part_scratch();
   Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
   // What has arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
   for (const auto& [from, to] : open.arrived) unsummed.remove(from, to);
   if (tells_arrivals_) tell_arrivals(unit, open, reduction);
   Ranges filled = open.arrived;
-  if (takes_rest() && !unsummed.empty()) {
-    for (const auto& [from, to] : unsummed) {
-      reduction.fill.push_back({leases_.at(open.offset + from), owner.unsummed + from.count, to - from});
-      filled.add(from, to);
-    }
-    reduce.accesses.push_back({owner.unsummed_buffer, issuer_.version(owner.unsummed_buffer), Access::Mode::read});
+  if (takes_rest()) {
+    for (const auto& [from, to] : unsummed) filled.add(from, to);  // brought when the buffer was opened
     unsummed.clear();
   }
   for (const auto& [from, to] : filled.missing({}, whole)) {
-    reduction.fill.push_back({leases_.at(open.offset + from), nullptr, to - from});
+    reduction.zero.emplace_back(leases_.at(open.offset + from), to - from);
   }
   for (const auto& [from, to] : collector_->summed(unit).within(begin, begin + shard)) {
     reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
@@ -175,13 +212,13 @@ void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
 }
 
 void Drainer::abandon() {
-  for (auto& [unit, open] : open_) close(unit, open);
+  for (auto& [unit, open] : open_) close(unit, open, /*is_drained=*/false);
   open_.clear();
   sums_rest_ = false;
 }
 
-void Drainer::close(UnitId unit, const Open& open) {
-  custodian_.close_gradients(unit);
+void Drainer::close(UnitId unit, const Open& open, bool is_drained) {
+  custodian_.close_gradients(unit, is_drained);
   leases_.release(open.offset);
   issuer_.poison(unit, {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}, leases_.at(open.offset),
                  units_[static_cast<std::size_t>(unit.value)].facts.gradients);

@@ -3,6 +3,11 @@
 // Units: byte ranges inside a unit's gradient layout, which is the same on the device and in the home. Ownership: as
 // the fetcher. Order: a buffer opens with a visit and is drained when the visit ends, so a unit whose gradients come in
 // several visits is drained in several parts; only what arrived is copied. Threads: the caller serialises.
+//
+// Note [Accumulation]. What a visit's gradients are added to is fetched into their buffer when the visit is issued, by
+// the lane that fetches weights; the visit waits for it when the first of these gradients comes, and goes on as an op
+// of its own. So a drain is always a plain copy, and no kernel reads the home over the link. If the user writes the
+// held gradient in between, what was fetched is of no use, and the device reads the home itself.
 #pragma once
 
 #include <map>
@@ -38,6 +43,10 @@ class Drainer {
 
   /// Leases a gradient buffer; returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);
+  /// The first gradient of the unit has come: what the compute op accesses from now on beside what `open` has said.
+  std::vector<Access> take_up(UnitId unit);
+  /// True where these bytes of the buffer are what the gradient is added to.
+  bool is_brought(UnitId unit, Bytes offset, Bytes bytes) const;
   bool is_open(UnitId unit) const { return open_.contains(unit); }
 
   /// Bytes [offset, offset + bytes) of the unit's gradient have been written on the compute stream.
@@ -72,6 +81,8 @@ class Drainer {
   std::vector<UnitId> take_landed();
 
   Bytes drained() const { return drained_; }
+  /// Fetched to be added to.
+  Bytes brought() const { return brought_; }
   /// From other ranks, to be summed.
   Bytes reduced() const { return reduced_; }
 
@@ -80,8 +91,20 @@ class Drainer {
     Bytes offset;
     BufferId buffer;
     Ranges arrived;
+    Ranges brought;
+    Version of = 0;  // what was brought is the held gradient's at this version
+    bool is_taken_up = true;
   };
-  void close(UnitId unit, const Open& open);
+  /// What later gradients are added to.
+  struct Held {
+    std::byte* memory;
+    BufferId buffer;
+  };
+  Held held(UnitId unit) const;
+  /// Of the compute op that fills the buffer.
+  std::vector<Access> accesses(UnitId unit, const Open& open);
+  void bring(UnitId unit, Open& open);
+  void close(UnitId unit, const Open& open, bool is_drained);
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
   // Under update="backward" the update may follow at once.
@@ -101,7 +124,7 @@ class Drainer {
   bool sums_rest_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
-  Bytes drained_, reduced_;
+  Bytes drained_, brought_, reduced_;
 };
 
 }  // namespace noria

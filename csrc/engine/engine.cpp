@@ -59,6 +59,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
   in_backward_->visits_made.resize(units_.size());
   in_backward_->visits_left.resize(units_.size());
   in_backward_->is_updated.resize(units_.size());
+  in_backward_->sums.resize(units_.size());
 }
 
 Engine::~Engine() {
@@ -90,6 +91,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
   }
   issuer_.sweep();
   refuse_torn();
+  if (signature.accumulating && shows_gradients()) note_edits(Stage::backward, stream);
   expect(signature);
   play_until(-1);
 }
@@ -123,6 +125,7 @@ void Engine::expect(const Signature& signature) {
   }
   prepared_.reset();
   count_.drained_before = drainer_.drained();
+  count_.brought_before = drainer_.brought();
   count_.reduced_before = drainer_.reduced();
   if (following_.plan) count_.planned = following_.plan->num_fetches;
 }
@@ -261,26 +264,35 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     }
     count_.stall_us += saver_->take_waited_us();
   }
+  begin_op(open);
+  visit_ = std::move(open);
+}
+
+void Engine::begin_op(OpenVisit& open) {
   auto begun = issuer_.begin(open.op);
   open.ticket = backend_->open(begun.label);
   issuer_.keep(open.op.id, open.ticket);
   open.waits = std::move(begun.waits);
-  visit_ = std::move(open);
+}
+
+void Engine::await_in_visit(Stream stream) {
+  OpenVisit& open = *visit_;
+  const std::int64_t before = clock_us();
+  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
+  const Standstill standstill(*this);
+  backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
+  open.waits.clear();
+  const std::int64_t waited_us = clock_us() - before;
+  count_.stall_us += waited_us;
+  if (open.opened_us != 0) count_.visit_us -= waited_us;
 }
 
 void Engine::enter_visit(Stream stream) {
   NORIA_INVARIANT(visit_.has_value(), "the plan has no compute op for this visit");
+  await_in_visit(stream);
   OpenVisit& open = *visit_;
-  const std::int64_t before = clock_us();
-  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
-  {
-    const Standstill standstill(*this);
-    backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
-  }
-  open.waits.clear();
   open.opened_us = clock_us();
   if (saver_) saver_->opened(open.opened_us);
-  count_.stall_us += open.opened_us - before;
   for (UnitId unit : open.visit.needs) {
     custodian_.attach(unit, fetcher_.address(unit));
     attached_.push_back(unit);
@@ -318,7 +330,10 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   continue_on(stream);
   book_.note_gradient(unit);
   refuse_updated(unit, "a gradient of it came");
-  if (drainer_.is_open(unit)) return;
+  if (drainer_.is_open(unit)) {
+    go_on(stream, drainer_.take_up(unit));
+    return;
+  }
   NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
   // Not foreseen: the visit goes on as a new op, with a buffer for this unit too. What is left of the pass is planned
   // again from here.
@@ -342,6 +357,21 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   play_until(0);
   enter_visit(stream);
   visit_->is_recomputed = is_recomputed;
+  go_on(stream, drainer_.take_up(unit));
+}
+
+// With more accesses: ops of one lane end in the order of their issue, so it ends here and goes on as an op of its own.
+void Engine::go_on(Stream stream, const std::vector<Access>& accesses) {
+  if (accesses.empty()) return;
+  backend_->give(visit_->ticket, stream);
+  visit_->op.accesses.insert(visit_->op.accesses.end(), accesses.begin(), accesses.end());
+  begin_op(*visit_);
+  await_in_visit(stream);
+}
+
+bool Engine::is_brought(UnitId unit, Bytes offset, Bytes bytes) const {
+  const std::lock_guard lock(mutex_);
+  return drainer_.is_brought(unit, offset, bytes);
 }
 
 void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
@@ -393,8 +423,12 @@ void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream)
     if (unit.facts.gradients == Bytes{0}) continue;
     const UnitId id(static_cast<std::int32_t>(i));
     unit.unsummed = memory[i];
-    unit.unsummed_buffer = buffers_.intern(
-        {{Place::Kind::host, kUnsummedRegion}, end, unit.facts.gradients, Format::travel, Purpose::held_gradient, id});
+    unit.unsummed_buffer = buffers_.intern({{Place::Kind::host, kUnsummedRegion},
+                                            end,
+                                            unit.facts.gradients,
+                                            Format::travel,
+                                            Purpose::unsummed_gradient,
+                                            id});
     end += unit.facts.gradients;
     custodian_.held_moved(id, unit.unsummed);
   }
@@ -441,6 +475,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   stats.fetches = fetcher_.num_fetches() - count_.first_fetch;
   stats.unplanned_visits += count_.unplanned_visits;
   const Bytes fetched = fetcher_.fetched() - count_.first_fetched;
+  const Bytes brought = drainer_.brought() - count_.brought_before;
   if (phase == Phase::forward) {
     last_forward_ = itinerary;
     sums_.forward_us += count_.visit_us;
@@ -451,7 +486,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   }
   sums_.backward_us += count_.visit_us;
   sums_.backward_stall_us += count_.stall_us;
-  sums_.backward_fetched += fetched;
+  sums_.backward_fetched += fetched + brought;
   sums_.drained += drainer_.drained() - count_.drained_before;
   sums_.reduced += drainer_.reduced() - count_.reduced_before;
 

@@ -142,8 +142,11 @@ class Engine {
   void announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes = false);
   /// Ends the visit without another one beginning (the outermost module returned, or a block did).
   void leave(Stream stream);
-  /// A gradient of this unit is about to be written: makes sure that its buffer is open.
+  /// A gradient of this unit is about to be written: makes sure that its buffer is open, and that what it is added to
+  /// has come.
   void expect_gradient(UnitId unit, Stream stream);
+  /// After that: these bytes of the buffer are what the gradient is added to.
+  bool is_brought(UnitId unit, Bytes offset, Bytes bytes) const;
   void gradient_arrived(UnitId unit, Bytes offset, Bytes bytes);
   /// Ends the pass; after a backward the stream waits until everything has landed. Returns the units that did.
   std::vector<UnitId> end_pass(Stream stream);
@@ -212,6 +215,9 @@ class Engine {
     std::set<Bytes> come;                                 // of these gradients, what this rank knew when it was issued
   };
   std::vector<Updated> take_updated(const std::set<UnitId>& units);
+  /// Of the squares of gradients that the last updates inside backward have used, by offset; where ranks share the
+  /// home, of this rank's part. Blocks until these are through.
+  std::map<Bytes, double> sums_in_backward(UnitId unit);
 
   void defer_update(UnitId unit);
   void end_step(bool blocking);
@@ -312,7 +318,7 @@ class Engine {
     std::optional<std::int64_t> planned;
     std::int64_t unplanned_visits = 0;
     std::int64_t visit_us = 0, stall_us = 0;
-    Bytes drained_before, reduced_before;
+    Bytes drained_before, brought_before, reduced_before;
   };
 
   /// What becomes of a unit's gradients as soon as they have landed: a draft, or sums.
@@ -340,6 +346,12 @@ class Engine {
     std::vector<int> visits_made;                 // in forwards, since the last backward
     std::vector<std::optional<int>> visits_left;  // in this backward, if its forwards tell
     std::vector<bool> is_updated;                 // in this backward
+    struct Sums {
+      Ticket update;
+      GradientSums sums;
+      std::vector<Bytes> gradients;  // by piece, their offsets
+    };
+    std::vector<Sums> sums;  // of the last update; where ranks share the home
     std::vector<Updated> unclaimed;
   };
 
@@ -364,7 +376,10 @@ class Engine {
   void follow(const Visit& visit);
   void play_until(std::int64_t visit_index);
   void issue_visit(const Visit& visit, const Op& planned);
+  void begin_op(OpenVisit& open);
   void enter_visit(Stream stream);
+  void await_in_visit(Stream stream);
+  void go_on(Stream stream, const std::vector<Access>& accesses);
   enum class Visiting : std::uint8_t { ends, goes_on };
   void close_visit(Stream stream, Visiting visiting = Visiting::ends);
   void finish_user_op(Op op, Stream stream, const std::function<void()>& act = {});
@@ -379,7 +394,9 @@ class Engine {
   void drop_prepared();
   Op update_op(UnitId unit);
   void end_passes(Stream stream);
-  void note_edits(Stream stream, const std::vector<UnitId>& scaled = {}, const std::function<void()>& scale = {});
+  enum class Stage : std::uint8_t { backward, step };  // that comes after the user's loop
+  void note_edits(Stage stage, Stream stream, const std::vector<UnitId>& scaled = {},
+                  const std::function<void()>& scale = {});
   void begin_early_work(std::optional<ItineraryId> expected);
   void recall_early();
   void gradient_is_written(UnitId unit);

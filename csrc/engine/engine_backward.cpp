@@ -97,6 +97,17 @@ std::vector<Engine::Updated> Engine::take_updated(const std::set<UnitId>& units)
   return taken;
 }
 
+std::map<Bytes, double> Engine::sums_in_backward(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  NORIA_INVARIANT(in_backward_.has_value(), "no update runs inside backward");
+  const InBackward::Sums& known = in_backward_->sums[static_cast<std::size_t>(unit.value)];
+  std::map<Bytes, double> found;
+  if (!known.update || !known.sums) return found;
+  known.update->wait_passed();
+  for (std::size_t i = 0; i < known.gradients.size(); ++i) found[known.gradients[i]] = (*known.sums)[i];
+  return found;
+}
+
 // ---- memory -----------------------------------------------------------------------------------------------------
 
 std::optional<int> Engine::take_slot() {
@@ -263,11 +274,16 @@ void Engine::update_in_backward(UnitId unit) {
   mode.is_updated[index] = true;
   if (collector_) collector_->note_update(unit);
   issuer_.next_version(updated.facts.working);
+  if (options_.lane) job.sums = std::make_shared<std::vector<double>>();
+  InBackward::Sums& sums = mode.sums[index];
+  sums = {nullptr, job.sums, {}};
+  for (const auto& [offset, scalars] : claimed.pieces) sums.gradients.push_back(offset);
   Op op = update_op(unit);
   op.bytes = job.bytes();
   auto begun = issuer_.begin(op);
   const Ticket ticket = optimizer_->submit(begun.label, std::move(job), std::move(begun.waits), urgency_of(unit));
   issuer_.keep(op.id, ticket);
+  sums.update = ticket;
   if (mode.slot[index]) mode.reader[*mode.slot[index]] = ticket;
   release_held(unit);
 }

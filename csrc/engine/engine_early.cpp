@@ -170,7 +170,7 @@ std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<Uni
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
   end_passes(stream);
-  if (shows_gradients()) note_edits(stream);
+  if (shows_gradients()) note_edits(Stage::step, stream);
   std::vector<std::pair<Ticket, GradientSums>> awaited;
   for (auto& [unit, job] : jobs) {
     const auto& early = early_of(unit);

@@ -13,7 +13,7 @@ void Engine::begin_step(Stream stream, const std::vector<UnitId>& scaled, const 
   end_passes(stream);
   issuer_.sweep();
   refuse_torn();
-  if (shows_gradients() || !scaled.empty()) note_edits(stream, scaled, scale);
+  if (shows_gradients() || !scaled.empty()) note_edits(Stage::step, stream, scaled, scale);
 }
 
 void Engine::end_passes(Stream stream) {
@@ -22,8 +22,10 @@ void Engine::end_passes(Stream stream) {
   if (phase_) end_pass_unlocked(stream);
 }
 
-// Whatever the user's loop did to the held gradients is on the stream by now.
-void Engine::note_edits(Stream stream, const std::vector<UnitId>& scaled, const std::function<void()>& scale) {
+// Whatever the user's loop did to the held gradients is on the stream by now. A backward asks for those alone that are
+// added to: it must not wait for updates that still read others.
+void Engine::note_edits(Stage stage, Stream stream, const std::vector<UnitId>& scaled,
+                        const std::function<void()>& scale) {
   Op op;
   op.verb = Verb::user;
   for (UnitId unit : scaled) {
@@ -33,7 +35,9 @@ void Engine::note_edits(Stream stream, const std::vector<UnitId>& scaled, const 
   }
   for (const EngineUnit& unit : units_) {
     if (unit.held == nullptr || !shows_gradients()) continue;
-    const auto& early = early_[static_cast<std::size_t>(&unit - units_.data())];
+    const UnitId id(static_cast<std::int32_t>(&unit - units_.data()));
+    if (stage == Stage::backward && custodian_.held_gradients(id).empty()) continue;
+    const auto& early = early_of(id);
     if (early && early->ticket && !early->is_written) continue;  // nobody has edited it, or we would know
     op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
   }
@@ -233,7 +237,8 @@ void Engine::write_held(UnitId unit, Stream stream) {
     return;
   }
   // Inside of a visit, in a gradient hook of the user's: ops of one lane end in the order of their issue, so the visit
-  // ends here and goes on as an op of its own.
+  // ends here and goes on as an op of its own, which ends when the user has written.
+  const Access written = op.accesses.front();
   OpenVisit open = std::move(*visit_);
   visit_.reset();
   backend_->give(open.ticket, stream);
@@ -243,10 +248,9 @@ void Engine::write_held(UnitId unit, Stream stream) {
   } catch (...) {
     failure = std::current_exception();
   }
-  auto begun = issuer_.begin(open.op);
-  NORIA_INVARIANT(begun.waits.empty(), "a visit that goes on waits for nothing new");
-  open.ticket = backend_->open(begun.label);
-  issuer_.keep(open.op.id, open.ticket);
+  open.op.accesses.push_back(written);
+  begin_op(open);
+  NORIA_INVARIANT(open.waits.empty(), "a visit that goes on waits for nothing new");
   visit_ = std::move(open);
   if (failure) std::rethrow_exception(failure);
 }

@@ -104,8 +104,9 @@ struct HostOptimizer::State {
   Delays delays;
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
-  std::vector<Chunk> chunks;  // kept between jobs: no growth in a steady state
-  std::vector<double> sums;   // by chunk
+  std::vector<Chunk> chunks;         // kept between jobs: no growth in a steady state
+  std::vector<double> sums;          // by chunk
+  std::vector<std::size_t> numbers;  // by piece that is wanted, its number in the job; empty: all are
   std::atomic<bool> begun = false;
   std::atomic<std::int64_t> num_ranges = 0;
   std::int64_t free_ns = 0;  // when the job before this one was due to end; 0: it did not run
@@ -152,10 +153,14 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
+  if (update.job.sums) update.job.sums->assign(update.job.pieces.size(), 0.0);
+  numbers.clear();
   if (update.job.wants) {
     std::vector<UpdatePiece> wanted;
     for (std::size_t i = 0; i < update.job.pieces.size(); ++i) {
-      if (update.job.wants(i)) wanted.push_back(update.job.pieces[i]);
+      if (!update.job.wants(i)) continue;
+      wanted.push_back(update.job.pieces[i]);
+      numbers.push_back(i);
     }
     update.job.pieces = std::move(wanted);
   }
@@ -251,9 +256,9 @@ Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note
     });
   }
   if (job.note) *job.note = sum.load();
-  if (job.sums) {
-    job.sums->assign(job.pieces.size(), 0.0);
-    for (std::size_t i = 0; i < chunks.size(); ++i) (*job.sums)[chunks[i].piece] += sums[i];
+  for (std::size_t i = 0; i < chunks.size() && job.sums; ++i) {
+    const std::size_t piece = chunks[i].piece;
+    (*job.sums)[numbers.empty() ? piece : numbers[piece]] += sums[i];
   }
   return job.bytes();
 }

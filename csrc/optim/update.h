@@ -30,8 +30,8 @@
 // bit. Before that, in the same way, comes what a pipeline's schedule does to gradients: `p.grad.div_(divisor)`, which
 // on CUDA is `p.grad.mul_(prefactor)`.
 //
-// Note [Late scales]. What a clip multiplies a gradient by is known on the device alone when the update is queued. It is
-// written to host memory before the job's waits have passed, and the job reads it there. One such scale is applied
+// Note [Late scales]. What a clip multiplies a gradient by is known on the device alone when the update is queued. It
+// is written to host memory before the job's waits have passed, and the job reads it there. One such scale is applied
 // where `prefactor` is, a second one where `factor` is; who wants more, multiplies the gradient itself.
 #pragma once
 
@@ -74,8 +74,8 @@ struct UpdatePiece {
   UpdateScalars scalars{};
   // Where moments have fewer bits. Parameters are numbered through, each from a multiple of kStateBlock on; however
   // they lie in units, an element has one number.
-  std::uint64_t first = 0;       // the number of this piece's first element
-  std::int64_t first_block = 0;  // of its scales in the unit's
+  std::uint64_t first = 0;             // the number of this piece's first element
+  std::int64_t first_block = 0;        // of its scales in the unit's
   const float* late_scales = nullptr;  // see the Note
   int num_late_scales = 0;
 };
@@ -86,7 +86,8 @@ inline constexpr int kMostLateScales = 2;
 /// that.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
-/// By piece of a job: the sum of the squares of its gradient, before any factor; read once the job's ticket has passed.
+/// By piece of a job as it was submitted: the sum of the squares of its gradient, before any factor; 0 where no update
+/// was wanted. Read once the job's ticket has passed.
 using GradientSums = std::shared_ptr<std::vector<double>>;
 
 /// What came of looking.
@@ -96,7 +97,8 @@ struct LookCounts {
 
 enum class UpdateTask : std::uint8_t {
   update,
-  update_if_changed,  // nothing is done if no late scale changes the gradient, and it is still what was noted, if it was
+  update_if_changed,  // nothing is done if no late scale changes the gradient, and it is still what was noted, if it
+                      // was
   sum,                // arrays say no more than the gradient's dtype
 };
 
@@ -120,7 +122,8 @@ struct UpdateJob {
   Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments
 };
 
-/// Reads late scales into the pieces' scalars; true if any of them changes a gradient. Once the job's waits have passed.
+/// Reads late scales into the pieces' scalars; true if any of them changes a gradient. Once the job's waits have
+/// passed.
 bool take_up_late_scales(UpdateJob& job);
 
 /// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping

@@ -581,6 +581,8 @@ class UnitArrays:
         v_scales: int = 0,
     ) -> None: ...
 
+MOST_LATE_SCALES: int  # of one gradient, in one step
+
 class UpdateJob:
     def __init__(
         self,
@@ -592,10 +594,12 @@ class UpdateJob:
         to: UnitArrays | None = None,
         task: str = "update",
         sums: bool = False,
+        late_scales: Sequence[tuple[int, int]] = ...,
     ) -> None:
         """Pieces are (offset, count, scalars) in elements, and, where moments are not fp32, the number of the first
         element and of its block of scales. `to`: where a draft is written; None: in place. `task`: "update", or "sum"
-        for the sums of squares alone; `sums`: take them on the way."""
+        for the sums of squares alone; `sums`: take them on the way. `late_scales`: by piece, the address and the number
+        of fp32 factors that the gradient is multiplied by, read when the job runs; empty: none has any."""
     @property
     def rule(self) -> str: ...
     @property
@@ -757,6 +761,24 @@ class Custody:
     def gradient_is(self, index: int) -> str: ...
     def take_foreign_gradient(self, index: int) -> None: ...
     def begin_step(self) -> None: ...
+    # By gradient, what p.grad was multiplied by and its bytes were not, since backward.
+    def late_scales(self, index: int) -> tuple[int, int]:
+        """Address and number of these factors, which are on their way to the host."""
+    def take_scales(self, index: int) -> list[float]:
+        """The same as numbers, for an update that multiplies what the home holds: the bytes have them from now on."""
+    def scale_values(self, index: int) -> list[float]: ...
+    def drop_scales(self, index: int) -> None: ...
+    def apply_scales(self, index: int) -> None:
+        """Multiplies the bytes, which the calling thread reads or writes now."""
+    def first_scaled(self, indices: Sequence[int]) -> int:
+        """The first that was multiplied by anything but exactly 1; -1: none."""
+    def sums_in_backward(self, units: Sequence[int]) -> dict[tuple[int, int], float]:
+        """By unit and offset of the gradient: the sum of squares that the update inside backward took."""
+    def set_parts_callbacks(
+        self,
+        norms: Callable[[Sequence[int], bool, float, torch.dtype | None], list[torch.Tensor | None]],
+        multiply: Callable[[int], None],
+    ) -> None: ...
     def draft_counts(self) -> dict[str, int]: ...
     def is_moved(self, unit: int) -> bool: ...
     def expect_update(self, unit: int, job: UpdateJob) -> None: ...

@@ -35,6 +35,7 @@ from noria.stages import check_stage, module_of, modules_of, stages_of
 from noria.stand_ins import refuse_out_of_reach
 from noria.testing._machine import machine
 from noria.updates import Updates
+from noria.updates.gradient_parts import GradientParts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -295,6 +296,9 @@ def _carry_out(
         wrapped.optimizers.append(updates)
         facade(updater, updates)
     custody.set_update_callback(wrapped.weakly(Wrapped.run_update))
+    if ranks is not None:
+        parts = GradientParts(wrapped)
+        custody.set_parts_callbacks(parts.norms, parts.multiply)
     if policy.update == "backward":
         custody.set_backward_callback(wrapped.weakly(_begin_backward))
     if policy.trace is not None:

@@ -353,10 +353,10 @@ def test_nobody_sees_a_gradient_that_is_gone():
     parameter = model.head.weight
     assert parameter.grad.shape == parameter.shape
     for look in (
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: parameter.grad.sum(),
+        lambda: parameter.grad.norm(3.0),
         lambda: parameter.grad.numpy(),
-        lambda: parameter.grad.mul_(0.5),
+        lambda: parameter.grad.add_(0.5),
         lambda: optimizer.clip_grad_norm_(1.0),
     ):
         with pytest.raises(RuntimeError, match=r"update=.backward"):
@@ -370,6 +370,40 @@ def test_nobody_sees_a_gradient_that_is_gone():
     optimizer.step()
     optimizer.zero_grad()
     assert parameter.grad is None
+
+
+def clipped_steps(model, optimizer, max_norm: float, by=torch.nn.utils.clip_grad_norm_) -> list[torch.Tensor]:
+    norms = []
+    for number in range(4):
+        loss_of(model, number).backward()
+        norms.append(by(model.parameters(), max_norm).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_torchs_clip_passes_where_it_does_not_bite(dtype, foreach):
+    def journey(side: Side) -> None:
+        def clip(parameters, max_norm):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=foreach)
+
+        for number, norm in enumerate(clipped_steps(side.model, side.optimizer, 1e6, clip)):
+            side.keep(f"norm {number}", norm)
+
+    both_in_backward(journey, dtype=dtype)
+
+
+def test_a_clip_that_bites_is_refused_by_the_step():
+    model, optimizer = wrapped()
+    loss_of(model, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert norm > 0.01
+    with pytest.raises(noria.UsageError, match=r"clip that does not bite.*update=\"auto\""):
+        optimizer.step()
+    optimizer.zero_grad()
+    train_on(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ lane does: a rank that does something else, such as `if rank == 0: model.state_d
 from __future__ import annotations
 
 import contextlib
+import operator
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,21 +70,21 @@ class Together:
         finally:
             self._on_first = None
 
-    def sum(self, sums: dict[int, float], max_norm: float) -> dict[int, float]:
-        """Of gradients that will be clipped to `max_norm`, by slot: each summed over the ranks of this one's replica,
-        in their order; replicas have the same."""
+    def combine(
+        self, parts: dict[int, float], what: str, by: Callable[[float, float], float] = operator.add
+    ) -> dict[int, float]:
+        """Of gradients, by slot: what the ranks of this one's replica have, added up in their order, or combined by
+        another function; replicas have the same. `what` they are about to do with them, but for their names."""
         ranks = self.wrapped.ranks
-        if not sums or ranks is None:
-            return sums  # on all ranks: whose gradient is there has been agreed on
-        bits = torch.tensor(list(sums.values()), dtype=torch.float64).view(torch.int64)
-        totals = [0.0] * len(sums)
-        name = self.wrapped.slots[min(sums)].name
-        what = f'clip the gradients of "{name}" and {len(sums) - 1} more to a norm of {max_norm}'
-        everybodys = self.numbers(what, bits.tolist())
+        if not parts or ranks is None:
+            return parts  # on all ranks: whose gradient is there has been agreed on
+        bits = torch.tensor(list(parts.values()), dtype=torch.float64).view(torch.int64)
+        totals = [0.0] * len(parts)
+        everybodys = self.numbers(f'{what}, the first of "{self.wrapped.slots[min(parts)].name}"', bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()
-            totals = [total + each for total, each in zip(totals, numbers, strict=True)]
-        return dict(zip(sums, totals, strict=True))
+            totals = [by(total, each) for total, each in zip(totals, numbers, strict=True)]
+        return dict(zip(parts, totals, strict=True))
 
     def numbers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, by rank; as many on all. Raises UsageError on all ranks where one is about to do

@@ -61,6 +61,10 @@ class InsideBackward:
         custody = self.wrapped.custody
         custody.begin_step()
         own = list(self.members.slots())
+        clipped = custody.first_scaled([slot.index for slot in own])
+        for slot in own:
+            if slot.trainable:
+                custody.drop_scales(slot.index)
         if any(custody.is_held_back(slot.index) for slot in own):  # by accumulate(): their updates begin now
             for updates in self.wrapped.optimizers:
                 updates.expect_in_backward()
@@ -102,6 +106,13 @@ class InsideBackward:
                 'hyperparameters under update="backward" as they were when backward began',
                 f"group {changed} changed between backward() and step(); the updates were made with the former values",
                 'change them after step() or before backward(), or wrap with update="auto"',
+            )
+        if clipped >= 0:
+            return usage_error(
+                'a clip that does not bite under update="backward", which has updated before the norm is known',
+                f'the gradient of "{self.wrapped.slots[clipped].name}" multiplied by another factor than 1 after '
+                "backward(); the updates were made without it",
+                'clip to a larger norm, or wrap with update="auto" and clip there, or with max_grad_norm',
             )
         if strange is not None:
             return usage_error(

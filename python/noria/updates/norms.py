@@ -125,7 +125,8 @@ class Norms:
             if unit not in fused:
                 self.wrapped.custody.access_held(unit)
                 sums.update((slot.index, _sum_of_squares(self.wrapped.home.held(slot))) for slot in members)
-        sums = self.wrapped.together.sum(sums, max_norm)
+        what = f"clip {len(sums)} gradients to a norm of {max_norm}"
+        sums = self.wrapped.together.combine(sums, what)
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from noria._errors import usage_error
 from noria.custody import Wrapped
-from noria.home import StatePlace
+from noria.home import HomeParameter, StatePlace
 from noria.modes import autocast_now, plainly
 from noria.optimizer import original_class, refuse_inside_backward
 from noria.updates.by_torch import ByTorch
@@ -71,6 +71,16 @@ class Updates:
     def grad_norm(self) -> torch.Tensor | None:
         """As the last `step()` found it."""
         return self._norms.grad_norm
+
+    def slots(self) -> Iterator[HomeParameter]:
+        return self._members.slots()
+
+    def fuses(self, slot: HomeParameter) -> bool:
+        return self._members.fuses(slot.unit)
+
+    def sum_job(self, unit: int, slots: list[HomeParameter]) -> Any:
+        """Of the squares of what the home holds of their gradients."""
+        return self._fused.sum_job(unit, slots)
 
     def takes_factor(self) -> bool:
         """Unscaling and clipping reach the update as a factor; else they are done to `p.grad`."""

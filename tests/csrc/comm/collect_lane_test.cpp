@@ -68,20 +68,18 @@ TEST_F(CollectLaneTest, gathered_shards_are_everybodys) {
   }
 }
 
-TEST_F(CollectLaneTest, a_reduction_is_filled_first_and_added_to_last) {
+TEST_F(CollectLaneTest, a_reduction_is_cleared_first_and_added_to_last) {
   std::vector<float> onto(kShard, 0.5F);
-  const std::vector<float> filled(kShard, 3.0F);
   std::vector<Ticket> tickets;
   for (Rank& rank : ranks_) {
-    rank.memory.assign(rank.memory.size(), 9.0F);
+    rank.memory.assign(rank.memory.size(), 3.0F);
     Collective collective;
     collective.reduction.all = rank.bytes();
     collective.reduction.shard = Bytes{kShard * 4};
     collective.reduction.add.push_back({rank.bytes() + (&rank - ranks_.data()) * kShard * 4,
                                         reinterpret_cast<const std::byte*>(onto.data()), Bytes{kShard * 4}});
-    for (int other = 0; other < kRanks; ++other) {  // every second shard is zero, the others as `filled` says
-      const auto* from = other % 2 == 0 ? nullptr : reinterpret_cast<const std::byte*>(filled.data());
-      collective.reduction.fill.push_back({rank.bytes() + 4 * at(other, 0), from, Bytes{kShard * 4}});
+    for (int other = 0; other < kRanks; other += 2) {
+      collective.reduction.zero.emplace_back(rank.bytes() + 4 * at(other, 0), Bytes{kShard * 4});
     }
     tickets.push_back(rank.lane->submit(label(Verb::reduce, 0), std::move(collective), {}));
   }

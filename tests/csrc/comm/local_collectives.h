@@ -84,10 +84,7 @@ class LocalCollectives final : public Collectives {
 
   void reduce(const Reduction& reduced) override {
     NORIA_INVARIANT(reduced.type == ElementType::fp32, "only floats are summed here");
-    for (const CopySpan& each : reduced.fill) {
-      if (each.from == nullptr) std::memset(each.to, 0, static_cast<std::size_t>(each.bytes.count));
-      else std::memcpy(each.to, each.from, static_cast<std::size_t>(each.bytes.count));
-    }
+    for (const auto& [memory, bytes] : reduced.zero) std::memset(memory, 0, static_cast<std::size_t>(bytes.count));
     const std::vector<float> sum = sum_of(reduced.all, reduced.shard);
     std::memcpy(reduced.all + rank_ * reduced.shard.count, sum.data(), static_cast<std::size_t>(reduced.shard.count));
     for (const CopySpan& each : reduced.add) {

@@ -181,6 +181,16 @@ void BareEngine::open_gradients(UnitId unit, std::byte* buffer) {
   for (Slot& slot : of(unit).slots) slot.written = false;
 }
 
+Ranges BareEngine::held_gradients(UnitId unit) const {
+  Ranges held;
+  const auto& slots = units_[static_cast<std::size_t>(unit.value)].slots;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const Bytes begin = kSlotBytes * static_cast<std::int64_t>(i);
+    if ((slots[i].arrived || slots[i].held) && !slots[i].kept) held.add(begin, begin + kSlotBytes);
+  }
+  return held;
+}
+
 void BareEngine::gradient(std::size_t unit, std::size_t slot) {
   const UnitId id(static_cast<std::int32_t>(unit));
   engine_.expect_gradient(id, machine_.stream);
@@ -188,7 +198,8 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
   Slot& state = into.slots.at(slot);
   const Bytes offset = kSlotBytes * static_cast<std::int64_t>(slot);
   const bool adds = shards_.size > 1 ? engine_.is_unsummed(id, offset, kSlotBytes) : state.arrived || state.held;
-  const Write write = state.written ? Write::onto_buffer : adds ? Write::onto_held : Write::plain;
+  const bool onto_buffer = state.written || (adds && engine_.is_brought(id, offset, kSlotBytes));
+  const Write write = onto_buffer ? Write::onto_buffer : adds ? Write::onto_held : Write::plain;
   if (write == Write::plain) state.guarded = false;  // the drain waits for whoever reads what was held
   const std::size_t start = slot * kSlotElements;
   const float* onto = shards_.size > 1 ? into.unsummed : into.home[1];
@@ -224,15 +235,18 @@ void BareEngine::reset() {
 
 // ---- the user's loop --------------------------------------------------------------------------------------------
 
-void BareEngine::clip(std::size_t unit, std::size_t slot) {
+void BareEngine::scale(std::size_t unit, std::size_t slot, float factor) {
   Slot& state = units_[unit].slots.at(slot);
-  if (std::exchange(state.guarded, false)) {
+  // In a backward every write is heard: what it reads ahead is added to.
+  if (std::exchange(state.guarded, false) || engine_.phase() == Phase::backward) {
     engine_.access_held(UnitId(static_cast<std::int32_t>(unit)), machine_.stream);
   }
-  compute([held = units_[unit].home[1] + slot * kSlotElements] {
-    for (std::size_t i = 0; i < kSlotElements; ++i) held[i] *= 0.5F;
+  compute([factor, held = units_[unit].home[1] + slot * kSlotElements] {
+    for (std::size_t i = 0; i < kSlotElements; ++i) held[i] *= factor;
   });
 }
+
+void BareEngine::keep(std::size_t unit, std::size_t slot) { units_[unit].slots.at(slot).kept = true; }
 
 void BareEngine::look(std::size_t unit, std::size_t slot) {
   const std::size_t start = slot * kSlotElements;

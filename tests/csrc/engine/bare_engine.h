@@ -72,8 +72,11 @@ class BareEngine final : public Custodian {
   void reset();
 
   // ---- the user's loop ----
-  /// Halves a held gradient on the stream, as a clip would.
-  void clip(std::size_t unit, std::size_t slot);
+  /// Halves a held gradient on the stream, as a clip would; doubles it.
+  void clip(std::size_t unit, std::size_t slot) { scale(unit, slot, 0.5F); }
+  void unclip(std::size_t unit, std::size_t slot) { scale(unit, slot, 2.0F); }
+  /// From now on somebody may write this held gradient without a word.
+  void keep(std::size_t unit, std::size_t slot);
   /// Mixes a held gradient into the unit's result on the stream, as logging it would.
   void look(std::size_t unit, std::size_t slot);
   void zero_grad();
@@ -124,7 +127,8 @@ class BareEngine final : public Custodian {
   void attach(UnitId unit, std::byte* weights) override { of(unit).attached = weights; }
   void evict(UnitId unit) override { of(unit).attached = nullptr; }
   void open_gradients(UnitId unit, std::byte* buffer) override;
-  void close_gradients(UnitId unit) override { of(unit).buffer = nullptr; }
+  void close_gradients(UnitId unit, bool) override { of(unit).buffer = nullptr; }
+  Ranges held_gradients(UnitId unit) const override;
   void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override {
     (shards_.size > 1 ? of(unit).unsummed : of(unit).home[1]) = reinterpret_cast<float*>(held);
@@ -137,12 +141,14 @@ class BareEngine final : public Custodian {
 
  private:
   void compute(std::function<void()> kernel);
+  void scale(std::size_t unit, std::size_t slot, float factor);
 
   struct Slot {
     bool written = false;  // in the buffer that is open now
     bool arrived = false;  // in this backward
     bool held = false;     // the user sees a gradient
     bool guarded = false;  // an update may still read it
+    bool kept = false;     // the user has a way to it of which nobody hears
     bool pending = false;  // the deferred update has to do with it
     std::int64_t num_updates = 0;
   };

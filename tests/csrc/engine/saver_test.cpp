@@ -210,7 +210,8 @@ class Machine final : public Custodian {
   void attach(UnitId, std::byte*) override {}
   void evict(UnitId) override {}
   void open_gradients(UnitId, std::byte*) override {}
-  void close_gradients(UnitId) override {}
+  void close_gradients(UnitId, bool) override {}
+  Ranges held_gradients(UnitId) const override { return {}; }
   void home_moved(UnitId, std::byte*) override {}
   void held_moved(UnitId, std::byte*) override {}
   void update(UnitId) override {}

@@ -128,6 +128,8 @@ def programs(draw):
     some_slots = st.lists(st.sampled_from(slots), max_size=2) if slots else st.just([])
     pooled = draw(st.sets(st.sampled_from(list(units))))
     rarely = st.integers(0, 5).map(lambda n: n == 0)
+    for unit, slot in draw(some_slots):
+        loop.call("keep", unit, slot)
     for _ in range(draw(st.integers(1, 4))):
         if draw(rarely):
             loop.forward(every, root=draw(st.integers(0, 1)), grad=False)
@@ -144,6 +146,8 @@ def programs(draw):
                 loop.forward(layers)
             edit = st.tuples(st.sampled_from(layers), st.sampled_from(slots)) if slots else st.none()
             loop.backward(layers, gradients, edited=draw(edit) if draw(rarely) else None)
+            for unit, slot in draw(some_slots) if draw(rarely) else []:
+                loop.call("clip", unit, slot)
         if draw(st.booleans()):
             loop.call("sums")
         for unit, slot in draw(some_slots):

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.python.engine.bare import CELL, Call, Model, Twin, differences, engine_outcome, import_bare_engine, play
+from tests.python.engine.bare import (
+    CELL,
+    Call,
+    Model,
+    Slot,
+    Twin,
+    differences,
+    engine_outcome,
+    import_bare_engine,
+    play,
+)
 from tests.python.engine.test_engine import Loop, budgets, lent, programs
 
 bare = import_bare_engine()
@@ -36,11 +46,58 @@ def edits_after_the_step() -> Loop:
     return loop
 
 
-def a_tied_unit() -> Loop:
-    """Its second gradient of the pass is added to what its first has just brought home."""
-    loop = Loop(Model([(1, 1), (1, 1)], [[0], [1], [0]]))
+def a_tied_unit(kept: bool = False) -> Loop:
+    """Its second gradient of the pass is added to what its first has just brought home; `kept`: by the device itself,
+    for the user may write it meanwhile."""
+    loop = Loop(Model([(1, 1), (1, 1)], [[0], [1], [0]]), [("keep", (0, 0))] if kept else [])
     for _ in range(2):
         loop.plain({0, 1})
+    return loop
+
+
+def accumulating(between: Sequence[Call] = (), edited: tuple[int, Slot] | None = None) -> Loop:
+    """Two micro-batches a step; the loop does something `between` them, or a hook in the second one's backward."""
+    loop = Loop(THREE)
+    layers = [0, 1, 2]
+    for _ in range(2):
+        loop.forward(layers)
+        loop.backward(layers, loop.all_gradients(layers))
+        loop.calls += between
+        loop.forward(layers)
+        loop.backward(layers, loop.all_gradients(layers), edited=edited)
+        loop.step(ALL)
+        loop.call("zero_grad")
+    return loop
+
+
+def accumulating_onto_what_is_read_early() -> Loop:
+    """The loop cannot have edited it, so nothing waits for the loop; its buffer takes the memory of the frozen unit."""
+    loop = Loop(Model([(1, 0), (1, 1)], [[0], [1]]))
+    loop.plain({1})
+    for _ in range(2):
+        loop.forward([0, 1])
+        loop.call("expect_updates", 0.05)
+        loop.backward([0, 1], {1: [(1, 0)]})
+        loop.forward([0, 1])
+        loop.backward([0, 1], {1: [(1, 0)]})
+        loop.step({1})
+        loop.call("zero_grad")
+    return loop
+
+
+def an_edit_of_what_is_on_its_way() -> Loop:
+    """A hook edits what its own visit is about to add to."""
+    loop = Loop(THREE)
+    for _ in range(2):
+        loop.forward([0, 1, 2])
+        loop.backward([0, 1, 2], loop.all_gradients([0, 1, 2]))
+        loop.forward([0, 1, 2])
+        loop.call("begin_backward")
+        for unit in (2, 1, 0):
+            loop.calls += [("visit", (unit, [unit])), ("clip", (unit, 0)), ("gradient", (unit, 0))]
+        loop.call("end_pass")
+        loop.step(ALL)
+        loop.call("zero_grad")
     return loop
 
 
@@ -134,8 +191,13 @@ def reads_drafts_at_home() -> Loop:
     return loop
 
 
-# Of the gradient that landed first: its draft has begun by now. The clip comes two kernels later.
-LATE_CLIP: list[Call] = [("await_stream", ()), ("look", (2, 0)), ("clip", (2, 0))]
+# Of the gradient that landed first: its draft has begun by now, and has noted what it is. The clip comes two kernels
+# later and is undone when the draft is over: a draft that had used it would not be found out.
+LATE_CLIP: list[Call] = [
+    *[("await_stream", ()), ("look", (2, 0)), ("clip", (2, 0))],
+    *[("look", (1, 0))] * 4,
+    ("unclip", (2, 0)),
+]
 
 
 def a_drafted_unit_that_is_not_fetched() -> Loop:
@@ -177,6 +239,18 @@ def a_fetch_whose_visit_never_came() -> Loop:
     return loop
 
 
+def a_unit_that_the_first_micro_batch_leaves_out() -> Loop:
+    """It is stashed in the second one's forward; in its backward, gradients are added to in that memory."""
+    loop = Loop(THREE, [("lend", (CELL,)), ("keep_copies", ([2],))])
+    for _ in range(2):
+        for layers in ([0, 1], [0, 1, 2], [0, 1, 2]):
+            loop.forward(layers)
+            loop.backward(layers, loop.all_gradients(layers))
+        loop.step(ALL)
+        loop.call("zero_grad")
+    return loop
+
+
 @dataclass
 class Case:
     """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
@@ -203,7 +277,13 @@ CASES = {
     "drain -> user on held_gradient (WAW)": Case(training()),
     "user -> update on held_gradient (RAW)": Case(training()),
     "drain -> fetch on weights (WAR)": Case(training(), cells=3),
-    "drain -> backward on held_gradient (RAW)": Case(a_tied_unit(), cells=4),
+    "drain -> backward on held_gradient (RAW)": Case(a_tied_unit(kept=True), cells=4),
+    "drain -> fetch on held_gradient (RAW)": Case(a_tied_unit(), cells=6),
+    "user -> fetch on held_gradient (RAW)": Case(accumulating([("clip", (2, 0))]), kernel_us=2_000),
+    "backward -> fetch on held_gradient (RAW)": Case(accumulating(edited=(2, (1, 0))), cells=5, kernel_us=2_000),
+    "fetch -> user on held_gradient (WAR)": Case(an_edit_of_what_is_on_its_way(), cells=4),
+    "drain -> fetch on gradient_buffer (WAR)": Case(accumulating()),
+    "backward -> fetch on gradient_buffer (WAR)": Case(accumulating(), cells=4),
     "update -> user on held_gradient (WAR)": Case(edits_after_the_step()),
     "update -> drain on held_gradient (WAR)": Case(a_gradient_of_a_unit_that_is_not_fetched(), cells=5),
     "fetch -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw(), later="drain"),
@@ -226,6 +306,7 @@ CASES = {
     "drain -> update on held_gradient (RAW)": Case(drafting([])),  # the sum was taken early: nobody has written since
     "drain -> sum on held_gradient (RAW)": Case(drafting([("sums", ())])),
     "user -> sum on held_gradient (RAW)": Case(drafting([("clip", (2, 0)), ("sums", ())]), kernel_us=2_000),
+    "forward -> fetch on gradient_buffer (WAR)": Case(accumulating_onto_what_is_read_early(), kernel_us=2_000),
     # With a backend that overwrites vacated memory, it is the overwriting that waits for readers.
     "forward -> poison on weights (WAR)": Case(training(), poison=True),
     "backward -> poison on weights (WAR)": Case(a_frozen_unit(), poison=True),
@@ -235,6 +316,7 @@ CASES = {
     "fetch -> stash on weights (RAW)": Case(at_a_peer()),
     "stash -> fetch on weights (WAR)": Case(at_a_peer()),
     "stash -> backward on gradient_buffer (WAR)": Case(at_a_peer()),
+    "stash -> fetch on gradient_buffer (WAR)": Case(a_unit_that_the_first_micro_batch_leaves_out(), cells=3),
     "stash -> poison on weights (WAR)": Case(at_a_peer(), poison=True),
     "poison -> fetch on weights (WAW)": Case(at_a_peer(), poison=True),
     "fetch -> fetch on weights (WAW)": Case(a_fetch_that_was_for_nothing(), later="update"),

@@ -143,6 +143,45 @@ def a_backward_that_raises(*units: tuple[int, int]) -> Loop:
     return loop
 
 
+def accumulating(*units: tuple[int, int], left_out: int | None = None) -> Loop:
+    """Two micro-batches on its rank, then one over the ranks, in which the gradients of the layer `left_out` do not
+    come."""
+    loop = loop_over(*units)
+    layers = list(range(len(units)))
+    for _ in range(3):
+        for number in range(3):
+            gradients = loop.all_gradients(layers)
+            loop.call("set_unsynced", number < 2)
+            loop.forward(layers)
+            if number == 2 and left_out is not None:
+                del gradients[left_out]
+            loop.backward(layers, gradients)
+        loop.step(set(layers))
+        loop.call("zero_grad")
+    return loop
+
+
+def accumulating_after_a_backward_that_raises(*units: tuple[int, int]) -> Loop:
+    """What the last unit's visit has written there is lost; the first unit's gradient is added to in its memory."""
+    loop = loop_over(*units)
+    layers = list(range(len(units)))
+    last = layers[-1]
+    for _ in range(3):
+        loop.call("set_unsynced", True)
+        loop.forward([0])
+        loop.backward([0], loop.all_gradients([0]))
+        loop.forward(layers)
+        loop.calls += [("begin_backward", ()), ("visit", (last, [last])), ("gradient", (last, 0)), ("reset", ())]
+        loop.forward([0])
+        loop.backward([0], loop.all_gradients([0]))
+        loop.call("set_unsynced", False)
+        loop.forward(layers)
+        loop.backward(layers, loop.all_gradients(layers))
+        loop.step(set(layers))
+        loop.call("zero_grad")
+    return loop
+
+
 def two_steps(*units: tuple[int, int]) -> Loop:
     """With the same gradients: nobody has looked at them, or fetched a unit, in between."""
     loop = training(*units)
@@ -177,6 +216,12 @@ CASES = {
     "reduce -> backward on gradient_buffer (WAW)": Case(gradients_that_no_plan_foresaw((1, 1), (2, 2)), cells=5),
     "backward -> gather on weights (WAW)": Case(a_backward_that_raises((1, 1), (1, 1), (2, 2)), cells=6),
     "update -> update on optimizer_state (WAW)": SharedCase(two_steps((2, 0), (1, 1)), threads=2),
+    "drain -> fetch on unsummed_gradient (RAW)": Case(accumulating((1, 1), (2, 2)), cells=6),
+    "fetch -> reduce on gradient_buffer (WAW)": Case(accumulating((1, 1), (1, 1), left_out=1), cells=4),
+    "reduce -> fetch on gradient_buffer (WAW)": Case(accumulating((1, 1), (2, 2)), cells=5),
+    "backward -> fetch on gradient_buffer (WAW)": Case(
+        accumulating_after_a_backward_that_raises((1, 1), (1, 1)), cells=4, kernel_us=2_000
+    ),
     "gather -> fetch on weights (WAW)": Case(another_branch((1, 1), (2, 0))),
     "gather -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw()),
     "gather -> poison on weights (WAW)": Case(a_gradient_that_no_plan_foresaw(), poison=True, later="poison"),
@@ -188,7 +233,6 @@ ASSISTANCE = {
     f"{giver} -> {waiter}"
     for giver in ("gather", "reduce")
     for waiter in (
-        "backward on held_gradient (RAW)",
         "drain on held_gradient (WAW)",
         "draft on held_gradient (RAW)",
         "sum on held_gradient (RAW)",
@@ -208,7 +252,9 @@ def outcome_of(case: Case, omitted: str, holds: Sequence[dict[str, int]]) -> tup
     model, program = case.program.model, case.program.calls
     arena = case.cells * bare.SLOT_BYTES
     threads = case.threads if isinstance(case, SharedCase) else 1
-    ranks = Ranks(2, model.units, arena=arena, poison=case.poison, holds=holds, threads=threads)
+    ranks = Ranks(
+        2, model.units, arena=arena, poison=case.poison, holds=holds, threads=threads, kernel_us=case.kernel_us
+    )
     ranks.each("omit_wait", omitted)
     ranks.play(program)
     twin = Twin(model.units, is_shared=True)
