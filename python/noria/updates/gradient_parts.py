@@ -1,7 +1,7 @@
 """What `p.grad` answers where ranks share the model: each rank has a part of the sum, and shows none of it.
 
-torch's own clip asks for norms of whole gradients by its operators, which noria answers (csrc/bindings/listening.h). All
-ranks ask alike.
+torch's own clip asks for norms of whole gradients by its operators, which noria answers (csrc/bindings/listening.h).
+All ranks ask alike.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class GradientParts:
     def norms(
         self, indices: Sequence[int], of_list: bool, order: float, dtype: torch.dtype | None
     ) -> list[torch.Tensor | None]:
-        """By slot index; None: not known. Collective. What noria's kernels update has the exact norm, summed in fp64 and
-        rounded once; what torch updates has the bits of torch's operator, on the whole gradient, which is gathered for
-        it."""
+        """By slot index; None: not known. Collective. What noria's kernels update has the exact norm, summed in fp64
+        and rounded once; what torch updates has the bits of torch's operator, on the whole gradient, which is gathered
+        for it."""
         slots = [self.wrapped.slots[index] for index in indices]
         if order < 0:
             return [None for _ in slots]
