@@ -12,20 +12,27 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["Autocast", "autocast_now", "plainly"]
+__all__ = ["Autocast", "autocast_now", "await_device", "plainly"]
 
 Autocast = tuple[bool, torch.dtype]
-"""Whether autocast is on for the CPU, where updates run, and to which dtype."""
+"""Whether autocast is on for a kind of device, and to which dtype."""
 
 
-def autocast_now() -> Autocast:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def autocast_now(device_type: str) -> Autocast:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def await_device(device: torch.device) -> None:
+    """Blocks until a CUDA device has done all that it was asked for. The CPU has done so already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
 def plainly(autocast: Autocast = (False, torch.bfloat16)) -> Iterator[None]:
-    """No gradients, no inference mode, no torch function or dispatch mode, and this autocast, without its cache."""
-    was, cached = autocast_now(), torch.is_autocast_cache_enabled()
+    """No gradients, no inference mode, no torch function or dispatch mode, and on the CPU, where updates run, this
+    autocast, without its cache."""
+    was, cached = autocast_now("cpu"), torch.is_autocast_cache_enabled()
     on, dtype = autocast
     try:
         torch.set_autocast_enabled("cpu", on)

@@ -107,7 +107,7 @@ class Updates:
         if found_inf is not None and found_inf.item() != 0:
             self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf)
             return loss
-        self._by_torch.autocast = autocast_now()
+        self._by_torch.autocast = autocast_now(wrapped.device.type)
         with plainly():
             if self.in_backward:
                 refusal = self._inside_backward.claim()
