@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from noria import _C
+from noria.modes import await_device
 from noria.policy import format_bytes
 from noria.ranks import raised_by_all
 
@@ -240,8 +241,7 @@ def _measure(
     if handover.stages.rank not in turn or not handover.sources:
         return
     own = torch.empty(max(source.loan.bytes for source in handover.sources), dtype=torch.uint8, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # that memory may have been somebody else's until now
+    await_device(device)  # that memory may have been somebody else's until now
     for source in handover.sources * _TIMES:  # in turns: the machine may be busy for a while
         loan = source.loan
         if loan.pair in handover.failed:

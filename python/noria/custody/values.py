@@ -13,7 +13,7 @@ from noria._errors import usage_error
 from noria.custody.masters import Masters, rounded
 from noria.custody.shown import Shown
 from noria.home import HomeParameter
-from noria.modes import plainly
+from noria.modes import await_device, plainly
 
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
@@ -126,9 +126,8 @@ class Values:
                 yield
             finally:
                 self._before_materialize.pop()  # blocks nest
-                if self.wrapped.device.type == "cuda":
-                    torch.cuda.synchronize(self.wrapped.device)
                 self.custody.bring_home(list(units))
+                await_device(self.wrapped.device)  # for what the user and `bring_home` have asked it to copy
                 try:
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
                     if self.wrapped.ranks is not None:
