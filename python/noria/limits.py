@@ -39,12 +39,14 @@ ROOT = Path("/")
 @dataclasses.dataclass(frozen=True)
 class Limit:
     """`free`: bytes that may still be taken under it. `source`: the file, or the command, that says so. `is_own`: of
-    this process alone; the others are shared with those beside it."""
+    this process alone; the others are shared with those beside it. `is_estimate`: the kernel's guess, which on machines
+    that are lent memory as they need it is far too small; nothing stops a process there."""
 
     name: str
     source: str
     free: int
     is_own: bool = False
+    is_estimate: bool = False
 
     def __str__(self) -> str:
         return f"{format_bytes(self.free)} free under {self.name} ({self.source})"
@@ -60,7 +62,7 @@ def host_limits(root: Path = ROOT) -> list[Limit]:
     found = []
     available = _sizes(root / "proc/meminfo").get("MemAvailable")
     if available is not None:
-        found.append(Limit("MemAvailable", "/proc/meminfo", available))
+        found.append(Limit("MemAvailable", "/proc/meminfo", available, is_estimate=True))
     found += _cgroups(root)
     status = _sizes(root / "proc/self/status")
     for name, used, command in (("Max address space", "VmSize", "ulimit -v"), ("Max data size", "VmData", "ulimit -d")):
@@ -90,8 +92,9 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Free:
-    """The least that any process finds of those that share a model, so that all plan alike. `share`: of `host`, where
-    several processes of one machine take as much: what "auto" goes by."""
+    """The least that any process finds of those that share a model, so that all plan alike. `host`: of what stops a
+    process; an explicit `host_memory` goes by it. `share`: of all, where several processes of one machine take as much:
+    what "auto" goes by."""
 
     device: tuple[int, int] | None
     host: Limit | None
@@ -105,9 +108,16 @@ def find(device: torch.device) -> Found:
     return Found(
         f"{platform.node()} {boot}",
         int(beside) if beside.isdigit() else 1,
-        torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
+        _device_memory(device) if device.type == "cuda" else None,
         tuple(host_limits()),
     )
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total. What torch keeps for later is free: noria's memory is the driver's, which has to have it back."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
 
 
 def least(everybodys: Sequence[Found]) -> Free:
@@ -125,7 +135,7 @@ def least(everybodys: Sequence[Found]) -> Free:
                 name = f"{limit.name}{on}, divided by the {number} processes there"
                 shares[-1] = dataclasses.replace(limit, name=name, free=limit.free // number)
     device = (min(free for free, _ in devices), min(total for _, total in devices)) if devices else None
-    return Free(device, tightest(hosts), tightest(shares))
+    return Free(device, tightest([limit for limit in hosts if not limit.is_estimate]), tightest(shares))
 
 
 def pinning_limit(root: Path = ROOT) -> int | None:
@@ -151,12 +161,13 @@ def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, free: Free |
     margin = margin_of(limit.free) if budget is None else 0
     if needed + margin <= limit.free:
         return None
+    is_allowed = free.host is None or needed <= free.host.free
     left = f', of which host_memory="auto" leaves {format_bytes(margin)}' if margin else ""
     return usage_error(
         f"free host memory of at least {format_bytes(needed)} ({needed} bytes): {each}",
         f"{limit}{left}",
         "free memory or raise that limit, freeze parameters, or choose an optimizer with less state"
-        + (" (host_memory=<bytes> does without the margin)" if needed <= (free.host or limit).free else ""),
+        + (" (host_memory=<bytes> does without margin and estimates)" if is_allowed and budget is None else ""),
     )
 
 

@@ -48,7 +48,7 @@ def group_v2(root, group, limit, used, cache=0, base="sys/fs/cgroup"):
 
 
 def test_without_limits_what_is_available_is_the_limit(root):
-    assert host_limits(root) == [Limit("MemAvailable", "/proc/meminfo", 64 * GIB)]
+    assert host_limits(root) == [Limit("MemAvailable", "/proc/meminfo", 64 * GIB, is_estimate=True)]
     assert pinning_limit(root) is None
 
 
@@ -118,8 +118,17 @@ def test_auto_leaves_a_margin_and_bytes_do_not():
         (8 * GIB - 1, 100 * GIB, False),
         (100 * GIB, 8 * GIB - 1, False),
     ]:
-        assert (check_fits(rows, budget, free_under(Limit("MemAvailable", "/proc/meminfo", free))) is None) == fits
+        assert (check_fits(rows, budget, free_under(Limit("the group", "memory.max", free))) is None) == fits
     assert margin_of(GIB) == 256 << 20 and margin_of(64 * GIB) == 4 * GIB
+
+
+def test_bytes_go_before_the_kernels_estimate_but_not_before_a_limit():
+    rows = [("working copies", 8 * GIB)]
+    estimate = Limit("MemAvailable", "/proc/meminfo", GIB, is_estimate=True)
+    limit = Limit("the group", "memory.max", 4 * GIB)
+    assert check_fits(rows, None, free_under(estimate)) is not None
+    assert check_fits(rows, 8 * GIB, free_under(estimate)) is None
+    assert "the group" in str(check_fits(rows, 8 * GIB, free_under(estimate, limit)))
 
 
 def test_ranks_go_by_the_least_that_one_of_them_finds():
