@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 from torch import nn
@@ -341,9 +342,7 @@ class Home:
             if region.bytes:
                 self._map(region, backend)
         self._populate([purpose for purpose in self.arenas if purpose not in _LATE])
-        for purpose, use in _USES.items():
-            if purpose in self.arenas:
-                self._register(purpose, use, backend)
+        self._register_all([purpose for purpose in _USES if purpose in self.arenas], backend)
 
     def take_rest(self) -> None:
         """The pages that are not needed before weights have moved. What interrupts it leaves them to who writes them
@@ -364,6 +363,20 @@ class Home:
             for purpose in purposes:
                 self.arenas[purpose].populate(functools.partial(bar.tell, done))
                 done += self.arenas[purpose].bytes
+
+    def _register_all(self, purposes: list[str], backend: _C.Backend) -> None:
+        """Beside each other: the driver looks up every page, on the thread that calls. A copy may not span two
+        registrations, so an arena is one."""
+        done = 0
+        with (
+            Bar("registering the home", sum(self.arenas[purpose].bytes for purpose in purposes)) as bar,
+            ThreadPoolExecutor(max(len(purposes), 1), thread_name_prefix="noria-register") as threads,
+        ):
+            under_way = {threads.submit(self._register, each, _USES[each], backend): each for each in purposes}
+            for registered in as_completed(under_way):
+                registered.result()
+                done += self.arenas[under_way[registered]].bytes
+                bar.tell(done, 0)
 
     def _register(self, purpose: str, use: str, backend: _C.Backend) -> None:
         arena = self.arenas[purpose]
