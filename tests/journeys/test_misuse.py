@@ -284,6 +284,20 @@ def test_using_an_evicted_parameter(read):
     undisturbed(misuse)
 
 
+@pytest.mark.parametrize("compiled", ["inside", "in place", "around"])
+def test_cuda_graphs_that_are_asked_for_after_the_wrap(compiled):
+    def misuse(side):
+        model = side.model.blocks[1] if compiled == "inside" else side.model
+        around = torch.compile(model, mode="reduce-overhead") if compiled == "around" else side.model
+        if compiled != "around":
+            model.compile(mode="reduce-overhead")
+        with refused("reduce-overhead", "bake the addresses"):
+            loss_of(around, 50)
+        model._compiled_call_impl = None
+
+    undisturbed(misuse)
+
+
 def test_gradients_by_autograd_grad():
     def misuse(side):
         with refused("loss.backward()", "torch.autograd.grad", "blocks.1.norm.weight"):

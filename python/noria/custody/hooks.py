@@ -10,10 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from noria._errors import usage_error
+
 if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
-__all__ = ["Hook", "NoSync", "in_backward"]
+__all__ = ["Hook", "NoSync", "compiler_config_of", "in_backward", "refuse_cuda_graphs"]
+
+
+def compiler_config_of(module: torch.nn.Module) -> dict[str, Any] | None:
+    """What it was compiled with, in place or as the wrapper that torch.compile returns; None: it was not."""
+    compiled: Any = getattr(module, "_compiled_call_impl", None) or module
+    return compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
+
+
+def refuse_cuda_graphs(config: dict[str, Any] | None, what: str) -> None:
+    if config is not None and config.get("triton.cudagraphs"):
+        raise usage_error(
+            'torch.compile without mode="reduce-overhead"',
+            f"{what} compiled for CUDA graphs, which bake the addresses of weights that move",
+            'compile with mode="default" or "max-autotune-no-cudagraphs"',
+        )
 
 
 def in_backward() -> bool:

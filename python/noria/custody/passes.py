@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
-from noria.custody.hooks import Hook, in_backward
+from noria.custody.hooks import Hook, compiler_config_of, in_backward, refuse_cuda_graphs
 from noria.partition import HookSpec
 from noria.record import OperatorWatch, tensors_of
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from noria.custody.wrapped import Wrapped
 
 __all__ = ["Passes"]
+
+
+def _refuse_cuda_graphs() -> None:
+    """By a torch.compile that is calling: it may have been asked for after the wrap."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame = sys._getframe(1) if dynamo is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == dynamo.__file__:
+            refuse_cuda_graphs(getattr(frame.f_locals.get("self"), "compiler_config", None), "a model")
+        frame = frame.f_back
 
 
 def _num_calls_on_stack(module: nn.Module) -> int:
@@ -101,6 +111,7 @@ class Passes:
             self.wrapped.loaded.refuse_missing("a forward")
             if in_backward():
                 return  # recomputed inside of a backward
+            _refuse_cuda_graphs()
             self.forget_dead_forward(module)
             self.wrapped.settle_writes()
             self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
@@ -163,11 +174,15 @@ class Passes:
         # Around blocks a module may use parameters of its own at any time: there the watch stays on.
         suspends = set(self.wrapped.unit_indices(spec.module)) <= set(spec.needs)
         entered: list[int] = []
+        compiled: list[Any] = [None]  # in place, when it was looked at last
         with_more: dict[frozenset[int], int] = {}  # hooks for calls that are handed parameters of other units
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.wrapped.check_alive()
             self.wrapped.loaded.refuse_missing("a forward")
+            if module._compiled_call_impl is not compiled[0]:
+                compiled[0] = module._compiled_call_impl
+                refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
             chosen = hook
             handed = watch.units_handed((*args, *kwargs.values()))
             if handed and not handed.issubset(spec.needs):
