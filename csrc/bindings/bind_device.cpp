@@ -70,8 +70,10 @@ std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
 }
 
 std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility,
-                                   std::int64_t staging_piece, const std::shared_ptr<const cuda::Runtime>& runtime) {
+                                   std::int64_t staging_piece, const std::shared_ptr<const cuda::Runtime>& runtime,
+                                   std::int64_t copy_piece) {
   CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
+  options.copy_piece = Bytes{copy_piece};
   options.staging_piece = Bytes{staging_piece};
   py::gil_scoped_release release;
   return make_cuda_backend(options, runtime);
@@ -268,7 +270,7 @@ void bind_device(py::module_& m) {
   m.def("find_cuda_runtime", [] { return std::const_pointer_cast<cuda::Runtime>(cuda::Runtime::find()); });
   m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
         py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count,
-        py::arg("runtime") = py::none());
+        py::arg("runtime") = py::none(), py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
   m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
   m.def(

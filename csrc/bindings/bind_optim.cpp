@@ -76,9 +76,11 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
 
 std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandwidth_gib_s, double latency_us,
                                                    std::uint64_t seed, std::int64_t max_delay_us,
-                                                   std::int64_t hold_us) {
+                                                   std::int64_t hold_us, bool is_beside_device, int numa_node) {
   HostOptimizerOptions options;
   options.num_threads = num_threads;
+  options.is_beside_device = is_beside_device;
+  options.numa_node = numa_node;
   options.limit = {bandwidth_gib_s, latency_us};
   options.hostility.seed = seed;
   options.hostility.max_delay_us = max_delay_us;
@@ -196,7 +198,8 @@ void bind_optim(py::module_& m) {
 
   py::class_<HostOptimizer, std::shared_ptr<HostOptimizer>>(m, "HostOptimizer")
       .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(), py::arg("bandwidth_gib_s") = 0.0,
-           py::arg("latency_us") = 0.0, py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("hold_us") = 0)
+           py::arg("latency_us") = 0.0, py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("hold_us") = 0,
+           py::arg("is_beside_device") = false, py::arg("numa_node") = -1)
       .def(
           "submit",
           [](HostOptimizer& optimizer, UpdateJob job, std::vector<Ticket> waits, int priority, std::int64_t op,

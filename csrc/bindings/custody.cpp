@@ -47,8 +47,9 @@ void fill_with_nan(std::byte* range, const std::vector<CustodyUnit>& units, c10:
   tensor_over(range, bytes.count, device, at::kByte, {bytes.count}, {1}, nullptr).fill_(0xff);
 }
 
-// A unit's bytes are compared with the home's this often when torch says that they may have been written.
-constexpr int kMostComparisons = 8;
+// A unit's bytes are compared with the home's this often when a storage says that they may have been written: at its
+// visits in one step. The caller waits for the device then. torch's own operators say when they do write.
+constexpr int kMostComparisons = 2;
 
 constexpr const char* kWhyDead =
     "expected no look at p.grad under update=\"backward\", where it has no values: backward() uses it up, or keeps it "
@@ -118,6 +119,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   callbacks.before_write = [this](int index) { gradient_is_written(parameter(index).unit); };
   callbacks.before_scale = [this](int index) { engine_.settle(parameter(index).unit); };
   callbacks.is_settled = [this](int index) {
+    if (getpid() != process_) return false;  // a write says so
     const Parameter& asked = parameter(index);
     const bool is_summed =
         !is_shared_ || !engine_.is_unsummed(asked.unit, Bytes{asked.facts.gradient_offset}, asked.facts.bytes());
@@ -133,6 +135,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
+    if (is_shared_) refuse_other_addresses(engine.held);
     const bool is_whole = engine.working != nullptr && !is_shared_;
     homes_.push_back(is_whole ? backend->device_address(engine.working) : nullptr);
     is_staged_.push_back(is_whole && homes_.back() == nullptr);
@@ -204,6 +207,11 @@ HookId Custody::add_hook(std::string name, std::vector<UnitId> needs) {
 
 void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
   refuse_open_home();
+  if (backend_->is_captured(current_stream())) {
+    throw UsageError("a forward outside of torch.cuda.graph",
+                     "one that is captured: a graph would replay the addresses of weights that move",
+                     "train without CUDA graphs, or capture a model that is not wrapped");
+  }
   forget_failed_backward();
   if (!is_told_) refuse_unclaimed("a forward");
   // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
@@ -354,9 +362,13 @@ void Custody::reset() {
 // ---- backward ---------------------------------------------------------------------------------------------------
 
 void Custody::make_accumulators() {
+  const Stream stream = current_stream();
+  // A node waits for the stream that it was made on, at every gradient, and torch warns.
+  const bool is_elsewhere = std::exchange(accumulators_stream_, stream) != stream;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& each = parameters_[i];
     if (each.facts.gradient_offset < 0 || !each.facts.variable.requires_grad()) continue;
+    if (is_elsewhere) each.accumulator.reset();
     NodePtr node = torch::autograd::impl::grad_accumulator(each.facts.variable);
     if (node == each.accumulator) continue;  // else: new, or torch made another after a change of dtype
     hook_accumulator(*node, self_, static_cast<int>(i));
@@ -951,6 +963,14 @@ void Custody::refuse_open_home() const {
   throw UsageError("a model whose weights are at home",
                    "a forward, a backward or optimizer.step() inside `with noria.materialize(...)`",
                    "leave the block before training goes on");
+}
+
+// Collectives are given the home's own addresses.
+void Custody::refuse_other_addresses(std::byte* held) const {
+  if (held == nullptr || backend_->device_address(held) == held) return;
+  throw UsageError("a device that reads pinned host memory under the host's own addresses, where ranks share a model",
+                   backend_->name() + ", which maps it elsewhere (cudaDevAttrCanUseHostPointerForRegisteredMem is 0)",
+                   "train on Linux itself, not under WSL or a virtual GPU that lacks it, or with one rank a model");
 }
 
 void Custody::refuse_other_process() const {

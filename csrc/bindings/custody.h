@@ -238,6 +238,7 @@ class Custody final : public Custodian, public Living<Custody> {
   void refuse_open_home() const;
   void refuse_other_process() const;
   void make_accumulators();
+  void refuse_other_addresses(std::byte* held) const;
   void forget_failed_backward();
   /// The user's loop sees in p.grad what is held, and may edit it.
   bool shows_gradients() const { return !updates_in_backward_ && !is_shared_; }
@@ -250,6 +251,7 @@ class Custody final : public Custodian, public Living<Custody> {
   const std::shared_ptr<Custody*> self_;  // what hooks hold; emptied when this object closes
   std::vector<Parameter> parameters_;
   std::vector<std::vector<int>> parameters_of_;  // by unit
+  Stream accumulators_stream_ = nullptr;  // that they were made on
   std::vector<std::unique_ptr<UnitStorage>> weights_;
   std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
   std::shared_ptr<ShownGradients> shown_;                // by parameter

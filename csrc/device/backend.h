@@ -185,6 +185,8 @@ class Backend : public Living<Backend> {
   /// Spans of fetch, drain, peer and collect ops go here from now on (null: nowhere); compute spans are the caller's
   /// to add.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
+  /// True when what is launched on this stream is recorded for a CUDA graph, and not run.
+  virtual bool is_captured(Stream /*stream*/) const { return false; }
   /// True when a device reads registered memory by itself: then a forked child must not share it, for copy-on-write
   /// would move pages under a running transfer.
   virtual bool pins() const = 0;
@@ -221,6 +223,8 @@ struct CudaBackendOptions {
   int device_index = 0;
   Bytes capacity;
   Hostility hostility;
+  // No copy of the fetch or drain lane is larger: between two of them a copy engine serves others, such as the user's.
+  Bytes copy_piece{std::int64_t{32} << 20};
   // The ring of each copy lane, should there be home memory to stage: one piece is filled while others are on the link.
   Bytes staging_piece{std::int64_t{4} << 20};
   int num_staging_pieces = 4;

@@ -84,6 +84,7 @@ class CudaBackend final : public Backend {
 
   LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  bool is_captured(Stream stream) const override;
   bool pins() const override { return true; }
   bool poisons() const override { return options_.hostility.poison; }
 
@@ -307,11 +308,12 @@ std::int64_t CudaBackend::num_allocations() const {
 }
 
 std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse use) {
-  std::lock_guard lock(mutex_);
   OnDevice on(device_);
   // One call a range: a copy may not span two registered ranges. Mapped, because the device reads held gradients in it.
+  // Without the lock: ranges are registered beside each other.
   const cuda::Error error = device_->HostRegister(memory, static_cast<std::size_t>(bytes.count),
                                                   cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
+  std::lock_guard lock(mutex_);
   // What is registered already is our mistake, or somebody else's memory: no reason to go another way.
   if (error == cuda::kSuccess || use == HomeUse::device || error == cuda::kHostMemoryAlreadyRegistered) {
     device_.check(error, "cudaHostRegister", bytes);
@@ -498,7 +500,9 @@ void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vect
     for (std::size_t i = 0; i < transfer.copies.size(); ++i) {
       const CopySpan& span = transfer.copies[i];
       if (staged.empty() || !staged[i]) {
-        link.copy(span.to, span.from, span.bytes);
+        for (std::int64_t at = 0; at < span.bytes.count; at += options_.copy_piece.count) {
+          link.copy(span.to + at, span.from + at, std::min(options_.copy_piece, span.bytes - Bytes{at}));
+        }
       } else if (lane.kind == cuda::kHostToDevice) {
         lane.ring->carry_down(span, link);
       } else {
@@ -576,6 +580,13 @@ void CudaBackend::hold_compute(cuda::StreamHandle stream, Verb verb) {
   auto held = std::make_unique<std::int64_t>(us);
   device_.check(device_->LaunchHostFunc(stream, &hold_stream, held.get()), "cudaLaunchHostFunc");
   (void)held.release();  // the stream's from now on
+}
+
+bool CudaBackend::is_captured(Stream stream) const {
+  OnDevice on(device_);
+  cuda::CaptureStatus status = cuda::kNotCapturing;
+  device_.check(device_->StreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
+  return status != cuda::kNotCapturing;
 }
 
 // ---- the end ----

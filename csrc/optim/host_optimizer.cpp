@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <pthread.h>
 #include <unistd.h>
@@ -32,9 +33,25 @@ namespace {
 constexpr std::int64_t kChunk = 64 * 1024;
 static_assert(kChunk % kStateBlock == 0);
 
-int threads_for(int requested) {
+// The thread that launches, autograd's, and the lanes': each wakes for microseconds, and the device waits for it.
+constexpr int kLeftToLaunch = 4;
+
+tbb::task_arena::constraints place_of(const HostOptimizerOptions& options) {
+  tbb::task_arena::constraints place;
+  const std::vector<tbb::numa_node_id> known = tbb::info::numa_nodes();
+  if (std::find(known.begin(), known.end(), options.numa_node) != known.end()) place.set_numa_id(options.numa_node);
+  return place;
+}
+
+int threads_for(const HostOptimizerOptions& options) {
+  const int requested = options.num_threads;
   if (requested < 0) throw UsageError("num_threads >= 0", std::to_string(requested), "0 lets noria choose");
-  return requested > 0 ? requested : std::max(1, tbb::info::default_concurrency() - 1);
+  if (requested > 0) return requested;
+  tbb::task_arena::constraints place = place_of(options);
+  const int all = tbb::info::default_concurrency(place);
+  if (!options.is_beside_device) return std::max(1, all - 1);
+  const int cores = tbb::info::default_concurrency(place.set_max_threads_per_core(1));
+  return std::max({1, cores / 2, std::min(cores, all - kLeftToLaunch)});
 }
 
 std::exception_ptr closed_error() {
@@ -71,10 +88,10 @@ void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
 
 struct HostOptimizer::State {
   explicit State(const HostOptimizerOptions& options)
-      : num_threads(threads_for(options.num_threads)),
+      : num_threads(threads_for(options)),
         limit(options.limit),
         delays(options.hostility, Lane::update),
-        arena(num_threads) {
+        arena(place_of(options).set_max_concurrency(num_threads)) {
     // TBB starts no more workers than there are cores, unless told to: more is slower, but it is what was asked for.
     if (num_threads > tbb::info::default_concurrency()) {
       more_threads.emplace(tbb::global_control::max_allowed_parallelism, static_cast<std::size_t>(num_threads));

@@ -28,7 +28,11 @@
 namespace noria {
 
 struct HostOptimizerOptions {
-  int num_threads = 0;  // 0: cores of the process less one for the launching thread, at least 1
+  /// 0: all cores of the process but one, for the launching thread. Beside a CUDA device: of `numa_node`'s cores (-1:
+  /// of all), one thread each where two share one, and four left free for those that launch, as far as half remain.
+  int num_threads = 0;
+  bool is_beside_device = false;
+  int numa_node = -1;  // the threads' and, by who takes it, the home's: TBB binds them where it can (libtbbbind)
   LaneLimit limit;      // so that an update-bound step can be measured on any machine
   Hostility hostility;  // delays and holds come between a job's waits and its work
 };

@@ -178,6 +178,7 @@ def make_cuda_backend(
     hostility: Mapping[str, Any] = ...,
     staging_piece: int = ...,
     runtime: CudaRuntime | None = ...,
+    copy_piece: int = ...,
 ) -> Backend: ...
 def cuda_absent_reason(runtime: CudaRuntime | None = ...) -> str: ...
 def hostile_delays(seed: int, max_delay_us: int, lane: str, count: int) -> list[int]: ...
@@ -631,6 +632,8 @@ class HostOptimizer:
         seed: int = 0,
         max_delay_us: int = 0,
         hold_us: int = 0,
+        is_beside_device: bool = False,
+        numa_node: int = -1,
     ) -> None: ...
     def submit(
         self,

@@ -21,6 +21,7 @@ import torch
 from noria import _C
 from noria._version import __version__
 from noria.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
+from noria.modes import await_device
 from noria.policy import format_bytes
 
 __all__ = ["Doctor", "Speeds", "cpu_name", "diagnose", "measure_matmul_tflops", "measure_speeds", "versions"]
@@ -188,7 +189,7 @@ def _measure_update(count: int, tries: int) -> float:
     arrays = [torch.full((count,), 1e-3) for _ in range(4)]  # written: the system's page of zeros would be cached
     master, m, v, gradient = (array.data_ptr() for array in arrays)
     scalars = _C.update_scalars("adamw", 1, lr=1e-3)
-    pool = _C.HostOptimizer()
+    pool = _C.HostOptimizer(is_beside_device=torch.cuda.is_available())
     try:
         unit = _C.UnitArrays(master=master, m=m, v=v)
         job = _C.UpdateJob("adamw", [(0, count, scalars)], unit, gradient=gradient)
@@ -205,8 +206,7 @@ def measure_matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
     def work() -> None:
         a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        await_device(device)
 
     work()
     return 2 * size**3 / _best_s(work, 3) / 1e12

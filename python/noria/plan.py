@@ -45,7 +45,7 @@ from noria.policy import (
 from noria.ranks import Grid, comparable
 from noria.updates.worker import is_array, part_values, predict_state
 
-__all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
+__all__ = ["STAGING_RING", "WrapPlan", "fingerprint", "make_plan", "room_on_device"]
 
 STAGING_RING = "staging ring"
 # Of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units, so that
@@ -91,6 +91,8 @@ class WrapPlan:
     """Where this rank has its part of a unit that only others visit."""
     saved_room: int | None = None
     """For what blocks save, on the device, at most, where they save any of it in noria's way; None: no limit."""
+    least_device: int = 0
+    """Bytes on the device below which the largest visit does not fit."""
     lent_bytes: int = 0
     """Of that room, what the arena takes that is lent to other stages of a pipeline; known after a step. What they give
     back of it stays in here until the device has it back: pages at once where it is the host, on CUDA all together."""
@@ -199,6 +201,7 @@ def make_plan(
     assist_bytes = 0 if grid is None else _assist_bytes(units, grid.num_shards)
     other_bytes = nan_bytes + reduce_bytes + assist_bytes
     arena, window = _budget(policy, free, units, facts, forward + backward, other_bytes)
+    least_arena, _ = _C.smallest_budget(forward + backward, facts)
     result = WrapPlan(
         policy,
         device,
@@ -221,7 +224,8 @@ def make_plan(
         ring,
         reduce_bytes,
         assist_bytes,
-        _saved_room(policy, free),
+        _saved_room(policy, free, units),
+        least_device=least_arena + other_bytes,
     )
     _check_host(policy, result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
@@ -605,8 +609,7 @@ def _budget(
     budget: int | None
     if free.device is not None:
         # Half of the budget is left to activations, which torch's own allocator takes; the ledger shows ours.
-        asked = device_budget(policy, free.device[1])
-        budget = (free.device[0] if asked is None else asked) // 2
+        budget = room_on_device(policy, free.device, units) // 2
     else:
         budget = device_budget(policy, everything)
     if budget is not None:
@@ -622,12 +625,28 @@ def _budget(
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 
-def _saved_room(policy: Policy, free: Free) -> int | None:
+def _saved_room(policy: Policy, free: Free, units: list[HomeUnit]) -> int | None:
     room = activation_budget(policy)
     if policy.activations != "auto" or room is not None or free.device is None:
         return room
-    asked = device_budget(policy, free.device[1])
-    return (free.device[0] if asked is None else asked) // 4
+    return room_on_device(policy, free.device, units) // 4
+
+
+# A loss has its logits in fp32 and in what it computes from them: log-probabilities, and the gradient.
+_LOSS_BYTES_PER_LOGIT = 3 * 4
+_LOSS_TOKENS = 16 << 10
+
+
+def room_on_device(policy: Policy, device: tuple[int, int], units: list[HomeUnit]) -> int:
+    """Of which the window takes half. `device`: bytes free, and in all. "auto" leaves room for the loss: how many
+    tokens a batch has is not known yet, so that of a batch which hides the traffic, at most a quarter of what is
+    free."""
+    free, total = device
+    asked = device_budget(policy, total)
+    if asked is not None:
+        return asked
+    widths = [slot.shape[0] for unit in units if not unit.is_block for slot in unit.parameters if len(slot.shape) == 2]
+    return free - min(_LOSS_TOKENS * max(widths, default=0) * _LOSS_BYTES_PER_LOGIT, free // 4)
 
 
 def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool, free: Free) -> None:

@@ -22,12 +22,14 @@ from noria._errors import usage_error
 from noria._lists import as_list
 from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, activations, wrapped_by, wrapped_together
+from noria.custody.hooks import compiler_config_of, refuse_cuda_graphs
 from noria.home import GRADIENT_RING, Home
 from noria.kernels import SEPARABLE
 from noria.lending import Stages
-from noria.limits import find, least
-from noria.modes import plainly
+from noria.limits import find, least, numa_node
+from noria.modes import await_device, plainly
 from noria.optimizer import check_optimizer, facade, unfacade
+from noria.out_of_memory import tell_when_full
 from noria.plan import WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.ranks import Ranks, grid_of, raised_by_all
@@ -67,7 +69,7 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
         for module in root.modules():
             if wrapped_by(module) is not None:
                 raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
-            _refuse_cuda_graphs(module)
+            refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
             _refuse_parallel(module)
     for updater in updaters:
         check_optimizer(updater)
@@ -84,17 +86,6 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
         if type(updater) not in SEPARABLE:
             refuse_out_of_reach(updater, known)
     return roots, updaters
-
-
-def _refuse_cuda_graphs(module: nn.Module) -> None:
-    compiled: Any = getattr(module, "_compiled_call_impl", None) or module  # in place, or the wrapper
-    config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
-    if config is not None and config.get("triton.cudagraphs"):
-        raise usage_error(
-            'torch.compile without mode="reduce-overhead"',
-            f"{type(module).__name__} compiled for CUDA graphs, which bake the addresses of weights that move",
-            'compile with mode="default" or "max-autotune-no-cudagraphs"',
-        )
 
 
 def _refuse_parallel(module: nn.Module) -> None:
@@ -201,6 +192,7 @@ def wrap(
             each.close()
         raise
     _LIVE.add(wrapped)
+    tell_when_full(wrapped)
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
@@ -246,7 +238,13 @@ def _carry_out(
         else:
             backend = _C.make_host_backend(capacity, settings.backend_limits(), settings.hostility)
         if planned.fused:
-            pool = _C.HostOptimizer(settings.update_threads, **settings.pool_settings())
+            node = numa_node(backend.pci_bus_id)
+            pool = _C.HostOptimizer(
+                settings.update_threads,
+                is_beside_device=device.type == "cuda",
+                numa_node=-1 if node is None else node,
+                **settings.pool_settings(),
+            )
         home = Home(units, planned.regions, backend)
         beside = Beside(backend, planned.beside_the_arena())
     planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0
@@ -381,6 +379,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.together.meet("unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
+    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
     if wrapped.shows_gradients:
         for slot in wrapped.slots:
             wrapped.custody.apply_scales(slot.index)
