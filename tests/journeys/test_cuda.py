@@ -116,6 +116,51 @@ def test_updates_have_the_same_bits_whenever_they_are_made(policy, dtype):
     assert not torch.equal(ours["head.weight"].float(), made().head.weight)
 
 
+def test_steps_on_another_stream_have_the_same_bits_and_give_no_warning(recwarn):
+    """Of AccumulateGrad, whose nodes keep the stream that they were made on."""
+
+    def trained(streams: list[Any]) -> dict[str, torch.Tensor]:
+        model = made()
+        optimizer = sgd(model.parameters())
+        noria.wrap(model, optimizer, device=DEVICE, window=2)
+        for number in range(STEPS):
+            stream = streams[number % len(streams)]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss_of(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.cuda.current_stream().wait_stream(stream)
+        left = {name: value.clone() for name, value in model.state_dict().items()}
+        noria.unwrap(model, optimizer)
+        return left
+
+    one = torch.cuda.current_stream()
+    assert_same_bits(trained([torch.cuda.Stream(), torch.cuda.Stream(), one]), trained([one]))
+    assert not [each for each in recwarn if "AccumulateGrad" in str(each.message)]
+
+
+def test_what_a_device_still_writes_is_there_when_the_home_is_read():
+    """A weight that is given a device's tensor inside a block, and a gradient that a clip multiplies before unwrap."""
+    model = made()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
+    loss_of(model, 0).backward()
+    expected = {name: parameter.grad.cpu() * 0.5 for name, parameter in model.named_parameters()}
+    weight = model.blocks[0].expand.weight
+    with noria.materialize(model):
+        value = torch.full_like(weight, 3.0, device=DEVICE)
+        for _ in range(200):
+            value.add_(1)
+        weight.data = value
+    assert model.state_dict()["blocks.0.expand.weight"].eq(203).all()
+    for parameter in model.parameters():
+        torch._foreach_mul_([parameter.grad], 0.5)
+        parameter.grad.add_(0)  # the bytes
+    noria.unwrap(model, optimizer)
+    assert_same_bits({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+
+
 def test_weights_between_passes_are_not_there():
     model = made()
     noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)

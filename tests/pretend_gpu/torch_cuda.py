@@ -213,6 +213,7 @@ def fill(torch_c: ModuleType) -> None:
     c._cuda_resetPeakMemoryStats = gpu.reset_peak_stats
     c._cuda_resetAccumulatedMemoryStats = gpu.reset_accumulated_stats
     c._cuda_emptyCache = gpu.empty_cache
+    c._cuda_attach_out_of_memory_observer = gpu.tell_when_full
     c._cuda_setMemoryFraction = gpu.set_memory_fraction
     c._cuda_getMemoryFraction = gpu.memory_fraction
     c._cuda_cudaCachingAllocator_raw_alloc = gpu.raw_alloc

@@ -72,6 +72,14 @@ void release_memory(void* memory);
 
 }  // namespace
 
+// Never freed: who observes may be Python's, which ends first.
+static std::vector<Allocator::FullObserver>* full_observers() {
+  static auto* const all = new std::vector<Allocator::FullObserver>;
+  return all;
+}
+
+void Allocator::tell_when_full(FullObserver observer) { full_observers()->push_back(std::move(observer)); }
+
 class Allocator::Device {
  public:
   explicit Device(int index) : index_(index) {}
@@ -323,6 +331,7 @@ class Allocator::Device {
         fraction < 1.0
             ? c10::str(text_of(static_cast<std::size_t>(fraction * static_cast<double>(total))), " allowed; ")
             : "";
+    for (const Allocator::FullObserver& observe : *full_observers()) observe(index_, size, reserved, free);
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", text_of(size), ". GPU ", index_,
         " has a total capacity of ", text_of(total), " of which ", text_of(free),

@@ -14,6 +14,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 
 #include "streams.h"
@@ -40,6 +41,11 @@ class Allocator final : public c10::DeviceAllocator {
   /// Of what the device has, at most so much is taken.
   void set_fraction(int device, double fraction);
   double fraction(int device) const;
+
+  /// Called with device, bytes asked for, bytes that the allocator has and bytes that the device has free, before an
+  /// operator that finds no memory raises. For good, as torch's.
+  using FullObserver = std::function<void(int, std::size_t, std::size_t, std::size_t)>;
+  void tell_when_full(FullObserver observer);
 
   class Device;
 

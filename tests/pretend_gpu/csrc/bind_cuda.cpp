@@ -133,6 +133,13 @@ void bind_cuda(py::module_& m) {
   m.def("reset_accumulated_stats",
         [](int device) { allocator().resetAccumulatedStats(static_cast<c10::DeviceIndex>(device)); });
   m.def("empty_cache", [] { allocator().emptyCache(); }, Release());
+  m.def("tell_when_full", [](py::function observer) {
+    auto* const kept = new py::function(std::move(observer));  // for good
+    allocator().tell_when_full([kept](int device, std::size_t asked, std::size_t reserved, std::size_t free) {
+      const py::gil_scoped_acquire gil;
+      (*kept)(device, asked, reserved, free);
+    });
+  });
   m.def("empty_pinned", &empty_pinned, Release());
   m.def("set_memory_fraction", [](double fraction, int device) { allocator().set_fraction(device, fraction); });
   m.def("memory_fraction", [](int device) { return allocator().fraction(device); });

@@ -1094,6 +1094,23 @@ def test_a_copy_must_stay_inside_one_registered_range(fake_cuda):
     backend.unregister_home(address(home) + 2048)
 
 
+def test_copies_are_cut_so_that_others_pass_between_them(fake_cuda):
+    backend = _C.make_cuda_backend(0, MIB, runtime=fake_runtime(), copy_piece=1000)
+    fake, content = fake_cuda.module, np.random.default_rng(0).bytes(4096)
+    home, back = np.frombuffer(content, np.uint8).copy(), np.zeros(4096, np.uint8)
+    memory = backend.allocate(4096)
+    for each in (home, back):
+        backend.register_home(address(each), 4096)
+    before = fake.counts().get("cudaMemcpyAsync", 0)
+    fetched = backend.submit("fetch", [(memory, address(home), 3000), (memory + 3000, address(home) + 3000, 1096)])
+    backend.submit("drain", [(address(back), memory, 4096)], waits=[fetched]).wait_passed()
+    assert fake.counts()["cudaMemcpyAsync"] - before == (3 + 2) + 5
+    assert back.tobytes() == content
+    for each in (home, back):
+        backend.unregister_home(address(each))
+    backend.close()
+
+
 def test_a_refused_range_is_staged_and_another_one_beside_it_is_not(fake_cuda):
     fake = fake_cuda.module
     backend = _C.make_cuda_backend(0, MIB, staging_piece=512, runtime=fake_runtime())

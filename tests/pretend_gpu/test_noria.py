@@ -1,0 +1,56 @@
+"""What noria refuses, and says, on a device: shown where a capture and a full device can be had at will."""
+
+from __future__ import annotations
+
+import re
+
+import _pretend_gpu
+import noria
+import pytest
+import torch
+
+from tests.journeys.pairs import Net, adamw
+from tests.journeys.test_cuda import loss_of
+from tests.pretend_gpu.machine import machine
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    made = Net(width=64)
+    optimizer = adamw(made.parameters())
+    noria.wrap(made, optimizer, device="cuda", window=2)
+    yield made
+    noria.unwrap(made, optimizer)
+
+
+def test_a_forward_that_is_captured_for_a_graph_is_refused(model):
+    side = torch.cuda.Stream()
+    loss_of(model, 0).backward()
+    _pretend_gpu.begin_capture(side.cuda_stream)
+    with torch.cuda.stream(side), pytest.raises(noria.UsageError, match=r"torch\.cuda\.graph"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert _pretend_gpu.end_capture(), "noria's calls have broken it"
+    loss_of(model, 1).backward()
+
+
+def test_a_full_device_says_which_device_memory_would_do():
+    with machine(memory=24 * MIB):
+        model = Net(width=128)
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device="cuda", device_memory="8MiB")
+        taken = noria.report(model).device_bytes
+        with (
+            pytest.warns(UserWarning, match=r"out of memory for .* device_memory=") as told,
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            torch.empty(24 * MIB - taken + MIB // 2, dtype=torch.uint8, device="cuda")
+        noria.unwrap(model, optimizer)
+        text = next(str(each.message) for each in told if "noria.wrap" in str(each.message))
+        would = re.search(r'device_memory="([^"]+)"', text)
+        assert would is not None
+        noria.wrap(model, optimizer, device="cuda", device_memory=would[1])
+        assert noria.report(model).device_bytes < taken
+        noria.unwrap(model, optimizer)
