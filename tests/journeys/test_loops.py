@@ -40,7 +40,7 @@ def train(side: Side) -> None:
 
 
 class Recomputing(Net):
-    """Recomputes in backward: around each block, inside of each, around pairs of blocks."""
+    """Recomputes in backward: around each block, around pairs of blocks, or around pairs and in them around each."""
 
     around = "block"
     reentrant = False
@@ -48,9 +48,10 @@ class Recomputing(Net):
     def forward(self, batch):
         again = functools.partial(checkpoint, use_reentrant=self.reentrant)
         x = self.embed(batch)
-        if self.around == "pairs":
-            for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=False):
-                x = again(lambda h, first=first, second=second: second(first(h)), x)
+        if self.around != "block":
+            for pair in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                each = [functools.partial(again, block) for block in pair] if self.around == "nested" else pair
+                x = again(lambda h, each=each: each[1](each[0](h)), x)
         else:
             for block in self.blocks:
                 x = again(block, x)
@@ -67,7 +68,7 @@ class InsideBlock(Block):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("around", ["block", "pairs"])
+@pytest.mark.parametrize("around", ["block", "pairs", "nested"])
 def test_checkpoints_around_blocks(around, reentrant):
     def make():
         model = Recomputing(6)

@@ -26,7 +26,7 @@ Kept = dict[str, torch.Tensor]
 
 class Again(nn.Module):
     """A block that is used twice, a frozen one between, recomputed by reentrant checkpoints: autograd hands over the
-    gradient of each use by itself, and the second is added to what the first has brought home."""
+    gradient of each use by itself, and the second is added to what the first has brought home, and is fetched again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ def train_and_clip(model: nn.Module, optimizer: Any, kept: Kept) -> None:
         optimizer.zero_grad()
 
 
-def train_and_halve_gradients_after_the_step(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+def train_and_edit_gradients_after_the_step(model: nn.Module, optimizer: Any, kept: Kept) -> None:
     for number in range(2):
         loss_of(model, number).backward()
         optimizer.step()
         for parameter in model.parameters():
-            parameter.grad.mul_(0.5)
+            parameter.grad.add_(0.5)
 
 
 def train_and_look(model: nn.Module, optimizer: Any, kept: Kept) -> None:
@@ -102,8 +102,10 @@ CASES = {
     "drain -> backward on gradient_buffer (WAR)": Case(),  # taken
     "drain -> fetch on weights (WAR)": Case(),
     "drain -> user on held_gradient (WAW)": Case(train_and_clip),  # landed
-    "drain -> backward on held_gradient (RAW)": Case(model=Again),
-    "update -> user on held_gradient (WAR)": Case(train_and_halve_gradients_after_the_step),  # consumed
+    "drain -> fetch on held_gradient (RAW)": Case(model=Again),  # held
+    "drain -> fetch on gradient_buffer (WAR)": Case(train_and_edit_gradients_after_the_step),
+    "fetch -> backward on gradient_buffer (WAW)": Case(model=Again),
+    "update -> user on held_gradient (WAR)": Case(train_and_edit_gradients_after_the_step),  # consumed
     "update -> load on optimizer_state (WAW)": Case(train_and_look),
     "fetch -> load on working_copy (WAR)": Case(train_and_edit, late="update"),  # the fetch has waited for it
     "drain -> poison on gradient_buffer (WAR)": Case(poison=True),
