@@ -181,6 +181,8 @@ py::dict sums_dict(const StepSums& sums) {
   result["backward_fetched"] = sums.backward_fetched.count;
   result["drained"] = sums.drained.count;
   result["reduced"] = sums.reduced.count;
+  result["copied"] = sums.copied.count;
+  result["updated"] = sums.updated.count;
   result["forward_fetch_us"] = sums.forward_fetch_us;
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;

@@ -10,14 +10,17 @@
 
 namespace noria {
 
-/// {"busy_us", "num_ops", "bytes", "stalled_us": {(giver, waiter): us}}. Needs the GIL.
+/// {"busy_us", "busy_us_by_verb": {verb: us}, "num_ops", "bytes", "stalled_us": {(giver, waiter): us}}. Needs the GIL.
 inline pybind11::dict stats_dict(const LaneStats& stats) {
   pybind11::dict stalled;
   for (const auto& [pair, us] : stats.stalled_us) {
     stalled[pybind11::make_tuple(std::string(to_string(pair.first)), std::string(to_string(pair.second)))] = us;
   }
+  pybind11::dict by_verb;
+  for (const auto& [verb, us] : stats.busy_us_by_verb) by_verb[pybind11::str(std::string(to_string(verb)))] = us;
   pybind11::dict result;
   result["busy_us"] = stats.busy_us;
+  result["busy_us_by_verb"] = by_verb;
   result["num_ops"] = stats.num_ops;
   result["bytes"] = stats.bytes.count;
   result["stalled_us"] = stalled;

@@ -39,6 +39,8 @@
 
 namespace noria {
 
+class UpdateTime;  // device/update_time.h
+
 namespace cuda {
 struct Runtime;  // device/cuda_runtime.h
 }
@@ -101,6 +103,7 @@ struct LaneStats {
   std::int64_t num_ops = 0;
   Bytes bytes;
   std::map<std::pair<Verb, Verb>, std::int64_t> stalled_us;  // (giver, waiter) -> time lost
+  std::map<Verb, std::int64_t> busy_us_by_verb;              // of `busy_us`, what is done
 };
 
 /// Device memory that other processes on this machine may open: what they are told.
@@ -180,8 +183,14 @@ class Backend : public Living<Backend> {
   virtual void close() = 0;
 
   // ---- what happened ----
-  /// Complete when the lane is idle. An op that was opened is busy from the end of its waits until it is given.
+  /// Complete when the lane is idle. An op that was opened is busy from the end of its waits until it is given, but for
+  /// what it waits for in between. Of a device the times come from its own clock, and are looked up here; spans, too.
   virtual LaneStats stats(Lane lane) const = 0;
+  /// As `stats`, of the ops from this one on, whenever it is learnt what they did.
+  virtual void begin_counting(OpId first) = 0;
+  virtual LaneStats counted(Lane lane) const = 0;
+  /// Told when the compute lane works, from now on.
+  virtual void set_update_time(std::shared_ptr<UpdateTime> update_time) = 0;
   /// Spans of fetch, drain, peer and collect ops go here from now on (null: nowhere); compute spans are the caller's
   /// to add.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;

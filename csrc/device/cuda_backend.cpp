@@ -1,8 +1,8 @@
 // The verbs of device/backend.h on the CUDA runtime (device/cuda_runtime.h).
 //
 // Ownership: a non-blocking stream for each copy lane (copy engines are per direction, more streams add nothing; but
-//   each link of the peer lane has one), a host thread for each lane that never takes the GIL, a thread for each lane
-//   that follows the device for the numbers, and a pool of events.
+//   each link of the peer lane has one), a host thread for each copy lane that never takes the GIL, and pools of
+//   events.
 // Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets),
 //   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
 //   wait for an event that has not been recorded.
@@ -31,9 +31,9 @@
 #include "base/errors.h"
 #include "device/cuda_links.h"
 #include "device/cuda_ticket.h"
+#include "device/cuda_times.h"
 #include "device/host_lane.h"
 #include "device/host_memory.h"
-#include "device/lane_follower.h"
 #include "device/lane_ledger.h"
 #include "device/opened_memory.h"
 #include "device/staging_ring.h"
@@ -65,7 +65,7 @@ class CudaBackend final : public Backend {
   Bytes allocated() const override;
   Bytes capacity() const override { return options_.capacity; }
   std::int64_t num_allocations() const override;
-  std::int64_t num_events() const override { return events_->num_created(); }
+  std::int64_t num_events() const override { return events_->num_created() + times_.num_events(); }
 
   std::string register_home(std::byte* memory, Bytes bytes, HomeUse use) override;
   void unregister_home(std::byte* memory) override;
@@ -82,7 +82,16 @@ class CudaBackend final : public Backend {
   void idle() override;
   void close() override;
 
-  LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
+  LaneStats stats(Lane lane) const override {
+    times_.poll();
+    return ledger_.stats(lane);
+  }
+  void begin_counting(OpId first) override { ledger_.begin_counting(first); }
+  LaneStats counted(Lane lane) const override {
+    times_.poll();
+    return ledger_.counted(lane);
+  }
+  void set_update_time(std::shared_ptr<UpdateTime> time) override { ledger_.set_update_time(std::move(time)); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
   bool is_captured(Stream stream) const override;
   bool pins() const override { return true; }
@@ -90,17 +99,15 @@ class CudaBackend final : public Backend {
 
  private:
   struct CopyLane {
-    CopyLane(Lane lane, cuda::CopyKind kind, const CudaDevice& device, const Hostility& hostility, LaneLedger& ledger)
+    CopyLane(Lane lane, cuda::CopyKind kind, const Hostility& hostility)
         : kind(kind),
           delays(hostility, lane),
-          follower(lane, ledger, [device] { device.use_on_own_thread(); }),
           thread(std::string(to_string(lane))) {}
     const cuda::CopyKind kind;
     cuda::StreamHandle stream = nullptr;
     std::unique_ptr<StagingRing> ring;           // Note [Staged home]; made before anything is submitted that needs it
     std::vector<cuda::EventHandle> ring_events;  // by piece
     Delays delays;
-    LaneFollower follower;
     HostLane thread;  // last: it is gone before what it uses
   };
   class RingLink;
@@ -116,15 +123,14 @@ class CudaBackend final : public Backend {
   cuda::Error free_rings();
   cuda::Error close_opened();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
-  LaneFollower& follower_of(Lane lane);
   void hold_compute(cuda::StreamHandle stream, Verb verb);
 
   const CudaBackendOptions options_;
   const CudaDevice device_;
   const std::shared_ptr<EventPool> events_;
   LaneLedger ledger_;
+  mutable CudaTimes times_;
   Delays compute_delays_;
-  LaneFollower compute_follower_, collect_follower_;
   CopyLane fetch_, drain_, peer_;
   CudaLinks links_;
   bool closed_ = false;
@@ -188,13 +194,12 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<cons
     : options_(options),
       device_(std::move(runtime), options.device_index),
       events_(std::make_shared<EventPool>(device_)),
+      times_(device_, ledger_),
       compute_delays_(options.hostility, Lane::compute),
-      compute_follower_(Lane::compute, ledger_, [device = device_] { device.use_on_own_thread(); }),
-      collect_follower_(Lane::collect, ledger_, [device = device_] { device.use_on_own_thread(); }),
-      fetch_(Lane::fetch, cuda::kHostToDevice, device_, options.hostility, ledger_),
-      drain_(Lane::drain, cuda::kDeviceToHost, device_, options.hostility, ledger_),
+      fetch_(Lane::fetch, cuda::kHostToDevice, options.hostility),
+      drain_(Lane::drain, cuda::kDeviceToHost, options.hostility),
       // Not cudaMemcpyDefault, which would take an address of the home for what it is and go through the host.
-      peer_(Lane::peer, cuda::kDeviceToDevice, device_, options.hostility, ledger_),
+      peer_(Lane::peer, cuda::kDeviceToDevice, options.hostility),
       links_(device_, events_) {
   OnDevice on(device_);
   cuda::Error error = cuda::kSuccess;
@@ -472,14 +477,14 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
                       const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket,
                       std::int64_t submitted_ns) {
   device_.use_on_own_thread();
-  FollowedOp op{label, submitted_ns, {}, 0, ticket, transfer.bytes()};
+  TimedOp op{label, submitted_ns, {}, nullptr, nullptr, transfer.bytes()};
   for (const Ticket& wait : waits) {
     lane.thread.await_issued(wait);
-    op.waits.push_back({wait, now_ns()});
+    op.waits.push_back(TimedOp::wait_of(wait));
     hold_back(lane.stream, wait);
   }
   lane.delays.sleep(label.verb);
-  op.begun_ns = now_ns();
+  times_.begin(op, lane.stream);
   if (lane.kind == cuda::kDeviceToDevice) {
     links_.copy(transfer.copies, lane.stream);
   } else {
@@ -489,9 +494,10 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
     device_.check(device_->MemsetAsync(memory, 0xFF, static_cast<std::size_t>(bytes.count), lane.stream),
                   "cudaMemsetAsync", bytes);
   }
+  auto ended = times_.end(std::move(op), lane.stream);
+  times_.poll();
   lane.delays.sleep();
-  lane.follower.follow(std::move(op));
-  ticket->record(lane.stream);  // last: a callback on this thread may release the backend itself
+  ticket->record(lane.stream, std::move(ended));  // last: a callback on this thread may release the backend itself
 }
 
 void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged) {
@@ -531,20 +537,18 @@ static cuda::StreamHandle native(Stream stream) {
   return static_cast<cuda::StreamHandle>(stream == nullptr ? kDefaultStream : stream);
 }
 
-LaneFollower& CudaBackend::follower_of(Lane lane) {
-  return lane == Lane::collect ? collect_follower_ : compute_follower_;
-}
-
 Ticket CudaBackend::open(const OpLabel& label, Bytes bytes) {
-  return std::make_shared<CudaTicket>(label, device_, events_, bytes);
+  auto ticket = std::make_shared<CudaTicket>(label, device_, events_, bytes);
+  times_.open(label);
+  return ticket;
 }
 
 void CudaBackend::give(const Ticket& ticket, Stream stream) {
   CudaTicket& on_device = as_cuda_ticket(ticket);
   try {
     OnDevice on(device_);
-    follower_of(ticket->label.lane).follow({ticket->label, 0, {}, on_device.opened_ns(), ticket, on_device.bytes()});
-    on_device.record(native(stream));
+    auto ended = times_.give(ticket->label, on_device.opened_ns(), on_device.bytes(), native(stream));
+    on_device.record(native(stream), std::move(ended));
   } catch (...) {
     on_device.fail(std::current_exception());  // nobody may wait for ever; the caller hears it too
     throw;
@@ -552,25 +556,28 @@ void CudaBackend::give(const Ticket& ticket, Stream stream) {
 }
 
 void CudaBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
+  times_.give_up(ticket->label);
   as_cuda_ticket(ticket).fail(std::move(error));
 }
 
 void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
   const cuda::StreamHandle waiting = native(stream);
-  FollowedOp op{waiter, now_ns(), {}, 0, nullptr, {}};
+  TimedOp op{waiter, now_ns(), {}, nullptr, nullptr, {}};
   OnDevice on(device_);
   for (const Ticket& ticket : tickets) {
     ticket->wait_issued();
-    op.waits.push_back({ticket, now_ns()});
-    hold_back(waiting, ticket);
+    op.waits.push_back(TimedOp::wait_of(ticket));
   }
-  follower_of(waiter.lane).follow(std::move(op));
+  const auto held_up = times_.pause(waiter, !tickets.empty(), waiting);
+  for (const Ticket& ticket : tickets) hold_back(waiting, ticket);
+  times_.waits(std::move(op));
   if (stream == nullptr) {  // Note [The null stream]: the caller waits too
     for (const Ticket& ticket : tickets) ticket->wait_passed();
     compute_delays_.sleep(waiter.verb);
   } else {
     hold_compute(waiting, waiter.verb);
   }
+  if (held_up) times_.resume(*held_up, waiting);
 }
 
 // The stream is held and not the caller, who runs ahead of it as in real life.
@@ -593,7 +600,17 @@ bool CudaBackend::is_captured(Stream stream) const {
 
 void CudaBackend::idle() {
   for (CopyLane* lane : copy_lanes()) lane->thread.idle();
-  for (CopyLane* lane : copy_lanes()) lane->follower.idle();
+  if (fetch_.thread.is_forked()) return;
+  try {
+    const OnDevice on(device_);
+    for (CopyLane* lane : copy_lanes()) {
+      CudaTicket reached({OpId(), Lane::compute, Verb::user, UnitId()}, device_, events_);
+      reached.record(lane->stream);
+      reached.wait_passed();
+    }
+  } catch (const MachineError&) {  // NOLINT(bugprone-empty-catch): tickets carry what failed
+  }
+  times_.poll();
 }
 
 void CudaBackend::close() {
@@ -611,14 +628,11 @@ void CudaBackend::close() {
   };
   for (CopyLane* lane : copy_lanes()) {
     attempt(device_->StreamSynchronize(lane->stream));
-    lane->follower.idle();
-    lane->follower.close();
   }
+  times_.close();
   attempt(close_opened());
   attempt(links_.close());
   for (CopyLane* lane : copy_lanes()) attempt(device_->StreamDestroy(lane->stream));
-  compute_follower_.close();
-  collect_follower_.close();
   attempt(free_rings());
   events_->close();
   device_.check(first, "closing the lanes");

@@ -28,6 +28,7 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
 enum CaptureStatus : int { kNotCapturing = 0 };
 
 inline constexpr unsigned kStreamNonBlocking = 0x01;
+inline constexpr unsigned kEventDefault = 0x00;  // timed
 inline constexpr unsigned kEventBlockingSync = 0x01;
 inline constexpr unsigned kEventDisableTiming = 0x02;
 inline constexpr unsigned kHostRegisterPortable = 0x01;
@@ -72,6 +73,7 @@ struct IpcHandle {  // cudaIpcMemHandle_t, passed by value
   CALL(Error, EventRecord, (EventHandle event, StreamHandle stream))                                           \
   CALL(Error, EventQuery, (EventHandle event))                                                                 \
   CALL(Error, EventSynchronize, (EventHandle event))                                                           \
+  CALL(Error, EventElapsedTime, (float* milliseconds, EventHandle start, EventHandle end))                     \
   CALL(Error, MemcpyAsync, (void* to, const void* from, std::size_t size, CopyKind kind, StreamHandle stream)) \
   CALL(Error, MemsetAsync, (void* memory, int value, std::size_t size, StreamHandle stream))
 

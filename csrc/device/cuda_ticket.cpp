@@ -9,7 +9,7 @@
 
 namespace noria {
 
-EventPool::EventPool(CudaDevice device) : device_(std::move(device)), pid_(getpid()) {}
+EventPool::EventPool(CudaDevice device, unsigned flags) : device_(std::move(device)), flags_(flags), pid_(getpid()) {}
 
 cuda::EventHandle EventPool::take() {
   const std::lock_guard lock(mutex_);
@@ -20,8 +20,7 @@ cuda::EventHandle EventPool::take() {
   }
   const OnDevice on(device_);
   cuda::EventHandle event = nullptr;
-  device_.check(device_->EventCreateWithFlags(&event, cuda::kEventDisableTiming | cuda::kEventBlockingSync),
-                "cudaEventCreateWithFlags");
+  device_.check(device_->EventCreateWithFlags(&event, flags_), "cudaEventCreateWithFlags");
   ++num_created_;
   return event;
 }
@@ -83,10 +82,11 @@ void CudaTicket::wait_passed() {
   has_passed_ = true;
 }
 
-void CudaTicket::record(cuda::StreamHandle stream) {
+void CudaTicket::record(cuda::StreamHandle stream, std::shared_ptr<TimedPoint> timed) {
   NORIA_INVARIANT(!issued_.passed(), "the ticket of a " + std::string(to_string(label.verb)) + " op was given twice");
   event_ = events_->take();
   device_.check(device_->EventRecord(event_, stream), "cudaEventRecord");
+  timed_ = std::move(timed);
   is_recorded_ = true;
   issued_.pass();
 }

@@ -27,7 +27,7 @@ namespace noria {
 /// earlier record.
 class EventPool {
  public:
-  explicit EventPool(CudaDevice device);
+  explicit EventPool(CudaDevice device, unsigned flags = cuda::kEventDisableTiming | cuda::kEventBlockingSync);
 
   cuda::EventHandle take();
   void give_back(cuda::EventHandle event) noexcept;
@@ -38,12 +38,15 @@ class EventPool {
   void destroy(cuda::EventHandle event) noexcept;
 
   const CudaDevice device_;
+  const unsigned flags_;
   const pid_t pid_;
   mutable std::mutex mutex_;
   std::vector<cuda::EventHandle> idle_;
   std::int64_t num_created_ = 0;
   bool is_closed_ = false;
 };
+
+struct TimedPoint;  // device/cuda_times.h
 
 class CudaTicket final : public TicketState {
  public:
@@ -55,10 +58,13 @@ class CudaTicket final : public TicketState {
   void wait_issued() override { issued_.wait_passed(); }
   void when_issued(std::function<void()> callback) override { issued_.when_done(std::move(callback)); }
 
-  void record(cuda::StreamHandle stream);
+  /// `timed`: when the device comes by, as far as that is measured.
+  void record(cuda::StreamHandle stream, std::shared_ptr<TimedPoint> timed = nullptr);
   void fail(std::exception_ptr error) { issued_.fail(std::move(error)); }
   std::int64_t opened_ns() const { return opened_ns_; }
   Bytes bytes() const { return bytes_; }
+  /// Only after `wait_issued`; none of what has failed.
+  const std::shared_ptr<TimedPoint>& timed() const { return timed_; }
   /// The stream waits. Only after `wait_issued`.
   void hold_back(cuda::StreamHandle stream) const;
 
@@ -67,7 +73,8 @@ class CudaTicket final : public TicketState {
   const Bytes bytes_;
   const std::int64_t opened_ns_;
   const std::shared_ptr<EventPool> events_;
-  cuda::EventHandle event_ = nullptr;  // these two are written before `issued_` passes, and read only after
+  std::shared_ptr<TimedPoint> timed_;
+  cuda::EventHandle event_ = nullptr;  // these three are written before `issued_` passes, and read only after
   bool is_recorded_ = false;
   HostTicket issued_;
   mutable std::atomic<bool> has_passed_ = false;

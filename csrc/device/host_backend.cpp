@@ -235,7 +235,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
 std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns) {
   const auto* host = dynamic_cast<const HostTicket*>(ticket.get());
   const std::int64_t until_ns = host != nullptr ? host->done_ns() : now_ns();
-  if (until_ns > since_ns) ledger_.stalled(waiter.lane, ticket->label.verb, waiter.verb, until_ns - since_ns);
+  if (until_ns > since_ns) ledger_.stalled(waiter, ticket->label.verb, until_ns - since_ns);
   return std::max(since_ns, until_ns);
 }
 
@@ -244,7 +244,7 @@ std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waite
 Ticket HostBackend::open(const OpLabel& label, Bytes bytes) {
   auto ticket = std::make_shared<HostTicket>(label);
   std::lock_guard lock(mutex_);
-  open_[label.op] = {now_ns(), bytes, {}};
+  open_[label.op] = {label, now_ns(), false, bytes, {}};
   return ticket;
 }
 
@@ -278,12 +278,13 @@ void HostBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
 void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
   if (stream == nullptr) {
     std::int64_t since_ns = now_ns();
+    const auto held_up = paused(waiter, since_ns, !tickets.empty());
     for (const Ticket& ticket : tickets) {
       ticket->wait_passed();
       since_ns = stood_until(ticket, waiter, since_ns);
     }
     compute_delays_.sleep(waiter.verb);
-    resumed(waiter, tickets);
+    if (held_up) resumed(*held_up, tickets);
     return;
   }
   ComputeStream& compute = compute_stream(stream);
@@ -293,26 +294,43 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   }
   enqueue(stream, [this, &compute, tickets, waiter] {
     std::int64_t idle_since_ns = now_ns();
+    const auto held_up = paused(waiter, idle_since_ns, !tickets.empty());
     for (const Ticket& ticket : tickets) {
       compute.thread.await_issued(ticket);
       idle_since_ns = stood_until(ticket, waiter, idle_since_ns);
     }
     compute_delays_.sleep(waiter.verb);
-    resumed(waiter, tickets);
+    if (held_up) resumed(*held_up, tickets);
   });
 }
 
-void HostBackend::resumed(const OpLabel& label, const std::vector<Ticket>& waits) {
+// A wait of the compute lane that is no op's holds up the one that is open there.
+std::optional<OpId> HostBackend::paused(const OpLabel& waiter, std::int64_t at_ns, bool has_waits) {
   std::lock_guard lock(mutex_);
-  const auto found = open_.find(label.op);
+  auto found = open_.find(waiter.op);
+  if (!waiter.op.valid() && waiter.lane == Lane::compute) {
+    found = std::ranges::find_if(
+        open_, [](const auto& each) { return each.second.has_begun && each.second.label.lane == Lane::compute; });
+  }
+  if (found == open_.end()) return std::nullopt;
+  OpenOp& op = found->second;
+  if (op.has_begun && !has_waits) return std::nullopt;  // it goes on as it is
+  if (op.has_begun) ledger_.worked_in_part(op.label, op.since_ns, at_ns);
+  return found->first;
+}
+
+void HostBackend::resumed(OpId op, const std::vector<Ticket>& waits) {
+  std::lock_guard lock(mutex_);
+  const auto found = open_.find(op);
   if (found == open_.end()) return;
   found->second.since_ns = now_ns();
-  found->second.waits = ids_of(waits);
+  found->second.has_begun = true;
+  for (OpId wait : ids_of(waits)) found->second.waits.push_back(wait);
 }
 
 void HostBackend::given(const OpLabel& label) {
   const std::int64_t end_ns = now_ns();
-  OpenOp op{end_ns, {}, {}};
+  OpenOp op{label, end_ns, false, {}, {}};
   {
     std::lock_guard lock(mutex_);
     const auto found = open_.find(label.op);

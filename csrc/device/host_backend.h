@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "device/backend.h"
@@ -58,6 +59,9 @@ class HostBackend final : public Backend {
   void close() override;
 
   LaneStats stats(Lane lane) const override { return ledger_.stats(lane); }
+  void begin_counting(OpId first) override { ledger_.begin_counting(first); }
+  LaneStats counted(Lane lane) const override { return ledger_.counted(lane); }
+  void set_update_time(std::shared_ptr<UpdateTime> time) override { ledger_.set_update_time(std::move(time)); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
   bool pins() const override { return false; }
   bool poisons() const override { return options_.hostility.poison; }
@@ -77,7 +81,8 @@ class HostBackend final : public Backend {
   void run(TransferLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<Ticket>& waits,
            std::int64_t submitted_ns);
   std::int64_t stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns);
-  void resumed(const OpLabel& label, const std::vector<Ticket>& waits);
+  std::optional<OpId> paused(const OpLabel& waiter, std::int64_t at_ns, bool has_waits);
+  void resumed(OpId op, const std::vector<Ticket>& waits);
   void given(const OpLabel& label);
 
   const HostBackendOptions options_;
@@ -98,7 +103,9 @@ class HostBackend final : public Backend {
   std::int64_t num_allocations_ = 0;
   std::map<Stream, std::unique_ptr<ComputeStream>> streams_;
   struct OpenOp {
+    OpLabel label;
     std::int64_t since_ns = 0;  // opened, or the end of its waits
+    bool has_begun = false;     // its first waits are over
     Bytes bytes;
     std::vector<OpId> waits;
   };

@@ -6,9 +6,15 @@
 
 namespace noria {
 
-void LaneLedger::stalled(Lane lane, Verb giver, Verb waiter, std::int64_t ns) {
+std::vector<LaneLedger::Row*> LaneLedger::rows_of(const OpLabel& label) {
+  std::vector<Row*> rows{&row(label.lane)};
+  if (first_ && label.op < *first_) rows.push_back(&earlier_[static_cast<std::size_t>(label.lane)]);
+  return rows;
+}
+
+void LaneLedger::stalled(const OpLabel& waiter, Verb giver, std::int64_t ns) {
   std::lock_guard lock(mutex_);
-  rows_[static_cast<std::size_t>(lane)].stalled_ns[{giver, waiter}] += ns;
+  for (Row* row : rows_of(waiter)) row->stalled_ns[{giver, waiter.verb}] += ns;
 }
 
 std::int64_t LaneLedger::Row::busy_until(std::int64_t time_ns) const {
@@ -17,29 +23,37 @@ std::int64_t LaneLedger::Row::busy_until(std::int64_t time_ns) const {
 
 void LaneLedger::works(Lane lane, std::int64_t start_ns, std::int64_t due_ns) {
   std::lock_guard lock(mutex_);
-  Row& row = rows_[static_cast<std::size_t>(lane)];
-  row.start_ns = start_ns;
-  row.due_ns = due_ns;
+  row(lane).start_ns = start_ns;
+  row(lane).due_ns = due_ns;
+  if (update_time_ && lane == Lane::update) update_time_->works(start_ns, due_ns);
 }
 
 void LaneLedger::stopped(Lane lane) {
   std::lock_guard lock(mutex_);
-  rows_[static_cast<std::size_t>(lane)].start_ns.reset();
+  row(lane).start_ns.reset();
+  if (update_time_ && lane == Lane::update) update_time_->stopped();
 }
 
-void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes) {
+void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops) {
   std::lock_guard lock(mutex_);
-  Row& row = rows_[static_cast<std::size_t>(label.lane)];
-  row.start_ns.reset();
+  row(label.lane).start_ns.reset();
   if (label.verb == Verb::probe) return;
-  row.busy_ns += end_ns - start_ns;
-  row.num_ops += 1;
-  row.bytes += bytes;
+  for (Row* row : rows_of(label)) {
+    row->busy_ns += end_ns - start_ns;
+    row->verb_ns[label.verb] += end_ns - start_ns;
+    row->num_ops += num_ops;
+    row->bytes += bytes;
+  }
+  if (update_time_) update_time_->worked(label.lane, label.verb, start_ns, end_ns);
+}
+
+void LaneLedger::worked_in_part(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns) {
+  worked(label, start_ns, end_ns, {}, 0);
 }
 
 void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
-                             std::vector<OpId> waits) {
-  worked(label, start_ns, end_ns, bytes);
+                             std::vector<OpId> waits, int num_ops) {
+  worked(label, start_ns, end_ns, bytes, num_ops);
   if (label.lane == Lane::compute) return;
   std::shared_ptr<Trace> trace;
   {
@@ -56,12 +70,35 @@ void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::i
   trace->add(std::move(span));
 }
 
+LaneStats LaneLedger::Row::stats() const {
+  LaneStats stats{busy_until(now_ns()) / 1000, num_ops, bytes, {}, {}};
+  for (const auto& [verb, ns] : verb_ns) stats.busy_us_by_verb[verb] = ns / 1000;
+  for (const auto& [pair, ns] : stalled_ns) stats.stalled_us[pair] = ns / 1000;
+  return stats;
+}
+
 LaneStats LaneLedger::stats(Lane lane) const {
   std::lock_guard lock(mutex_);
-  const Row& row = rows_[static_cast<std::size_t>(lane)];
-  LaneStats stats{row.busy_until(now_ns()) / 1000, row.num_ops, row.bytes, {}};
-  for (const auto& [pair, ns] : row.stalled_ns) stats.stalled_us[pair] = ns / 1000;
-  return stats;
+  return rows_[static_cast<std::size_t>(lane)].stats();
+}
+
+void LaneLedger::begin_counting(OpId first) {
+  std::lock_guard lock(mutex_);
+  first_ = first;
+  earlier_ = rows_;
+  for (Row& row : earlier_) row.start_ns.reset();
+}
+
+LaneStats LaneLedger::counted(Lane lane) const {
+  std::lock_guard lock(mutex_);
+  Row row = rows_[static_cast<std::size_t>(lane)];
+  const Row& earlier = earlier_[static_cast<std::size_t>(lane)];
+  row.busy_ns -= earlier.busy_ns;
+  row.num_ops -= earlier.num_ops;
+  row.bytes -= earlier.bytes;
+  for (const auto& [verb, ns] : earlier.verb_ns) row.verb_ns[verb] -= ns;
+  for (const auto& [pair, ns] : earlier.stalled_ns) row.stalled_ns[pair] -= ns;
+  return row.stats();
 }
 
 std::int64_t LaneLedger::busy_us(Lane lane) const {
@@ -72,6 +109,11 @@ std::int64_t LaneLedger::busy_us(Lane lane) const {
 void LaneLedger::set_trace(std::shared_ptr<Trace> trace) {
   std::lock_guard lock(mutex_);
   trace_ = std::move(trace);
+}
+
+void LaneLedger::set_update_time(std::shared_ptr<UpdateTime> update_time) {
+  std::lock_guard lock(mutex_);
+  update_time_ = std::move(update_time);
 }
 
 }  // namespace noria

@@ -15,40 +15,56 @@
 
 #include "base/trace.h"
 #include "device/backend.h"
+#include "device/update_time.h"
 
 namespace noria {
 
 class LaneLedger {
  public:
-  /// `lane` stood still for so long because of what `giver` had not done yet.
-  void stalled(Lane lane, Verb giver, Verb waiter, std::int64_t ns);
+  /// The waiter's lane stood still for so long because of what `giver` had not done yet.
+  void stalled(const OpLabel& waiter, Verb giver, std::int64_t ns);
   /// The op that `lane` works on since `start_ns`: its share is in `stats` and `busy_us` from now on, up to `due_ns`
   /// once that is known. It ends with `worked` (by a `due_ns`, if any was told), or with `stopped`, which counts
   /// nothing.
   void works(Lane lane, std::int64_t start_ns, std::int64_t due_ns = std::numeric_limits<std::int64_t>::max());
   void stopped(Lane lane);
-  void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes);
+  void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops = 1);
   /// `worked`, and a span in the trace, but for an op of the compute lane, whose spans are the caller's.
   void transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
-                   std::vector<OpId> waits);
+                   std::vector<OpId> waits, int num_ops = 1);
+  /// Of an op that was held up in the middle, and whose rest comes with `worked` or `transferred`.
+  void worked_in_part(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns);
 
   LaneStats stats(Lane lane) const;
+  /// Of the ops from `first` on, which comes next.
+  void begin_counting(OpId first);
+  LaneStats counted(Lane lane) const;
   std::int64_t busy_us(Lane lane) const;
   void set_trace(std::shared_ptr<Trace> trace);
+  void set_update_time(std::shared_ptr<UpdateTime> update_time);
 
  private:
   struct Row {
     std::int64_t busy_until(std::int64_t time_ns) const;
+    LaneStats stats() const;
 
-    std::int64_t busy_ns = 0;  // of ops that are done
+    std::int64_t busy_ns = 0;              // of ops that are done
+    std::map<Verb, std::int64_t> verb_ns;  // the same by verb
     std::optional<std::int64_t> start_ns;
     std::int64_t due_ns = 0;
     std::int64_t num_ops = 0;
     Bytes bytes;
     std::map<std::pair<Verb, Verb>, std::int64_t> stalled_ns;
   };
+  Row& row(Lane lane) { return rows_[static_cast<std::size_t>(lane)]; }
+  /// The rows that an op belongs to.
+  std::vector<Row*> rows_of(const OpLabel& label);
+
   mutable std::mutex mutex_;
   std::array<Row, kNumLanes> rows_;
+  std::array<Row, kNumLanes> earlier_;  // the same, of ops before the first one that counts
+  std::optional<OpId> first_;
+  std::shared_ptr<UpdateTime> update_time_;
   std::shared_ptr<Trace> trace_;
 };
 

@@ -47,6 +47,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       early_(units_.size()),
       moved_(units_.size(), false),
       committed_(units_.size()) {
+  backend_->set_update_time(update_time_);
+  if (optimizer_) optimizer_->set_update_time(update_time_);
   if (options_.saves) saver_.emplace(issuer_, *backend_, custodian_, options_.saved_room);
   if (!options_.ring) return;
   in_backward_.emplace();
@@ -101,7 +103,6 @@ void Engine::expect(const Signature& signature) {
   if (saver_) saver_->begin_pass(*phase_, signature.grad_enabled);
   if (collector_) collector_->turn(signature.phase);
   if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
-  now_lies_behind(*phase_ == Phase::forward ? Behind::forward : Behind::backward);
   const auto expected = book_.begin(signature);
   if (signature.phase == Phase::backward) {
     if (in_backward_) begin_updating(expected);
@@ -258,7 +259,6 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   if (saver_) {
-    const Standstill standstill(*this);  // it waits where what leaves is late
     for (const Access& read : saver_->enter(visit.hook, visit.phase, planned.unit, *stream_)) {
       open.op.accesses.push_back(read);
     }
@@ -279,12 +279,9 @@ void Engine::await_in_visit(Stream stream) {
   OpenVisit& open = *visit_;
   const std::int64_t before = clock_us();
   for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
-  const Standstill standstill(*this);
   backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
   open.waits.clear();
-  const std::int64_t waited_us = clock_us() - before;
-  count_.stall_us += waited_us;
-  if (open.opened_us != 0) count_.visit_us -= waited_us;
+  count_.stall_us += clock_us() - before;
 }
 
 void Engine::enter_visit(Stream stream) {
@@ -306,7 +303,6 @@ void Engine::close_visit(Stream stream, Visiting visiting) {
   visit_.reset();
   backend_->give(open.ticket, stream);
   const std::int64_t now = clock_us();
-  if (open.opened_us != 0) count_.visit_us += now - open.opened_us;
   if (trace_ && open.opened_us != 0) {
     Span span;
     span.op = open.op.id;
@@ -455,7 +451,6 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   if (phase_ == Phase::backward) sum_rest(stream);
   const Phase phase = *phase_;
   phase_.reset();
-  now_lies_behind(Behind::nothing);
   const ItineraryId itinerary = book_.end();
   for (ItineraryId forgotten : book_.take_forgotten()) {
     is_last_.erase(forgotten);
@@ -478,13 +473,11 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
   const Bytes brought = drainer_.brought() - count_.brought_before;
   if (phase == Phase::forward) {
     last_forward_ = itinerary;
-    sums_.forward_us += count_.visit_us;
     sums_.forward_stall_us += count_.stall_us;
     sums_.forward_fetched += fetched;
     if (in_backward_ && stats.signature.grad_enabled) note_visits(itinerary);
     return {};
   }
-  sums_.backward_us += count_.visit_us;
   sums_.backward_stall_us += count_.stall_us;
   sums_.backward_fetched += fetched + brought;
   sums_.drained += drainer_.drained() - count_.drained_before;
@@ -513,7 +506,6 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
 
 void Engine::finish_user_op(Op op, Stream stream, const std::function<void()>& act) {
   NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
-  const Standstill standstill(*this);
   issuer_.pass(std::move(op), stream, act);
 }
 
@@ -546,7 +538,6 @@ void Engine::reset_unlocked(Stream stream) {
   following_ = {};
   drop_prepared();
   phase_.reset();
-  now_lies_behind(Behind::nothing);
   if (in_backward_ && was_backward) abandon_updating();
   if (shows_gradients()) land(landed, stream);  // what had come before the error is the user's to read and edit
 }
@@ -638,9 +629,7 @@ void Engine::await_saved(SavedId saved, Stream stream) {
                      "a backward that needs what has been moved to the home, which is gone", "call backward() first");
   }
   saver_->await(saved, stream);
-  const std::int64_t waited_us = saver_->take_waited_us();
-  count_.stall_us += waited_us;
-  if (visit_ && visit_->opened_us != 0) count_.visit_us -= waited_us;  // of the visit that goes on
+  count_.stall_us += saver_->take_waited_us();
 }
 
 void Engine::forget_saved(const std::vector<SavedId>& saved) {

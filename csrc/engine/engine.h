@@ -51,10 +51,10 @@
 // it waits for it. On the launching thread (kernel="torch") it is issued when somebody needs what it reads or writes:
 // `settle`. Either way the unit's version rises at `step`, so no device copy of it is taken for current.
 //
-// Note [Hidden updates]. Time in which updates run lies behind a pass while that pass is open and nothing holds up its
-// compute lane. It is exposed while the launching thread waits here, for whatever reason, or updates by itself, and
-// while no pass is open: in `step`, and in what the loop does between passes. All this is the host's clock, and so true
-// only where the host computes.
+// Note [Hidden updates]. Time in which updates run lies behind a pass while the compute lane is at one of its visits.
+// It is exposed while that lane waits, for whatever reason, and outside of passes: in `step`, and in what the loop does
+// between them. What the lane does is known from its own clock (device/cuda_times.h), what it has done last of a device
+// a little later.
 #pragma once
 
 #include <cstdint>
@@ -70,6 +70,7 @@
 
 #include "base/trace.h"
 #include "device/backend.h"
+#include "device/update_time.h"
 #include "engine/collector.h"
 #include "engine/custodian.h"
 #include "engine/drainer.h"
@@ -77,7 +78,6 @@
 #include "engine/issuer.h"
 #include "engine/saver.h"
 #include "engine/unit.h"
-#include "engine/update_time.h"
 #include "optim/host_optimizer.h"
 #include "plan/itinerary.h"
 #include "store/gradient_ring.h"
@@ -111,9 +111,11 @@ struct PassStats {
 struct StepSums {
   std::int64_t num_steps = 0;
   std::int64_t wall_us = 0;
-  std::int64_t forward_us = 0, backward_us = 0;  // inside visits; host clock
+  std::int64_t forward_us = 0, backward_us = 0;  // inside visits; by the clock of who computes
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
   Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: got from other ranks, to be summed
+  Bytes copied;                                               // between home and device, both ways, of whatever kind
+  Bytes updated;                                              // read and written by the pool
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0, peer_us = 0;
   std::int64_t forward_collect_us = 0, backward_collect_us = 0;
   std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
@@ -317,7 +319,7 @@ class Engine {
     Bytes first_fetched;
     std::optional<std::int64_t> planned;
     std::int64_t unplanned_visits = 0;
-    std::int64_t visit_us = 0, stall_us = 0;
+    std::int64_t stall_us = 0;
     Bytes drained_before, brought_before, reduced_before;
   };
 
@@ -353,19 +355,6 @@ class Engine {
     };
     std::vector<Sums> sums;  // of the last update; where ranks share the home
     std::vector<Updated> unclaimed;
-  };
-
-  /// While it lives the compute lane stands still; see Note [Hidden updates].
-  class Standstill {
-   public:
-    explicit Standstill(Engine& engine) : engine_(engine), before_(engine.now_lies_behind(Behind::nothing)) {}
-    ~Standstill() { engine_.now_lies_behind(before_); }
-    Standstill(const Standstill&) = delete;  // a scope
-    Standstill& operator=(const Standstill&) = delete;
-
-   private:
-    Engine& engine_;
-    const Behind before_;
   };
 
   // Everything a plan depends on beyond the units: itinerary, position in it, successor, update before that, residents.
@@ -426,9 +415,7 @@ class Engine {
   void refuse_torn() const;
   /// p.grad shows what is held: the user's loop may read and edit it.
   bool shows_gradients() const { return !in_backward_ && !options_.lane; }
-  Behind now_lies_behind(Behind next);
   std::int64_t update_us() const;
-  StepSums sums_so_far() const;
   EngineUnit& unit_of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
 
   const EngineOptions options_;
@@ -482,8 +469,15 @@ class Engine {
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;
   StepSums sums_;
-  UpdateTime update_time_;
-  std::optional<StepSums> first_step_;  // `sums_so_far` when it ended
+  const std::shared_ptr<UpdateTime> update_time_ = std::make_shared<UpdateTime>();
+  struct FirstStep {  // when it ended
+    StepSums sums;
+    SavedStats saved;
+    Bytes drained;
+    std::int64_t update_us = 0;
+    Bytes updated;
+  };
+  std::optional<FirstStep> first_step_;
   std::int64_t last_step_us_ = 0;
   LaneStats launching_updates_;
   std::shared_ptr<Trace> trace_;

@@ -1,9 +1,12 @@
 // The part of the engine that deals with updates and with the home as seen from outside; see engine.h, Note [Updates].
 #include <algorithm>
 #include <exception>
+#include <tuple>
+#include <utility>
 
 #include "base/errors.h"
 #include "device/host_ticket.h"
+#include "device/timing.h"
 #include "engine/engine.h"
 
 namespace noria {
@@ -72,7 +75,6 @@ void Engine::defer_update(UnitId unit) {
 void Engine::settle(UnitId unit) {
   const std::lock_guard lock(mutex_);
   if (!pending_[static_cast<std::size_t>(unit.value)]) return;
-  const Standstill standstill(*this);
   Op op = update_op(unit);
   auto begun = issuer_.begin(op);
   const auto ticket = std::make_shared<HostTicket>(begun.label);
@@ -80,10 +82,11 @@ void Engine::settle(UnitId unit) {
   const std::int64_t asked_us = clock_us();
   try {
     wait_for_all(begun.waits);  // who waits for this op alone must be able to count on every one
-    const std::int64_t start_us = clock_us();
+    const std::int64_t start_us = clock_us(), start_ns = now_ns();
     pending_[static_cast<std::size_t>(unit.value)] = false;  // before: the update itself may look at the home
     custodian_.update(unit);
     const std::int64_t end_us = clock_us();
+    update_time_->worked(Lane::update, Verb::update, start_ns, now_ns());
     launching_updates_.busy_us += end_us - start_us;
     ++launching_updates_.num_ops;
     launching_updates_.bytes += facts_[static_cast<std::size_t>(unit.value)].weights;
@@ -135,7 +138,12 @@ void Engine::end_step(bool blocking) {
   const bool none_pending = std::none_of(pending_.begin(), pending_.end(), [](bool pending) { return pending; });
   if (options_.prefetch_at_step && none_pending && !is_uneven_) prepare_next_forward();
   const std::int64_t now = clock_us();
-  if (!first_step_) first_step_ = sums_so_far();
+  if (!first_step_) {
+    first_step_ = {sums_, saver_ ? saver_->stats() : SavedStats{}, drainer_.drained(), update_us(),
+                   optimizer_ ? optimizer_->stats().bytes : Bytes{}};
+    update_time_->begin_counting(now_ns());
+    backend_->begin_counting(issuer_.next_op());
+  }
   if (last_step_us_ != 0) {
     ++sums_.num_steps;
     sums_.wall_us += now - last_step_us_;
@@ -207,7 +215,6 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   // Always a write of the state: ops of one unit on the update lane form a chain.
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
-  const Standstill standstill(*this);
   // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
@@ -255,69 +262,67 @@ void Engine::write_held(UnitId unit, Stream stream) {
   if (failure) std::rethrow_exception(failure);
 }
 
-Behind Engine::now_lies_behind(Behind next) { return update_time_.goes_on(next, update_us()); }
-
 std::int64_t Engine::update_us() const { return launching_updates_.busy_us + (optimizer_ ? optimizer_->busy_us() : 0); }
 
+namespace {
+
+std::int64_t busy_us(const LaneStats& stats, Verb verb) {
+  const auto found = stats.busy_us_by_verb.find(verb);
+  return found == stats.busy_us_by_verb.end() ? 0 : found->second;
+}
+
+/// A lane counts its time as a whole; bytes say how to share it.
+std::pair<std::int64_t, std::int64_t> shared(const LaneStats& lane, Bytes one, Bytes other) {
+  const Bytes all = one + other;
+  if (all == Bytes{0}) return {0, 0};
+  const double per_byte = static_cast<double>(lane.busy_us) / static_cast<double>(all.count);
+  return {static_cast<std::int64_t>(per_byte * static_cast<double>(one.count)),
+          static_cast<std::int64_t>(per_byte * static_cast<double>(other.count))};
+}
+
+}  // namespace
+
 std::int64_t Engine::compute_us() const {
-  const std::lock_guard lock(mutex_);
-  return sums_.forward_us + sums_.backward_us;
+  const LaneStats compute = backend_->stats(Lane::compute);
+  return busy_us(compute, Verb::forward) + busy_us(compute, Verb::backward);
 }
 
 StepSums Engine::step_sums() const {
   const std::lock_guard lock(mutex_);
-  StepSums sums = sums_so_far();
-  if (!first_step_) return sums;
-  const StepSums& first = *first_step_;
-  sums.forward_us -= first.forward_us;
-  sums.backward_us -= first.backward_us;
-  sums.forward_stall_us -= first.forward_stall_us;
-  sums.backward_stall_us -= first.backward_stall_us;
-  sums.forward_fetched -= first.forward_fetched;
-  sums.backward_fetched -= first.backward_fetched;
-  sums.drained -= first.drained;
-  sums.reduced -= first.reduced;
-  sums.forward_fetch_us -= first.forward_fetch_us;
-  sums.backward_fetch_us -= first.backward_fetch_us;
-  sums.drain_us -= first.drain_us;
-  sums.offload_us -= first.offload_us;
-  sums.peer_us -= first.peer_us;
-  sums.forward_collect_us -= first.forward_collect_us;
-  sums.backward_collect_us -= first.backward_collect_us;
-  sums.update_us -= first.update_us;
-  sums.update_behind_forward_us -= first.update_behind_forward_us;
-  sums.update_behind_backward_us -= first.update_behind_backward_us;
-  sums.update_exposed_us -= first.update_exposed_us;
-  return sums;
-}
-
-StepSums Engine::sums_so_far() const {
+  const FirstStep first = first_step_.value_or(FirstStep{});
+  const auto lane = [&](Lane which) { return first_step_ ? backend_->counted(which) : backend_->stats(which); };
   StepSums sums = sums_;
-  // A lane counts its time as a whole; bytes say how to share it.
-  const auto share = [this](Lane lane, Bytes of_forward, Bytes of_backward) -> std::pair<std::int64_t, std::int64_t> {
-    const Bytes all = of_forward + of_backward;
-    if (all == Bytes{0}) return {0, 0};
-    const double per_byte = static_cast<double>(backend_->stats(lane).busy_us) / static_cast<double>(all.count);
-    return {static_cast<std::int64_t>(per_byte * static_cast<double>(of_forward.count)),
-            static_cast<std::int64_t>(per_byte * static_cast<double>(of_backward.count))};
-  };
+  sums.forward_stall_us -= first.sums.forward_stall_us;
+  sums.backward_stall_us -= first.sums.backward_stall_us;
+  sums.forward_fetched -= first.sums.forward_fetched;
+  sums.backward_fetched -= first.sums.backward_fetched;
+  sums.drained -= first.sums.drained;
+  sums.reduced -= first.sums.reduced;
+
+  const LaneStats compute = lane(Lane::compute);
+  sums.forward_us = busy_us(compute, Verb::forward);
+  sums.backward_us = busy_us(compute, Verb::backward);
   const SavedStats saved = saver_ ? saver_->stats() : SavedStats{};
+  const Bytes reloaded =
+      (saved.reloaded - saved.reloaded_from_peers) - (first.saved.reloaded - first.saved.reloaded_from_peers);
+  const Bytes offloaded =
+      (saved.offloaded - saved.offloaded_to_peers) - (first.saved.offloaded - first.saved.offloaded_to_peers);
   std::tie(sums.forward_fetch_us, sums.backward_fetch_us) =
-      share(Lane::fetch, sums.forward_fetched, sums.backward_fetched + saved.reloaded - saved.reloaded_from_peers);
-  std::tie(sums.offload_us, sums.drain_us) =
-      share(Lane::drain, saved.offloaded - saved.offloaded_to_peers, drainer_.drained());
-  sums.peer_us = backend_->stats(Lane::peer).busy_us;
+      shared(lane(Lane::fetch), sums.forward_fetched, sums.backward_fetched + reloaded);
+  std::tie(sums.offload_us, sums.drain_us) = shared(lane(Lane::drain), offloaded, drainer_.drained() - first.drained);
+  sums.peer_us = lane(Lane::peer).busy_us;
+  sums.copied = lane(Lane::fetch).bytes + lane(Lane::drain).bytes;
+  if (optimizer_) sums.updated = optimizer_->stats().bytes - first.updated;
   if (options_.lane) {
     const std::int64_t others = options_.lane->shards().size - 1;
     std::tie(sums.forward_collect_us, sums.backward_collect_us) =
-        share(Lane::collect, sums.forward_fetched * others, sums.backward_fetched * others + sums.reduced);
+        shared(lane(Lane::collect), sums.forward_fetched * others, sums.backward_fetched * others + sums.reduced);
   }
-  UpdateTime now = update_time_;
-  now.goes_on(now.now(), update_us());
-  sums.update_behind_forward_us = now.forward_us();
-  sums.update_behind_backward_us = now.backward_us();
-  sums.update_exposed_us = now.exposed_us();
-  sums.update_us = now.forward_us() + now.backward_us() + now.exposed_us();
+  const UpdateTime::Behind behind = update_time_->behind();
+  sums.update_us = update_us() - first.update_us;
+  sums.update_behind_forward_us = std::min(behind.forward_us, sums.update_us);
+  sums.update_behind_backward_us = std::min(behind.backward_us, sums.update_us - sums.update_behind_forward_us);
+  sums.update_exposed_us = sums.update_us - sums.update_behind_forward_us - sums.update_behind_backward_us;
   return sums;
 }
 

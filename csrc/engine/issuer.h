@@ -51,6 +51,9 @@ class Issuer {
   Version next_version(BufferId buffer);
   void set_version(BufferId buffer, Version version);
 
+  /// What the next op will be named.
+  OpId next_op() const { return OpId(next_id_); }
+
   BufferTable& buffers() { return buffers_; }
   Hazards& hazards() { return hazards_; }
   std::size_t num_remembered() const { return hazards_.num_remembered() + tickets_.size(); }

@@ -167,7 +167,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   }
   if (!was_ready && !waited_on.empty()) {
     const std::int64_t since_ns = std::max(idle_since_ns, update.submitted_ns);
-    ledger.stalled(Lane::update, update.last_giver, update.label.verb, std::max<std::int64_t>(0, now_ns() - since_ns));
+    ledger.stalled(update.label, update.last_giver, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
   if (update.job.sums) update.job.sums->assign(update.job.pieces.size(), 0.0);
@@ -349,6 +349,10 @@ void HostOptimizer::close() {
 std::int64_t HostOptimizer::busy_us() const { return state_->ledger.busy_us(Lane::update); }
 
 LaneStats HostOptimizer::stats() const { return state_->ledger.stats(Lane::update); }
+
+void HostOptimizer::set_update_time(std::shared_ptr<UpdateTime> update_time) {
+  state_->ledger.set_update_time(std::move(update_time));
+}
 
 void HostOptimizer::set_trace(std::shared_ptr<Trace> trace) { state_->ledger.set_trace(std::move(trace)); }
 

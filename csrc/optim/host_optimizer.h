@@ -68,6 +68,8 @@ class HostOptimizer {
   /// As in `stats`, with the share of the job that runs now; falls only when that job fails.
   std::int64_t busy_us() const;
   void set_trace(std::shared_ptr<Trace> trace);
+  /// Told when updates run, from now on.
+  void set_update_time(std::shared_ptr<UpdateTime> update_time);
   int num_threads() const;
 
  private:

@@ -38,7 +38,7 @@ class _Seen:
 
     times_fetched: list[int]  # by unit
     wall_us: float
-    stalled_us: float  # what compute has waited for fetches, by the host's clock
+    stalled_us: float  # what compute has waited for fetches
     home_us: float  # of the lane that fetches from there
     home_bytes: int
     peer_us: float
@@ -120,8 +120,7 @@ class PeerCopies:
             self.wrapped.lending.stop_wanting()
 
     def _is_held_up(self, step: _Seen) -> bool:
-        # Elsewhere nobody knows: the clock of the device is not the host's.
-        return self.wrapped.device.type != "cpu" or step.stalled_us >= _SUBSTANTIAL * step.wall_us
+        return step.stalled_us >= _SUBSTANTIAL * step.wall_us
 
     def _choose(self, step: _Seen) -> list[int]:
         units = [(unit.weights, count) for unit, count in zip(self.wrapped.units, step.times_fetched, strict=True)]

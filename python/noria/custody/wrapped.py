@@ -220,6 +220,7 @@ class Wrapped:
 
     def write_trace(self) -> None:
         if self.trace is not None and self.policy.trace is not None:
+            self.backend.stats("fetch")  # looks up what the device has done by now, and adds it to the trace
             path = os.fspath(self.policy.trace)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(self.trace.chrome_json([unit.name for unit in self.units]))

@@ -17,7 +17,7 @@
 #include "device/host_lane.h"
 #include "device/host_memory.h"
 #include "device/host_ticket.h"
-#include "device/lane_follower.h"
+#include "device/lane_ledger.h"
 #include "device/timing.h"
 
 namespace noria {
@@ -367,48 +367,6 @@ TEST(HostBackendTest, stats_and_spans_are_there_when_the_ticket_has_passed) {
     EXPECT_EQ(trace->spans().size(), static_cast<std::size_t>(i));
   }
   backend.free(memory);
-}
-
-/// Says when somebody has begun to wait for it.
-class WatchedTicket final : public TicketState {
- public:
-  using TicketState::TicketState;
-  bool passed() const override { return false; }
-  void wait_passed() override {
-    entered.set_value();
-    given.get_future().wait();
-  }
-  void wait_issued() override {}
-  void when_issued(std::function<void()> callback) override { callback(); }
-  std::promise<void> entered, given;
-};
-
-TEST(LaneFollowerTest, writes_down_stalls_and_spans_behind_the_lane) {
-  LaneLedger ledger;
-  LaneFollower follower(Lane::drain, ledger, [] {});
-  auto giver = std::make_shared<WatchedTicket>(label(Lane::compute, Verb::backward, 1));
-  auto sealed = std::make_shared<HostTicket>(kUpdate);
-  auto own = std::make_shared<HostTicket>(label(Lane::drain, Verb::drain, 2));
-  sealed->pass();
-  own->pass();
-  const std::int64_t told_ns = now_ns();
-  // The first wait is passed, and was seen issued 3 us after the lane was told; the second is seen to block.
-  follower.follow({own->label, told_ns, {{sealed, told_ns + 3000}, {giver, told_ns}}, told_ns, own, kSize});
-  giver->entered.get_future().wait();
-  sleep_until_ns(told_ns + 10'000);  // the stall to see: from 3 us to 10 us after, or longer
-  giver->given.set_value();
-  follower.idle();
-  const LaneStats stats = ledger.stats(Lane::drain);
-  EXPECT_EQ(stats.num_ops, 1);
-  EXPECT_EQ(stats.bytes, kSize);
-  ASSERT_EQ(stats.stalled_us.size(), 2u);
-  EXPECT_EQ(stats.stalled_us.at({Verb::update, Verb::drain}), 3);
-  EXPECT_GE(stats.stalled_us.at({Verb::backward, Verb::drain}), 7);
-  auto failed = std::make_shared<HostTicket>(kDrain);
-  failed->fail(reason("lost"));
-  follower.follow({kDrain, told_ns, {}, told_ns, failed, kSize});
-  follower.idle();
-  EXPECT_EQ(ledger.stats(Lane::drain).num_ops, 1);
 }
 
 }  // namespace

@@ -58,6 +58,9 @@ class Registry final : public Backend {
   void idle() override {}
   void close() override {}
   LaneStats stats(Lane) const override { return {}; }
+  void begin_counting(OpId) override {}
+  LaneStats counted(Lane) const override { return {}; }
+  void set_update_time(std::shared_ptr<UpdateTime>) override {}
   void set_trace(std::shared_ptr<Trace>) override {}
   bool pins() const override { return true; }
   bool poisons() const override { return false; }

@@ -1,0 +1,228 @@
+#include "device/cuda_times.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <unistd.h>
+
+#include "device/host_ticket.h"
+#include "device/timing.h"
+
+namespace noria {
+namespace {
+
+constexpr std::int64_t kAnchorLasts_ns = 1'000'000'000;
+
+}  // namespace
+
+TimedPoint::TimedPoint(std::shared_ptr<EventPool> pool, std::int64_t asked)
+    : events(std::move(pool)),
+      asked_ns(asked) {}
+
+TimedPoint::~TimedPoint() { give_back(); }
+
+void TimedPoint::give_back() noexcept {
+  if (cuda::EventHandle given = std::exchange(event, nullptr); given != nullptr) events->give_back(given);
+}
+
+TimedOp::Wait TimedOp::wait_of(const Ticket& issued) {
+  if (const auto* on_device = dynamic_cast<const CudaTicket*>(issued.get())) {
+    return {issued->label, now_ns(), on_device->timed()};
+  }
+  const auto* on_host = dynamic_cast<const HostTicket*>(issued.get());
+  return {issued->label, on_host != nullptr ? on_host->done_ns() : now_ns(), nullptr};
+}
+
+CudaTimes::CudaTimes(CudaDevice device, LaneLedger& ledger)
+    : device_(std::move(device)),
+      pid_(getpid()),
+      events_(std::make_shared<EventPool>(device_, cuda::kEventDefault)),
+      ledger_(ledger) {}
+
+// ---- events in streams ----
+
+TimedPointPtr CudaTimes::mark(cuda::StreamHandle stream) {
+  auto point = std::make_shared<TimedPoint>(events_, 0);
+  point->event = events_->take();
+  point->asked_ns = now_ns();
+  device_.check(device_->EventRecord(point->event, stream), "cudaEventRecord");
+  return point;
+}
+
+bool CudaTimes::has_room(Lane lane) {
+  const std::lock_guard lock(mutex_);
+  if (in_flight(lane).ops.size() < kMostInFlight) return true;
+  poll_locked();
+  return in_flight(lane).ops.size() < kMostInFlight;
+}
+
+void CudaTimes::waits(TimedOp op) {
+  if (op.waits.empty() || !has_room(op.label.lane)) return;
+  const std::lock_guard lock(mutex_);
+  in_flight(op.label.lane).ops.push_back(std::move(op));
+}
+
+void CudaTimes::begin(TimedOp& op, cuda::StreamHandle stream) {
+  if (has_room(op.label.lane)) op.begin = mark(stream);
+}
+
+TimedPointPtr CudaTimes::end(TimedOp op, cuda::StreamHandle stream) {
+  if (!has_room(op.label.lane)) {
+    const std::lock_guard lock(mutex_);
+    TimedOp& newest = in_flight(op.label.lane).ops.back();
+    if (newest.end && !newest.end->reached_ns) {
+      device_.check(device_->EventRecord(newest.end->event, stream), "cudaEventRecord");
+      newest.bytes += op.bytes;
+      newest.num_ops += op.num_ops;
+      return newest.end;
+    }
+  }
+  op.end = mark(stream);
+  TimedPointPtr end = op.end;
+  const std::lock_guard lock(mutex_);
+  in_flight(op.label.lane).ops.push_back(std::move(op));
+  return end;
+}
+
+// ---- ops that callers give ----
+
+void CudaTimes::open(const OpLabel& label) {
+  if (!label.op.valid()) return;
+  const std::lock_guard lock(mutex_);
+  open_[label.op] = {label, nullptr};
+}
+
+CudaTimes::Open* CudaTimes::find_open(const OpLabel& waiter) {
+  if (waiter.op.valid()) {
+    const auto found = open_.find(waiter.op);
+    return found == open_.end() ? nullptr : &found->second;
+  }
+  if (waiter.lane != Lane::compute) return nullptr;
+  for (auto& [op, open] : open_) {
+    if (open.label.lane == Lane::compute && open.begin) return &open;
+  }
+  return nullptr;
+}
+
+std::optional<OpId> CudaTimes::pause(const OpLabel& waiter, bool has_waits, cuda::StreamHandle stream) {
+  TimedOp part;
+  {
+    const std::lock_guard lock(mutex_);
+    Open* const open = find_open(waiter);
+    if (open == nullptr) return std::nullopt;
+    if (!open->begin) return open->label.op;
+    if (!has_waits) return std::nullopt;  // it goes on as it is
+    part.label = open->label;
+    part.begin = std::exchange(open->begin, nullptr);
+  }
+  part.num_ops = 0;
+  const OpId op = part.label.op;
+  end(std::move(part), stream);
+  return op;
+}
+
+void CudaTimes::resume(OpId op, cuda::StreamHandle stream) {
+  TimedPointPtr begin = mark(stream);
+  const std::lock_guard lock(mutex_);
+  if (const auto found = open_.find(op); found != open_.end()) found->second.begin = std::move(begin);
+}
+
+TimedPointPtr CudaTimes::give(const OpLabel& label, std::int64_t opened_ns, Bytes bytes, cuda::StreamHandle stream) {
+  TimedOp op{label, opened_ns, {}, nullptr, nullptr, bytes};
+  {
+    const std::lock_guard lock(mutex_);
+    if (auto found = open_.extract(label.op)) op.begin = std::move(found.mapped().begin);
+  }
+  return end(std::move(op), stream);
+}
+
+void CudaTimes::give_up(const OpLabel& label) {
+  const std::lock_guard lock(mutex_);
+  open_.erase(label.op);
+}
+
+// ---- times ----
+
+std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
+  if (point->reached_ns) return point->reached_ns;
+  const bool is_first = !anchor_;
+  float elapsed_ms = 0;
+  const cuda::Error error =
+      device_->EventElapsedTime(&elapsed_ms, is_first ? point->event : anchor_->event, point->event);
+  if (error != cuda::kSuccess) device_.forget_error();
+  if (error == cuda::kNotReady) return std::nullopt;
+  if (error != cuda::kSuccess) {  // a broken device: whoever waits for the op hears of it
+    point->reached_ns = point->asked_ns;
+    return point->reached_ns;
+  }
+  if (is_first) anchor_ns_ = point->asked_ns;
+  const auto elapsed_ns = static_cast<std::int64_t>(std::llround(static_cast<double>(elapsed_ms) * 1e6));
+  const std::int64_t counted_ns = anchor_ns_ + elapsed_ns;
+  const std::int64_t reached_ns = std::clamp(counted_ns, point->asked_ns, std::max(point->asked_ns, now_ns()));
+  anchor_ns_ += reached_ns - counted_ns;
+  point->reached_ns = reached_ns;
+  if (is_first || elapsed_ns > kAnchorLasts_ns) {
+    anchor_ = point;
+    anchor_ns_ = reached_ns;
+  } else {
+    point->give_back();
+  }
+  return point->reached_ns;
+}
+
+/// False if the device is not so far.
+bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
+  // In the order in which they were reached, so that what moves the anchor does not turn it around.
+  for (const TimedOp::Wait& wait : op.waits) {
+    if (wait.passed && wait.passed->events == events_ && !time_of(wait.passed)) return false;
+  }
+  const std::optional<std::int64_t> begun_ns = op.begin ? time_of(op.begin) : std::nullopt;
+  const std::optional<std::int64_t> ended_ns = op.end ? time_of(op.end) : std::nullopt;
+  if (op.end && !ended_ns) return false;
+  std::int64_t free_ns = std::max(lane.free_ns, op.told_ns);
+  for (const TimedOp::Wait& wait : op.waits) {
+    const bool is_ours = wait.passed && wait.passed->events == events_;
+    const std::int64_t passed_ns = is_ours ? *wait.passed->reached_ns : wait.seen_ns;
+    if (passed_ns > free_ns) ledger_.stalled(op.label, wait.giver.verb, passed_ns - free_ns);
+    free_ns = std::max(free_ns, passed_ns);
+    lane.waited.push_back(wait.giver.op);
+  }
+  lane.free_ns = free_ns;
+  if (!op.end) return true;
+  const std::int64_t start_ns = std::min(begun_ns.value_or(free_ns), *ended_ns);
+  if (op.num_ops == 0) {
+    ledger_.worked_in_part(op.label, start_ns, *ended_ns);
+  } else {
+    ledger_.transferred(op.label, start_ns, *ended_ns, op.bytes, std::exchange(lane.waited, {}), op.num_ops);
+  }
+  lane.free_ns = std::max(free_ns, *ended_ns);
+  return true;
+}
+
+void CudaTimes::poll_locked() {
+  const OnDevice on(device_);
+  for (InFlight& lane : lanes_) {
+    while (!lane.ops.empty() && settle(lane, lane.ops.front())) lane.ops.pop_front();
+  }
+}
+
+void CudaTimes::poll() noexcept {
+  if (getpid() != pid_) return;  // a forked child must not touch CUDA
+  try {
+    const std::lock_guard lock(mutex_);
+    poll_locked();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): numbers come later, or not at all
+  }
+}
+
+void CudaTimes::close() noexcept {
+  poll();
+  const std::lock_guard lock(mutex_);
+  for (InFlight& lane : lanes_) lane.ops.clear();
+  open_.clear();
+  anchor_.reset();
+  events_->close();
+}
+
+}  // namespace noria
