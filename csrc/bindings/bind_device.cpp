@@ -231,7 +231,18 @@ void bind_backend(py::module_& m) {
       .def("close", &Backend::close, Release())
       .def(
           "stats",
-          [](const Backend& backend, const std::string& lane) { return stats_dict(backend.stats(parse_lane(lane))); },
+          [](const Backend& backend, const std::string& lane) {
+            return asked_stats([&, which = parse_lane(lane)] { return backend.stats(which); });
+          },
+          py::arg("lane"))
+      .def(
+          "begin_counting", [](Backend& backend, std::int64_t first) { backend.begin_counting(OpId(first)); },
+          py::arg("first_op"), Release())
+      .def(
+          "counted",
+          [](const Backend& backend, const std::string& lane) {
+            return asked_stats([&, which = parse_lane(lane)] { return backend.counted(which); });
+          },
           py::arg("lane"))
       .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
       .def_property_readonly("poisons", &Backend::poisons);

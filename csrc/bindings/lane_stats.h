@@ -27,4 +27,15 @@ inline pybind11::dict stats_dict(const LaneStats& stats) {
   return result;
 }
 
+/// Of what `ask` answers without the GIL.
+template <class Ask>
+pybind11::dict asked_stats(Ask ask) {
+  LaneStats stats;
+  {
+    const pybind11::gil_scoped_release release;
+    stats = ask();
+  }
+  return stats_dict(stats);
+}
+
 }  // namespace noria

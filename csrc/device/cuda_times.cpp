@@ -12,7 +12,8 @@
 namespace noria {
 namespace {
 
-constexpr std::int64_t kAnchorLasts_ns = 1'000'000'000;
+constexpr std::int64_t kAnchorLastsNs = 1'000'000'000;
+constexpr std::int64_t kDriftNs = 100'000;  // at most, while an anchor lasts
 
 }  // namespace
 
@@ -162,9 +163,9 @@ std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
   const std::int64_t reached_ns = std::clamp(counted_ns, point->asked_ns, std::max(point->asked_ns, now_ns()));
   anchor_ns_ += reached_ns - counted_ns;
   point->reached_ns = reached_ns;
-  if (is_first || elapsed_ns > kAnchorLasts_ns) {
+  if (is_first || elapsed_ns > kAnchorLastsNs) {
     anchor_ = point;
-    anchor_ns_ = reached_ns;
+    anchor_ns_ = is_first ? reached_ns : reached_ns - kDriftNs;
   } else {
     point->give_back();
   }
@@ -190,13 +191,15 @@ bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
   }
   lane.free_ns = free_ns;
   if (!op.end) return true;
-  const std::int64_t start_ns = std::min(begun_ns.value_or(free_ns), *ended_ns);
+  // An anchor that has moved meanwhile does not let an op begin before what it comes after.
+  const std::int64_t start_ns = std::max(begun_ns.value_or(free_ns), free_ns);
+  const std::int64_t end_ns = std::max(*ended_ns, start_ns);
   if (op.num_ops == 0) {
-    ledger_.worked_in_part(op.label, start_ns, *ended_ns);
+    ledger_.worked_in_part(op.label, start_ns, end_ns);
   } else {
-    ledger_.transferred(op.label, start_ns, *ended_ns, op.bytes, std::exchange(lane.waited, {}), op.num_ops);
+    ledger_.transferred(op.label, start_ns, end_ns, op.bytes, std::exchange(lane.waited, {}), op.num_ops);
   }
-  lane.free_ns = std::max(free_ns, *ended_ns);
+  lane.free_ns = end_ns;
   return true;
 }
 

@@ -12,7 +12,8 @@
 // are counted from an anchor, an event that is renewed every second, for a float is exact to a microsecond only over
 // so much. Where the anchor lies on the host's clock follows from what must be true of every event: it was reached
 // after the host had asked for it, and before the host saw that. What contradicts this moves the anchor. An event in
-// an idle stream is reached within microseconds, so the clocks agree to about that, and do not drift apart.
+// an idle stream is reached within microseconds, so an anchor that lies too early is found out at the next of these;
+// one that lies too late is not, so a new anchor is put a little early, by more than clocks drift apart in a second.
 #pragma once
 
 #include <array>

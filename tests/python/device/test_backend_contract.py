@@ -1,5 +1,6 @@
 """The contract of csrc/device/backend.h, one suite for every backend. See conftest.py for the machines."""
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -698,8 +699,10 @@ def test_steady_state_takes_no_memory_no_registration_and_no_event(machine):
     # earlier steps are a matter of scheduling: let the pool see far more than both, and have them all back.
     burst = [backend.open() for _ in range(256)]
     done = backend.stats("compute")["num_ops"] + len(burst)
+    release = machine.hold(backend, stream)
     for ticket in burst:
         backend.give(ticket, stream)
+    release()
     until(lambda: backend.stats("compute")["num_ops"] == done)
     del burst, ticket
     step()
@@ -719,6 +722,96 @@ def test_bytes_and_ops_are_counted_by_lane(machine):
     backend.idle()
     assert (backend.stats("fetch")["num_ops"], backend.stats("fetch")["bytes"]) == (2, 4000)
     assert (backend.stats("drain")["num_ops"], backend.stats("drain")["bytes"]) == (1, 3000)
+
+
+def wall_us() -> float:
+    return time.monotonic() * 1e6
+
+
+def test_a_lane_is_busy_for_as_long_as_its_ops_take_together_and_no_longer_than_the_clock_says(machine):
+    backend, trace = machine.backend(), _C.Trace(100)
+    backend.set_trace(trace)
+    size, rounds = 8 * MIB, 6
+    memory, home = backend.allocate(size), machine.home(backend, size)
+    began_us = wall_us()
+    for op in range(rounds):
+        backend.submit("fetch", [(memory, address(home), size)], op=2 * op)
+        backend.submit("fetch", [], poison=[(memory, size)], verb="poison", op=2 * op + 1)
+    backend.idle()
+    took_us = wall_us() - began_us
+    stats, spans = backend.stats("fetch"), trace.spans()
+    by_verb = stats["busy_us_by_verb"]
+    assert stats["num_ops"] == len(spans) == 2 * rounds
+    assert set(by_verb) == {"fetch", "poison"} and min(by_verb.values()) > 0
+    assert abs(sum(by_verb.values()) - stats["busy_us"]) <= 2
+    assert abs(sum(span.end_us - span.start_us for span in spans) - stats["busy_us"]) <= len(spans) + 1
+    assert all(a.end_us <= b.start_us + 1 for a, b in itertools.pairwise(spans))  # one at a time
+    assert stats["busy_us"] <= took_us + 1
+
+
+def test_an_op_that_is_held_up_in_the_middle_is_not_busy_meanwhile(machine):
+    backend, stream = machine.backend(), machine.stream(machine.backends[-1])
+    late = machine.ticket(op=1, verb="fetch", lane="fetch")
+    began_us = wall_us()
+    visit = backend.open(2, "backward")
+    backend.wait([], stream, op=2, verb="backward")
+    if machine.name == "host":
+        backend.wait([late], stream, op=2, verb="backward")
+        time.sleep(0.02)  # long enough to be counted
+        late.pass_()
+    else:  # the host waits until what it waits for has been issued: on a device, for an op of another stream
+        other = machine.stream(backend)
+        release = machine.hold(backend, other)
+        fetched = backend.open(3, "fetch", lane="collect")
+        backend.give(fetched, other)
+        backend.wait([fetched], stream, op=2, verb="backward")
+        time.sleep(0.02)
+        release()
+    backend.give(visit, stream)
+    visit.wait_passed()
+    until(lambda: backend.stats("compute")["num_ops"] == 1)
+    took_us, stats = wall_us() - began_us, backend.stats("compute")
+    assert stats["stalled_us"][("fetch", "backward")] > 0
+    assert stats["busy_us"] + stats["stalled_us"][("fetch", "backward")] <= took_us + 2
+
+
+def test_what_is_counted_from_an_op_on_is_not_what_ops_before_it_did_later(machine):
+    backend = machine.backend()
+    memory, home = backend.allocate(4096), machine.home(backend, 4096)
+    before = backend.submit("fetch", [(memory, address(home), 1000)], op=0)
+    before.wait_passed()
+    late = machine.ticket(op=1)
+    backend.submit("fetch", [(memory, address(home), 2000)], waits=[late], op=2)
+    backend.begin_counting(3)
+    late.pass_()
+    backend.submit("fetch", [(memory, address(home), 4000)], op=3)
+    backend.idle()
+    assert (backend.stats("fetch")["num_ops"], backend.stats("fetch")["bytes"]) == (3, 7000)
+    counted = backend.counted("fetch")
+    assert (counted["num_ops"], counted["bytes"]) == (1, 4000)
+    assert 0 <= counted["busy_us"] <= backend.stats("fetch")["busy_us"]
+    assert set(counted["busy_us_by_verb"]) == {"fetch"}
+
+
+def test_a_backend_has_a_thread_for_each_copy_lane_and_no_other(machine):
+    def ours() -> list[str]:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                names.append((task / "comm").read_text().strip())
+        return sorted(name for name in names if name.startswith("noria-"))
+
+    before = ours()
+    backend = machine.backend()
+    backend.submit("fetch", []).wait_passed()
+    visit = backend.open(1)
+    backend.give(visit, machine.stream(backend))
+    visit.wait_passed()
+    added = ours()
+    for name in before:
+        added.remove(name)
+    assert set(added) - {"noria-compute"} == {"noria-fetch", "noria-drain", "noria-peer"}
+    assert len(added) == 3 + (machine.name == "host")  # there a compute lane is a thread that stands for a stream
 
 
 def test_a_stall_names_who_was_late_and_who_waited(machine):
@@ -746,8 +839,7 @@ def test_a_span_lies_between_the_end_of_its_waits_and_its_own_end(machine):
     assert [(spans[op].lane, spans[op].verb) for op in (10, 11)] == [("fetch", "fetch"), ("drain", "drain")]
     assert spans[11].waits == [10] and spans[11].unit == 3 and spans[11].bytes == MIB
     assert spans[10].start_us <= spans[10].end_us
-    if machine.name == "host":  # elsewhere the two lanes are seen by two threads, each late by its own wake-up
-        assert spans[10].end_us <= spans[11].start_us + 1  # each is rounded to a microsecond
+    assert spans[10].end_us <= spans[11].start_us + 1  # each is rounded to a microsecond
     assert spans[11].start_us <= spans[11].end_us <= trace.now_us
     backend.set_trace(None)
     backend.submit("fetch", [], op=12).wait_passed()
@@ -765,7 +857,7 @@ def test_ops_of_the_collect_lane_are_its_own_and_no_compute(machine):
     backend.wait([arrived], stream, op=11, verb="gather", unit=3, lane="collect")
     backend.give(gathered, stream)
     gathered.wait_passed()
-    until(lambda: trace.spans())
+    until(lambda: backend.stats("collect")["num_ops"] == 1)
     stats = backend.stats("collect")
     assert (stats["num_ops"], stats["bytes"]) == (1, 3000)
     assert backend.stats("compute")["num_ops"] == 0
@@ -1052,6 +1144,42 @@ def test_a_device_that_cannot_be_waited_for_is_said(fake_cuda):
     assert visit.passed()  # over: whoever polls goes on and hears of it
     release()
     visit.wait_passed()
+
+
+def test_nothing_waits_for_the_device_to_learn_its_times_and_nothing_is_lost_when_it_is_late(fake_cuda):
+    """Of a stream that stands still: more ops than events are made for."""
+    backend, fake = fake_cuda.backend(), fake_cuda.module
+    stream, num_ops = fake_cuda.stream(backend), 300
+    memory, home = backend.allocate(4096), fake_cuda.home(backend, 4096)
+    backend.submit("fetch", [(memory, address(home), 4096)]).wait_passed()
+    backend.idle()
+    waiting = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery")
+    before, events = fake.counts(), backend.num_events
+    began_us = wall_us()
+    release = fake_cuda.hold(backend, stream)
+    for op in range(num_ops):
+        backend.give(backend.open(op, bytes=10), stream)
+    assert backend.stats("compute")["num_ops"] == backend.stats("compute")["busy_us"] == 0
+    after = fake.counts()
+    assert [after.get(call, 0) for call in waiting] == [before.get(call, 0) for call in waiting]
+    assert backend.num_events - events <= 2 + 128
+    release()
+    until(lambda: backend.stats("compute")["num_ops"] == num_ops)
+    stats = backend.stats("compute")
+    assert stats["bytes"] == 10 * num_ops
+    assert 0 < stats["busy_us"] <= wall_us() - began_us + 1
+
+
+def test_where_times_cannot_be_had_ops_count_all_the_same(fake_cuda):
+    backend, fake = fake_cuda.backend(), fake_cuda.module
+    memory, home = backend.allocate(4096), fake_cuda.home(backend, noise(4096))
+    for nth in (1, 2, 3):
+        fake.fail_next("cudaEventElapsedTime", nth, 700)
+        for _ in range(3):
+            backend.submit("fetch", [(memory, address(home), 4096)]).wait_passed()
+        backend.idle()
+        assert backend.stats("fetch")["num_ops"] == 3 * nth
+    assert fake_cuda.drained(backend, memory, 4096) == noise(4096)
 
 
 def test_a_backend_that_cannot_be_made_says_why(fake_cuda):
