@@ -13,8 +13,6 @@ from tests.pretend_gpu import vehicle
 __all__ = ["DEFAULT_MEMORY", "Machine", "apply", "counters", "machine", "reset_counters"]
 
 DEFAULT_MEMORY = 1 << 30
-FOLLOWERS = ("noria-fetch-log", "noria-drain-log", "noria-peer-log", "noria-compute-l", "noria-collect-l")
-"""noria's threads that follow the device for the numbers (device/lane_follower.h), as the system knows them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Machine:
     max_delay_us: int = 0
     delayed_percent: int = 25
     lazy: bool = False
-    observers: tuple[str, ...] = FOLLOWERS
+    observers: tuple[str, ...] = ()
     writes_everything: bool = False
     poison: bool = True
     memory: int = DEFAULT_MEMORY
