@@ -37,16 +37,19 @@ double backward_of(const StepTimes& t) {
 }  // namespace
 
 double blocking_bound_us(const StepTimes& t) {
-  return std::max({forward_of(t) + backward_of(t), t.drain_us + t.offload_us, t.peer_us}) + t.update_us;
+  return std::max({forward_of(t) + backward_of(t), t.drain_us + t.offload_us, t.peer_us, t.host_copies_us}) +
+         std::max(t.update_us, t.host_updates_us);
 }
 
 double deferred_bound_us(const StepTimes& t) {
-  return std::max({std::max(forward_of(t), t.update_us) + backward_of(t), t.drain_us + t.offload_us, t.peer_us});
+  return std::max({std::max(forward_of(t), t.update_us) + backward_of(t), t.drain_us + t.offload_us, t.peer_us,
+                   t.host_copies_us + t.host_updates_us});
 }
 
 double drafting_bound_us(const StepTimes& t) {
   return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us,
-                   t.drain_us + t.offload_us, t.forward_collect_us + t.backward_collect_us, t.peer_us});
+                   t.drain_us + t.offload_us, t.forward_collect_us + t.backward_collect_us, t.peer_us,
+                   t.host_copies_us + t.host_updates_us});
 }
 
 }  // namespace noria

@@ -421,6 +421,12 @@ class PlannedStep:
                 name = "peer_us"
             if name in sums:
                 sums[name] += span.end_us - span.start_us
+        # The rate of updates is that of the host's memory, through which the copies go, too: twice where that is also
+        # the device's, which reads and writes them.
+        times = 2 if self.planned.device.type == "cpu" else 1
+        copied = sum(span.bytes for span in self.spans if span.lane in ("fetch", "drain"))
+        sums["host_copies_us"] = times * copied / (self.speeds.update * (1 << 30)) * 1e6
+        sums["host_updates_us"] = sums["update_us"]
         return _C.StepTimes(**sums)
 
     def show(self) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -24,14 +26,24 @@ from noria.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_
 from noria.modes import await_device
 from noria.policy import format_bytes
 
-__all__ = ["Doctor", "Speeds", "cpu_name", "diagnose", "measure_matmul_tflops", "measure_speeds", "versions"]
+__all__ = [
+    "Doctor",
+    "Speeds",
+    "cpu_name",
+    "diagnose",
+    "host_memory_gib_s",
+    "measure_matmul_tflops",
+    "measure_speeds",
+    "versions",
+]
 
 GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """GiB/s. Of copies: bytes copied (each is read and written); of the update: bytes read plus written."""
+    """GiB/s. Of copies: bytes copied (each is read and written); of the update: bytes read plus written, by all threads
+    that update, which is as fast as the host's memory goes for them."""
 
     copy: float
     fetch: float
@@ -83,8 +95,19 @@ class Doctor:
             ("copy", f"{self.speeds.copy:.1f} GiB/s, one thread"),
             ("fetch, drain", f"{self.speeds.fetch:.1f}, {self.speeds.drain:.1f} GiB/s through the host backend"),
             ("update", f"{self.speeds.update:.1f} GiB/s read and written by the fused AdamW"),
+            ("host memory", _what_it_allows(self.speeds.update)),
         ]
         return found
+
+
+def _what_it_allows(gib_s: float) -> str:
+    # Of a parameter under AdamW with fp32 states and dtype=torch.bfloat16: 26 bytes for its update, 2 for each of two
+    # fetches, 2 for the drain of its gradient.
+    seconds = (26 + 2 * 2 + 2) * 1e9 / (gib_s * GIB)
+    return (
+        f"updates, fetches and drains share these {gib_s:.1f} GiB/s: a step of AdamW in bfloat16 takes at least "
+        f"{seconds:.2f} s for a billion parameters (26 B each to update, 2 to fetch, twice, 2 to drain)"
+    )
 
 
 # ---- facts --------------------------------------------------------------------------------------------------------
@@ -160,7 +183,7 @@ def _best_s(work: Callable[[], Any], tries: int) -> float:
 
 
 def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
-    """Copies of `num_bytes`, and AdamW on four arrays that together have twice as many."""
+    """Copies of `num_bytes`, and AdamW on four arrays that together have twice as many, or twice what caches hold."""
     num_bytes = -(-num_bytes // 4096) * 4096
     backend = _C.make_host_backend(num_bytes)
     home = _C.Arena(num_bytes)
@@ -182,7 +205,27 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
         backend.close()
         home.close()
     gib_s = {name: num_bytes / GIB / best for name, best in best_s.items()}
-    return Speeds(**gib_s, update=_measure_update(num_bytes // 8, tries))
+    return Speeds(**gib_s, update=_measure_update(max(_cache_bytes(), num_bytes) // 8, tries))
+
+
+@functools.cache
+def host_memory_gib_s() -> float:
+    """What updates, fetches and drains share: read plus written by the fused AdamW, on arrays that no cache holds.
+    Measured once in a process; takes a tenth of a second, and their memory for that time."""
+    return _measure_update(max(_cache_bytes(), 32 << 20) // 8, 3)
+
+
+def _cache_bytes() -> int:
+    """Of the last level, all that this process's cores have; 0: unknown."""
+    found = {}
+    for core in os.sched_getaffinity(0):
+        place = Path(f"/sys/devices/system/cpu/cpu{core}/cache/index3")
+        try:
+            size, shared_by = ((place / name).read_text().strip() for name in ("size", "shared_cpu_list"))
+            found[shared_by] = int(size.removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    return min(sum(found.values()), GIB)
 
 
 def _measure_update(count: int, tries: int) -> float:

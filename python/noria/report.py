@@ -9,11 +9,14 @@ from torch import nn
 
 from noria import _C
 from noria.custody import Wrapped, wrapped_together
+from noria.doctor import host_memory_gib_s as measured_gib_s
 from noria.lending import Loan
 from noria.plan import STAGING_RING
 from noria.policy import format_bytes
 
-__all__ = ["Bound", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
+__all__ = ["Bound", "HostMemory", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
+
+_GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class LaneReport:
     so what it sent; it is busy from when all ranks are ready for an op until the op is over. `peer` is there where
     other stages lend memory: both ways.
 
-    The compute lane's times are the host's, and so measured only where the host computes (device "cpu").
+    On a device the times are its own: of events in the streams. What it has not yet done is not in them.
     """
 
     lane: str
@@ -59,14 +62,39 @@ class PassReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """Bytes of an average step that go through the host's memory, which updates, fetches and drains share.
+
+    `updated`: read and written by updates (of AdamW with fp32 moments and a bfloat16 model 26 for each parameter).
+    `copied`: between home and device, both ways; twice as many where the device is the host, which reads and writes
+    them. What layers read and write themselves on "cpu" is not in it, nor what ranks send each other.
+    """
+
+    updated: float
+    copied: float
+    gib_s: float
+
+    @property
+    def us(self) -> float:
+        """What they take at the pace of the memory alone."""
+        return (self.updated + self.copied) / (self.gib_s * _GIB) * 1e6
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
-    """Microseconds of an average step, and what no schedule of the mode can beat (docs/journey.md, "The bound")."""
+    """Microseconds of an average step, and what no schedule of the mode can beat (docs/journey.md, "The bound").
+
+    `limit`: what the bound of the mode in use consists of, "host memory" for example, or "updates, compute": what takes
+    longest in the forward, and then what takes longest in the backward.
+    """
 
     step_us: float
     blocking_us: float
     deferred_us: float
     drafting_us: float
     mode: str
+    limit: str
+    host_memory: HostMemory
 
     @property
     def ratio(self) -> float:
@@ -85,13 +113,15 @@ class UpdateTime:
     """Microseconds of an average step in which the host updated, by what the compute lane did meanwhile.
 
     Counted from the pool's busy time (drafts, looks at gradients and their norms included, and the share of a job that
-    runs), which is read whenever the compute lane begins or ends something. The three sum to the total; the first
-    step, which is unlike the others, is left out.
+    runs). The three sum to the total; the first step, which is unlike the others, is left out.
 
-    - `behind_forward_us`, `behind_backward_us`: a pass was open, and nothing held it up.
-    - `exposed_us`: the launching thread waited (for a fetch, and so for the update before it; for drains at the end of
-      backward; for the home), or updated by itself (`kernel="torch"`), or no pass was open: inside `step()`, and in
-      what the loop does between passes, a loss outside of the model included.
+    - `behind_forward_us`, `behind_backward_us`: the compute lane was at a visit of such a pass.
+    - `exposed_us`: it was not. It waited (for a fetch, and so for the update before it; for drains at the end of
+      backward; for the home), or no pass was open: inside `step()`, and in what the loop does between passes, a loss
+      outside of the model included. On "cpu" the lane is the launching thread, so what that updates by itself
+      (`kernel="torch"`) is exposed; a device computes on meanwhile.
+
+    What a device did is known from its own clock, once it has done it: of the last steps a report may miss some.
     """
 
     total_us: float
@@ -124,7 +154,7 @@ class Report:
     peak_units: int
     resident: list[str]
     bound: Bound | None
-    updates: UpdateTime | None  # None: no step yet, or the device's clock is not the host's
+    updates: UpdateTime | None  # None: no step yet
     advice: str | None  # what would hide updates that hold up the step
     notes: list[str]
 
@@ -183,9 +213,15 @@ class Report:
         if self.bound is not None:
             b = self.bound
             lines.append(
-                f"step {b.step_us / 1e3:.1f} ms, {b.ratio:.2f} x the bound of its mode ({b.mode}); bounds: "
+                f"step {b.step_us / 1e3:.1f} ms, {b.ratio:.2f} x the bound of its mode ({b.mode}: {b.limit}); bounds: "
                 f"blocking {b.blocking_us / 1e3:.1f} ms, deferred {b.deferred_us / 1e3:.1f} ms, "
                 f"all units drafted {b.drafting_us / 1e3:.1f} ms"
+            )
+            h = b.host_memory
+            lines.append(
+                f"host memory: {format_bytes(round(h.updated + h.copied))} a step, {format_bytes(round(h.updated))} by "
+                f"updates and {format_bytes(round(h.copied))} by fetches and drains, take {h.us / 1e3:.1f} ms at "
+                f"{h.gib_s:.1f} GiB/s, which they share"
             )
         if self.updates is not None:
             u = self.updates
@@ -203,17 +239,20 @@ class Report:
         return all(row.planned == row.taken for row in self.ledger)
 
 
-def report(model: nn.Module, *, write_trace: bool = True) -> Report:
+def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: float | None = None) -> Report:
     """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one
     (`write_trace=False` leaves that out, for who asks many times a second).
 
+    `host_memory_gib_s`: what the host's memory reads and writes, which bounds updates, fetches and drains together.
+    None: what it is measured to be, once in a process, in the first report after a step: a tenth of a second, in which
+    the arrays to measure it on take 64 MiB, or twice what the caches hold.
     `model`: also what else `wrap` was given, as a list of stages. Raises UsageError for a model that is not wrapped.
     """
     wrapped = wrapped_together(model)
     if write_trace:
         wrapped.write_trace()
     custody, sums = wrapped.custody, wrapped.custody.step_sums()
-    bound, updates = _bound(wrapped, sums), _update_time(wrapped, sums)
+    bound, updates = _bound(wrapped, sums, host_memory_gib_s), _update_time(sums)
     return Report(
         device=str(wrapped.device),
         num_units=len(wrapped.units),
@@ -285,11 +324,16 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     return rows
 
 
-def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
+def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound | None:
     steps = sums["num_steps"]
-    if steps == 0 or wrapped.device.type != "cpu":
+    if steps == 0:
         return None
     per_step = {name: value / steps for name, value in sums.items() if name.endswith("_us")}
+    host = HostMemory(
+        sums["updated"] / steps + sum(updates.bytes_by_torch() for updates in wrapped.optimizers),
+        sums["copied"] / steps * (2 if wrapped.device.type == "cpu" else 1),
+        measured_gib_s() if gib_s is None else gib_s,
+    )
     times = _C.StepTimes(
         per_step["forward_us"],
         per_step["backward_us"],
@@ -301,6 +345,8 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         per_step["backward_collect_us"],
         per_step["offload_us"],
         per_step["peer_us"],
+        host.copied / (host.gib_s * _GIB) * 1e6,
+        host.updated / (host.gib_s * _GIB) * 1e6,
     )
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update
@@ -312,12 +358,40 @@ def _bound(wrapped: Wrapped, sums: dict[str, int]) -> Bound | None:
         _C.deferred_bound_us(times),
         _C.drafting_bound_us(times),
         mode,
+        _limit(mode, times),
+        host,
     )
 
 
-def _update_time(wrapped: Wrapped, sums: dict[str, int]) -> UpdateTime | None:
+def _limit(mode: str, t: _C.StepTimes) -> str:
+    """What takes as long as the bound of the mode. Where several do, the first one here."""
+    copies, updates = ("host memory", t.host_copies_us), ("host memory", t.host_updates_us)
+    shared = ("host memory", t.host_copies_us + t.host_updates_us)
+    whole = [("drains", t.drain_us + t.offload_us), ("copies between stages", t.peer_us)]
+    compute, fetches = ("compute", t.forward_us + t.backward_us), t.forward_fetch_us + t.backward_fetch_us
+    if mode in ("drafts", "backward"):
+        collects = ("what ranks send", t.forward_collect_us + t.backward_collect_us)
+        return _longest([compute, ("updates", t.update_us), ("fetches", fetches), *whole, collects, shared])[0]
+    forward = [("compute", t.forward_us), ("fetches", t.forward_fetch_us), ("what ranks send", t.forward_collect_us)]
+    if mode == "deferred":
+        forward.insert(1, ("updates", t.update_us))
+    backward = [("compute", t.backward_us), ("drains", t.drain_us), ("fetches", t.backward_fetch_us)]
+    passes = [_longest(forward), _longest([*backward, ("what ranks send", t.backward_collect_us)])]
+    names = ", ".join(dict.fromkeys(name for name, _ in passes))
+    found = _longest([(names, sum(us for _, us in passes)), *whole, shared if mode == "deferred" else copies])[0]
+    if mode == "deferred":
+        return found
+    after = _longest([("updates", t.update_us), updates])[0]
+    return found if found == after else f"{found}, {after}"
+
+
+def _longest(terms: list[tuple[str, float]]) -> tuple[str, float]:
+    return max(terms, key=lambda term: term[1])
+
+
+def _update_time(sums: dict[str, int]) -> UpdateTime | None:
     steps = sums["num_steps"]
-    if steps == 0 or wrapped.device.type != "cpu":
+    if steps == 0:
         return None
     shares = [sums[f"update_{where}_us"] / steps for where in ("behind_forward", "behind_backward", "exposed")]
     return UpdateTime(sum(shares), *shares)

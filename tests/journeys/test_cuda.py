@@ -10,6 +10,7 @@ import noria
 import pytest
 import torch
 from noria import _C
+from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.nn import functional as F
@@ -174,3 +175,33 @@ def test_weights_between_passes_are_not_there():
     with noria.materialize(model, read_only=True):
         assert model.blocks[0].expand.weight.isfinite().all()
     noria.unwrap(model)
+
+
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_the_report_knows_what_the_device_did_and_when(update):
+    model = made()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="fused", update=update)
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    custody = wrapped_by(model).custody
+    custody.settle_all()
+    custody.idle()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    report = noria.report(model, host_memory_gib_s=1e6)
+    bound, updates, lanes = report.bound, report.updates, {lane.lane: lane for lane in report.lanes}
+    assert bound is not None and updates is not None
+    assert min(lanes[lane].busy_us for lane in ("compute", "fetch", "drain", "update")) > 0
+    sums = custody.step_sums()
+    assert 0 < sums["forward_us"] + sums["backward_us"] < lanes["compute"].busy_us  # without the first step
+    shares = (updates.behind_forward_us, updates.behind_backward_us, updates.exposed_us)
+    assert min(shares) >= 0 and sum(shares) == updates.total_us > 0
+    assert update != "blocking" or updates.exposed_us == updates.total_us
+    assert bound.step_us > 0 and "host memory" not in bound.limit
+    copied = sums["copied"] / sums["num_steps"]
+    assert bound.host_memory.copied == copied * (1 if DEVICE == "cuda" else 2) > 0
+    slow = noria.report(model, host_memory_gib_s=1e-6).bound
+    assert slow is not None and "host memory" in slow.limit

@@ -11,10 +11,10 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria import _C
+from noria import _C, doctor
 from noria.custody import wrapped_by
 from noria.lending import Loan
-from noria.report import UpdateTime
+from noria.report import Bound, HostMemory, UpdateTime
 from noria.testing import on_machine
 from torch import nn
 
@@ -128,6 +128,77 @@ def test_the_first_step_is_left_out():
     assert noria.report(model).updates is None
     assert wrapped_by(model).custody.update_stats()["busy_us"] >= SLOW * BLOCKS
     assert wrapped_by(model).custody.step_sums()["update_us"] == 0
+
+
+# ---- the memory of the host -----------------------------------------------------------------------------------------
+
+PARAMETERS = BLOCKS * (WIDTH * WIDTH + WIDTH)
+UNIT_BYTES = WIDTH * WIDTH * 4 + 512  # of fp32, as it is fetched: biases fill 512 bytes; gradients are drained as such
+
+
+def host_memory_of(model: nn.Module, gib_s: float) -> tuple[Bound, HostMemory]:
+    custody = wrapped_by(model).custody
+    custody.settle_all()
+    custody.idle()
+    bound = noria.report(model, host_memory_gib_s=gib_s).bound
+    assert bound is not None
+    return bound, bound.host_memory
+
+
+def test_bytes_through_the_memory_of_the_host_are_those_counted_by_hand():
+    """A window of two of four units: forward fetches all of them, for they have been updated, backward the first two
+    again, and all gradients are drained. Here the device is the host, which reads and writes what is copied."""
+    memory = host_memory_of(trained(FAST, update="blocking"), 1.0)[1]
+    assert memory.updated == 28 * PARAMETERS  # fp32: weight, two moments, each read and written; a gradient
+    assert memory.copied == 2 * ((4 + 2) * UNIT_BYTES + 4 * PARAMETERS)
+    assert memory.us == pytest.approx((memory.updated + memory.copied) / 2**30 * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "each"),
+    [
+        ({"kernel": "torch"}, 28),
+        ({"kernel": "fused", "dtype": torch.bfloat16}, 26),  # the weight is 2 bytes and 2 more, the gradient 2
+        ({"kernel": "fused", "state_dtype": "bf16"}, 20),
+        # In torch's way: gradient 2, to scratch memory and from there 8, master 8, moments 16, working copy 2.
+        ({"kernel": "torch", "dtype": torch.bfloat16}, 36),
+    ],
+)
+def test_an_update_moves_what_its_states_and_dtypes_make_it_move(policy, each):
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", window=2, units=[Block], update="blocking", **policy)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH, dtype=policy.get("dtype"))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert host_memory_of(model, 1.0)[1].updated == each * PARAMETERS
+
+
+def test_where_the_memory_of_the_host_is_slowest_it_is_the_bound_and_named():
+    model = trained(FAST, draft_memory=0)
+    fast, _ = host_memory_of(model, 1e6)
+    slow, memory = host_memory_of(model, 1e-6)
+    assert "host memory" not in fast.limit and slow.limit == "host memory"
+    assert slow.bound_us == memory.us > fast.bound_us
+    assert "deferred: host memory)" in str(noria.report(model, host_memory_gib_s=1e-6))
+
+
+def test_under_blocking_copies_and_updates_use_the_memory_in_turns():
+    bound, memory = host_memory_of(trained(FAST, update="blocking"), 1e-6)
+    assert bound.limit == "host memory"
+    assert bound.bound_us == pytest.approx(memory.us)
+
+
+def test_without_a_number_the_memory_is_measured_once(monkeypatch):
+    model, measured = trained(FAST, draft_memory=0), []
+    monkeypatch.setattr(doctor, "_measure_update", lambda count, tries: measured.append(count) or 12.5)
+    doctor.host_memory_gib_s.cache_clear()
+    for _ in range(2):
+        bound = noria.report(model).bound
+        assert bound is not None and bound.host_memory.gib_s == 12.5
+    assert len(measured) == 1 and measured[0] * 16 >= 64 << 20  # bytes of four arrays
+    doctor.host_memory_gib_s.cache_clear()
 
 
 def advice_of(model: nn.Module) -> str:

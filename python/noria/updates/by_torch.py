@@ -12,7 +12,7 @@ from noria.modes import autocast_now, plainly
 from noria.optimizer import step_of
 from noria.updates.home_state import HomeState
 from noria.updates.members import Groups, Jobs, Members
-from noria.updates.worker import worker_of
+from noria.updates.worker import is_array, worker_of
 
 __all__ = ["ByTorch"]
 
@@ -38,6 +38,21 @@ class ByTorch:
             with plainly():
                 known = self._home_parameters[slot.index] = nn.Parameter(values, requires_grad=slot.trainable)
         return known
+
+    def bytes_moved(self) -> int:
+        """Read and written by a step of torch's: gradients are read, masters and the state that there is read and
+        written; under a low dtype a gradient goes through scratch memory, and the working copy is written."""
+        moved = 0
+        for slot in self.members.slots():
+            if self.members.fuses(slot.unit) or not slot.trainable:
+                continue
+            count, item = slot.like.numel(), slot.dtype.itemsize
+            moved += count * (item + (8 + 8 + item if slot.has_master else 2 * item))
+            if dict.__contains__(self.state.shown, slot.parameter):
+                for key, value in self.state.shown.unsettled(slot.parameter).items():
+                    if is_array(key, value):
+                        moved += 2 * value.nbytes
+        return moved
 
     def defer(self, unit: int, groups: Groups) -> None:
         self._jobs[unit] = groups

@@ -149,6 +149,9 @@ class Updates:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    def bytes_by_torch(self) -> int:
+        return self._by_torch.bytes_moved()
+
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         return self._inside_backward.accumulate()
 

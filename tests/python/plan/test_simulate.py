@@ -73,15 +73,26 @@ def test_durations_are_latency_and_bytes_over_bandwidth_or_what_the_unit_compute
     assert list(duration.values()) == [500_010.0, 3.0, 5.0, 7.0, 0.0, 0.0]
 
 
-@given(st.lists(st.integers(0, 1000), min_size=10, max_size=10))
+@given(st.lists(st.integers(0, 1000), min_size=12, max_size=12))
 def test_bounds_are_those_of_the_design(times):
-    forward, backward, update, f_forward, f_backward, drain, c_forward, c_backward, offload, peer = times
+    forward, backward, update, f_forward, f_backward, drain, c_forward, c_backward, offload, peer, m_copy, m_up = times
     step = _C.StepTimes(*times)
     before, behind = max(forward, f_forward, c_forward), max(backward, drain, f_backward, c_backward)
-    assert _C.blocking_bound_us(step) == max(before + behind, drain + offload, peer) + update
-    assert _C.deferred_bound_us(step) == max(max(before, update) + behind, drain + offload, peer)
+    assert _C.blocking_bound_us(step) == max(before + behind, drain + offload, peer, m_copy) + max(update, m_up)
+    assert _C.deferred_bound_us(step) == max(max(before, update) + behind, drain + offload, peer, m_copy + m_up)
     whole = max(forward + backward, update, f_forward + f_backward, drain + offload, c_forward + c_backward, peer)
-    assert _C.drafting_bound_us(step) == whole
+    assert _C.drafting_bound_us(step) == max(whole, m_copy + m_up)
+
+
+def test_copies_and_updates_share_the_memory_of_the_host_where_their_lanes_overlap():
+    """A step of 10 + 20 us on the device, updates of 12 us, fetches of 8 + 9 us and drains of 7 us, each of which fits
+    behind the compute by itself; through the host's memory, copies take 15 us and updates 17 us, 32 together."""
+    times = {"forward_us": 10, "backward_us": 20, "update_us": 12, "drain_us": 7}
+    times |= {"forward_fetch_us": 8, "backward_fetch_us": 9}
+    alone, shared = _C.StepTimes(**times), _C.StepTimes(**times, host_copies_us=15, host_updates_us=17)
+    assert (_C.drafting_bound_us(alone), _C.drafting_bound_us(shared)) == (30, 32)
+    assert (_C.deferred_bound_us(alone), _C.deferred_bound_us(shared)) == (32, 32)  # the update holds the backward up
+    assert (_C.blocking_bound_us(alone), _C.blocking_bound_us(shared)) == (42, 47)  # nothing copies while it updates
 
 
 @pytest.mark.parametrize(
