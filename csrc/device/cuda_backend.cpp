@@ -206,7 +206,10 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<cons
   for (CopyLane* lane : copy_lanes()) {
     if (error == cuda::kSuccess) error = device_->StreamCreateWithFlags(&lane->stream, cuda::kStreamNonBlocking);
   }
-  if (error == cuda::kSuccess) return;
+  if (error == cuda::kSuccess) {
+    times_.tie(fetch_.stream);
+    return;
+  }
   for (CopyLane* lane : copy_lanes()) {
     if (lane->stream != nullptr) (void)device_->StreamDestroy(lane->stream);
   }

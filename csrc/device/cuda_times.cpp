@@ -41,6 +41,16 @@ CudaTimes::CudaTimes(CudaDevice device, LaneLedger& ledger)
       events_(std::make_shared<EventPool>(device_, cuda::kEventDefault)),
       ledger_(ledger) {}
 
+void CudaTimes::tie(cuda::StreamHandle stream) noexcept {
+  try {
+    TimedPointPtr first = mark(stream);
+    const std::lock_guard lock(mutex_);
+    anchor_ns_ = first->asked_ns;
+    anchor_ = std::move(first);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): the first event that is reached will do
+  }
+}
+
 // ---- events in streams ----
 
 TimedPointPtr CudaTimes::mark(cuda::StreamHandle stream) {

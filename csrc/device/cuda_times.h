@@ -12,8 +12,9 @@
 // are counted from an anchor, an event that is renewed every second, for a float is exact to a microsecond only over
 // so much. Where the anchor lies on the host's clock follows from what must be true of every event: it was reached
 // after the host had asked for it, and before the host saw that. What contradicts this moves the anchor. An event in
-// an idle stream is reached within microseconds, so an anchor that lies too early is found out at the next of these;
-// one that lies too late is not, so a new anchor is put a little early, by more than clocks drift apart in a second.
+// an idle stream is reached within microseconds, as is the first anchor, in a new stream. So an anchor that lies too
+// early is found out at the next of these; one that lies too late is not, so a new anchor is put a little early, by
+// more than clocks drift apart in a second.
 #pragma once
 
 #include <array>
@@ -72,6 +73,9 @@ class CudaTimes {
   static constexpr std::size_t kMostInFlight = 128;
 
   CudaTimes(CudaDevice device, LaneLedger& ledger);
+
+  /// The first anchor: this stream is new, so it passes an event as soon as it is asked to.
+  void tie(cuda::StreamHandle stream) noexcept;
 
   /// The lane waits, and what it waits for is in its stream. Of an op that is open: it is busy from here on.
   void waits(TimedOp op);
