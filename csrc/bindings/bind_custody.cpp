@@ -109,12 +109,13 @@ std::vector<CustodyUnit> read_units(const py::list& described, BufferTable& buff
 /// Address, bytes of a slot, slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
-std::shared_ptr<Custody>
-make_custody(const py::list& described, std::shared_ptr<Backend> backend, std::shared_ptr<HostOptimizer> optimizer,
-             const std::string& device, std::int64_t arena, std::int32_t window, bool prefetch_at_step,
-             std::int64_t nan_range, std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
-             const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch, std::int64_t assist_scratch,
-             std::optional<std::int64_t> least_saved, std::optional<std::int64_t> saved_room) {
+std::shared_ptr<Custody> make_custody(const py::list& described, std::shared_ptr<Backend> backend,
+                                      std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
+                                      std::int64_t arena, std::int32_t window, bool prefetch_at_step,
+                                      std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
+                                      const std::shared_ptr<Collectives>& collectives, std::int64_t reduce_scratch,
+                                      std::int64_t assist_scratch, std::optional<std::int64_t> least_saved,
+                                      std::optional<std::int64_t> saved_room) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
   std::vector<CustodyUnit> units = read_units(described, buffers, shards);
@@ -142,8 +143,7 @@ make_custody(const py::list& described, std::shared_ptr<Backend> backend, std::s
   }
   const py::gil_scoped_release no_gil;
   return std::make_shared<Custody>(options, std::move(backend), std::move(units), std::move(buffers),
-                                   std::move(optimizer), on, pointer(nan_range), held_home,
-                                   Bytes{least_saved.value_or(0)});
+                                   std::move(optimizer), on, held_home, Bytes{least_saved.value_or(0)});
 }
 
 /// Shared, so that copying it needs no GIL; freed with it.
@@ -202,7 +202,6 @@ py::dict sums_dict(const StepSums& sums) {
 void bind_custody(py::module_& m) {
   register_kept_python_errors();
   register_listening();
-  m.attr("STORAGE_CAN_REFUSE") = kStorageCanRefuse;
   m.def("living", [] {
     py::dict result;
     result["custodies"] = Living<Custody>::count();
@@ -241,8 +240,8 @@ void bind_custody(py::module_& m) {
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   py::class_<Custody, std::shared_ptr<Custody>>(m, "Custody")
       .def(py::init(&make_custody), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
-           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("nan_range"), py::arg("held_home"),
-           py::arg("ring"), py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
+           py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
+           py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
            py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none())
       .def("set_update_callback",
            [](Custody& self, py::function run_update) {

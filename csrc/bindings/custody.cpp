@@ -38,15 +38,6 @@ std::string evicted_message(const std::string& unit, bool is_shared) {
          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
-// All bytes 0xff are NaN in every floating dtype.
-void fill_with_nan(std::byte* range, const std::vector<CustodyUnit>& units, c10::Device device) {
-  Bytes bytes;
-  for (const CustodyUnit& unit : units) {
-    bytes = std::max({bytes, unit.engine.facts.weights, unit.engine.facts.gradients});
-  }
-  tensor_over(range, bytes.count, device, at::kByte, {bytes.count}, {1}, nullptr).fill_(0xff);
-}
-
 // A unit's bytes are compared with the home's this often when a storage says that they may have been written: at its
 // visits in one step. The caller waits for the device then. torch's own operators say when they do write.
 constexpr int kMostComparisons = 2;
@@ -99,7 +90,7 @@ class Custody::WeightWrites final : public Listener {
 
 Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units,
                  BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
-                 std::byte* nan_range, const std::shared_ptr<void>& held_home, Bytes least_saved)
+                 const std::shared_ptr<void>& held_home, Bytes least_saved)
     : device_(device),
       process_(getpid()),
       self_(std::make_shared<Custody*>(this)),
@@ -114,7 +105,6 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       is_shared_(options.lane != nullptr),
       adds_to_(0),
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
-  if (nan_range != nullptr) fill_with_nan(nan_range, units, device);
   ShownGradients::Callbacks callbacks;
   callbacks.before_write = [this](int index) { gradient_is_written(parameter(index).unit); };
   callbacks.before_scale = [this](int index) { engine_.settle(parameter(index).unit); };
@@ -139,14 +129,13 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
     const bool is_whole = engine.working != nullptr && !is_shared_;
     homes_.push_back(is_whole ? backend->device_address(engine.working) : nullptr);
     is_staged_.push_back(is_whole && homes_.back() == nullptr);
-    weights_.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, device,
-                                                     evicted_message(names_.back(), is_shared_), nan_range));
+    weights_.push_back(
+        std::make_unique<UnitStorage>(engine.facts.weights.count, device, evicted_message(names_.back(), is_shared_)));
     listen(weights_.back()->storage(), weight_writes_, static_cast<int>(u));
     gradients_.push_back(engine.facts.gradients == Bytes{0}
                              ? nullptr
                              : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
-                                                             "gradient buffer of " + names_.back() + " is closed",
-                                                             nan_range));
+                                                             "gradient buffer of " + names_.back() + " is closed"));
     parameters_of_.emplace_back();
     comparisons_left_.push_back(kMostComparisons);
     for (CustodyParameter& facts : units[u].parameters) {

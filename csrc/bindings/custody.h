@@ -57,8 +57,8 @@ enum class GradientIs { none, held, foreign };
 class Custody final : public Custodian, public Living<Custody> {
  public:
   Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<CustodyUnit> units, BufferTable buffers,
-          std::shared_ptr<HostOptimizer> optimizer, c10::Device device, std::byte* nan_range,
-          const std::shared_ptr<void>& held_home, Bytes least_saved);
+          std::shared_ptr<HostOptimizer> optimizer, c10::Device device, const std::shared_ptr<void>& held_home,
+          Bytes least_saved);
   ~Custody() override;
 
   Engine& engine() { return engine_; }

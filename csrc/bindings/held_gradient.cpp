@@ -9,8 +9,6 @@
 
 #include <string>
 
-#include "bindings/torch_compat.h"
-
 namespace noria {
 namespace {
 
@@ -21,11 +19,7 @@ void delete_tensor(void* context) { delete static_cast<at::Tensor*>(context); }
 template <class Impl>
 bool is_ours_alone(const Impl* impl, std::size_t use_count, std::size_t num_own) {
   if (use_count == num_own) return true;
-#if NORIA_TORCH_AT_LEAST(2, 13)
   return use_count == num_own + 1 && impl->pyobj_slot()->has_unique_reference();
-#else
-  return false;
-#endif
 }
 
 }  // namespace
@@ -122,7 +116,7 @@ void HeldGradient::unguard() {
 }
 
 void HeldGradient::kill(const std::string& why) {
-  if (seen_.defined()) storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+  if (seen_.defined()) refuse_access(storage_, why);
 }
 
 void HeldGradient::apply_scales() {

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/errors.h"
 #include "bindings/python_errors.h"
 
 namespace noria {
@@ -27,7 +28,7 @@ using torch::jit::Stack;
 // fallback, which costs an operator nothing, and a kernel for the multi-tensor ones alone. It is one that torch keeps
 // for tests of a single process: of all keys that are free it is the only one that no kernel of torch's is registered
 // for by way of an alias (CustomRNGKeyId counts as a backend: composite kernels come in, with other bits). Both are in
-// every torch from 2.11 on, in the same order, and registering what somebody else has registered raises at import.
+// every torch from 2.11 on, in the same order. Where another library has taken one, importing noria raises.
 constexpr c10::DispatchKey kAll = c10::DispatchKey::DeferredInit;
 constexpr c10::DispatchKey kMultiTensor = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
@@ -343,9 +344,30 @@ torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: te
   return new torch::Library(torch::Library::IMPL, of, key, __FILE__, __LINE__);
 }
 
+/// Before anything is registered. What others register later for all operators, torch refuses them.
+void refuse_taken_keys() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::DispatchKey key : {kAll, kMultiTensor}) {
+    std::string taken_for;
+    if (dispatcher.hasBackendFallbackForDispatchKey(key)) taken_for = "all operators";
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (!taken_for.empty()) break;
+      const auto op = dispatcher.findSchema(name);
+      if (op && op->hasKernelForDispatchKey(key)) taken_for = c10::toString(name);
+    }
+    if (taken_for.empty()) continue;
+    throw UsageError(std::string("torch's dispatch key ") + c10::toString(key) +
+                         " free for noria, which hears by it when a gradient or a weight is written",
+                     "another library in this process that has registered itself under it, for " + taken_for,
+                     "use noria in a process that does not import that library (of those known, torchdistX takes "
+                     "DeferredInit)");
+  }
+}
+
 }  // namespace
 
 void register_listening() {
+  refuse_taken_keys();
   library("_", kAll)->fallback(torch::CppFunction::makeFromBoxedFunction<&hear>());
   library("_", kMultiTensor)->fallback(torch::CppFunction::makeFallthrough());
   torch::Library* const multi_tensor = library("aten", kMultiTensor);

@@ -9,9 +9,6 @@
 
 namespace noria {
 
-/// From 2.12 a storage can refuse access and be opened again. Before, an evicted unit reads as NaN.
-inline constexpr bool kStorageCanRefuse = NORIA_TORCH_AT_LEAST(2, 12);
-
 /// shared_ptr before 2.13, intrusive_ptr since.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 

@@ -5,7 +5,6 @@
 #include <c10/core/Storage.h>
 
 #include "bindings/listening.h"
-#include "bindings/torch_compat.h"
 #include "bindings/watched.h"
 
 namespace noria {
@@ -17,17 +16,16 @@ BeforeWrite sets(const std::shared_ptr<bool>& flag) {
 
 }  // namespace
 
-UnitStorage::UnitStorage(std::int64_t num_bytes, c10::Device device, std::string evicted_message, std::byte* nan_range)
+UnitStorage::UnitStorage(std::int64_t num_bytes, c10::Device device, std::string evicted_message)
     : is_written_(std::make_shared<bool>(false)),
-      storage_(storage_over(nan_range, num_bytes, device, sets(is_written_))),
+      storage_(storage_over(nullptr, num_bytes, device, sets(is_written_))),
       device_(device),
-      evicted_message_(std::move(evicted_message)),
-      nan_range_(nan_range) {
+      evicted_message_(std::move(evicted_message)) {
   evict();
 }
 
 void UnitStorage::attach(std::byte* memory) {
-  allow_access();
+  allow_access(storage_);
   move_storage(storage_, memory);
   *is_written_ = is_told_ = false;
   watch(storage_);
@@ -45,23 +43,11 @@ bool UnitStorage::equals(std::byte* elsewhere) const {
   return at::equal(bytes(storage_.data()), bytes(elsewhere));
 }
 
-void UnitStorage::allow_access() {
-#if NORIA_TORCH_AT_LEAST(2, 12)
-  storage_.unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
-#endif
-}
-
-void UnitStorage::refuse_access() {
-#if NORIA_TORCH_AT_LEAST(2, 12)
-  storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(evicted_message_);
-#endif
-}
-
 void UnitStorage::evict() {
   if (!attached_) return;
   unwatch(storage_);
-  move_storage(storage_, nan_range_);
-  refuse_access();
+  move_storage(storage_, nullptr);
+  refuse_access(storage_, evicted_message_);
   attached_ = false;
 }
 

@@ -4,8 +4,7 @@
 // While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one; multi-tensor
 // kernels, which ask for none on CUDA, are told of by `note_write`).
 // Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
-// Evicted means "throws" (torch >= 2.12); before, it points at a range of NaN that the caller provides. Null would
-// crash the process.
+// Evicted means "throws": null alone would crash the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +17,7 @@ namespace noria {
 
 class UnitStorage {
  public:
-  UnitStorage(std::int64_t num_bytes, c10::Device device, std::string evicted_message, std::byte* nan_range);
+  UnitStorage(std::int64_t num_bytes, c10::Device device, std::string evicted_message);
 
   void attach(std::byte* memory);
   void evict();
@@ -40,14 +39,10 @@ class UnitStorage {
   bool holds(const at::Tensor& tensor) const { return is(tensor.storage()); }
 
  private:
-  void refuse_access();
-  void allow_access();
-
   const std::shared_ptr<bool> is_written_;  // since it was attached; the storage's callback sets it
   const c10::Storage storage_;
   const c10::Device device_;
   const std::string evicted_message_;
-  std::byte* const nan_range_;
   bool attached_ = true;  // until the constructor evicts it
   bool is_told_ = false;
 };

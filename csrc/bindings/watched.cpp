@@ -2,115 +2,174 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Allocator.h>
-#if !NORIA_TORCH_AT_LEAST(2, 13)
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/COWDeleter.h>
-#endif
 
-#include <mutex>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
-#include <vector>
+
+#include "bindings/torch_compat.h"
 
 namespace noria {
 namespace {
 
-#if NORIA_TORCH_AT_LEAST(2, 13)
-
-void delete_callback(void* context) { delete static_cast<BeforeWrite*>(context); }
-
-void on_first_write(c10::StorageImpl* storage) {
-  const BeforeWrite callback = *static_cast<BeforeWrite*>(storage->data_ptr().get_context());
-  (*callback)();
-}
-
-#else
-
+using c10::impl::cow::cow_deleter;
 using c10::impl::cow::COWDeleterContext;
 
-// See the Note. A watched storage's data pointer is a lazy copy's, whose context counts two owners: the storage, and
-// one that nobody is, so that the storage believes that it must copy. An unwatched one's has the same context, with
-// one owner, behind a deleter that torch does not know.
-class Watch final : public c10::Allocator {
- public:
-  Watch(std::byte* memory, c10::Device device, BeforeWrite before_write)
-      : memory(memory),
-        device(device),
-        before_write_(std::move(before_write)) {}
+bool uses_lazy_copies() {
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  static const bool asked_for = [] {
+    const char* const value = std::getenv("NORIA_LAZY_COPIES");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return asked_for;
+#else
+  return true;
+#endif
+}
 
-  /// Torch asks for memory to copy to, because somebody is about to write. It has counted the storage out as an owner,
-  /// so what it is given has the part of the one that nobody is.
+class WatchedStorage;
+
+/// What a lazy copy takes memory from before it is written: torch counts it out as an owner of what it had, and it is
+/// given the same.
+class SameMemory final : public c10::Allocator {
+ public:
+  explicit SameMemory(WatchedStorage& storage) : storage_(storage) {}
+
   c10::DataPtr allocate(std::size_t) override;
   void copy_data(void*, const void*, std::size_t) const override {}
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 
-  c10::DataPtr unwatched() const { return {memory, context, &drop, device}; }
-  c10::DataPtr watched() const { return {memory, context, &c10::impl::cow::cow_deleter, device}; }
+ private:
+  WatchedStorage& storage_;
+};
 
-  static void drop(void* context) { c10::impl::cow::cow_deleter(context); }
-  static void delete_watch(void* watch) { delete static_cast<Watch*>(watch); }
+// Its data pointer owns nothing, unless it is watched as a lazy copy: then it owns one part of `shared_`, and this
+// object the other, so that torch believes that somebody has the memory, too.
+class WatchedStorage final : public c10::StorageImpl {
+ public:
+  WatchedStorage(std::byte* memory, std::int64_t num_bytes, c10::Device device, BeforeWrite before_write)
+      : c10::StorageImpl(use_byte_size_t(), num_bytes, c10::DataPtr(memory, device), nullptr, /*resizable=*/false),
+        before_write_(std::move(before_write)) {}
+  ~WatchedStorage() override {
+    if (shared_ != nullptr) cow_deleter(shared_);
+  }
+  WatchedStorage(const WatchedStorage&) = delete;  // it is the address that is watched
+  WatchedStorage& operator=(const WatchedStorage&) = delete;
 
-  std::byte* memory;
-  const c10::Device device;
-  COWDeleterContext* context = nullptr;  // owns this object
+  void watch() {
+    if (!before_write_ || is_watched()) return;
+    if (uses_lazy_copies()) be_a_copy();
+#if NORIA_TORCH_AT_LEAST(2, 13)
+    else set_materializer(&WatchedStorage::on_first_write);
+#endif
+  }
+
+  void unwatch() {
+    if (!is_watched()) return;
+    if (is_copy()) be_no_copy();
+#if NORIA_TORCH_AT_LEAST(2, 13)
+    clear_materializer();
+#endif
+  }
+
+  void move(std::byte* memory) {
+    const bool was_watched = is_watched();
+    unwatch();
+    set_data_ptr_noswap(c10::DataPtr(memory, _mutable_data_ptr_no_checks().device()));
+    if (was_watched) watch();
+  }
+
+  void give_memory(c10::DataPtr&& memory) {
+    unwatch();
+    before_write_ = nullptr;
+    set_allocator(nullptr);
+    set_data_ptr_noswap(std::move(memory));
+  }
+
+  /// Torch wants memory to copy to.
+  c10::DataPtr memory_to_write() {
+    is_asked_ = true;
+    try {
+      call_back();
+    } catch (...) {
+      is_asked_ = false;
+      if (is_copy()) shared_->increment_refcount();  // torch has counted it out, and now it stays
+      throw;
+    }
+    is_asked_ = false;
+    const c10::DataPtr& pointer = _mutable_data_ptr_no_checks();
+    return {pointer.get(), pointer.device()};
+  }
 
  private:
-  const BeforeWrite before_write_;
-};
-
-Watch* watch_of(c10::StorageImpl* storage) { return dynamic_cast<Watch*>(storage->allocator()); }
-
-bool is_watched(c10::StorageImpl* storage) { return storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter; }
-
-// A storage that dies while it is watched leaves the owner that nobody is. They are let go when the next one is
-// watched.
-struct Watched {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  COWDeleterContext* context;
-};
-
-void let_dead_go(const Watched* added, const COWDeleterContext* removed) {
-  static auto* const mutex = new std::mutex;
-  static auto* const all = new std::vector<Watched>;
-  std::vector<COWDeleterContext*> dead;
-  {
-    const std::lock_guard lock(*mutex);
-    std::erase_if(*all, [&](const Watched& each) {
-      if (each.context == removed) return true;
-      if (!each.storage.expired()) return false;
-      dead.push_back(each.context);
-      return true;
-    });
-    if (added != nullptr) all->push_back(*added);
+  void call_back() const {
+    const BeforeWrite callback = before_write_;  // it may be let go of meanwhile
+    if (callback) (*callback)();
   }
-  for (COWDeleterContext* context : dead) c10::impl::cow::cow_deleter(context);
-}
 
-c10::DataPtr Watch::allocate(std::size_t) {
-  const BeforeWrite callback = before_write_;
-  (*callback)();
-  let_dead_go(nullptr, context);
-  return unwatched();
-}
+  bool is_copy() { return _mutable_data_ptr_no_checks().get_deleter() == &cow_deleter; }
 
+  bool is_watched() {
+#if NORIA_TORCH_AT_LEAST(2, 13)
+    return has_materializer();
+#else
+    return is_copy();
 #endif
+  }
+
+  // While torch asks for memory, the pointer's part is counted out already.
+  void be_a_copy() {
+    if (shared_ == nullptr) shared_ = new COWDeleterContext({this, [](void*) {}});
+    if (!is_asked_) shared_->increment_refcount();
+    set_allocator(&allocator_);
+    c10::DataPtr& pointer = _mutable_data_ptr_no_checks();
+    set_data_ptr_noswap(c10::DataPtr(pointer.mutable_get(), shared_, &cow_deleter, pointer.device()));
+#if NORIA_TORCH_AT_LEAST(2, 13)
+    set_materializer(&c10::impl::cow::materialize_cow);
+#endif
+  }
+
+  void be_no_copy() {
+    c10::DataPtr& pointer = _mutable_data_ptr_no_checks();
+    c10::DataPtr plain(pointer.mutable_get(), pointer.device());
+    if (is_asked_) (void)pointer.release_context();
+    set_data_ptr_noswap(std::move(plain));
+  }
+
+#if NORIA_TORCH_AT_LEAST(2, 13)
+  static void on_first_write(c10::StorageImpl* storage) { static_cast<WatchedStorage*>(storage)->call_back(); }
+#endif
+
+  BeforeWrite before_write_;
+  SameMemory allocator_{*this};
+  COWDeleterContext* shared_ = nullptr;  // null: never watched as a lazy copy
+  bool is_asked_ = false;                // torch is asking for memory
+};
+
+c10::DataPtr SameMemory::allocate(std::size_t) { return storage_.memory_to_write(); }
+
+WatchedStorage* watched(const c10::Storage& storage) {
+  return dynamic_cast<WatchedStorage*>(storage.unsafeGetStorageImpl());
+}
+
+/// It keeps what it owns.
+void move_plain(c10::StorageImpl* storage, std::byte* memory) {
+  c10::DataPtr& pointer = storage->_mutable_data_ptr_no_checks();
+  const c10::DeleterFnPtr deleter = pointer.get_deleter();
+  const c10::Device device = pointer.device();
+  storage->set_data_ptr_noswap(c10::DataPtr(memory, pointer.release_context(), deleter, device));
+}
 
 }  // namespace
 
 c10::Storage storage_over(std::byte* memory, std::int64_t num_bytes, c10::Device device,
                           const BeforeWrite& before_write) {
-  c10::Allocator* allocator = nullptr;
-  c10::DataPtr pointer(memory, device);
-  if (before_write) {
-#if NORIA_TORCH_AT_LEAST(2, 13)
-    pointer = c10::DataPtr(memory, new BeforeWrite(before_write), &delete_callback, device);
-#else
-    auto* const watch = new Watch(memory, device, before_write);
-    watch->context = new COWDeleterContext({watch, &Watch::delete_watch});
-    pointer = watch->unwatched();
-    allocator = watch;
-#endif
-  }
+  if (before_write) return c10::Storage(c10::make_intrusive<WatchedStorage>(memory, num_bytes, device, before_write));
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), num_bytes,
-                                                            std::move(pointer), allocator, /*resizable=*/false));
+                                                            c10::DataPtr(memory, device), nullptr,
+                                                            /*resizable=*/false));
 }
 
 at::Tensor tensor_in(const c10::Storage& storage, std::int64_t offset, c10::Device device, at::ScalarType dtype,
@@ -129,70 +188,54 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
   return tensor_in(storage_over(memory, num_bytes, device, before_write), 0, device, dtype, sizes, strides);
 }
 
-void give_memory(const c10::Storage& storage, c10::DataPtr&& memory) {
-  unwatch(storage);
-  storage.unsafeGetStorageImpl()->set_allocator(nullptr);
-  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
-}
-
-#if NORIA_TORCH_AT_LEAST(2, 13)
-
 void watch(const c10::Storage& storage) {
-  c10::StorageImpl* watched = storage.unsafeGetStorageImpl();
-  if (!watched->has_materializer()) watched->set_materializer(&on_first_write);
+  if (WatchedStorage* const found = watched(storage)) found->watch();
 }
 
 void unwatch(const c10::Storage& storage) {
-  c10::StorageImpl* watched = storage.unsafeGetStorageImpl();
-  if (watched->has_materializer()) watched->clear_materializer();
+  if (WatchedStorage* const found = watched(storage)) found->unwatch();
 }
 
-void move_storage(const c10::Storage& moved, std::byte* memory) {
-  c10::StorageImpl* storage = moved.unsafeGetStorageImpl();
-  const bool is_watched = storage->has_materializer();
-  if (is_watched) storage->clear_materializer();
-  c10::DataPtr& pointer = storage->_mutable_data_ptr_no_checks();
-  const c10::DeleterFnPtr deleter = pointer.get_deleter();
-  const c10::Device device = pointer.device();
-  void* const owned = pointer.release_context();
-  storage->set_data_ptr_noswap(c10::DataPtr(memory, owned, deleter, device));
-  if (is_watched) storage->set_materializer(&on_first_write);
+void give_memory(const c10::Storage& storage, c10::DataPtr&& memory) {
+  if (WatchedStorage* const found = watched(storage)) found->give_memory(std::move(memory));
+  else storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
 }
+
+void move_storage(const c10::Storage& storage, std::byte* memory) {
+  if (WatchedStorage* const found = watched(storage)) found->move(memory);
+  else move_plain(storage.unsafeGetStorageImpl(), memory);
+}
+
+void refuse_access(const c10::Storage& storage, const std::string& why) {
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+#if NORIA_TORCH_AT_LEAST(2, 12)
+
+void allow_access(const c10::Storage& storage) { storage.unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_(); }
 
 #else
 
-void watch(const c10::Storage& storage) {
-  c10::StorageImpl* const watched = storage.unsafeGetStorageImpl();
-  if (is_watched(watched)) return;
-  Watch* const watch = watch_of(watched);
-  watch->context->increment_refcount();
-  (void)watched->_mutable_data_ptr_no_checks().release_context();
-  watched->set_data_ptr_noswap(watch->watched());
-  const Watched added{c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()), watch->context};
-  let_dead_go(&added, nullptr);
-}
+// Torch 2.11 refuses access, and has no call that allows it again. Its flag is private, but the arguments of an
+// explicit instantiation may name what is private ([temp.spec.general]). No release of 2.11 will change.
+namespace {
 
-void unwatch(const c10::Storage& storage) {
-  c10::StorageImpl* const watched = storage.unsafeGetStorageImpl();
-  if (!is_watched(watched)) return;
-  Watch* const watch = watch_of(watched);
-  (void)watched->_mutable_data_ptr_no_checks().release_context();
-  watched->set_data_ptr_noswap(watch->unwatched());
-  let_dead_go(nullptr, watch->context);
-  c10::impl::cow::cow_deleter(watch->context);  // the owner that nobody is
-}
+using Flag = bool c10::StorageImpl::*;
+Flag refuses();
 
-void move_storage(const c10::Storage& moved, std::byte* memory) {
-  c10::StorageImpl* const storage = moved.unsafeGetStorageImpl();
-  Watch* const watch = watch_of(storage);
-  if (watch == nullptr) {
-    storage->set_data_ptr_noswap(c10::DataPtr(memory, storage->device()));
-    return;
-  }
-  watch->memory = memory;
-  const bool was_watched = is_watched(storage);
-  (void)storage->_mutable_data_ptr_no_checks().release_context();
-  storage->set_data_ptr_noswap(was_watched ? watch->watched() : watch->unwatched());
+template <Flag flag>
+struct Named {
+  friend Flag refuses() { return flag; }
+};
+template struct Named<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace
+
+void allow_access(const c10::Storage& storage) {
+  c10::StorageImpl* const allowed = storage.unsafeGetStorageImpl();
+  allowed->*refuses() = false;
+  c10::DataPtr same = std::move(allowed->_mutable_data_ptr_no_checks());
+  allowed->set_data_ptr_noswap(std::move(same));  // torch looks at its flags anew
 }
 
 #endif

@@ -2,12 +2,13 @@
 // back before it happens. Reading operators never do; `numpy()`, `data_ptr()` and `torch.save` ask for write access
 // too, so "about to write" means "look". On CUDA, multi-tensor kernels write without asking: bindings/listening.h.
 //
-// Ownership: a tensor made here borrows its memory and keeps the callback. Threads: the callback runs on the thread
+// Ownership: a storage made here borrows its memory and keeps the callback. Threads: the callback runs on the thread
 // that writes, with or without the GIL.
 //
 // Note [Before torch 2.13] a storage has no such call, but it can be a lazy copy: the first write access asks the
 // storage's allocator for memory of its own. The allocator of a watched storage gives out the very memory that is
-// there, and copies nothing; that it was asked is the call.
+// there, and copies nothing; that it was asked is the call. NORIA_LAZY_COPIES=1 in the environment watches in that way
+// whatever the version: for tests.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +18,7 @@
 
 #include <functional>
 #include <memory>
-
-#include "bindings/torch_compat.h"
+#include <string>
 
 namespace noria {
 
@@ -40,10 +40,14 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
 void watch(const c10::Storage& storage);
 void unwatch(const c10::Storage& storage);
 
-/// The storage has memory of its own from now on, and is an ordinary one.
+/// The storage has memory of its own from now on, and is an ordinary one: it lets go of its callback.
 void give_memory(const c10::Storage& storage, c10::DataPtr&& memory);
 
 /// The storage's bytes lie there from now on; it keeps its callback, and is watched as before.
 void move_storage(const c10::Storage& storage, std::byte* memory);
+
+/// From now on every access to the storage raises, until `allow_access`. It must not be watched.
+void refuse_access(const c10::Storage& storage, const std::string& why);
+void allow_access(const c10::Storage& storage);
 
 }  // namespace noria

@@ -685,8 +685,6 @@ class CollectLane:
 
 # ---- custody -----------------------------------------------------------------------------------------------
 
-STORAGE_CAN_REFUSE: bool
-
 # What there is in this process of all wrap calls: "custodies", "backends", "arena_bytes".
 def living() -> dict[str, int]: ...
 def tensor_in(
@@ -710,7 +708,6 @@ class Custody:
         arena: int,
         window: int,
         prefetch_at_step: bool,
-        nan_range: int,
         held_home: Arena | None,
         ring: tuple[int, int, int] | None,
         collectives: Collectives | None,

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 from noria import _C
 
-__all__ = ["ASSIST_SCRATCH", "LENT", "NAN_RANGE", "REDUCE_SCRATCH", "Beside"]
+__all__ = ["ASSIST_SCRATCH", "LENT", "REDUCE_SCRATCH", "Beside"]
 
-NAN_RANGE = "NaN range for evicted units"
 REDUCE_SCRATCH = "sums over ranks in fp32"
 ASSIST_SCRATCH = "parts for other ranks"
 LENT = "lent to other stages"
@@ -21,7 +20,6 @@ class Beside:
         self._backend = backend
         self._addresses: dict[str, int] = {}
         self.taken: dict[str, int] = {}
-        self._kept = {NAN_RANGE}  # tensors that the user has kept may show it
         try:
             for purpose, size in planned.items():
                 self._take(purpose, lambda size=size: backend.allocate(size))  # type: ignore[misc]
@@ -57,5 +55,5 @@ class Beside:
 
     def close(self) -> None:
         """Once nothing runs on the device any more."""
-        for purpose in [each for each in self._addresses if each not in self._kept]:
+        for purpose in list(self._addresses):
             self.free(purpose)

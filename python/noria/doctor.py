@@ -67,7 +67,6 @@ class Doctor:
     huge_pages: str
     numa_nodes: int
     lockable: int | None
-    storage_refuses: bool
     speeds: Speeds
     missing: list[str]
 
@@ -91,7 +90,6 @@ class Doctor:
             ("memory nodes", str(self.numa_nodes)),
             ("huge pages", self.huge_pages),
             ("lockable memory (ulimit -l)", f"{amount(self.lockable, 'unlimited')}; not every driver asks"),
-            ("evicted weights", "access raises" if self.storage_refuses else "read as NaN (torch before 2.13)"),
             ("copy", f"{self.speeds.copy:.1f} GiB/s, one thread"),
             ("fetch, drain", f"{self.speeds.fetch:.1f}, {self.speeds.drain:.1f} GiB/s through the host backend"),
             ("update", f"{self.speeds.update:.1f} GiB/s read and written by the fused AdamW"),
@@ -276,7 +274,6 @@ def diagnose() -> Doctor:
         huge_pages=_huge_pages(),
         numa_nodes=num_numa_nodes(),
         lockable=lockable,
-        storage_refuses=_C.STORAGE_CAN_REFUSE,
         speeds=measure_speeds(),
         missing=_missing(backends, lockable),
     )
@@ -298,8 +295,6 @@ def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
             "little lockable memory: where the driver refuses to pin the home, weights go through a staging ring and "
             "gradients cannot be held at all; raise it with `ulimit -l unlimited`"
         )
-    if not _C.STORAGE_CAN_REFUSE:
-        missing.append("access to evicted weights does not raise: pip install 'torch>=2.13', and build noria again")
     if _huge_pages() == "never":
         missing.append(
             "huge pages are off, so updates and copies walk more page tables: "

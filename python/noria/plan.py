@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
-from noria.beside import ASSIST_SCRATCH, LENT, NAN_RANGE, REDUCE_SCRATCH
+from noria.beside import ASSIST_SCRATCH, LENT, REDUCE_SCRATCH
 from noria.home import (
     HomeParameter,
     HomeUnit,
@@ -64,7 +64,6 @@ class WrapPlan:
     units: list[HomeUnit]
     regions: list[Region]
     arena_bytes: int
-    nan_bytes: int
     window: int
     kernels: list[str]
     """By optimizer: "fused", "torch" or "whole"; see kernels.py, Note [Who updates a unit]."""
@@ -110,7 +109,6 @@ class WrapPlan:
     def beside_the_arena(self) -> dict[str, int]:
         """Bytes on the device, by purpose."""
         needed = {
-            NAN_RANGE: self.nan_bytes,
             REDUCE_SCRATCH: self.reduce_bytes,
             ASSIST_SCRATCH: self.assist_bytes,
             LENT: self.lent_bytes,
@@ -194,12 +192,11 @@ def make_plan(
     if policy.update == "backward":
         ring = _ring(parts, units)
         regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
-    nan_bytes = 0 if _C.STORAGE_CAN_REFUSE else max(max(unit.weights, unit.gradients) for unit in units)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
     reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0
     assist_bytes = 0 if grid is None else _assist_bytes(units, grid.num_shards)
-    other_bytes = nan_bytes + reduce_bytes + assist_bytes
+    other_bytes = reduce_bytes + assist_bytes
     arena, window = _budget(policy, free, units, facts, forward + backward, other_bytes)
     least_arena, _ = _C.smallest_budget(forward + backward, facts)
     result = WrapPlan(
@@ -209,7 +206,6 @@ def make_plan(
         units,
         regions,
         arena,
-        nan_bytes,
         window,
         kernels,
         [_kernel_name(o, k, policy, units, fused) for o, k in zip(optimizers, kernels, strict=True)],

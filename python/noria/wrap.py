@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
-from noria.beside import ASSIST_SCRATCH, NAN_RANGE, REDUCE_SCRATCH, Beside
+from noria.beside import ASSIST_SCRATCH, REDUCE_SCRATCH, Beside
 from noria.custody import Wrapped, activations, wrapped_by, wrapped_together
 from noria.custody.hooks import compiler_config_of, refuse_cuda_graphs
 from noria.home import GRADIENT_RING, Home
@@ -266,7 +266,6 @@ def _carry_out(
         arena=planned.arena_bytes,
         window=planned.window,
         prefetch_at_step=True,
-        nan_range=beside.address(NAN_RANGE),
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),

@@ -14,7 +14,6 @@ import noria
 import numpy as np
 import pytest
 import torch
-from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -944,7 +943,7 @@ def test_a_checkpoint_with_broken_moments_is_refused_before_anything_is_changed(
 @broken
 @pytest.mark.parametrize(
     "policy",
-    [{"draft_memory": 0}, {"draft_memory": "64MiB" if _C.STORAGE_CAN_REFUSE else 0}],
+    [{"draft_memory": 0}, {"draft_memory": "64MiB"}],
     ids=["", "drafts"],
 )
 def test_broken_moments_in_optimizer_state_are_refused_by_the_step_that_would_read_them(policy, what):

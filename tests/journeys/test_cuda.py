@@ -9,7 +9,6 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 from torch import nn
@@ -167,11 +166,8 @@ def test_weights_between_passes_are_not_there():
     noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)
     loss_of(model, 0).backward()
     weight = model.blocks[0].expand.weight
-    if _C.STORAGE_CAN_REFUSE:
-        with pytest.raises(RuntimeError, match="evicted"):
-            weight.sum().item()
-    else:  # torch before 2.13
-        assert weight.isnan().all()
+    with pytest.raises(RuntimeError, match="evicted"):
+        weight.sum().item()
     with noria.materialize(model, read_only=True):
         assert model.blocks[0].expand.weight.isfinite().all()
     noria.unwrap(model)

@@ -13,7 +13,6 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 from torch import nn
@@ -100,7 +99,6 @@ def cleared(set_to_none: bool, kernel: str) -> dict[str, torch.Tensor]:
     return left_by(model, optimizer, losses)
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="torch before 2.13: gradients must be cleared to None")
 @pytest.mark.parametrize("kernel", ["torch", "fused"])
 def test_gradients_that_are_set_to_zero_after_step_are_updated_with_first(kernel):
     assert_same_bits(cleared(False, kernel), cleared(True, kernel))

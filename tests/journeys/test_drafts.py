@@ -7,19 +7,13 @@ from __future__ import annotations
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import on_machine
 
 from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, halved_in_hooks, loss_of
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13: storages that say when they are written"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LATE_DRAFTS = {**HOSTILE, "hold_us": {"draft": 3_000}}
 

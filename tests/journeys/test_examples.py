@@ -14,7 +14,6 @@ import noria
 import psutil
 import pytest
 import torch
-from noria import _C
 from noria.testing import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +83,6 @@ def test_the_demo_keeps_its_promises_and_leaves_a_curve_and_a_trace(run, tmp_pat
     assert int(re.search(r"'fetch -> compute': (\d+)", printed)[1]) > 0
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
 def test_the_picture_of_drafts_comes_out_of_traces(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     status, printed = run("tools/draw_drafts.py", f"{tmp_path / 'drafts.png'} --blocks 3 --steps 6")

@@ -8,7 +8,6 @@ import warnings
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
@@ -205,7 +204,6 @@ def test_an_alias_that_is_kept_keeps_its_values(alias, kernel):
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="before torch 2.13 a gradient is shown once")
 def test_a_gradient_that_nobody_keeps_is_not_copied():
     """`zero_grad` has made a Python object of every gradient, and so has the loop; neither keeps it."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))

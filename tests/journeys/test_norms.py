@@ -10,7 +10,6 @@ import math
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 
@@ -87,7 +86,6 @@ def test_max_grad_norm_has_the_bits_of_scaled_gradients(max_norm, dtype, draft_m
     both_clipping(built_in(max_norm), max_norm, dtype=dtype, draft_memory=draft_memory)
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
 def test_drafts_are_kept_where_the_clip_does_not_bite_and_redone_where_it_does():
     kept = both_clipping(built_in(NEVER), NEVER, draft_memory="64MiB")
     assert kept["kept"] > 0 and kept["looked_at"] == kept["redone"] == kept["dropped"] == 0
@@ -143,7 +141,6 @@ def test_a_clip_by_the_optimizer_is_a_clip_by_torch(dtype, edit):
         both_clipping(journey, None, dtype=dtype, draft_memory=draft_memory)
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
 def test_a_clip_by_the_optimizer_that_does_not_bite_writes_nothing():
     def journey(side: Side) -> None:
         for number in range(STEPS):
@@ -292,7 +289,7 @@ def test_a_scaler_leaves_unscaling_to_step_with_the_same_bits(draft_memory, unsc
         scaled_loop(torch.amp.GradScaler("cpu", init_scale=2.0**10), side, STEPS, unscale_first)
 
     counts = both_clipping(journey, None, draft_memory=draft_memory)
-    if draft_memory and _C.STORAGE_CAN_REFUSE and not unscale_first:
+    if draft_memory and not unscale_first:
         assert counts["unchanged"] > 0, "the scaler looks for infinities by multiplying by 1"
 
 
@@ -314,7 +311,6 @@ def test_a_scaler_and_a_built_in_clip_go_together():
     both_clipping(journey, BITES_SOMETIMES)
 
 
-@pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
 def test_drafts_come_back_when_the_clip_stops_biting():
     model = Net()
     optimizer = sgd(model.parameters(), momentum=0.0, lr=0.0)

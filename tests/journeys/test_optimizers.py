@@ -9,7 +9,6 @@ import copy
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 
@@ -463,7 +462,7 @@ def test_state_without_dimensions_is_planned_for_where_the_parameter_has_none(cl
     both(journey, model=WithScale, optimizer=lambda ps: cls(ps, lr=1e-2))
 
 
-@pytest.mark.parametrize("draft_memory", [0, "64MiB"] if _C.STORAGE_CAN_REFUSE else [0])
+@pytest.mark.parametrize("draft_memory", [0, "64MiB"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "lion"])
 def test_a_moment_without_dimensions_goes_where_the_others_go(optimizer, draft_memory):
     """Into the home when a trained optimizer is wrapped, and with it into drafts; what is shown is what is there."""

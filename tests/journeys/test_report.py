@@ -11,7 +11,7 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria import _C, doctor
+from noria import doctor
 from noria.custody import wrapped_by
 from noria.lending import Loan
 from noria.report import Bound, HostMemory, UpdateTime
@@ -24,8 +24,6 @@ BLOCKS, WIDTH = 4, 16
 FORWARD_S, BACKWARD_S = 0.003, 0.005
 SLOW, FAST = 4_000, 0  # us that the update of one unit takes, of which there are BLOCKS
 ALL_DRAFTED = "1MiB"
-
-needs_drafts = pytest.mark.skipif(not _C.STORAGE_CAN_REFUSE, reason="drafts need torch 2.13")
 
 
 class Sleep(torch.autograd.Function):
@@ -74,7 +72,7 @@ def updates_of(model: nn.Module) -> UpdateTime:
 
 POLICIES = {
     "deferred": {"draft_memory": 0},
-    "drafts": pytest.param({"draft_memory": ALL_DRAFTED}, marks=needs_drafts),
+    "drafts": {"draft_memory": ALL_DRAFTED},
     "blocking": {"update": "blocking"},
     "torch": {"kernel": "torch"},
 }
@@ -117,7 +115,6 @@ def test_what_a_pass_waits_for_is_exposed():
     assert found.behind_forward_us < found.total_us / 2
 
 
-@needs_drafts
 def test_drafts_hide_behind_backward_too():
     found = updates_of(trained(SLOW, draft_memory=ALL_DRAFTED))
     assert found.behind_backward_us > 0
@@ -207,14 +204,12 @@ def advice_of(model: nn.Module) -> str:
     return report.advice or ""
 
 
-@needs_drafts
 def test_where_updates_hold_up_the_step_more_drafts_are_advised_with_their_bytes():
     model = trained(5 * SLOW, draft_memory=0)  # more than all compute
     needed = sum(wrapped_by(model).plan.draftable.values())
     assert f"draft_memory={needed} " in advice_of(model)
 
 
-@needs_drafts
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
     def planned(draft_memory: int) -> Any:
@@ -229,7 +224,6 @@ def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
     assert planned(needed - 1).drafted < set(range(BLOCKS))
 
 
-@needs_drafts
 def test_where_all_is_drafted_only_more_compute_helps():
     longer_than_all_compute = 5e6 * (FORWARD_S + BACKWARD_S)
     advice = advice_of(trained(longer_than_all_compute, draft_memory=ALL_DRAFTED))

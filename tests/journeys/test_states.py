@@ -10,7 +10,6 @@ import pickle
 import noria
 import pytest
 import torch
-from noria import _C
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 
@@ -72,7 +71,7 @@ def test_any_window_units_and_drafts_give_the_same_bits(optimizer, dtype, state_
         assert sum(not torch.equal(before[key], results[-1][key]) for key in before) > len(before) / 2
         report = noria.report(side.model)
         assert report.ledger_agrees, str(report)
-        if "draft_memory" in policy and _C.STORAGE_CAN_REFUSE:
+        if "draft_memory" in policy:
             assert report.drafts["kept"] > 0
         assert_moved(side.model, None)
     for other in results[1:]:
@@ -124,7 +123,7 @@ def test_what_the_user_does_between_backward_and_step_counts(state_dtype):
         window=3,
         hostility=HOSTILE,
         state_dtype=state_dtype,
-        draft_memory="64MiB" if _C.STORAGE_CAN_REFUSE else 0,
+        draft_memory="64MiB",
     )
 
 
@@ -220,7 +219,7 @@ def test_unwrap_and_pickle_give_plain_optimizers_that_train_on(optimizer, state_
 
 
 @dtypes
-@pytest.mark.parametrize("draft_memory", [0, "64MiB"] if _C.STORAGE_CAN_REFUSE else [0])
+@pytest.mark.parametrize("draft_memory", [0, "64MiB"])
 def test_moments_take_a_half_and_a_quarter_to_the_byte(dtype, draft_memory):
     rows = {}
     for state_dtype in ("fp32", "bf16", "8bit"):

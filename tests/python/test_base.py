@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -186,6 +188,29 @@ def test_engine_built_against_another_torch_minor_is_refused_before_it_is_loaded
 def test_missing_engine_is_named_with_the_command_that_builds_it(tmp_path):
     with pytest.raises(ImportError, match=r"expected noria's engine.*found none.*remedy: pip install"):
         check_build(tmp_path, "2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "taken", "key"),
+    [
+        ("_", "fallback(torch.library.fallthrough_kernel, 'DeferredInit')", "DeferredInit"),
+        ("aten", "impl('mul_.Tensor', print, 'DeferredInit')", "DeferredInit"),
+        ("aten", "impl('_foreach_add_.Scalar', print, 'TESTING_ONLY_GenericWrapper')", "TESTING_ONLY_GenericWrapper"),
+    ],
+)
+def test_a_dispatch_key_that_another_library_has_taken_is_named_at_import(namespace, taken, key):
+    code = f"""
+import torch, torch.library
+other = torch.library.Library("{namespace}", "IMPL")
+other.{taken}
+try:
+    import noria
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"expected torch's dispatch key {key} free" in done.stdout
+    assert "remedy: use noria in a process that does not import that library" in done.stdout
 
 
 def test_package_checks_the_build_before_it_loads_the_engine():
