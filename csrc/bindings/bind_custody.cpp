@@ -231,6 +231,7 @@ void bind_custody(py::module_& m) {
                            like.strides(), callback);
       },
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
+  m.attr("LAZY_COPIES") = uses_lazy_copies();
   m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
       "move_tensor",
@@ -548,6 +549,9 @@ void bind_custody(py::module_& m) {
           [](Custody& self, const std::vector<std::int32_t>& units, bool write,
              const std::vector<std::int64_t>& shown) { self.open_home(unit_ids(units), pointers(shown), write); },
           NoGil(), py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>())
+      .def(
+          "is_written", [](const Custody& self, std::int32_t unit) { return self.is_written(UnitId(unit)); },
+          py::arg("unit"))
       .def(
           "close_home",
           [](Custody& self, const std::vector<std::int32_t>& units, bool write) {

@@ -38,8 +38,8 @@ std::string evicted_message(const std::string& unit, bool is_shared) {
          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
-// A unit's bytes are compared with the home's this often when a storage says that they may have been written: at its
-// visits in one step. The caller waits for the device then. torch's own operators say when they do write.
+// A unit's bytes are compared with the home's this often when all that is known is that they may have been written: at
+// its visits in one step, for the caller waits for the device then. torch's own operators say when they do write.
 constexpr int kMostComparisons = 2;
 
 constexpr const char* kWhyDead =
@@ -67,7 +67,7 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 }  // namespace
 
-/// Multi-tensor kernels that write weights on the device, past every version counter and storage.
+/// Operators that write weights on the device, perhaps past every version counter and storage.
 class Custody::WeightWrites final : public Listener {
  public:
   explicit WeightWrites(std::shared_ptr<Custody*> custody) : custody_(std::move(custody)) {}
@@ -146,7 +146,8 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
       const at::Tensor& variable = facts.variable;
       parameter.sizes = variable.sizes().vec();
       parameter.strides = variable.strides().vec();
-      variable.set_data(weights_.back()->view(facts.dtype, facts.offset, variable.sizes(), variable.strides()));
+      variable.set_data(
+          weights_.back()->view(facts.dtype, facts.offset, variable.sizes(), variable.strides(), written_keys()));
       std::unique_ptr<HeldGradient> held;
       if (facts.gradient_offset >= 0) {
         parameter.buffer =
@@ -324,7 +325,8 @@ bool Custody::rejoin(int index) {
   const UnitStorage& storage = *weights_[static_cast<std::size_t>(strayed.unit.value)];
   const at::Tensor& variable = strayed.facts.variable;
   if (storage.holds(variable) && variable.scalar_type() == strayed.facts.dtype) return false;
-  variable.set_data(storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides));
+  variable.set_data(
+      storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides, written_keys()));
   return true;
 }
 
@@ -997,12 +999,13 @@ void Custody::attach(UnitId unit, std::byte* weights) {
 
 void Custody::evict(UnitId unit) {
   UnitStorage& weights = *weights_[static_cast<std::size_t>(unit.value)];
-  // A write that no version counter saw (`p.data.clamp_()`), or only a kernel that asked for the pointer without
+  // An operator that no version counter saw (`p.data.clamp_()`), or only something that asked for the pointer without
   // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
-  const bool is_asked = weights.is_told() || (weights.written() && comparisons_left-- > 0);
+  const bool is_asked = weights.is_told() || (weights.written() && comparisons_left > 0);
   const bool is_changed = is_asked && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
                           !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
+  if (is_asked && !weights.is_told()) comparisons_left = is_changed ? kMostComparisons : comparisons_left - 1;
   weights.evict();
   const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

@@ -143,6 +143,8 @@ class Custody final : public Custodian, public Living<Custody> {
   /// then the caller fills it, and takes from it what has changed.
   void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
   void close_home(const std::vector<UnitId>& units, bool write);
+  /// While the home is open: somebody has asked for write access to the unit's parameters.
+  bool is_written(UnitId unit) const { return weights_[static_cast<std::size_t>(unit.value)]->written(); }
   /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home.
   void bring_home(const std::vector<UnitId>& units);
   /// Puts a parameter's storage back where it belongs; false when it was there.

@@ -25,12 +25,12 @@ using torch::jit::Stack;
 
 // Note [Keys]. DeferredInit is kept by torch for libraries outside of it, and used by none that is alive. It comes
 // before autograd and autocast, so operators are met as they were called. The other key has a fall-through for its
-// fallback, which costs an operator nothing, and a kernel for the multi-tensor ones alone. It is one that torch keeps
+// fallback, which costs an operator nothing, and a kernel for those alone that write. It is one that torch keeps
 // for tests of a single process: of all keys that are free it is the only one that no kernel of torch's is registered
 // for by way of an alias (CustomRNGKeyId counts as a backend: composite kernels come in, with other bits). Both are in
 // every torch from 2.11 on, in the same order. Where another library has taken one, importing noria raises.
 constexpr c10::DispatchKey kAll = c10::DispatchKey::DeferredInit;
-constexpr c10::DispatchKey kMultiTensor = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+constexpr c10::DispatchKey kWrites = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 struct Entry {
   std::weak_ptr<Listener> listener;
@@ -55,7 +55,7 @@ struct Heard {
 
 Heard heard(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return {};
-  if (!tensor.key_set().has(kAll) && !tensor.key_set().has(kMultiTensor)) return {};
+  if (!tensor.key_set().has(kAll) && !tensor.key_set().has(kWrites)) return {};
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   const auto found = all.entries.find(tensor.storage().unsafeGetStorageImpl());
@@ -327,17 +327,14 @@ void hear(const c10::OperatorHandle& op, Stack* stack) {
   if (!is_answered) carry_out(op, *stack, kAll, std::move(written));
 }
 
-void hear_multi_tensor(const c10::OperatorHandle& op, Stack* stack) {
+void hear_write(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<Heard> written;
   as_python_errors([&] { written = tell_listeners(op, *stack); });
-  carry_out(op, *stack, kMultiTensor, std::move(written));
+  carry_out(op, *stack, kWrites, std::move(written));
 }
 
-bool is_multi_tensor_write(const c10::OperatorName& name, const c10::FunctionSchema& schema) {
-  static constexpr const char* kFamilies[] = {"aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"};
-  const bool is_kin = std::any_of(std::begin(kFamilies), std::end(kFamilies),
-                                  [&](const char* family) { return name.name.starts_with(family); });
-  return is_kin && std::any_of(schema.arguments().begin(), schema.arguments().end(), is_written);
+bool writes(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_written);
 }
 
 torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: tensors with the key may outlive anything
@@ -347,7 +344,7 @@ torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: te
 /// Before anything is registered. What others register later for all operators, torch refuses them.
 void refuse_taken_keys() {
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::DispatchKey key : {kAll, kMultiTensor}) {
+  for (const c10::DispatchKey key : {kAll, kWrites}) {
     std::string taken_for;
     if (dispatcher.hasBackendFallbackForDispatchKey(key)) taken_for = "all operators";
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
@@ -369,21 +366,22 @@ void refuse_taken_keys() {
 void register_listening() {
   refuse_taken_keys();
   library("_", kAll)->fallback(torch::CppFunction::makeFromBoxedFunction<&hear>());
-  library("_", kMultiTensor)->fallback(torch::CppFunction::makeFallthrough());
-  torch::Library* const multi_tensor = library("aten", kMultiTensor);
+  library("_", kWrites)->fallback(torch::CppFunction::makeFallthrough());
+  const std::string of_torch = "aten::";
+  torch::Library* const writing = library("aten", kWrites);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
-    if (!op || !is_multi_tensor_write(name, op->schema())) continue;
+    if (!op || !name.name.starts_with(of_torch) || !writes(op->schema())) continue;
     const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
-    multi_tensor->impl((name.name.substr(std::string("aten::").size()) + overload).c_str(),
-                       torch::CppFunction::makeFromBoxedFunction<&hear_multi_tensor>());
+    writing->impl((name.name.substr(of_torch.size()) + overload).c_str(),
+                  torch::CppFunction::makeFromBoxedFunction<&hear_write>());
   }
 }
 
 c10::DispatchKeySet listened_keys() { return c10::DispatchKeySet(kAll); }
 
-c10::DispatchKeySet multi_tensor_keys() { return c10::DispatchKeySet(kMultiTensor); }
+c10::DispatchKeySet written_keys() { return c10::DispatchKeySet(kWrites); }
 
 void listen(const c10::Storage& storage, const std::shared_ptr<Listener>& listener, int number) {
   Registry& all = registry();

@@ -64,9 +64,10 @@ void register_listening();
 
 /// The keys that a tensor needs beside its device's.
 c10::DispatchKeySet listened_keys();
-/// The same for tensors of which only writes by multi-tensor kernels (`_foreach_*_`, fused optimizers, a scaler's
-/// unscaling) are listened to: on CUDA these write without a word to the storage, and cost nothing to other operators.
-c10::DispatchKeySet multi_tensor_keys();
+/// The same for tensors of which only torch's operators that write are listened to; others cost nothing. On CUDA
+/// multi-tensor kernels (`_foreach_*_`, fused optimizers) write without a word to the storage, and a storage that is
+/// asked for write access may only have been read.
+c10::DispatchKeySet written_keys();
 
 /// From now on operators on tensors in this storage come to `listener`, until it is gone or `stop_listening`.
 void listen(const c10::Storage& storage, const std::shared_ptr<Listener>& listener, int number);

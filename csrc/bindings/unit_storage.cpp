@@ -4,7 +4,6 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/Storage.h>
 
-#include "bindings/listening.h"
 #include "bindings/watched.h"
 
 namespace noria {
@@ -51,10 +50,10 @@ void UnitStorage::evict() {
   attached_ = false;
 }
 
-at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
-                             at::IntArrayRef strides) const {
+at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                             c10::DispatchKeySet more) const {
   return tensor_in(storage_, offset / static_cast<std::int64_t>(c10::elementSize(dtype)), device_, dtype, sizes,
-                   strides, multi_tensor_keys());
+                   strides, more);
 }
 
 }  // namespace noria

@@ -1,13 +1,14 @@
 // One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
 // buffer, live in it as ordinary tensors, and moving all of them is one pointer.
 //
-// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one; multi-tensor
-// kernels, which ask for none on CUDA, are told of by `note_write`).
+// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one; operators that
+// write, of which some ask for none on CUDA, are told of by `note_write`).
 // Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
 // Evicted means "throws": null alone would crash the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>
 
 #include <memory>
@@ -24,14 +25,15 @@ class UnitStorage {
   bool attached() const { return attached_; }
   /// Somebody has asked for write access since `attach`, or has written without.
   bool written() const;
-  /// An operator writes it, past the storage.
+  /// An operator writes it.
   void note_write() { is_told_ = attached_; }
   bool is_told() const { return is_told_; }
   /// Compares the attached memory with the same bytes elsewhere on the device; on CUDA this waits for the stream.
   bool equals(std::byte* elsewhere) const;
 
-  /// A tensor in this storage, with a version counter of its own; `offset` in bytes.
-  at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+  /// A tensor in this storage, with a version counter of its own; `offset` in bytes, `more` keys beside its device's.
+  at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
+                  c10::DispatchKeySet more = {}) const;
   const c10::Storage& storage() const { return storage_; }
   bool is(const c10::Storage& storage) const {
     return storage.unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();

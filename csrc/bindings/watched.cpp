@@ -12,10 +12,6 @@
 #include "bindings/torch_compat.h"
 
 namespace noria {
-namespace {
-
-using c10::impl::cow::cow_deleter;
-using c10::impl::cow::COWDeleterContext;
 
 bool uses_lazy_copies() {
 #if NORIA_TORCH_AT_LEAST(2, 13)
@@ -28,6 +24,11 @@ bool uses_lazy_copies() {
   return true;
 #endif
 }
+
+namespace {
+
+using c10::impl::cow::cow_deleter;
+using c10::impl::cow::COWDeleterContext;
 
 class WatchedStorage;
 

@@ -24,6 +24,9 @@ namespace noria {
 
 using BeforeWrite = std::shared_ptr<std::function<void()>>;
 
+/// How storages are watched in this process, see the Note.
+bool uses_lazy_copies();
+
 /// A storage over `memory` that may be watched, unwatched as yet; `before_write` null: it never will be.
 c10::Storage storage_over(std::byte* memory, std::int64_t num_bytes, c10::Device device,
                           const BeforeWrite& before_write = nullptr);

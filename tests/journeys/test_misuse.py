@@ -703,6 +703,49 @@ def test_a_hidden_write_under_read_only_makes_device_copies_stale():
     both(journey, window=None, moved=False)
 
 
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_a_hidden_write_under_read_only_reaches_the_master(kernel):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # writes what the master is
+    noria.wrap(model, optimizer, device="cpu", window=2, dtype=torch.bfloat16, kernel=kernel)
+
+    def step():
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with noria.materialize(model, read_only=True):
+        model.head.weight.data.fill_(0.75)
+    step()
+    with noria.materialize(model, read_only=True):
+        assert (model.head.weight == 0.75).all()
+    noria.unwrap(model, optimizer)
+
+
+def test_every_hidden_write_inside_of_a_forward_is_found():
+    """However often something has asked for the address before, as compiled code does at each visit."""
+
+    def misuse(side):
+        def ask(module, args):
+            module.expand.weight.data_ptr()
+
+        def write(module, args):
+            module.expand.weight.data.add_(1)
+
+        handle = side.model.blocks[1].register_forward_pre_hook(ask)
+        for _ in range(20):
+            loss_of(side.model, 50)
+        handle.remove()
+        handle = side.model.blocks[1].register_forward_pre_hook(write)
+        for _ in range(20):
+            with refused("an in-place write to a parameter of blocks.1"):
+                loss_of(side.model, 50)
+        handle.remove()
+
+    undisturbed(misuse)
+
+
 def test_training_goes_on_only_after_materialize():
     def misuse(side):
         loss = loss_of(side.model, 50)

@@ -136,9 +136,7 @@ class Values:
                         self.masters.follow_working_copy(self.wrapped.slots[index], before)
                     if read_only:
                         complaints = written
-                    for slot in complaints:  # take it, so that nothing is lost
-                        self.custody.access_home(slot.unit, True)
-                        self.masters.follow_write(slot)
+                        self._take_writes(slots, {slot.unit for slot in complaints})
                 finally:
                     self.custody.close_home(list(units), not read_only or bool(complaints))
         if complaints:
@@ -147,3 +145,10 @@ class Values:
                 f'a write to "{complaints[0].name}"',
                 "leave read_only out; the write was kept",
             )
+
+    def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:
+        """Of these units, and of those that may have been written past every version counter (`p.data.mul_()`)."""
+        for slot in slots:
+            if slot.unit in units or (self.wrapped.ranks is None and self.custody.is_written(slot.unit)):
+                self.custody.access_home(slot.unit, True)
+                self.masters.follow_write(slot)
