@@ -170,7 +170,7 @@ def test_a_saved_tensor_is_whole():
 )
 def test_all_of_this_holds_for_lazy_copies_too():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
         env={**os.environ, "NORIA_LAZY_COPIES": "1"},
         capture_output=True,
         text=True,

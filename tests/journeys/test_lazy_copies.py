@@ -1,0 +1,57 @@
+"""With a torch whose storages call back: the same journeys without it, as before torch 2.13 (csrc/bindings/watched.h),
+drafts among them, on the CPU and on the pretend GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from noria import _C
+
+from tests.pretend_gpu import vehicle
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(
+    _C.LAZY_COPIES, reason="storages are lazy copies in this process already: this torch has no other way"
+)
+
+
+def passed(*arguments: str, **environment: str) -> int:
+    """How many tests."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *arguments],
+        env={**os.environ, "NORIA_LAZY_COPIES": "1", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found, done.stdout
+    return int(found.group(1))
+
+
+@pytest.mark.parametrize(
+    ("journey", "chosen"),
+    [
+        ("test_drafts.py", ""),
+        ("test_gradients.py", "after_step or not_copied or second_edit or accumulated"),
+        ("test_misuse.py", "read_only or no_version_counter or hidden or evicted"),
+        ("test_checkpoints.py", "through_a_state_dict"),
+    ],
+)
+def test_on_the_cpu(journey, chosen):
+    assert passed(f"tests/journeys/{journey}", "-k", chosen) > 0
+
+
+def test_on_the_pretend_gpu():
+    if reason := vehicle.absent():
+        pytest.skip(f"needs the pretend GPU: {reason}")
+    journeys = [f"tests/journeys/{name}.py" for name in ("test_cuda", "test_cuda_writes")]
+    assert passed(*journeys, "-k", "draft or set_to_zero or between_passes", PRETEND_GPU="seed=1,max_delay_us=200") > 0
