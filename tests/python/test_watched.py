@@ -66,6 +66,7 @@ def test_the_first_write_calls_back_before_it_happens_and_the_second_does_not(wr
     assert torch.equal(seen[0], torch.arange(float(WIDTH)))
     assert torch.equal(watched.tensor, watched.plain)  # the write went where all look
     assert not torch.equal(watched.plain, seen[0])
+    watched.callback.before_write = None  # for the tensor keeps its callback, which keeps the tensor
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,12 @@ def test_it_stays_watched_where_it_is_moved_to(in_the_call):
     _C.watch(watched.tensor)
     watched.tensor.add_(1)
     assert watched.calls == 2
-    watched.callback.before_write = None  # for the tensor keeps its callback, which keeps the tensor
+    watched.callback.before_write = None  # as above
 
 
 @pytest.mark.parametrize("state", ["watched", "written", "watched again"])
 def test_its_memory_and_its_callback_are_let_go_of_with_it(state):
+    gc.collect()
     before = _C.living()["arena_bytes"]
     watched = Watched()
     if state != "watched":
