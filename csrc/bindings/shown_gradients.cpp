@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
@@ -24,6 +25,21 @@ constexpr std::size_t kMostScales = 2;  // that an update takes up: an unscaling
 at::Tensor norm_of(const at::Tensor& value, const NormAsked& asked) {
   if (asked.of_list) return at::_foreach_norm({value}, asked.order, asked.dtype).front();
   return at::linalg_vector_norm(value, asked.order, {}, false, asked.dtype);
+}
+
+/// Of those that are defined, by one kernel: a list's product with 1 has their bits.
+void give_copies(std::vector<at::Tensor>& norms) {
+  std::vector<at::Tensor> known;
+  for (const at::Tensor& each : norms) {
+    if (each.defined()) known.push_back(each);
+  }
+  if (known.empty()) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> copies = at::_foreach_mul(known, 1);
+  auto copy = copies.begin();
+  for (at::Tensor& each : norms) {
+    if (each.defined()) each = std::move(*copy++);
+  }
 }
 
 }  // namespace
@@ -51,10 +67,6 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   std::set<Question> asks = asks_;
   if (is_dead) asks.insert({{kUsual}, {kLargest}});  // there is no second chance
-  const auto note = [&](const Question& question, at::Tensor norm) {
-    const std::uint32_t version = norm.unsafeGetTensorImpl()->version_counter().current_version();
-    gradient.known.push_back({question, std::move(norm), version});
-  };
   at::Tensor unscaled;
   for (const Question& asked : asks) {
     if (asked.is_unscaled && !unscaled.defined()) {
@@ -63,7 +75,7 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
       at::Tensor ignored = at::zeros({}, rehearsed_by_.options());
       at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{unscaled}, ignored, rehearsed_by_);
     }
-    note(asked, norm_of(asked.is_unscaled ? unscaled : value, asked.norm));
+    gradient.known.push_back({asked, norm_of(asked.is_unscaled ? unscaled : value, asked.norm)});
   }
 }
 
@@ -139,10 +151,11 @@ std::vector<at::Tensor> ShownGradients::norms(const std::vector<int>& numbers, c
     asked_.insert(question);
     norms.push_back(is_unscaled && !is_as_rehearsed(*gradient.held) ? at::Tensor() : answer(gradient, question));
   }
+  give_copies(norms);
   return norms;
 }
 
-at::Tensor ShownGradients::answer(Gradient& gradient, const Question& question) {
+at::Tensor ShownGradients::answer(const Gradient& gradient, const Question& question) {
   const auto find = [&](const Question& wanted) {
     return std::find_if(gradient.known.begin(), gradient.known.end(),
                         [&](const Known& each) { return each.question == wanted; });
@@ -151,10 +164,7 @@ at::Tensor ShownGradients::answer(Gradient& gradient, const Question& question) 
   if (known == gradient.known.end() && gradient.held->is_dead()) {  // by whichever operator
     known = find({{!question.norm.of_list, question.norm.order, question.norm.dtype}, question.is_unscaled});
   }
-  if (known == gradient.known.end()) return {};
-  if (known->norm.unsafeGetTensorImpl()->version_counter().current_version() != known->version) return {};
-  if (std::exchange(known->is_given, true)) return known->norm.clone();
-  return known->norm;
+  return known == gradient.known.end() ? at::Tensor() : known->norm;
 }
 
 bool ShownGradients::is_as_rehearsed(const HeldGradient& held) {

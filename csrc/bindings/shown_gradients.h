@@ -84,9 +84,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   };
   struct Known {
     Question question;
-    at::Tensor norm;
-    std::uint32_t version;  // when it was computed: the user who is given it may write to it
-    bool is_given = false;
+    at::Tensor norm;  // never given away: who has it may write to it
   };
   struct Gradient {
     std::unique_ptr<HeldGradient> held;
@@ -95,7 +93,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
 
   static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   bool are_settled(const std::vector<int>& numbers) const;
-  at::Tensor answer(Gradient& gradient, const Question& question);
+  static at::Tensor answer(const Gradient& gradient, const Question& question);
   /// What is multiplied so far is exactly one unscaling, by what was rehearsed.
   bool is_as_rehearsed(const HeldGradient& held);
   Scale kept(const Scale& scale);
