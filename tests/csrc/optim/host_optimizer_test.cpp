@@ -18,6 +18,7 @@
 
 #include "base/errors.h"
 #include "device/host_ticket.h"
+#include "optim/digest.h"
 
 namespace noria {
 namespace {
@@ -199,6 +200,28 @@ TEST(HostOptimizer, DraftIsTheUpdateWithoutTouchingWhatItReads) {
   EXPECT_EQ(spare.p, twin.p);
   EXPECT_EQ(spare.m, twin.m);
   EXPECT_EQ(spare.v, twin.v);
+}
+
+// A device may write a gradient while a draft reads it, unseen. Here the draft does so itself: its weights lie there.
+TEST(HostOptimizer, DraftNotesItsGradientBeforeItUsesIt) {
+  for (const int num_threads : {1, 3}) {
+    HostOptimizer optimizer(threads(num_threads));
+    Unit unit(100'000), there(100'000);
+    const std::uint64_t before = digest(unit.g.data(), unit.g.size() * sizeof(float), 0);
+    UpdateJob draft = unit.job();
+    draft.to = there.arrays();
+    draft.to.master = unit.g.data();
+    draft.note = std::make_shared<std::atomic<std::uint64_t>>(0);
+    optimizer.submit(label(1), draft, {})->wait_passed();
+    EXPECT_NE(unit.g.front(), 0.5f);
+    EXPECT_EQ(*draft.note, before);
+    UpdateJob look = unit.job();
+    look.task = UpdateTask::update_if_changed;
+    look.note = draft.note;
+    look.looks = std::make_shared<LookCounts>();
+    optimizer.submit(label(2), look, {})->wait_passed();
+    EXPECT_EQ(look.looks->changed, 1);
+  }
 }
 
 TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {
