@@ -14,7 +14,7 @@ CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
 
-.PHONY: all demo test test-modules test-all googletest sanitize lint clean rivals
+.PHONY: all demo test test-modules test-all googletest sanitize lint clean rivals soak
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -66,6 +66,11 @@ sanitize: googletest
 # The systems that noria is compared with, each in an environment of its own: benchmarks/versus, benchmarks/largest.
 rivals: all
 	$(BIN)/python -m benchmarks.rivals
+
+# Does what a process holds stay flat? On the CPU, on a CUDA device or the pretend GPU, and on two ranks, all at once.
+HOURS ?= 1
+soak: test-modules
+	$(BIN)/python benchmarks/soak.py --hours $(HOURS)
 
 lint: all
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

@@ -1,0 +1,53 @@
+"""The soak's verdict: what counts as flat, and that the smallest tensor that each cycle leaves behind does not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from noria import _C
+
+from benchmarks import soak
+
+CYCLES = 300
+TENSOR = 64 + 400
+"""Bytes of the smallest tensor in a CPU's memory: its values, and what torch keeps beside them, at least."""
+
+
+def wandering(rise: float, width: float, seed: int = 0) -> list[float]:
+    """Rises by so much in a cycle, and goes up and down by `width`."""
+    chance = random.Random(seed)
+    return [1e8 + rise * cycle + width * chance.uniform(-1, 1) for cycle in range(CYCLES)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_tensor_that_each_cycle_leaves_behind_is_no_flat_measure(seed):
+    assert soak.verdict_of("bytes in use", wandering(0, 20_000, seed))["is_flat"]
+    found = soak.verdict_of("bytes in use", wandering(TENSOR, 20_000, seed))
+    assert not found["is_flat"]
+    assert found["rise_per_cycle"] == pytest.approx(TENSOR, rel=0.2)
+
+
+def test_what_grows_while_a_process_gets_warm_does_not_count():
+    warm = int(soak.WARM_UP * CYCLES)
+    samples = [min(cycle, warm) * 10_000.0 for cycle in range(CYCLES)]
+    assert soak.verdict_of("bytes in use", samples)["is_flat"]
+    assert not soak.verdict_of("bytes in use", [cycle * 10_000.0 for cycle in range(CYCLES)])["is_flat"]
+
+
+def test_a_step_late_in_the_soak_counts():
+    samples = [0.0] * (CYCLES // 2) + [1e6] * (CYCLES - CYCLES // 2)
+    assert not soak.verdict_of("bytes in use", samples)["is_flat"]
+
+
+@pytest.mark.parametrize("measure", ["descriptors", "threads", "events", "ledger bytes", *_C.living()])
+def test_not_one_thing_more_is_flat(measure):
+    assert soak.verdict_of(measure, [7.0] * CYCLES)["is_flat"]
+    assert not soak.verdict_of(measure, [7.0] * (CYCLES - 100) + [8.0] * 100)["is_flat"]
+
+
+def test_thinned_samples_keep_the_first_and_the_last():
+    kept = soak.thinned([{"threads": float(number)} for number in range(10_000)])
+    assert len(kept["cycle"]) == len(kept["threads"]) == soak.KEPT_SAMPLES
+    assert kept["threads"][0] == 0 and kept["threads"][-1] == 9_999
+    assert soak.thinned([{"threads": 1.0}, {"threads": 2.0}])["threads"] == [1.0, 2.0]
