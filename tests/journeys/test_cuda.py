@@ -161,6 +161,13 @@ def test_what_a_device_still_writes_is_there_when_the_home_is_read():
     assert_same_bits({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
 
 
+def test_a_learning_rate_may_lie_on_the_device():
+    def on_device(parameters: Any) -> torch.optim.Optimizer:
+        return adamw(parameters, lr=torch.tensor(1e-2, device=DEVICE), foreach=False)
+
+    assert_same_bits(wrapped(on_device, kernel="torch"), resident(lambda ps: adamw(ps, lr=torch.tensor(1e-2))))
+
+
 def test_weights_between_passes_are_not_there():
     model = made()
     noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)

@@ -89,9 +89,9 @@ def dtype_at_home(slot: HomeParameter, value: torch.Tensor) -> torch.dtype:
 
 
 def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot of a group's hyperparameters: later edits affect the next step."""
+    """A snapshot of a group's hyperparameters, for updates on the CPU: later edits affect the next step."""
     return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.copy(value)
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
