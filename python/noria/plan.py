@@ -603,20 +603,24 @@ def _budget(
         leased = sorted((unit.weights for unit in units), reverse=True)[:window]
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
     budget: int | None
+    shares = 1
     if free.device is not None:
         # Half of the budget is left to activations, which torch's own allocator takes; the ledger shows ours.
-        budget = room_on_device(policy, free.device, units) // 2
+        shares = 2
+        budget = room_on_device(policy, free.device, units)
     else:
         budget = device_budget(policy, everything)
     if budget is not None:
-        if budget < least_arena + other_bytes:
+        needed = shares * (least_arena + other_bytes)
+        if budget < needed:
             largest = max(facts, key=lambda unit: unit.weights + unit.gradients)
             raise usage_error(
-                f"device_memory of at least {format_bytes(least_arena + other_bytes)} "
-                f"({least_arena + other_bytes} bytes)",
+                f"device_memory of at least {format_bytes(needed)} ({needed} bytes)"
+                + (", half of it for activations" if shares > 1 else ""),
                 f"{format_bytes(budget)}; the largest unit is {largest.name}",
                 "raise device_memory, or name smaller units",
             )
+        budget //= shares
         arena = min(arena, budget - other_bytes)
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,6 +160,22 @@ def test_what_a_device_still_writes_is_there_when_the_home_is_read():
         parameter.grad.add_(0)  # the bytes
     noria.unwrap(model, optimizer)
     assert_same_bits({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+
+
+def test_the_least_device_memory_that_a_refusal_names_is_enough():
+    model = made()
+    optimizer = sgd(model.parameters())
+    with pytest.raises(noria.UsageError, match="half of it for activations") as refused:
+        noria.plan(model, optimizer, device=DEVICE, device_memory=1)
+    found = re.search(r"\((\d+) bytes\)", str(refused.value))
+    assert found is not None
+    least = int(found[1])
+    with pytest.raises(noria.UsageError, match=f"\\({least} bytes\\)"):
+        noria.plan(model, optimizer, device=DEVICE, device_memory=least - 2)
+    noria.wrap(model, optimizer, device=DEVICE, device_memory=least)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    noria.unwrap(model, optimizer)
 
 
 def test_a_learning_rate_may_lie_on_the_device():
