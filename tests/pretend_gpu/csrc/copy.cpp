@@ -113,6 +113,8 @@ void copy_plain_between(const at::Tensor& to, const at::Tensor& from, bool non_b
   check_reachable(device, stream.device_index(), is_up ? kUp : kDown);
   const Operand host = host_operand(on_host, !is_up);
   const bool pinned = fake_cuda::locate(host.data, host.extent).kind == fake_cuda::Place::Kind::registered;
+  const bool waits = !non_blocking || !(pinned || is_up);
+  if (waits) announce_wait();  // before anything is queued: it may raise, and then nobody keeps the memory
   if (pinned) {
     copy_bytes(stream, is_up ? kUp : kDown, is_up ? device : host, is_up ? host : device);
     if (non_blocking) used_on(host.data, stream);
@@ -121,9 +123,7 @@ void copy_plain_between(const at::Tensor& to, const at::Tensor& from, bool non_b
   } else {
     copy_unpinned_down(stream, host, device);
   }
-  if (non_blocking && (pinned || is_up)) return;
-  announce_wait();
-  synchronize(stream);
+  if (waits) synchronize(stream);
 }
 
 void copy_between(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
