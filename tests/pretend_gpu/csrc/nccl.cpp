@@ -1,43 +1,26 @@
 #include "nccl.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/ivalue_inl.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
 
-#include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <numeric>
 #include <set>
-#include <utility>
+#include <string>
 
-#include "settings.h"
+#include "gloo.h"
+#include "nccl_work.h"
+#include "operand.h"
 
 namespace pretend_gpu {
 
 using c10d::OpType;
 using RedOp = c10d::ReduceOp::RedOpType;
 
-/// What streams know of a group, which may be gone before they are done.
-struct Nccl::Shared {
-  int rank, size;
-  c10::intrusive_ptr<c10d::Backend> collectives, pairs;
-  std::atomic<std::int64_t> timeout_ms;
-  std::atomic<bool> is_aborted{false};
-  std::mutex mutex;
-  std::string failure;  // the first one
-
-  std::string told() {
-    const std::lock_guard lock(mutex);
-    return failure;
-  }
-};
-
 namespace {
 
-/// The groups that are there.
+/// The groups that there are.
 struct Groups {
   std::mutex mutex;
   std::set<Nccl*> all;
@@ -49,101 +32,6 @@ Groups& groups() {
 }
 
 constexpr auto kDefaultTimeout = std::chrono::minutes(10);  // NCCL's in torch
-
-bool waits_blocking() {
-  const char* value = std::getenv("TORCH_NCCL_BLOCKING_WAIT");
-  return value != nullptr && std::string(value) != "0";
-}
-
-/// What became of one call.
-struct Outcome {
-  std::mutex mutex;
-  std::exception_ptr error;
-
-  std::exception_ptr told() {
-    const std::lock_guard lock(mutex);
-    return error;
-  }
-};
-
-class QueuedWork final : public c10d::Work {
- public:
-  QueuedWork(int rank, OpType type, cudaEvent_t event, int device, std::shared_ptr<Outcome> outcome, Tensors results,
-             std::uint64_t number)
-      : c10d::Work(rank, type),
-        event_(event),
-        device_(device),
-        outcome_(std::move(outcome)),
-        results_(std::move(results)),
-        number_(number),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                         std::vector<c10::Device>{device_of(device)})) {}
-  ~QueuedWork() override { cudaEventDestroy(event_); }
-
-  /// The stream of the call must be current: what follows the future waits for it.
-  void complete_future() { future_->markCompleted(c10::IValue(results_)); }
-
-  bool isCompleted() override { return has_passed(event_); }
-  bool isSuccess() const override { return outcome_->told() == nullptr; }
-  std::exception_ptr exception() const override { return outcome_->told(); }
-  std::vector<at::Tensor> result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  std::uint64_t getSequencenumber() const override { return number_; }
-  void synchronize() override { wait(kNoTimeout); }
-  bool wait(std::chrono::milliseconds) override {
-    if (opType_ == OpType::BARRIER || waits_blocking()) {
-      const cudaError_t error = cudaEventSynchronize(event_);
-      if (const std::exception_ptr failure = outcome_->told()) {
-        forget_failure();  // it is told here
-        std::rethrow_exception(failure);
-      }
-      check(error, "cudaEventSynchronize");
-    } else {
-      wait_event(event_, current_stream(device_));
-      if (const std::exception_ptr failure = outcome_->told()) std::rethrow_exception(failure);
-    }
-    return true;
-  }
-
- private:
-  cudaEvent_t const event_;
-  const int device_;
-  const std::shared_ptr<Outcome> outcome_;
-  const Tensors results_;
-  const std::uint64_t number_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-class CoalescedWork final : public c10d::Work {
- public:
-  CoalescedWork(int rank, std::vector<Nccl::Work> parts)
-      : c10d::Work(rank, OpType::COALESCED),
-        parts_(std::move(parts)) {}
-
-  bool isCompleted() override {
-    return std::ranges::all_of(parts_, [](const Nccl::Work& each) { return each->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::ranges::all_of(parts_, [](const Nccl::Work& each) { return each->isSuccess(); });
-  }
-  std::exception_ptr exception() const override {
-    for (const Nccl::Work& each : parts_) {
-      if (const std::exception_ptr error = each->exception()) return error;
-    }
-    return nullptr;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return parts_.back()->getFuture(); }
-  void synchronize() override { wait(kNoTimeout); }
-  bool wait(std::chrono::milliseconds timeout) override {
-    for (const Nccl::Work& each : parts_) each->wait(timeout);
-    return true;
-  }
-
- private:
-  const std::vector<Nccl::Work> parts_;
-};
-
-at::Tensor flat(const at::Tensor& tensor) { return tensor.view({-1}); }
 
 /// NCCL has no booleans, and takes bytes instead: any for sums, all for products.
 struct Reduction {
@@ -159,7 +47,14 @@ struct Reduction {
     TORCH_CHECK(op == RedOp::MAX || op == RedOp::MIN, "Cannot use this ReduceOp with Boolean inputs");
   }
   at::Tensor of(const at::Tensor& tensor) const { return as_bytes ? tensor.view(at::kByte) : tensor; }
+  template <class Options>
+  Options in(Options options) const {
+    options.reduceOp = op;
+    return options;
+  }
 };
+
+at::Tensor flat(const at::Tensor& tensor) { return tensor.view({-1}); }
 
 Tensors joined(const Tensors& first, const Tensors& second) {
   Tensors all = first;
@@ -167,14 +62,32 @@ Tensors joined(const Tensors& first, const Tensors& second) {
   return all;
 }
 
-Tensors range(const Tensors& tensors, std::size_t first, std::size_t count) {
-  const auto begin = tensors.begin() + static_cast<std::ptrdiff_t>(first);
-  return {begin, begin + static_cast<std::ptrdiff_t>(count)};
-}
+Tensors from_second(const Tensors& tensors) { return {tensors.begin() + 1, tensors.end()}; }
 
-at::Tensor& only(Tensors& tensors) {
+const at::Tensor& only(const Tensors& tensors) {
   TORCH_CHECK(tensors.size() == 1, "Expecting one tensor only but got multiple");
   return tensors[0];
+}
+
+void gather_into(Gloo& gloo, const at::Tensor& to, const at::Tensor& from, const c10d::AllgatherOptions& options) {
+  at::Tensor all = flat(to), own = flat(from);
+  gloo.finish(gloo.collectives->_allgather_base(all, own, options));
+}
+
+void reduce_all(Gloo& gloo, const at::Tensor& tensor, const Reduction& reduction,
+                const c10d::AllreduceOptions& options) {
+  Tensors own{reduction.of(tensor)};
+  gloo.finish(gloo.collectives->allreduce(own, reduction.in(options)));
+}
+
+/// As gloo does it, whose own work of this kind is never over until somebody waits for it.
+void reduce_into(Gloo& gloo, const at::Tensor& to, const at::Tensor& from, const Reduction& reduction,
+                 const c10d::ReduceScatterOptions& options) {
+  const at::Tensor all = flat(from);
+  c10d::AllreduceOptions its;
+  its.timeout = options.timeout;
+  reduce_all(gloo, all, reduction, its);
+  flat(to).copy_(all.chunk(gloo.collectives->getSize())[static_cast<std::size_t>(gloo.rank())]);
 }
 
 }  // namespace
@@ -185,12 +98,7 @@ Nccl::Nccl(int rank, int size, c10::intrusive_ptr<Options> options, c10::intrusi
            c10::intrusive_ptr<c10d::Backend> pairs)
     : c10d::Backend(rank, size),
       options_(std::move(options)),
-      shared_(std::make_shared<Shared>()) {
-  shared_->rank = rank;
-  shared_->size = size;
-  shared_->collectives = std::move(collectives);
-  shared_->pairs = std::move(pairs);
-  shared_->timeout_ms = options_->timeout.count();
+      gloo_(std::make_shared<Gloo>(std::move(collectives), std::move(pairs), options_->timeout)) {
   const std::lock_guard lock(groups().mutex);
   groups().all.insert(this);
 }
@@ -206,20 +114,18 @@ Nccl::~Nccl() {
 
 void Nccl::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  shared_->timeout_ms = timeout.count();
-  shared_->collectives->setTimeout(timeout);
-  shared_->pairs->setTimeout(timeout);
+  gloo_->set_timeout(timeout);
 }
 
 c10d::ErrorType Nccl::getError() {
-  return shared_->told().empty() ? c10d::ErrorType::SUCCESS : c10d::ErrorType::COMM_ERROR;
+  return gloo_->failure().empty() ? c10d::ErrorType::SUCCESS : c10d::ErrorType::COMM_ERROR;
 }
 
 // ---- one call ----
 
 void Nccl::check_alive() const {
-  const std::string failure = shared_->told();
-  if (failure.empty() && !shared_->is_aborted) return;
+  const std::string failure = gloo_->failure();
+  if (failure.empty() && !gloo_->is_aborted()) return;
   TORCH_CHECK_WITH(DistBackendError, false, "NCCL communicator was aborted on rank ", rank_, ". ",
                    failure.empty() ? "" : "Original reason for failure was: ", failure);
 }
@@ -233,18 +139,18 @@ int Nccl::device_for(const Tensors& tensors, std::optional<int> device) {
   }
   const int found = device.value_or(current_device());
   TORCH_CHECK(device_ < 0 || device_ == found,
-              "a group of the pretend GPU's NCCL stays on the device of its first call, ", "cuda:", device_,
+              "a group of the pretend GPU's NCCL stays on the device of its first call, cuda:", device_,
               "; found cuda:", found);
   return device_ = found;
 }
 
-cudaStream_t Nccl::stream_for(std::optional<std::pair<int, bool>> pair) {
-  cudaStream_t& stream = streams_[pair.value_or(std::pair(-1, false))];
+c10::Stream Nccl::stream_for(std::optional<Pair> pair) {
+  cudaStream_t& stream = streams_[pair];
   if (stream == nullptr) {
     const OnDevice on(device_);
     stream = fake_cuda::make_stream(/*is_patient=*/true);
   }
-  return stream;
+  return external_stream(reinterpret_cast<std::uintptr_t>(stream), device_);
 }
 
 /// The tensors of calls that the device has passed are let go.
@@ -260,26 +166,7 @@ void Nccl::forget_passed() {
 }
 
 Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& results, const Act& act,
-                       std::optional<std::pair<int, bool>> pair, std::optional<int> device) {
-  const std::lock_guard lock(mutex_);
-  check_alive();
-  const int on_device = device_for(tensors, device);
-  const c10::Stream stream = external_stream(reinterpret_cast<std::uintptr_t>(stream_for(pair)), on_device);
-  forget_passed();
-
-  // NCCL is given pointers that are not const, whatever it does with them.
-  std::vector<Operand> operands;
-  static const std::string name = "nccl";
-  for (const at::Tensor& each : tensors) {
-    operands.push_back(operand_of(each, Access::write));
-    check_reachable(operands.back(), on_device, name);
-  }
-  const Kept ready{make_event(on_device), {}};
-  record_event(ready.event, current_stream(on_device));
-  wait_event(ready.event, stream);
-  cudaEventDestroy(ready.event);
-
-  auto outcome = std::make_shared<Outcome>();
+                       std::optional<Pair> pair, std::optional<int> device) {
   static const std::map<OpType, std::string> names = [] {
     std::map<OpType, std::string> made;
     for (int each = 0; each <= static_cast<int>(OpType::REDUCE_SCATTER_TENSOR_COALESCED); ++each) {
@@ -287,44 +174,56 @@ Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& resul
     }
     return made;
   }();
-  launch_on(stream, names.at(type), [shared = shared_, outcome, act, type, operands = std::move(operands), pair] {
+  const std::string& name = names.at(type);
+  const std::lock_guard lock(mutex_);
+  check_alive();
+  const int on_device = device_for(tensors, device);
+  const c10::Stream stream = stream_for(pair);
+  forget_passed();
+
+  // NCCL is given pointers that are not const, whatever it does with them.
+  std::vector<std::pair<Operand, bool>> operands;
+  for (const at::Tensor& each : tensors) {
+    const bool is_result = std::ranges::any_of(results, [&](const at::Tensor& result) { return result.is_same(each); });
+    operands.emplace_back(operand_of(each, Access::write), is_result);
+    check_reachable(operands.back().first, on_device, name);
+  }
+  cudaEvent_t ready = make_event(on_device);
+  record_event(ready, current_stream(on_device));
+  wait_event(ready, stream);
+  cudaEventDestroy(ready);
+
+  auto outcome = std::make_shared<Outcome>();
+  launch_on(stream, name, [gloo = gloo_, outcome, act, type, operands = std::move(operands)] {
     const auto begun = std::chrono::steady_clock::now();
     try {
-      TORCH_CHECK(!shared->is_aborted && shared->told().empty(), "the communicator was aborted before this call ran");
+      TORCH_CHECK(!gloo->is_aborted() && gloo->failure().empty(), "the communicator was aborted before it ran");
       const at::AutoDispatchBelowADInplaceOrView no_autograd;
-      Aliases aliases;
-      Tensors here;
-      for (const Operand& each : operands) here.push_back(aliases.of(each));
-      act(pair ? *shared->pairs : *shared->collectives, here);
+      Tensors copies;
+      for (const auto& [operand, is_result] : operands) copies.push_back(Aliases().of(operand).clone());
+      act(*gloo, copies);
+      for (std::size_t i = 0; i < operands.size(); ++i) {
+        if (operands[i].second) Aliases().of(operands[i].first).copy_(copies[i]);
+      }
     } catch (const std::exception& error) {
       const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun);
-      const std::string text =
-          c10::str("[Rank ", shared->rank, "] ",
-                   ms.count() >= shared->timeout_ms ? "Watchdog caught collective operation timeout: " : "NCCL error: ",
-                   "WorkNCCL(OpType=", c10d::opTypeToString(type), ", Timeout(ms)=", shared->timeout_ms.load(),
-                   ") ran for ", ms.count(), " milliseconds and failed: ", reason_of(error));
-      {
-        const std::lock_guard failing(outcome->mutex);
-        outcome->error = std::make_exception_ptr(
-            c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text));
-      }
-      {
-        const std::lock_guard failing(shared->mutex);
-        if (shared->failure.empty()) shared->failure = text;
-      }
-      if (!shared->is_aborted) record_failure(text, cudaErrorUnknown);
+      const bool is_late = ms.count() >= gloo->timeout_ms();
+      const std::string text = c10::str(
+          "[Rank ", gloo->rank(), "] ", is_late ? "Watchdog caught collective operation timeout: " : "NCCL error: ",
+          "WorkNCCL(OpType=", c10d::opTypeToString(type), ", Timeout(ms)=", gloo->timeout_ms(), ") ran for ",
+          ms.count(), " milliseconds and failed: ", reason_of(error));
+      outcome->fail(std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
+      gloo->fail(text);
+      if (!gloo->is_aborted()) record_failure(text, cudaErrorUnknown);
     }
   });
+  kept_.push_back({make_event(on_device), tensors});
+  record_event(kept_.back().event, stream);
   cudaEvent_t over = make_event(on_device);
   record_event(over, stream);
-  cudaEvent_t kept = make_event(on_device);
-  record_event(kept, stream);
-  kept_.push_back({kept, tensors});
+  const c10::StreamGuard guard(stream);
   auto work = c10::make_intrusive<QueuedWork>(rank_, type, over, on_device, outcome, results, ++num_calls_);
-  {
-    const c10::StreamGuard guard(stream);
-    work->complete_future();
-  }
   if (coalesced_) coalesced_->push_back(work);
   return work;
 }
@@ -334,40 +233,29 @@ Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& resul
 Nccl::Work Nccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   only(tensors);
   return queue(OpType::BROADCAST, tensors, tensors,
-               [options](c10d::Backend& gloo, Tensors& here) { gloo.broadcast(here, options)->wait(); });
+               [options](Gloo& gloo, Tensors& here) { gloo.finish(gloo.collectives->broadcast(here, options)); });
 }
 
 Nccl::Work Nccl::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const Reduction reduction(options.reduceOp, only(tensors));
-  return queue(OpType::ALLREDUCE, tensors, tensors, [options, reduction](c10d::Backend& gloo, Tensors& here) {
-    Tensors own{reduction.of(here[0])};
-    c10d::AllreduceOptions its = options;
-    its.reduceOp = reduction.op;
-    gloo.allreduce(own, its)->wait();
-  });
+  return queue(OpType::ALLREDUCE, tensors, tensors,
+               [options, reduction](Gloo& gloo, Tensors& here) { reduce_all(gloo, here[0], reduction, options); });
 }
 
 Nccl::Work Nccl::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const Reduction reduction(options.reduceOp, tensors.at(0));
-  return queue(OpType::ALLREDUCE_COALESCED, tensors, tensors, [options, reduction](c10d::Backend& gloo, Tensors& here) {
-    for (const at::Tensor& each : here) {
-      Tensors own{reduction.of(each)};
-      c10d::AllreduceOptions its = options;
-      its.reduceOp = reduction.op;
-      gloo.allreduce(own, its)->wait();
-    }
+  return queue(OpType::ALLREDUCE_COALESCED, tensors, tensors, [options, reduction](Gloo& gloo, Tensors& here) {
+    for (const at::Tensor& each : here) reduce_all(gloo, each, reduction, options);
   });
 }
 
+/// The others' tensors stay as they are; gloo reduces in its copies.
 Nccl::Work Nccl::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const Reduction reduction(options.reduceOp, only(tensors));
-  const bool is_root = rank_ == options.rootRank;
-  return queue(OpType::REDUCE, tensors, tensors, [options, reduction, is_root](c10d::Backend& gloo, Tensors& here) {
-    // NCCL leaves the others' as they are; gloo reduces in them.
-    Tensors own{reduction.of(is_root ? here[0] : here[0].clone())};
-    c10d::ReduceOptions its = options;
-    its.reduceOp = reduction.op;
-    gloo.reduce(own, its)->wait();
+  const Tensors results = rank_ == options.rootRank ? tensors : Tensors();
+  return queue(OpType::REDUCE, tensors, results, [options, reduction](Gloo& gloo, Tensors& here) {
+    Tensors own{reduction.of(here[0])};
+    gloo.finish(gloo.collectives->reduce(own, reduction.in(options)));
   });
 }
 
@@ -375,15 +263,14 @@ Nccl::Work Nccl::allgather(std::vector<Tensors>& to, Tensors& from, const c10d::
   only(from);
   const Tensors& all = to.at(0);
   TORCH_CHECK(static_cast<int>(all.size()) == size_, "Tensor list output to all_gather must have one for each rank");
-  return queue(OpType::ALLGATHER, joined(from, all), all, [options](c10d::Backend& gloo, Tensors& here) {
-    const Tensors everybodys = range(here, 1, here.size() - 1);
-    for (std::size_t root = 0; root < everybodys.size(); ++root) {  // they may be of different sizes
-      if (static_cast<int>(root) == gloo.getRank()) everybodys[root].copy_(here[0]);
-      Tensors one{everybodys[root]};
+  return queue(OpType::ALLGATHER, joined(from, all), all, [options](Gloo& gloo, Tensors& here) {
+    for (std::size_t root = 0; root + 1 < here.size(); ++root) {  // they may be of different sizes
+      if (static_cast<int>(root) == gloo.rank()) here[root + 1].copy_(here[0]);
+      Tensors one{here[root + 1]};
       c10d::BroadcastOptions its;
       its.rootRank = static_cast<std::int64_t>(root);
       its.timeout = options.timeout;
-      gloo.broadcast(one, its)->wait();
+      gloo.finish(gloo.collectives->broadcast(one, its));
     }
   });
 }
@@ -393,19 +280,14 @@ Nccl::Work Nccl::_allgather_base(at::Tensor& to, at::Tensor& from, const c10d::A
                    "output tensor must have the same type as input tensor");
   TORCH_CHECK_WITH(ValueError, to.numel() == from.numel() * size_,
                    "output tensor size must be equal to world_size times input tensor size");
-  return queue(OpType::_ALLGATHER_BASE, {from, to}, {to}, [options](c10d::Backend& gloo, Tensors& here) {
-    at::Tensor all = flat(here[1]), own = flat(here[0]).clone();  // it may be a part of them all
-    gloo._allgather_base(all, own, options)->wait();
-  });
+  return queue(OpType::_ALLGATHER_BASE, {from, to}, {to},
+               [options](Gloo& gloo, Tensors& here) { gather_into(gloo, here[1], here[0], options); });
 }
 
 Nccl::Work Nccl::allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& options) {
-  return queue(OpType::COALESCED, joined(from, to), to, [options](c10d::Backend& gloo, Tensors& here) {
+  return queue(OpType::COALESCED, joined(from, to), to, [options](Gloo& gloo, Tensors& here) {
     const std::size_t count = here.size() / 2;
-    for (std::size_t i = 0; i < count; ++i) {
-      at::Tensor all = flat(here[count + i]), own = flat(here[i]).clone();
-      gloo._allgather_base(all, own, options)->wait();
-    }
+    for (std::size_t i = 0; i < count; ++i) gather_into(gloo, here[count + i], here[i], options);
   });
 }
 
@@ -413,11 +295,11 @@ Nccl::Work Nccl::gather(std::vector<Tensors>& to, Tensors& from, const c10d::Gat
   only(from);
   const bool is_root = rank_ == options.rootRank;
   const Tensors all = is_root ? to.at(0) : Tensors();
-  return queue(OpType::GATHER, joined(from, all), all, [options, is_root](c10d::Backend& gloo, Tensors& here) {
-    Tensors own{here[0].clone()};
+  return queue(OpType::GATHER, joined(from, all), all, [options, is_root](Gloo& gloo, Tensors& here) {
+    Tensors own{here[0]};
     std::vector<Tensors> everybodys;
-    if (is_root) everybodys.push_back(range(here, 1, here.size() - 1));
-    gloo.gather(everybodys, own, options)->wait();
+    if (is_root) everybodys.push_back(from_second(here));
+    gloo.finish(gloo.collectives->gather(everybodys, own, options));
   });
 }
 
@@ -425,28 +307,25 @@ Nccl::Work Nccl::scatter(Tensors& to, std::vector<Tensors>& from, const c10d::Sc
   only(to);
   const bool is_root = rank_ == options.rootRank;
   const Tensors all = is_root ? from.at(0) : Tensors();
-  return queue(OpType::SCATTER, joined(to, all), to, [options, is_root](c10d::Backend& gloo, Tensors& here) {
+  return queue(OpType::SCATTER, joined(to, all), to, [options, is_root](Gloo& gloo, Tensors& here) {
     Tensors own{here[0]};
     std::vector<Tensors> everybodys;
-    if (is_root) everybodys.push_back(range(here, 1, here.size() - 1));
-    gloo.scatter(own, everybodys, options)->wait();
+    if (is_root) everybodys.push_back(from_second(here));
+    gloo.finish(gloo.collectives->scatter(own, everybodys, options));
   });
 }
 
 Nccl::Work Nccl::reduce_scatter(Tensors& to, std::vector<Tensors>& from, const c10d::ReduceScatterOptions& options) {
   const Reduction reduction(options.reduceOp, only(to));
   TORCH_CHECK(static_cast<int>(from.at(0).size()) == size_, "reduce_scatter needs one tensor for each rank");
-  return queue(OpType::REDUCE_SCATTER, joined(to, from[0]), to,
-               [options, reduction](c10d::Backend& gloo, Tensors& here) {
-                 for (std::size_t root = 0; root + 1 < here.size(); ++root) {  // they may be of different sizes
-                   Tensors one{reduction.of(here[root + 1].clone())};
-                   c10d::AllreduceOptions its;
-                   its.reduceOp = reduction.op;
-                   its.timeout = options.timeout;
-                   gloo.allreduce(one, its)->wait();
-                   if (static_cast<int>(root) == gloo.getRank()) reduction.of(here[0]).copy_(one[0]);
-                 }
-               });
+  return queue(OpType::REDUCE_SCATTER, joined(to, from[0]), to, [options, reduction](Gloo& gloo, Tensors& here) {
+    for (std::size_t root = 0; root + 1 < here.size(); ++root) {  // they may be of different sizes
+      c10d::AllreduceOptions its;
+      its.timeout = options.timeout;
+      reduce_all(gloo, here[root + 1], reduction, its);
+      if (static_cast<int>(root) == gloo.rank()) here[0].copy_(here[root + 1]);
+    }
+  });
 }
 
 Nccl::Work Nccl::_reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c10d::ReduceScatterOptions& options) {
@@ -455,44 +334,30 @@ Nccl::Work Nccl::_reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c1
   TORCH_CHECK_WITH(ValueError, from.numel() == to.numel() * size_,
                    "input tensor must be the same size as output size times world size");
   const Reduction reduction(options.reduceOp, to);
-  return queue(OpType::_REDUCE_SCATTER_BASE, {to, from}, {to},
-               [options, reduction](c10d::Backend& gloo, Tensors& here) {
-                 at::Tensor own = reduction.of(flat(here[0])), all = reduction.of(flat(here[1])).clone();
-                 at::Tensor made = own.clone();
-                 c10d::ReduceScatterOptions its = options;
-                 its.reduceOp = reduction.op;
-                 gloo._reduce_scatter_base(made, all, its)->wait();
-                 own.copy_(made);
-               });
+  return queue(OpType::_REDUCE_SCATTER_BASE, {to, from}, {to}, [options, reduction](Gloo& gloo, Tensors& here) {
+    reduce_into(gloo, here[0], here[1], reduction, options);
+  });
 }
 
 Nccl::Work Nccl::reduce_scatter_tensor_coalesced(Tensors& to, Tensors& from,
                                                  const c10d::ReduceScatterOptions& options) {
   const Reduction reduction(options.reduceOp, to.at(0));
-  return queue(OpType::COALESCED, joined(to, from), to, [options, reduction](c10d::Backend& gloo, Tensors& here) {
+  return queue(OpType::COALESCED, joined(to, from), to, [options, reduction](Gloo& gloo, Tensors& here) {
     const std::size_t count = here.size() / 2;
-    for (std::size_t i = 0; i < count; ++i) {
-      at::Tensor own = reduction.of(flat(here[i])), all = reduction.of(flat(here[count + i])).clone();
-      at::Tensor made = own.clone();
-      c10d::ReduceScatterOptions its = options;
-      its.reduceOp = reduction.op;
-      gloo._reduce_scatter_base(made, all, its)->wait();
-      own.copy_(made);
-    }
+    for (std::size_t i = 0; i < count; ++i) reduce_into(gloo, here[i], here[count + i], reduction, options);
   });
 }
 
 Nccl::Work Nccl::alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<std::int64_t>& to_sizes,
                                std::vector<std::int64_t>& from_sizes, const c10d::AllToAllOptions& options) {
-  return queue(OpType::ALLTOALL_BASE, {to, from}, {to},
-               [options, to_sizes, from_sizes](c10d::Backend& gloo, Tensors& here) {
-                 std::vector<std::int64_t> taken = to_sizes, given = from_sizes;
-                 gloo.alltoall_base(here[0], here[1], taken, given, options)->wait();
-               });
+  return queue(OpType::ALLTOALL_BASE, {to, from}, {to}, [options, to_sizes, from_sizes](Gloo& gloo, Tensors& here) {
+    std::vector<std::int64_t> taken = to_sizes, given = from_sizes;
+    gloo.finish(gloo.collectives->alltoall_base(here[0], here[1], taken, given, options));
+  });
 }
 
 Nccl::Work Nccl::alltoall(Tensors& to, Tensors& from, const c10d::AllToAllOptions& options) {
-  return queue(OpType::ALLTOALL, joined(to, from), to, [options](c10d::Backend& gloo, Tensors& here) {
+  return queue(OpType::ALLTOALL, joined(to, from), to, [options](Gloo& gloo, Tensors& here) {
     const std::size_t count = here.size() / 2;
     std::vector<std::int64_t> taken, given;
     Tensors own;
@@ -502,41 +367,33 @@ Nccl::Work Nccl::alltoall(Tensors& to, Tensors& from, const c10d::AllToAllOption
       own.push_back(flat(here[count + i]));
     }
     at::Tensor all = at::cat(own);
-    at::Tensor got = at::empty({std::accumulate(taken.begin(), taken.end(), std::int64_t{0})}, here[0].options());
+    at::Tensor got = here[0].new_empty({std::accumulate(taken.begin(), taken.end(), std::int64_t{0})});
     const Tensors parts = got.split_with_sizes(taken);
-    gloo.alltoall_base(got, all, taken, given, options)->wait();  // which keeps the sizes
+    gloo.finish(gloo.collectives->alltoall_base(got, all, taken, given, options));  // which keeps the sizes
     for (std::size_t i = 0; i < count; ++i) flat(here[i]).copy_(parts[i]);
   });
 }
 
 Nccl::Work Nccl::send(Tensors& tensors, int peer, int) {
   only(tensors);
-  return queue(
-      OpType::SEND, tensors, {},
-      [peer](c10d::Backend& gloo, Tensors& here) {
-        Tensors own{here[0].is_contiguous() ? here[0] : here[0].contiguous()};
-        gloo.send(own, peer, 0)->wait();
-      },
-      std::pair(peer, true));
+  const Act act = [peer](Gloo& gloo, Tensors& here) { gloo.finish_pair(gloo.pairs->send(here, peer, 0)); };
+  return queue(OpType::SEND, tensors, {}, act, Pair{peer, true});
 }
 
 Nccl::Work Nccl::recv(Tensors& tensors, int peer, int) {
   only(tensors);
-  return queue(
-      OpType::RECV, tensors, tensors, [peer](c10d::Backend& gloo, Tensors& here) { gloo.recv(here, peer, 0)->wait(); },
-      std::pair(peer, false));
+  const Act act = [peer](Gloo& gloo, Tensors& here) { gloo.finish_pair(gloo.pairs->recv(here, peer, 0)); };
+  return queue(OpType::RECV, tensors, tensors, act, Pair{peer, false});
 }
 
 Nccl::Work Nccl::barrier(const c10d::BarrierOptions& options) {
   std::optional<int> device;
   if (options.device && options.device->is_cuda()) device = options.device->index();
   if (!device || *device < 0) device = device_ >= 0 ? device_ : current_device();
-  c10d::BarrierOptions its = options;
-  its.device = c10::Device(c10::kCPU);
-  its.device_ids.clear();
-  return queue(
-      OpType::BARRIER, {}, {}, [its](c10d::Backend& gloo, Tensors&) { gloo.barrier(its)->wait(); }, std::nullopt,
-      device);
+  c10d::BarrierOptions its;
+  its.timeout = options.timeout;
+  const Act act = [its](Gloo& gloo, Tensors&) { gloo.finish(gloo.collectives->barrier(its)); };
+  return queue(OpType::BARRIER, {}, {}, act, std::nullopt, device);
 }
 
 void Nccl::startCoalescing() {
@@ -554,11 +411,7 @@ Nccl::Work Nccl::endCoalescing() {
 
 // ---- the end ----
 
-void Nccl::abort() {
-  shared_->is_aborted = true;
-  shared_->collectives->abort();
-  shared_->pairs->abort();
-}
+void Nccl::abort() { gloo_->abort(); }
 
 void Nccl::shutdown() {
   std::vector<cudaStream_t> streams;
@@ -569,7 +422,6 @@ void Nccl::shutdown() {
   for (cudaStream_t stream : streams) {
     if (cudaStreamSynchronize(stream) != cudaSuccess) (void)cudaGetLastError();
   }
-  abort();
 }
 
 void Nccl::abort_all() {

@@ -1,7 +1,7 @@
 // A process group that stands for NCCL: it queues gloo's collectives on streams.
 //
 // Ownership: a group has a stream of its own for collectives, and for each peer one to send and one to receive on; the
-//   tensors of a call are kept until somebody has waited for it, or the device has passed it.
+//   tensors of a call are kept until the device has passed it.
 // Order: a call waits for what the current stream has been given, runs behind the host's back, and its `wait` makes the
 //   current stream wait, not the host (but for barriers, and with TORCH_NCCL_BLOCKING_WAIT). Ranks meet in the first
 //   call, not when the group is made. Sends and receives of one pair are matched in order; tags are not looked at.
@@ -13,22 +13,23 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
+#include <utility>
 #include <vector>
 
-#include "operand.h"
 #include "streams.h"
 
 namespace pretend_gpu {
 
 using Tensors = std::vector<at::Tensor>;
+
+/// gloo, of the same ranks, for what runs on one stream after the other; see gloo.cpp.
+class Gloo;
 
 class Nccl final : public c10d::Backend {
  public:
@@ -78,31 +79,36 @@ class Nccl final : public c10d::Backend {
   void abort() override;
   /// Waits for what is under way.
   void shutdown() override;
-  /// At the end of a process, where streams wait for ranks that are gone.
+  /// At the end of a process, where streams may wait for ranks that are gone.
   static void abort_all();
 
  private:
-  struct Shared;
   struct Kept {
     cudaEvent_t event;
     Tensors tensors;
   };
-  /// On CPU tensors over the same memory, in the same order.
-  using Act = std::function<void(c10d::Backend& gloo, Tensors& tensors)>;
+  struct Pair {
+    int peer;
+    bool is_send;
+    auto operator<=>(const Pair&) const = default;
+  };
+  /// With CPU copies of the tensors, in the same order.
+  using Act = std::function<void(Gloo& gloo, Tensors& tensors)>;
 
+  /// `results`: of the tensors, those that the call writes.
   Work queue(c10d::OpType type, const Tensors& tensors, const Tensors& results, const Act& act,
-             std::optional<std::pair<int, bool>> pair = std::nullopt, std::optional<int> device = std::nullopt);
-  cudaStream_t stream_for(std::optional<std::pair<int, bool>> pair);
+             std::optional<Pair> pair = std::nullopt, std::optional<int> device = std::nullopt);
+  c10::Stream stream_for(std::optional<Pair> pair);
   int device_for(const Tensors& tensors, std::optional<int> device);
   void check_alive() const;
   void forget_passed();
 
   const c10::intrusive_ptr<Options> options_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<Gloo> gloo_;  // of streams too, which may outlive the group
   std::uint64_t num_calls_ = 0;
   int device_ = -1;   // of the first call, and then of all
   std::mutex mutex_;  // protects all below
-  std::map<std::pair<int, bool>, cudaStream_t> streams_;
+  std::map<std::optional<Pair>, cudaStream_t> streams_;
   std::vector<Kept> kept_;
   std::optional<std::vector<Work>> coalesced_;
 };
