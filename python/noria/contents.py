@@ -76,7 +76,7 @@ def _checksum(value: torch.Tensor) -> str:
     last = value.numel() - 1
     count = min(value.numel(), _NUM_SAMPLES)
     with _reading():
-        at = torch.arange(count) * last // max(count - 1, 1)
+        at = torch.arange(count, device="cpu") * last // max(count - 1, 1)
         some = value.detach().reshape(1) if not value.dim() else value.detach()[_places(at, value)]
         data = some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{_form(value)} with checksum {zlib.crc32(data):08x}"

@@ -227,7 +227,9 @@ def _cache_bytes() -> int:
 
 
 def _measure_update(count: int, tries: int) -> float:
-    arrays = [torch.full((count,), 1e-3) for _ in range(4)]  # written: the system's page of zeros would be cached
+    arrays = [
+        torch.full((count,), 1e-3, device="cpu") for _ in range(4)
+    ]  # written: the system's page of zeros would be cached
     master, m, v, gradient = (array.data_ptr() for array in arrays)
     scalars = _C.update_scalars("adamw", 1, lr=1e-3)
     pool = _C.HostOptimizer(is_beside_device=torch.cuda.is_available())

@@ -91,7 +91,9 @@ def _targets(
                     f'"{name}" with shape {tuple(value.shape)}', f"{found} in {path}", "load it into the same model"
                 )
         else:
-            targets[name] = None if size is None else torch.empty(size, dtype=saved[name].properties.dtype)
+            targets[name] = (
+                None if size is None else torch.empty(size, dtype=saved[name].properties.dtype, device="cpu")
+            )
     groups = [name for name in targets if _is_of(paths[name], "param_groups") and paths[name][-1] == "params"]
     for name, value in _read(path, dict.fromkeys(groups)).items():
         if value != wanted.get(name):

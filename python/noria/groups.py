@@ -81,8 +81,8 @@ class Group:
     def gather_objects(self, own: Any) -> list[Any]:
         """Everybody's, by rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        counts = [int(count) for count in self.gather(torch.tensor([data.numel()]))]
-        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        counts = [int(count) for count in self.gather(torch.tensor([data.numel()], device="cpu"))]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         everybodys = zip(self.gather(padded), counts, strict=True)
         return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]

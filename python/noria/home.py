@@ -107,7 +107,7 @@ class HomeParameter:
             return value
         dense = value
         if value.stride() != self.strides or value.device.type != "cpu":
-            dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype).copy_(value)
+            dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype, device="cpu").copy_(value)
         return self.flat(dense)[self.first : self.first + self.like.numel()]
 
 

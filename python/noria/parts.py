@@ -121,7 +121,7 @@ class Part(torch.Tensor):
                 "a checkpoint with all of what is loaded", f'some of "{name}" missing', "load another one"
             )
         if not self._count:
-            self._write(torch.empty(0, dtype=self._landing_dtype))
+            self._write(torch.empty(0, dtype=self._landing_dtype, device="cpu"))
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -150,7 +150,7 @@ class Part(torch.Tensor):
         if self._num_awaited is None:
             return self._view(self._read(), box)
         if self._buffer is None:
-            self._buffer = torch.empty(self._count, dtype=self._landing_dtype)
+            self._buffer = torch.empty(self._count, dtype=self._landing_dtype, device="cpu")
         return _Landing.of(self._view(self._buffer, box), self)
 
     def _view(self, flat: torch.Tensor, box: Box) -> torch.Tensor:

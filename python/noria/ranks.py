@@ -182,7 +182,7 @@ class Ranks:
         if self.rank == 0:
             value = value.detach().to("cpu", copy=True)
         else:
-            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
         self.host.broadcast(flat)
         return value
@@ -196,7 +196,7 @@ class Ranks:
         elif 0 not in self.replica or self.num_shards == 1:
             return _without_memory(slot, part)
         counts = [slot.count_on(shard) for shard in range(self.num_shards)]
-        padded = torch.zeros(max(counts), dtype=part.dtype)
+        padded = torch.zeros(max(counts), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part
         gather = self.host_shards.gather_on_first if on_first else self.host_shards.gather
         everybodys = [each.view(part.dtype) for each in gather(padded.view(torch.uint8))]

@@ -80,7 +80,7 @@ class Following:
 
     def scaling_by(self, divisor: int) -> Scaling:
         # torch multiplies by the inverse on CUDA.
-        inverse = torch.tensor(1.0 / divisor, dtype=torch.float32).item()
+        inverse = torch.tensor(1.0 / divisor, dtype=torch.float32, device="cpu").item()
         return (float(divisor), 1.0) if self.wrapped.device.type == "cpu" else (1.0, inverse)
 
     @contextlib.contextmanager

@@ -78,11 +78,11 @@ class Together:
         ranks = self.wrapped.ranks
         if not parts or ranks is None:
             return parts  # on all ranks: whose gradient is there has been agreed on
-        bits = torch.tensor(list(parts.values()), dtype=torch.float64).view(torch.int64)
+        bits = torch.tensor(list(parts.values()), dtype=torch.float64, device="cpu").view(torch.int64)
         totals = [0.0] * len(parts)
         everybodys = self.numbers(f'{what}, the first of "{self.wrapped.slots[min(parts)].name}"', bits.tolist())
         for rank in ranks.replica:
-            numbers = torch.tensor(everybodys[rank], dtype=torch.int64).view(torch.float64).tolist()
+            numbers = torch.tensor(everybodys[rank], dtype=torch.int64, device="cpu").view(torch.float64).tolist()
             totals = [by(total, each) for total, each in zip(totals, numbers, strict=True)]
         return dict(zip(parts, totals, strict=True))
 

@@ -99,8 +99,11 @@ class GradientParts:
         what = f"take norms of {len(sums)} gradients"
         totals = self.wrapped.together.combine(sums, what, max if math.isinf(order) else operator.add)
         if order == 0 or math.isinf(order):
-            return {index: torch.tensor(total, dtype=torch.float64) for index, total in totals.items()}
-        return {index: torch.tensor(total, dtype=torch.float64).pow(1 / order) for index, total in totals.items()}
+            return {index: torch.tensor(total, dtype=torch.float64, device="cpu") for index, total in totals.items()}
+        return {
+            index: torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order)
+            for index, total in totals.items()
+        }
 
     def _by_torch(self, slot: HomeParameter, of_list: bool, order: float, dtype: torch.dtype | None) -> torch.Tensor:
         self.wrapped.custody.access_held(slot.unit)

@@ -127,7 +127,7 @@ class Norms:
                 sums.update((slot.index, _sum_of_squares(self.wrapped.home.held(slot))) for slot in members)
         what = f"clip {len(sums)} gradients to a norm of {max_norm}"
         sums = self.wrapped.together.combine(sums, what)
-        return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32)
+        return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32, device="cpu")
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> float:

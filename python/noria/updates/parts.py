@@ -66,7 +66,7 @@ class StateParts:
             return {}
         predicted = predict_state(self.members.optimizer, unknown)
         if predicted is None:  # to load: what no checkpoint has, so that a load of what is not known is refused
-            return {slot.index: {UNKNOWN: torch.empty(())} for slot in unknown}
+            return {slot.index: {UNKNOWN: torch.empty((), device="cpu")} for slot in unknown}
         return predicted
 
     def _entries(self, slot: HomeParameter, group: dict[str, Any], unknown: dict[int, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class StateParts:
                 entries[key] = self._part(slot, key, dtype, self._fused_reader(slot, key), torch.float32)
             begun = bool(kept) or dict.__contains__(self.state.shown, slot.parameter)
             if rule.counts_steps:
-                entries["step"] = torch.as_tensor(kept.pop("step", 0.0), dtype=torch.float32).clone()
+                entries["step"] = torch.as_tensor(kept.pop("step", 0.0), dtype=torch.float32, device="cpu").clone()
             elif rule.keys and self.state.dtype != "fp32":
                 entries[ROUNDING_STEP] = kept.pop(ROUNDING_STEP, 1 if begun else 0)
         elif not kept:
@@ -109,7 +109,7 @@ class StateParts:
         def read() -> torch.Tensor:
             kept = dict.get(self.state.shown, slot.parameter) or {}
             if kept.get(key) is None:
-                return torch.zeros(slot.like.numel())
+                return torch.zeros(slot.like.numel(), device="cpu")
             own = {name: kept[name] for name in (key, SCALES_KEY[key]) if name in kept}
             return slot.flat(plain_values(own)[key])
 

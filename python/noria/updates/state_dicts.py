@@ -163,7 +163,7 @@ def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: 
 def _stand_in(slot: HomeParameter) -> nn.Parameter:
     """Shape and dtype of the home's tensor, no memory of its own: `low_bits` must not be cast to a float."""
     dtype = torch.float32 if slot.has_master else slot.dtype
-    like = torch.empty((), dtype=dtype).expand(slot.like.shape)
+    like = torch.empty((), dtype=dtype, device="cpu").expand(slot.like.shape)
     return nn.Parameter(like, requires_grad=slot.trainable)
 
 

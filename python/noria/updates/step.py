@@ -105,7 +105,7 @@ class Updates:
                 loss = closure()
         found_inf = getattr(self.optimizer, "found_inf", None)  # from a GradScaler, which leaves the rest to step()
         if found_inf is not None and found_inf.item() != 0:
-            self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf)
+            self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
             return loss
         self._by_torch.autocast = autocast_now(wrapped.device.type)
         with plainly():

@@ -46,7 +46,7 @@ class Steps:
         step = self.ready(slot, rule)
         if any(state.get(key) is None for key in rule.keys):
             if rule.counts_steps:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for key in self._keys(slot, rule):
                 state[key] = self.state.moment(slot, key) if slot.index in self._zeroed else self._new_moment(slot, key)
                 self._adopted[(slot.index, key)] = state[key]
