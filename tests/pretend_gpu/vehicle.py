@@ -147,3 +147,9 @@ def _finish() -> None:
     assert one.add(one).tolist() == [2.0] * 3 and one.is_cuda
     _pretend_gpu.reset_counters()
     _pretend_gpu.report_faults()
+
+
+if __name__ == "__main__":
+    if reason := absent():
+        print(reason)
+        sys.exit(1)

@@ -1,0 +1,49 @@
+"""The pretend GPU leans on what torch does not promise: these tests say at once when a new torch closes the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.pretend_gpu import vehicle
+
+pytestmark = pytest.mark.anywhere
+RELEASE = torch.__version__.partition("+")[0]
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
+
+
+def test_a_torch_that_it_was_not_tried_with_is_named_with_those_that_it_was_tried_with():
+    newest = vehicle.TRIED_WITH[-1]
+    assert vehicle.unsuitable(f"{newest}+cpu", None) == ""
+    assert "has CUDA 13.0 itself" in vehicle.unsuitable(f"{newest}+cu130", "13.0")
+    told = vehicle.unsuitable("99.0.0", None)
+    assert newest in told and "not with 99.0.0" in told and "PrivateUse1" in told
+
+
+def test_the_torch_that_is_here_is_one_that_it_was_tried_with():
+    if torch.version.cuda is not None:
+        pytest.skip(f"torch {torch.__version__} is a CUDA build: the pretend GPU is for CPU builds")
+    if numbers(RELEASE) < min(map(numbers, vehicle.TRIED_WITH)):
+        pytest.skip(f"torch {torch.__version__} is older than those that the pretend GPU was tried with")
+    assert RELEASE in vehicle.TRIED_WITH, (
+        f"expected a torch that the pretend GPU was tried with, {', '.join(vehicle.TRIED_WITH)}; found {RELEASE}; "
+        f"remedy: add it to tests/pretend_gpu/torch_versions.txt and run `make pretend`. {vehicle.FALLBACK}"
+    )
+
+
+def test_the_torch_that_is_here_believes_in_it():
+    if reason := vehicle.absent():
+        pytest.skip(f"the pretend GPU cannot be here: {reason}")
+    program = "import torch; print(torch.ones(3, device='cuda').mul(2).sum().item(), torch.cuda.get_device_name())"
+    environment = {**os.environ, vehicle.VARIABLE: "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(vehicle.CHILD), str(vehicle.ROOT)])
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "6.0 a pretend GPU"
