@@ -1,4 +1,5 @@
-"""Runs a function on several ranks, each a process of its own, over gloo."""
+"""Runs a function on several ranks, each a process of its own, over gloo; where the caller's default device is CUDA,
+that is theirs too, in turn one of those that there are, over NCCL."""
 
 from __future__ import annotations
 
@@ -17,15 +18,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.device import use_device
+
 TIMEOUT_S = 240.0
 
 
 def _run(
-    rank: int, size: int, meeting: str, timeout_s: float, answers: Any, act: Callable[..., Any], args: Any
+    rank: int,
+    size: int,
+    device: str,
+    meeting: str,
+    timeout_s: float,
+    answers: Any,
+    act: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        use_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=size,
@@ -47,10 +59,11 @@ def on_ranks(
     the group's own. Raises AssertionError with the traceback of the first rank that raised."""
     context = mp.get_context("spawn")
     answers = context.Queue()
+    device = torch.get_default_device().type
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")
         ranks = [
-            context.Process(target=_run, args=(rank, size, meeting, timeout_s, answers, act, args), daemon=True)
+            context.Process(target=_run, args=(rank, size, device, meeting, timeout_s, answers, act, args), daemon=True)
             for rank in range(size)
         ]
         for each in ranks:

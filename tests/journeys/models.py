@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
+from tests.device import DEVICE
 
 VOCAB, WIDTH, BATCH, LENGTH = 61, 32, 2, 9
 
@@ -238,4 +239,4 @@ def adapt(model: nn.Module, species: str, seed: int = 1) -> nn.Module:
 
 def batch_for(name: str, number: int) -> dict[str, torch.Tensor]:
     """Batch `number` of the stream: int64 [BATCH, LENGTH] and what else the model takes."""
-    return ZOO[name].batch(torch.Generator().manual_seed(1000 + number))
+    return ZOO[name].batch(torch.Generator(DEVICE).manual_seed(1000 + number))

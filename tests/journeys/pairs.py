@@ -16,6 +16,8 @@ from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn import functional as F
 
+from tests.device import DEVICE
+
 WIDTH, VOCAB, BLOCKS = 16, 23, 5
 HOSTILE = {"seed": 7, "max_delay_us": 100, "poison": True}
 LATE_UPDATES = {**HOSTILE, "hold_us": {"update": 20_000}}
@@ -49,7 +51,7 @@ class Net(nn.Module):
 
 
 def tokens(number: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(number))
+    return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator(DEVICE).manual_seed(number))
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
@@ -152,7 +154,7 @@ def new_side(
 def wrap_side(side: Side, hostility: dict[str, Any] = HOSTILE, **policy: Any) -> Side:
     """The same side, wrapped."""
     with on_machine(hostility=hostility):
-        noria.wrap(side.model, side.optimizer, device="cpu", **policy)
+        noria.wrap(side.model, side.optimizer, device=DEVICE, **policy)
     side.is_wrapped = True
     return side
 
@@ -196,15 +198,15 @@ def both(
     policy.setdefault("kernel", "torch")
     torch.manual_seed(0)
     plain = model()
-    ours = copy.deepcopy(plain)
+    ours = copy.deepcopy(plain).cpu()
     twin = Side(plain, optimizer(plain.parameters()) if optimizer else None, False)
     side = Side(ours, optimizer(ours.parameters()) if optimizer else None, True)
     if policy.get("kernel") == "fused" or policy.get("dtype") is not None:
-        noria.wrap(twin.model, twin.optimizer, device="cpu", **{**policy, "update": "blocking"})
+        noria.wrap(twin.model, twin.optimizer, device=DEVICE, **{**policy, "update": "blocking"})
     with on_machine(hostility=HOSTILE if hostility is None else hostility):
         if window is not None:
             policy["window"] = window
-        noria.wrap(side.model, side.optimizer, device="cpu", **policy)
+        noria.wrap(side.model, side.optimizer, device=DEVICE, **policy)
     torch.manual_seed(1)
     journey(twin)
     torch.manual_seed(1)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SLOW_LINKS
 from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Block, Net, Side, adamw, both, loss_of, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -200,7 +201,7 @@ def test_other_policies_have_the_same_bits(mode, policy):
 def test_autocast_has_the_same_bits():
     def journey(side: Side) -> None:
         for number in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 loss = loss_of(side.model, number)
             loss.backward()
             side.optimizer.step()
@@ -224,7 +225,7 @@ class WideCast(nn.Module):
 
 
 def under_autocast(model: nn.Module) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         return model(torch.linspace(-1, 1, 1024).reshape(4, 256)).float().square().mean()
 
 
@@ -237,7 +238,7 @@ def test_what_autocast_makes_of_trained_weights_is_not_kept(is_frozen):
         model.blocks[2].weight.requires_grad_(not is_frozen)
         optimizer = adamw(model.parameters())
         if wraps:
-            noria.wrap(model, optimizer, device="cpu", window=2, activations="offload", kernel="torch")
+            noria.wrap(model, optimizer, device=DEVICE, window=2, activations="offload", kernel="torch")
         for _ in range(3):
             under_autocast(model).backward()
             optimizer.step()
@@ -253,7 +254,7 @@ def test_what_autocast_makes_of_trained_weights_is_not_kept(is_frozen):
 def test_a_cast_is_not_made_again_of_a_weight_that_has_changed():
     model = WideCast()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, activations="offload")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, activations="offload")
     under_autocast(model).backward()
     loss = under_autocast(model)
     optimizer.step()
@@ -288,7 +289,7 @@ def crammed(drain_gib_s: float | None) -> tuple[Wide, torch.optim.Optimizer]:
     if drain_gib_s is not None:
         with on_machine(limits={"drain": (drain_gib_s, 0.0)}):
             policy = {"activations": "auto", "activation_memory": 2 * BUNDLE, "kernel": "torch", "window": 2}
-            noria.wrap(model, optimizer, device="cpu", **policy)
+            noria.wrap(model, optimizer, device=DEVICE, **policy)
     return model, optimizer
 
 
@@ -308,7 +309,7 @@ def test_what_is_saved_stays_on_the_device_for_a_few_blocks_only():
     for num_blocks in (8, 16):
         model = Wide(num_blocks)
         optimizer = adamw(model.parameters())
-        noria.wrap(model, optimizer, device="cpu", window=2, activations="offload")
+        noria.wrap(model, optimizer, device=DEVICE, window=2, activations="offload")
         for number in range(4):
             step_of(model, optimizer)
             stats = saved_of(model)
@@ -329,7 +330,7 @@ def test_as_much_stays_as_there_is_room_for():
     for num_blocks, room in ((8, 2 * BUNDLE), (8, 5 * BUNDLE), (16, 5 * BUNDLE)):
         model = Wide(num_blocks)
         optimizer = adamw(model.parameters())
-        noria.wrap(model, optimizer, device="cpu", window=2, activations="auto", activation_memory=room)
+        noria.wrap(model, optimizer, device=DEVICE, window=2, activations="auto", activation_memory=room)
         for _ in range(4):
             step_of(model, optimizer)
         stats = saved_of(model)
@@ -341,6 +342,7 @@ def test_as_much_stays_as_there_is_room_for():
         assert noria.report(model).ledger_agrees
 
 
+@NEEDS_SLOW_LINKS
 def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     """When they pay: tests/csrc/plan/swap_test.cpp."""
     left: dict[bool, dict[str, torch.Tensor]] = {}
@@ -358,6 +360,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     assert offloaded[5] - offloaded[2] < offloaded[2]
 
 
+@NEEDS_SLOW_LINKS
 def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_links():
     """Those that are tried at other stages."""
     model, optimizer = crammed(1e-3)
@@ -370,6 +373,7 @@ def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_
     assert noria.report(model).recomputed
 
 
+@NEEDS_SLOW_LINKS
 def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_their_way_back():
     model, optimizer = crammed(0.02)
     wrapped = wrapped_by(model)
@@ -390,6 +394,7 @@ def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_th
     assert 0 < back_free_us <= sums[2]["backward_us"] - sums[1]["backward_us"]
 
 
+@NEEDS_SLOW_LINKS
 @pytest.mark.parametrize(
     ("num_paying", "counts"), [(0, [1, 0, 0, 0, 0, 0]), (1, [1, 2, 1, 1, 1, 1]), (6, [1, 2, 3, 4, 5, 5])]
 )
@@ -417,13 +422,14 @@ def test_more_is_computed_again_as_long_as_that_pays(num_paying, counts):
     assert_same_bits(left[True], left[False])
 
 
+@NEEDS_SLOW_LINKS
 def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_the_same_bits():
     left: dict[bool, list[torch.Tensor]] = {}
     for wraps in (False, True):
         model, optimizer = crammed(1e-3 if wraps else None)
         for number in range(4):
             if number == 1:
-                x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+                x = torch.randn(256, WIDTH, generator=torch.Generator(DEVICE).manual_seed(1), requires_grad=True)
                 kept = checkpoint(around(model.blocks[0]), x, use_reentrant=False).square().mean()
             step_of(model, optimizer)
         assert not wraps or "blocks.0" in noria.report(model).recomputed
@@ -463,6 +469,7 @@ class Normed(nn.Module):
         return x
 
 
+@NEEDS_SLOW_LINKS
 def test_blocks_that_write_buffers_are_not_computed_again():
     left: dict[bool, dict[str, torch.Tensor]] = {}
     for wraps in (False, True):
@@ -472,7 +479,7 @@ def test_blocks_that_write_buffers_are_not_computed_again():
         if wraps:
             with on_machine(limits={"drain": (1e-4, 0.0)}):
                 policy = {"activations": "auto", "activation_memory": 250_000, "kernel": "torch", "window": 2}
-                noria.wrap(model, optimizer, device="cpu", **policy)
+                noria.wrap(model, optimizer, device=DEVICE, **policy)
         for _ in range(6):
             model(torch.randn(256, WIDTH)).square().mean().backward()
             optimizer.step()
@@ -488,7 +495,7 @@ def test_the_trace_shows_what_lies_where_over_time(tmp_path):
     model = Wide(8)
     optimizer = adamw(model.parameters())
     policy = {"activations": "auto", "activation_memory": room, "trace": path}
-    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     for _ in range(2):
         step_of(model, optimizer)
     noria.report(model)
@@ -502,7 +509,7 @@ def test_the_trace_shows_what_lies_where_over_time(tmp_path):
 
 def test_nothing_leaves_where_all_has_room():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=4 * BUNDLE)
+    noria.wrap(model, device=DEVICE, window=2, activations="auto", activation_memory=4 * BUNDLE)
     for _ in range(3):
         model(torch.randn(4, 64, WIDTH)).mean().backward()
     assert saved_of(model)["num_offloaded"] == 0
@@ -511,7 +518,7 @@ def test_nothing_leaves_where_all_has_room():
 
 def test_too_little_room_for_one_block_beside_another_is_refused():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2, activations="auto", activation_memory=2 * BUNDLE - 1)
+    noria.wrap(model, device=DEVICE, window=2, activations="auto", activation_memory=2 * BUNDLE - 1)
     with pytest.raises(noria.UsageError, match=r"activation_memory for what two blocks save.*200704 bytes"):
         model(torch.randn(4, 64, WIDTH))
     with torch.no_grad():
@@ -520,7 +527,7 @@ def test_too_little_room_for_one_block_beside_another_is_refused():
 
 def test_nothing_is_held_once_the_graph_is_gone():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2, activations="offload")
+    noria.wrap(model, device=DEVICE, window=2, activations="offload")
     for number in range(6):
         y = model(torch.randn(4, 64, WIDTH))
         if number % 2:
@@ -564,7 +571,7 @@ def test_a_graph_ends_without_a_backward(least, monkeypatch):
 
     model = Net()
     model.blocks = nn.ModuleList(Remembering() for _ in range(4))
-    noria.wrap(model, device="cpu", window=2, activations="offload")
+    noria.wrap(model, device=DEVICE, window=2, activations="offload")
     for _ in range(2):
         loss = loss_of(model, 0)
         assert len(Remembered.alive) == 4
@@ -574,12 +581,13 @@ def test_a_graph_ends_without_a_backward(least, monkeypatch):
     assert not Remembered.alive
 
 
+@NEEDS_FULL_HOST
 def test_what_does_not_fit_host_memory_is_refused():
     model = Wide(4)
-    noria.wrap(model, device="cpu", window=2)
+    noria.wrap(model, device=DEVICE, window=2)
     home = sum(row.taken for row in noria.report(model).ledger if row.place == "host")
     noria.unwrap(model)
-    noria.wrap(model, device="cpu", window=2, activations="offload", host_memory=home + 1024)
+    noria.wrap(model, device=DEVICE, window=2, activations="offload", host_memory=home + 1024)
     with pytest.raises(noria.UsageError, match="saved for backward"):
         model(torch.randn(4, 64, WIDTH))
     with torch.no_grad():
@@ -588,7 +596,7 @@ def test_what_does_not_fit_host_memory_is_refused():
 
 def test_the_first_pieces_grow_and_then_no_more():
     model = Wide(3)
-    noria.wrap(model, device="cpu", window=2, activations="offload")
+    noria.wrap(model, device=DEVICE, window=2, activations="offload")
     for _ in range(2):
         for _ in range(2):
             model(torch.randn(256, 256, WIDTH)).mean().backward()
@@ -614,7 +622,7 @@ def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch(least, monke
     for wraps in (False, True):
         model = Changed()
         if wraps:
-            noria.wrap(model, device="cpu", window=2, activations="offload")
+            noria.wrap(model, device=DEVICE, window=2, activations="offload")
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss_of(model, 0).backward()
         model.zero_grad()
@@ -626,7 +634,7 @@ def test_a_graph_that_is_older_than_an_update_raises_as_in_torch(mode):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))  # saves weights, and little else
         optimizer = adamw(model.parameters())
         if policy is not None:
-            noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch", **policy)
+            noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="torch", **policy)
         old, new = model(torch.ones(2, 8)).sum(), model(torch.ones(2, 8)).sum()
         new.backward()
         optimizer.step()
@@ -636,7 +644,7 @@ def test_a_graph_that_is_older_than_an_update_raises_as_in_torch(mode):
 
 def test_a_backward_after_unwrap_says_so():
     model = Net()
-    noria.wrap(model, device="cpu", window=2, activations="offload")
+    noria.wrap(model, device=DEVICE, window=2, activations="offload")
     loss = loss_of(model, 0)
     noria.unwrap(model)
     with pytest.raises(RuntimeError, match=r"noria\.unwrap|is evicted"):
@@ -648,7 +656,7 @@ def test_a_backward_after_unwrap_says_so():
 def test_copies_and_unwrapped_models_are_ordinary(mode, how):
     model = Net()
     plain_model = copy.deepcopy(model)
-    noria.wrap(model, device="cpu", window=2, **MODES[mode])
+    noria.wrap(model, device=DEVICE, window=2, **MODES[mode])
     loss_of(model, 0).backward()
     with noria.materialize(model):
         copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
@@ -657,13 +665,13 @@ def test_copies_and_unwrapped_models_are_ordinary(mode, how):
             parameter.mul_(1.5)
         for parameter in plain_model.parameters():
             parameter.mul_(1.5)
-    loss_of(copied, 1).backward()
+    loss_of(copied.to(DEVICE), 1).backward()
     noria.unwrap(model)
     loss_of(plain_model, 1).backward()
     for ours, theirs in zip(copied.parameters(), plain_model.parameters(), strict=True):
         assert_same_bits({"": ours.grad}, {"": theirs.grad})
     assert all("forward" not in block.__dict__ for block in model.blocks)
-    loss_of(model, 1).backward()
+    loss_of(model.to(DEVICE), 1).backward()
 
 
 def test_a_forward_of_the_instances_own_is_kept():
@@ -676,7 +684,7 @@ def test_a_forward_of_the_instances_own_is_kept():
         return own(x)
 
     model.blocks[0].forward = forward
-    noria.wrap(model, device="cpu", window=2, activations="recompute")
+    noria.wrap(model, device=DEVICE, window=2, activations="recompute")
     loss_of(model, 0).backward()
     assert len(calls) == 2
     noria.unwrap(model)
@@ -688,7 +696,7 @@ def test_blocks_are_computed_again_and_evaluated_once():
     calls = []
     for block in model.blocks:
         block.expand.register_forward_hook(lambda *_: calls.append(1))
-    noria.wrap(model, device="cpu", window=2, activations="recompute")
+    noria.wrap(model, device=DEVICE, window=2, activations="recompute")
     loss_of(model, 0).backward()
     assert len(calls) == 2 * len(model.blocks)
     with torch.no_grad():
@@ -707,7 +715,7 @@ def test_a_backward_waits_for_what_its_forward_saved(omitted):
         torch.manual_seed(0)
         model = Wide(6)
         with on_machine(hostility={"hold_us": {"reload": 20_000}, "poison": True}):
-            noria.wrap(model, device="cpu", device_memory=1.0, activations="offload")
+            noria.wrap(model, device=DEVICE, device_memory=1.0, activations="offload")
         omit_wait(model, kind)
         wrapped = wrapped_by(model)
         assert wrapped is not None

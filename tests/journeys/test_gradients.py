@@ -11,6 +11,7 @@ import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import (
     BLOCKS,
     HOSTILE,
@@ -117,7 +118,7 @@ def read_only(side):
 EDITS = [
     edit_in_place,
     edit_data,
-    edit_by_numpy,
+    pytest.param(edit_by_numpy, marks=pytest.mark.cpu_only("numpy has no device memory")),
     edit_a_view,
     edit_by_foreach,
     replace,
@@ -208,7 +209,7 @@ def test_a_gradient_that_nobody_keeps_is_not_copied():
     """`zero_grad` has made a Python object of every gradient, and so has the loop; neither keeps it."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear])
+    noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear])
 
     def step():
         model(torch.ones(2, WIDTH)).square().mean().backward()
@@ -354,7 +355,7 @@ def test_gradients_with_respect_to_the_input_are_torchs():
 
     def journey(side):
         for step in range(4):
-            generator = torch.Generator().manual_seed(step)
+            generator = torch.Generator(DEVICE).manual_seed(step)
             x = torch.randn(2, 16, generator=generator).requires_grad_()
             side.model(x).square().mean().backward()
             side.keep(f"input {step}", x.grad)
@@ -463,7 +464,7 @@ def test_full_backward_hooks_on_blocks_see_torchs_gradients():
 
 def test_a_grad_scaler_unscales_skips_and_updates_as_in_torch():
     def journey(side):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2)
         for number in range(6):
             loss = loss_of(side.model, number)
             scaler.scale(loss * (float("inf") if number == 3 else 1.0)).backward()
@@ -619,7 +620,7 @@ def test_a_gradient_that_was_kept_outlives_model_and_optimizer(unwrapped):
     model = Net()
     optimizer = adamw(model.parameters())
     with on_machine(hostility=LATE_UPDATES):
-        noria.wrap(model, optimizer, device="cpu", window=2, kernel="fused")
+        noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="fused")
     loss_of(model, 0).backward()
     kept = model.head.weight.grad
     expected = kept.clone()
@@ -673,7 +674,7 @@ def test_hooks_on_accumulation_nodes_which_would_see_nothing_are_refused(when):
         return nodes
 
     nodes = hook_all() if when == "before wrap" else []
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     nodes += hook_all() if when == "after wrap" else []
     with pytest.raises(noria.UsageError, match="AccumulateGrad"):
         loss_of(model, 0).backward()

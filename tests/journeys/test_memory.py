@@ -17,6 +17,8 @@ from noria.custody import wrapped_by
 from noria.testing import on_machine
 from torch import nn
 
+from tests.device import DEVICE
+
 settings = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 
@@ -30,7 +32,7 @@ def wrapped(width, depth):
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
     optimizer = torch.optim.AdamW(model.parameters())
     with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
-        noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear], kernel=settings["kernel"], dtype=dtype)
+        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], kernel=settings["kernel"], dtype=dtype)
     for _ in range(3):
         model(torch.ones(4, width, dtype=dtype)).square().mean().backward()
         optimizer.step()
@@ -78,6 +80,7 @@ PER_ELEMENT = {("torch", False): 16, ("fused", False): 16, ("torch", True): 16, 
         pytest.param("torch", True, 2048, 18, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cpu_only("the pretend device's memory is the process's own")
 def test_the_process_grows_by_its_ledger(kernel, bfloat16, width, depth):
     found = measured(kernel=kernel, bfloat16=bfloat16, width=width, depth=depth)
     growth = found["growth"] - found["device"]

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, adamw, both, loss_of, sgd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,17 +40,18 @@ def one_step(side, number, around=contextlib.nullcontext):
 def test_an_update_that_runs_inside_an_autocast_forward_is_not_cast(optimizer, dtype):
     def journey(side):
         for step in range(4):
-            one_step(side, step, lambda: torch.autocast("cpu", dtype))
+            one_step(side, step, lambda: torch.autocast(DEVICE, dtype))
 
     both(journey, optimizer=optimizer)
 
 
+@pytest.mark.cpu_only("autocast of a device does not reach updates, which are made on the CPU")
 @pytest.mark.parametrize("optimizer", [adafactor, muon])
 def test_an_update_of_a_step_inside_autocast_is_cast_wherever_it_runs(optimizer):
     def journey(side):
         for step in range(4):
             loss_of(side.model, step).backward()
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 side.optimizer.step()
             side.optimizer.zero_grad()
 
@@ -82,7 +84,7 @@ def edit_weights(side):
 def wrap_again(side):
     if side.is_wrapped:
         noria.unwrap(side.model, side.optimizer)
-        noria.wrap(side.model, side.optimizer, device="cpu", window=2, kernel="torch")
+        noria.wrap(side.model, side.optimizer, device=DEVICE, window=2, kernel="torch")
 
 
 @pytest.mark.parametrize("do", [look_at_state, edit_weights, wrap_again])
@@ -121,7 +123,7 @@ def test_modes_of_the_user_see_their_own_operators_and_no_others():
         model = Net()
         optimizer = adamw(model.parameters())
         if is_wrapped:
-            noria.wrap(model, optimizer, device="cpu", window=2)
+            noria.wrap(model, optimizer, device=DEVICE, window=2)
         for step in range(2):  # passes are known, so that no operator is watched
             loss_of(model, step).backward()
             optimizer.step()

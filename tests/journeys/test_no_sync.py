@@ -11,6 +11,7 @@ import torch.distributed as dist
 from noria.testing import assert_same_bits, on_machine
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, Side, both, loss_of, new_side, sgd, wrap_side
 from tests.ranks import on_ranks
 
@@ -22,7 +23,7 @@ def no_sync_like_ddp(rank: int, size: int, update: str) -> None:
     ddp = DistributedDataParallel(plain)
     optimizer, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2, update=update)
+        noria.wrap(model, ours, device=DEVICE, window=2, update=update)
     for side, updates in ((ddp, optimizer), (model, ours)):
         for number in range(3):
             for micro in range(2):
@@ -38,7 +39,7 @@ def no_sync_like_ddp(rank: int, size: int, update: str) -> None:
         ours.step()
     other = Net()
     updated_by_torch = sgd(other.parameters())
-    noria.wrap(other, updated_by_torch, device="cpu", kernel="torch")
+    noria.wrap(other, updated_by_torch, device=DEVICE, kernel="torch")
     with other.no_sync():
         loss_of(other, rank).backward()
     for call in (updated_by_torch.step, lambda: updated_by_torch.clip_grad_norm_(1.0)):
@@ -86,7 +87,7 @@ def units_that_the_last_backward_leaves_out(rank: int, size: int, update: str) -
     model.load_state_dict(plain.state_dict())
     optimizer, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2, update=update)
+        noria.wrap(model, ours, device=DEVICE, window=2, update=update)
     for number in range(3):
         for side in (plain, model):
             side.num_used = 5

@@ -13,6 +13,7 @@ import torch
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
 
+from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd, state_tensors
 
@@ -64,10 +65,10 @@ def both_clipping(journey, max_norm, **options):
     ours = copy.deepcopy(plain)
     twin = Side(plain, optimizer(plain.parameters()), False)
     side = Side(ours, optimizer(ours.parameters()), True)
-    noria.wrap(twin.model, twin.optimizer, device="cpu", kernel="fused", update="blocking", dtype=dtype)
+    noria.wrap(twin.model, twin.optimizer, device=DEVICE, kernel="fused", update="blocking", dtype=dtype)
     with on_machine(hostility=options.pop("hostility", HOSTILE)):
         policy = {"kernel": "fused", "window": 3, "dtype": dtype, **options}
-        noria.wrap(side.model, side.optimizer, device="cpu", max_grad_norm=max_norm, **policy)
+        noria.wrap(side.model, side.optimizer, device=DEVICE, max_grad_norm=max_norm, **policy)
     journey(twin)
     journey(side)
     assert_same_bits(side.kept, twin.kept)
@@ -190,7 +191,7 @@ def test_norms_of_bfloat16_gradients_are_fp32(kernel, edit, norm_type):
     model = Net()
     optimizer = Whole(model.parameters(), lr=0.1) if kernel == "whole" else adamw(model.parameters())
     chosen = {} if kernel == "whole" else {"kernel": kernel}
-    noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, window=2, max_grad_norm=BITES, **chosen)
+    noria.wrap(model, optimizer, device=DEVICE, dtype=torch.bfloat16, window=2, max_grad_norm=BITES, **chosen)
     side = Side(model, optimizer, True)
     loss_of(model, 0).backward()
     edit(side, 0)
@@ -198,13 +199,14 @@ def test_norms_of_bfloat16_gradients_are_fp32(kernel, edit, norm_type):
     wanted = torch.linalg.vector_norm(exact, norm_type)
     norm = optimizer.clip_grad_norm_(1.0, norm_type)
     assert norm.dtype is torch.float32
-    torch.testing.assert_close(norm.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.double().to(DEVICE), wanted, rtol=1e-6, atol=0)  # noria's own sums lie on the CPU
     clipped = torch.cat([gradient.double().flatten() for gradient in side.gradients()])
     factor = torch.clamp(1.0 / (wanted + 1e-6), max=1.0)
     torch.testing.assert_close(clipped, exact * factor, rtol=2**-8, atol=0)
     optimizer.step()
-    assert optimizer.grad_norm.dtype is torch.float32
-    torch.testing.assert_close(optimizer.grad_norm.double(), torch.linalg.vector_norm(clipped), rtol=1e-6, atol=0)
+    left = optimizer.grad_norm
+    assert left.dtype is torch.float32
+    torch.testing.assert_close(left.double().to(DEVICE), torch.linalg.vector_norm(clipped), rtol=1e-6, atol=0)
     optimizer.zero_grad()
     loss_of(model, 1).backward()
     next(side.gradients())[0] = float("nan")
@@ -252,7 +254,7 @@ def test_the_norm_does_not_depend_on_units_threads_or_drafts():
             model = Net()
             optimizer = adamw(model.parameters())
             with on_machine(update_threads=threads):
-                noria.wrap(model, optimizer, device="cpu", max_grad_norm=1.0, **fields)
+                noria.wrap(model, optimizer, device=DEVICE, max_grad_norm=1.0, **fields)
             seen = []
             for number in range(4):
                 loss_of(model, number).backward()
@@ -286,7 +288,7 @@ def test_a_scaler_leaves_unscaling_to_step_with_the_same_bits(draft_memory, unsc
         assert supported
         if not side.is_wrapped:
             side.optimizer._step_supports_amp_scaling = False  # the twin is unscaled by the scaler
-        scaled_loop(torch.amp.GradScaler("cpu", init_scale=2.0**10), side, STEPS, unscale_first)
+        scaled_loop(torch.amp.GradScaler(DEVICE, init_scale=2.0**10), side, STEPS, unscale_first)
 
     counts = both_clipping(journey, None, draft_memory=draft_memory)
     if draft_memory and not unscale_first:
@@ -295,7 +297,7 @@ def test_a_scaler_leaves_unscaling_to_step_with_the_same_bits(draft_memory, unsc
 
 def test_a_scaler_and_a_built_in_clip_go_together():
     def journey(side: Side) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**6)
         for number in range(STEPS):
             scaler.scale(loss_of(side.model, number)).backward()
             if side.is_wrapped:
@@ -314,7 +316,7 @@ def test_a_scaler_and_a_built_in_clip_go_together():
 def test_drafts_come_back_when_the_clip_stops_biting():
     model = Net()
     optimizer = sgd(model.parameters(), momentum=0.0, lr=0.0)
-    noria.wrap(model, optimizer, device="cpu", max_grad_norm=1.0, draft_memory="64MiB")
+    noria.wrap(model, optimizer, device=DEVICE, max_grad_norm=1.0, draft_memory="64MiB")
     wrapped, updates = wrapped_by(model), optimizer._noria
 
     def steps(count: int) -> None:
@@ -338,7 +340,7 @@ def test_drafts_come_back_when_the_clip_stops_biting():
 def test_a_closure_under_an_optimizer_that_runs_whole_is_refused():
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", max_grad_norm=1.0)
+    noria.wrap(model, optimizer, device=DEVICE, max_grad_norm=1.0)
     with pytest.raises(noria.UsageError, match="closure"):
         optimizer.step(lambda: loss_of(model, 0))
 
@@ -346,8 +348,9 @@ def test_a_closure_under_an_optimizer_that_runs_whole_is_refused():
 def test_an_optimizer_that_is_unwrapped_is_the_scaler_s_again():
     model = Net()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu")
+    noria.wrap(model, optimizer, device=DEVICE)
     noria.unwrap(model, optimizer)
     assert optimizer._step_supports_amp_scaling is False
+    model.to(DEVICE)
     loss_of(model, 0).backward()
     assert torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), NEVER))

@@ -14,6 +14,7 @@ import torch
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 
+from tests.device import DEVICE, synchronize
 from tests.journeys.models import ZOO, batch_for, build
 from tests.journeys.twins import (
     AXES,
@@ -137,7 +138,8 @@ def test_after_three_steps_nothing_is_taken_any_more(kernel: str, update: str):
         taken["device memory"].append((wrapped.backend.allocated, wrapped.backend.num_allocations))
         taken["kinds of passes"].append(len(wrapped.custody.passes()))
         taken["events"].append(wrapped.backend.num_events)
-        wrapped.custody.idle()  # what has not passed yet would be remembered
+        synchronize()  # what has not passed yet would be remembered
+        wrapped.custody.idle()
         taken["remembered ops"].append(wrapped.custody.num_remembered)
     assert len(fetches) == case.steps
     assert all(before < after for before, after in itertools.pairwise(fetches))
@@ -154,7 +156,7 @@ def test_after_three_steps_nothing_is_taken_any_more(kernel: str, update: str):
 @pytest.mark.parametrize("name", ["gpt_tied", "t5"])
 def test_inference_without_an_optimizer_has_the_bits_of_the_plain_model(name: str):
     model, plain = build(name).eval(), build(name).eval()
-    noria.wrap(model, device="cpu", window=2 if name == "t5" else 3)
+    noria.wrap(model, device=DEVICE, window=2 if name == "t5" else 3)
     species = ZOO[name]
     with torch.no_grad():
         for number in range(3):

@@ -15,6 +15,7 @@ from noria.kernels import SEPARABLE
 from noria.testing import assert_same_bits
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.models import ZOO, batch_for
 from tests.journeys.twins import (
     AXES,
@@ -183,7 +184,7 @@ def test_two_optimizers_may_share_a_model():
     sides = (ours, twin)
     pairs = [make(trainable(side.model)) for side in sides]
     with noria.testing.on_machine(hostility={"seed": case.seed, "max_delay_us": 300, "poison": True}):
-        noria.wrap(ours.model, list(pairs[0]), device="cpu", window=2, kernel="torch")
+        noria.wrap(ours.model, list(pairs[0]), device=DEVICE, window=2, kernel="torch")
     for step in range(20):
         for side in sides:
             ZOO[case.model].loss(side.model, batch_for(case.model, step)).backward()

@@ -13,6 +13,7 @@ import torch
 from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
 
+from tests.device import DEVICE
 from tests.journeys.pairs import (
     HOSTILE,
     OPTIMIZERS,
@@ -160,7 +161,8 @@ def test_8bit_state_dicts_hold_floats_under_torchs_own_keys(optimizer):
         for key, value in theirs.items():
             assert (mine[key].dtype, mine[key].shape, mine[key].stride()) == (value.dtype, value.shape, value.stride())
             if key != "step":  # within the gaps between codes, of what three roundings may add up to
-                torch.testing.assert_close(mine[key], value, rtol=0.2, atol=0.02 * float(value.abs().max()))
+                gap = 0.02 * float(value.abs().max())
+                torch.testing.assert_close(mine[key], value.cpu(), rtol=0.2, atol=gap)
     for values in ours.optimizer.state.values():
         assert {value.dtype for key, value in values.items() if key.startswith(("exp_avg", "momentum"))} <= {
             torch.int8,
@@ -187,13 +189,14 @@ def test_every_format_reads_the_state_of_every_other(optimizer, source, to):
     for key, value in first.items():
         gap = {"bf16": 2.0**-8, "8bit": 0.02}.get(to, 0.0)
         atol = 0.01 * float(value.abs().max()) if to == "8bit" else 0.0
-        torch.testing.assert_close(second[key].float(), value.float(), rtol=gap, atol=atol)
+        torch.testing.assert_close(second[key].float().cpu(), value.float().cpu(), rtol=gap, atol=atol)
     for side in (one, other):
         side.train(3, 5)
     for (key, value), theirs in zip(one.model.state_dict().items(), other.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(theirs, value, rtol=0.1, atol=0.05, msg=key)
+        torch.testing.assert_close(theirs.cpu(), value.cpu(), rtol=0.1, atol=0.05, msg=key)
 
 
+@pytest.mark.cpu_only("a copied optimizer has its state on the CPU, and its parameters where the model's are")
 @reduced
 @optimizers
 def test_unwrap_and_pickle_give_plain_optimizers_that_train_on(optimizer, state_dtype):
@@ -211,7 +214,7 @@ def test_unwrap_and_pickle_give_plain_optimizers_that_train_on(optimizer, state_
         before = made.param_groups[0]["params"][0].detach().clone()
         made.step()
         assert not torch.equal(made.param_groups[0]["params"][0], before)
-    noria.wrap(side.model, side.optimizer, device="cpu", window=3, state_dtype=state_dtype)
+    noria.wrap(side.model, side.optimizer, device=DEVICE, window=3, state_dtype=state_dtype)
     side.train(3, 5)
 
 
@@ -247,7 +250,7 @@ def test_what_torch_updates_keeps_its_own_state_and_the_plan_says_so():
     chosen = list(model.blocks[1].parameters())
     others = [p for p in model.parameters() if all(p is not each for each in chosen)]
     pair = [adamw(others), torch.optim.Adagrad(chosen, lr=0.01)]
-    noria.wrap(model, pair, device="cpu", window=3, state_dtype="8bit")
+    noria.wrap(model, pair, device=DEVICE, window=3, state_dtype="8bit")
     for number in range(3):
         loss_of(model, number).backward()
         for each in pair:
@@ -285,7 +288,7 @@ def test_parameters_that_are_not_contiguous_keep_their_own_order():
         torch.manual_seed(0)
         model = Images()
         optimizer = adamw(model.parameters())
-        noria.wrap(model, optimizer, device="cpu", state_dtype=state_dtype)
+        noria.wrap(model, optimizer, device=DEVICE, state_dtype=state_dtype)
         for _ in range(3):
             model(torch.ones(2, 3, 8, 8)).backward()
             optimizer.step()
@@ -303,4 +306,4 @@ def test_torchs_own_kernel_with_fewer_bits_is_refused(state_dtype):
     with pytest.raises(
         noria.UsageError, match=r'expected state_dtype="fp32" with kernel="torch".*remedy: leave kernel'
     ):
-        noria.wrap(Net(), None, device="cpu", kernel="torch", state_dtype=state_dtype)
+        noria.wrap(Net(), None, device=DEVICE, kernel="torch", state_dtype=state_dtype)

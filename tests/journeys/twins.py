@@ -25,6 +25,7 @@ from noria.testing import MasterTwin, assert_same_bits, on_machine
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
+from tests.device import DEVICE, SHARES
 from tests.journeys.models import ZOO, adapt, batch_for, build, freeze_half
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -245,7 +246,7 @@ def make_model(case: Case) -> nn.Module:
 
 
 def policy_of(case: Case, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"device": "cpu", "kernel": case.kernel, "update": case.update}
+    fields: dict[str, Any] = {"device": DEVICE, "kernel": case.kernel, "update": case.update}
     if case.dtype == "master":
         fields["dtype"] = torch.bfloat16
     return fields | window_of(case.window, model, optimizer, fields)
@@ -263,7 +264,7 @@ def window_of(window: str, model: nn.Module, optimizer: Any, fields: Mapping[str
     if window == "least":
         return {"device_memory": least}
     whole = noria.plan(model, optimizer, **fields).arena_bytes
-    return {"device_memory": max(least, whole // 2)}
+    return {"device_memory": max(least, SHARES * whole // 2)}
 
 
 def _refusal(pattern: str, model: nn.Module, optimizer: Any, fields: Mapping[str, Any]) -> int | None:
@@ -391,8 +392,8 @@ def check_moved(case: Case, ours: Side, report: noria.Report, first: Mapping[str
         assert report.peak_units <= window < report.num_units
     if case.window in ("least", "half"):
         budget = wrapped.policy.device_memory
-        assert isinstance(budget, int) and wrapped.backend.allocated <= budget
-        assert budget < sum(unit.weights for unit in wrapped.units)
+        assert isinstance(budget, int) and wrapped.backend.allocated <= budget // SHARES
+        assert budget // SHARES < sum(unit.weights for unit in wrapped.units)
 
 
 def check_values_moved(ours: Side, first: Mapping[str, torch.Tensor]) -> None:

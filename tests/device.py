@@ -1,0 +1,52 @@
+"""The device that journeys train on: "cpu", or "cuda" in a process with the pretend GPU (tests/pretend_gpu).
+
+Journeys are programs that say `torch.set_default_device(DEVICE)` first. So plain twins lie on the device, and so does
+what a test makes, unless it says otherwise; models that noria wraps come from there or from the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.pretend_gpu import vehicle
+
+DEVICE = "cuda" if vehicle.is_installed() else "cpu"
+SHARES = 2 if DEVICE == "cuda" else 1
+"""The window has one of as many equal parts of `device_memory`; on a device the rest is left to activations."""
+
+NEEDS_SLOW_LINKS = pytest.mark.cpu_only("a device's link cannot be slowed down")
+NEEDS_FULL_HOST = pytest.mark.cpu_only("beside a device the budget of the host has a staging ring, which is not taken")
+
+_optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
+_where_foreach_is_default = _optimizers._get_foreach_kernels_supported_devices
+
+
+def use_device(index: int = 0) -> None:
+    """Makes it this process's default. Optimizers loop over parameters there too, as they do over parameters on the
+    CPU, where noria has torch update: so plain twins have the bits of that."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(index)
+        torch.set_default_device(DEVICE)
+        _optimizers._get_foreach_kernels_supported_devices = list
+
+
+def leave_device() -> None:
+    """Takes `use_device` back. What runs there is over then, and its failures are forgotten."""
+    if DEVICE == "cuda":
+        import _pretend_gpu
+
+        torch.set_default_device(None)
+        _optimizers._get_foreach_kernels_supported_devices = _where_foreach_is_default
+        _pretend_gpu.forget_failure()
+        torch.cuda.set_device(0)
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+
+
+def synchronize() -> None:
+    """Returns when the device has done all that it was given."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()

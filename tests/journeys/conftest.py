@@ -1,0 +1,22 @@
+"""Journeys run on the CPU, and in a process with PRETEND_GPU=1 on the pretend GPU."""
+
+import pytest
+
+from tests.device import DEVICE, leave_device, use_device
+
+
+def pytest_collection_modifyitems(items):
+    if DEVICE == "cpu":
+        return
+    for item in items:
+        if (marker := item.get_closest_marker("cpu_only")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"{item.name} is for the CPU alone: {marker.args[0]}"))
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """Where the journey trains. Those that are marked `gpu` choose for themselves."""
+    if request.node.get_closest_marker("gpu") is None:
+        use_device()
+    yield DEVICE
+    leave_device()
