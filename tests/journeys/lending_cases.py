@@ -120,7 +120,7 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
     assert wrapped is not None
     lent = sum(loan.bytes for loan in report.loans if loan.lender == stage)
     borrowed = sum(loan.for_saved for loan in report.loans if loan.borrower == stage)
-    taken = {row.purpose: row.taken for row in report.ledger if row.place == "cpu"}
+    taken = {row.purpose: row.taken for row in report.ledger if row.place == report.device}
     holds = {
         "the ledger agrees with the plan": report.ledger_agrees,
         "what is lent is taken": taken.get("lent to other stages", 0) == lent,

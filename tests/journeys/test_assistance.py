@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, WIDTH, Block, Net, adamw, loss_of, sgd, state_tensors
 from tests.ranks import assert_fine, in_turn_on_ranks
 
@@ -34,7 +35,7 @@ class Dropping(Net):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        generator = torch.Generator().manual_seed(100 * self.calls + dist.get_rank())
+        generator = torch.Generator(DEVICE).manual_seed(100 * self.calls + dist.get_rank())
         kept = torch.rand(len(self.blocks), generator=generator) < 0.6
         x = self.embed(tokens)
         for block, is_kept in zip(self.blocks, kept.tolist(), strict=True):
@@ -188,7 +189,7 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     expected = course.loop(ddp, theirs := course.optimizer(plain.parameters()), rank)
     ours = course.optimizer(model.parameters())
     with on_machine(hostility=course.hostility):
-        noria.wrap(model, ours, device="cpu", **course.policy)
+        noria.wrap(model, ours, device=DEVICE, **course.policy)
     found = course.loop(model, ours, rank)
     expected |= {**plain.state_dict(), **state_tensors(theirs)}
     found |= {**model.state_dict(), **state_tensors(ours)}
@@ -212,7 +213,7 @@ def clips(rank: int, size: int, policy: dict[str, Any]) -> None:
     model.load_state_dict(plain.state_dict())
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", max_grad_norm=0.05, **policy)
+        noria.wrap(model, ours, device=DEVICE, max_grad_norm=0.05, **policy)
     for number in range(STEPS):
         for side in (plain, model):
             loss_of(side, 100 * rank + number).backward()
@@ -250,7 +251,7 @@ def of_narrow_gradients(rank: int, size: int) -> None:
         plain, model = Branching().bfloat16(), Branching()
         model.load_state_dict(plain.state_dict())
         optimizer = sgd(model.parameters())
-        noria.wrap(model, optimizer, device="cpu", window=2, dtype=torch.bfloat16, **options)
+        noria.wrap(model, optimizer, device=DEVICE, window=2, dtype=torch.bfloat16, **options)
         sums: dict[str, torch.Tensor] = {}
         for part in range(2):  # the second is added to the first
             for side in (plain, model):
@@ -283,7 +284,7 @@ def refuses_ranks_out_of_step(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     loss_of(model, rank).backward()
     if rank == 1:
         optimizer.step()
@@ -297,7 +298,7 @@ def refuses_another_backward_on_one_rank(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     with pytest.raises(noria.UsageError, match="ranks that"):
         for number in range(3):
             loss_of(model, number).backward()
@@ -324,7 +325,7 @@ def refuses_a_backward_that_raised_on_one_rank(
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", **policy)
+    noria.wrap(model, optimizer, device=DEVICE, **policy)
     with pytest.raises(noria.UsageError, match="a backward that raises on all ranks or on none"):
         for number in range(3):
             handle = fail_in_backward_of(model.blocks[places[rank]]) if number == 1 and places[rank] >= 0 else None
@@ -345,7 +346,7 @@ def goes_on_after_a_backward_that_raised_on_all_ranks(rank: int, size: int) -> N
     ddp = DistributedDataParallel(plain)
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2)
+        noria.wrap(model, ours, device=DEVICE, window=2)
     for number in range(4):
         if number == 2:
             handle = fail_in_backward_of(model.blocks[1])
@@ -369,7 +370,7 @@ def two_optimizers(rank: int, size: int) -> None:
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     theirs, ours = ([sgd(side.head.parameters()), sgd(side.blocks.parameters())] for side in (plain, model))
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2)
+        noria.wrap(model, ours, device=DEVICE, window=2)
     for number in range(16):
         for side, updaters in ((ddp, theirs), (model, ours)):
             loss_of(side, 100 * rank + number).backward()
@@ -385,7 +386,7 @@ def refuses_under_updates_in_backward(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Experts()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, update="backward")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, update="backward")
     with pytest.raises(Exception) as caught:
         for number in range(2):
             loss_of(model, number).backward()
@@ -403,7 +404,7 @@ def on_more(rank: int, size: int, policy: dict[str, Any], shape: tuple[int, ...]
         model.load_state_dict(plain.state_dict())
         theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
         with on_machine(hostility=HOSTILE):
-            noria.wrap(model, ours, device="cpu", mesh=init_device_mesh("cpu", shape), **policy)
+            noria.wrap(model, ours, device=DEVICE, mesh=init_device_mesh(DEVICE, shape), **policy)
         for number in range(STEPS):
             for side in (plain, model):
                 loss_of(side, 100 * rank + number).backward()
@@ -430,7 +431,7 @@ def on_replicas(rank: int, size: int, make: Callable[[], nn.Module]) -> None:
     model.load_state_dict(plain.state_dict())
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
-    noria.wrap(model, ours, device="cpu", window=2, mesh=init_device_mesh("cpu", (size, 1)))
+    noria.wrap(model, ours, device=DEVICE, window=2, mesh=init_device_mesh(DEVICE, (size, 1)))
     expected = plain_loop(ddp, theirs, rank) | plain.state_dict()
     assert_same_bits(plain_loop(model, ours, rank) | dict(model.state_dict()), dict(expected))
     noria.unwrap(model, ours)

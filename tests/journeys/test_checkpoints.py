@@ -18,6 +18,7 @@ from noria.testing import assert_same_bits, on_machine
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import (
     HOSTILE,
     LATE_UPDATES,
@@ -333,7 +334,7 @@ def test_lists_are_saved_and_loaded_as_they_are_wrapped(tmp_path):
     def pair(seed):
         sides = [new_side(seed), new_side(seed + 1)]
         models, optimizers = [side.model for side in sides], [side.optimizer for side in sides]
-        noria.wrap(models, optimizers, device="cpu", window=2)
+        noria.wrap(models, optimizers, device=DEVICE, window=2)
         return sides, models, optimizers
 
     sides, models, optimizers = pair(0)
@@ -570,7 +571,7 @@ def test_a_model_may_be_wrapped_and_unwrapped_again_and_again():
             if side.is_wrapped:
                 noria.unwrap(side.model, side.optimizer)
                 with on_machine(hostility=HOSTILE):
-                    noria.wrap(side.model, side.optimizer, device="cpu", window=2 + turn, kernel="torch")
+                    noria.wrap(side.model, side.optimizer, device=DEVICE, window=2 + turn, kernel="torch")
         side.train(6, 8)
 
     both(journey, window=None)
@@ -616,7 +617,7 @@ def test_what_is_written_through_a_state_dict_is_kept(window, dtype):
 def test_a_write_through_a_state_dict_under_a_bfloat16_policy_reaches_the_master():
     model = Net()
     optimizer = sgd(model.parameters(), lr=1e-6)
-    noria.wrap(model, optimizer, device="cpu", window=2, dtype=torch.bfloat16, kernel="torch")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, dtype=torch.bfloat16, kernel="torch")
     with torch.no_grad():
         model.state_dict()["head.weight"].fill_(1.0)
     loss_of(model, 0).backward()
@@ -626,10 +627,10 @@ def test_a_write_through_a_state_dict_under_a_bfloat16_policy_reaches_the_master
 
 def test_state_dict_gives_the_parameters_themselves_where_they_are_asked_for():
     model = Net()
-    noria.wrap(model, adamw(model.parameters()), device="cpu", window=2)
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)
     kept = model.state_dict(keep_vars=True)
     assert all(kept[name] is parameter for name, parameter in model.named_parameters())
-    model.head.bias = nn.Parameter(torch.ones_like(model.head.bias, device="cpu"))
+    model.head.bias = nn.Parameter(torch.ones_like(model.head.bias, device=DEVICE))
     assert torch.equal(model.state_dict()["head.bias"], torch.ones(VOCAB)), "the user's own parameter now"
 
 
@@ -677,12 +678,12 @@ def test_a_model_that_is_unwrapped_and_wrapped_again_keeps_its_masters(fields):
         torch.manual_seed(0)
         model = Net()
         optimizer = adamw(model.parameters())
-        noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, **fields)
+        noria.wrap(model, optimizer, device=DEVICE, dtype=torch.bfloat16, **fields)
         for number in range(4):
             if again and number == 2:
                 noria.unwrap(model, optimizer)
                 assert any(values["low_bits"].any() for values in optimizer.state.values())
-                noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16, **fields)
+                noria.wrap(model, optimizer, device=DEVICE, dtype=torch.bfloat16, **fields)
             loss_of(model, number).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -694,14 +695,14 @@ def test_a_copy_of_a_wrapped_optimizer_has_its_masters_and_is_wrapped_as_what_it
     torch.manual_seed(0)
     model = Net()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", dtype=torch.bfloat16)
+    noria.wrap(model, optimizer, device=DEVICE, dtype=torch.bfloat16)
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
     with noria.materialize(model):
         other, copied = copy.deepcopy((model, optimizer))
     assert all("low_bits" in values for values in copied.state_dict()["state"].values())
-    noria.wrap(other, copied, device="cpu", dtype=torch.bfloat16)
+    noria.wrap(other, copied, device=DEVICE, dtype=torch.bfloat16)
     assert "fused" in noria.report(other).kernels[0]
     for each, its in ((model, optimizer), (other, copied)):
         loss_of(each, 1).backward()
@@ -990,7 +991,7 @@ def test_an_optimizer_with_broken_moments_is_not_wrapped(what):
     BROKEN[what][0](state)
     for call in (noria.plan, noria.wrap):
         with refused(what):
-            call(side.model, side.optimizer, device="cpu", kernel="fused")
+            call(side.model, side.optimizer, device=DEVICE, kernel="fused")
     state.clear()
     state.update(good)
     for each in (side, twin):

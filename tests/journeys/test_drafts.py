@@ -10,6 +10,7 @@ import torch
 from noria.custody import wrapped_by
 from noria.testing import on_machine
 
+from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, halved_in_hooks, loss_of
 
@@ -67,9 +68,9 @@ def test_a_plain_loop_keeps_its_drafts(optimizer, dtype):
 
 def test_some_units_are_drafted_where_memory_is_short():
     model = Net()
-    needs = noria.plan(model, adamw(model.parameters()), device="cpu", kernel="fused", draft_memory="1GiB")
+    needs = noria.plan(model, adamw(model.parameters()), device=DEVICE, kernel="fused", draft_memory="1GiB")
     spare = sum(region.spare_bytes for region in needs.regions)
-    half = noria.plan(model, adamw(model.parameters()), device="cpu", kernel="fused", draft_memory=spare // 2)
+    half = noria.plan(model, adamw(model.parameters()), device=DEVICE, kernel="fused", draft_memory=spare // 2)
     assert 0 < len(half.drafted) < len(needs.drafted) == len(needs.units)
     assert sum(region.spare_bytes for region in half.regions) <= spare // 2
     assert half.home_bytes == needs.home_bytes - spare + sum(region.spare_bytes for region in half.regions)
@@ -225,7 +226,7 @@ def test_clipping(bites, hostility):
 def test_drafts_stop_where_every_step_throws_them_away():
     model = Net()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", draft_memory="64MiB")
+    noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused", draft_memory="64MiB")
     for number in range(14):
         loss_of(model, number).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -243,7 +244,7 @@ def test_the_ledger_has_the_spare_buffers_and_units_really_move():
     model = Net()
     optimizer = adamw(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused", draft_memory="64MiB")
+        noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused", draft_memory="64MiB")
     for number in range(5):
         loss_of(model, number).backward()
         optimizer.step()
@@ -251,7 +252,7 @@ def test_the_ledger_has_the_spare_buffers_and_units_really_move():
     assert_moved(model, 3)
     report = noria.report(model)
     twin = Net()
-    without = noria.plan(twin, adamw(twin.parameters()), device="cpu", kernel="fused", draft_memory=0)
+    without = noria.plan(twin, adamw(twin.parameters()), device=DEVICE, kernel="fused", draft_memory=0)
     taken = {row.purpose: row.taken for row in report.ledger}
     for region in without.regions:
         drafted = region.purpose in ("working copies", "first moments", "second moments")
@@ -293,7 +294,7 @@ def test_unwrapped_state_is_where_the_last_draft_left_it():
     results = []
     for model, memory in ((ours, "64MiB"), (plain, 0)):
         side = Side(model, adamw(model.parameters()), True)
-        noria.wrap(side.model, side.optimizer, device="cpu", window=3, kernel="fused", draft_memory=memory)
+        noria.wrap(side.model, side.optimizer, device=DEVICE, window=3, kernel="fused", draft_memory=memory)
         journey(side)
         results.append(side.kept)
     noria.testing.assert_same_bits(*results)

@@ -14,6 +14,7 @@ import noria
 import pytest
 import torch
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 FAILURES = [ValueError, MemoryError, KeyboardInterrupt, SystemExit]
@@ -116,7 +117,7 @@ def test_after_a_forward_that_raised_other_calls_work_at_once(failure):
 
 def test_an_interrupted_forward_leaves_no_mode_of_torchs_on():
     model = Net()
-    noria.wrap(model, device="cpu", window=2)
+    noria.wrap(model, device=DEVICE, window=2)
     fail, _ = fail_once(KeyboardInterrupt)
     handle = model.blocks[2].register_forward_hook(fail)
     with pytest.raises(KeyboardInterrupt):
@@ -224,7 +225,7 @@ def stumbling_step(failing):
 def test_an_update_that_raises_surfaces_where_it_is_needed(monkeypatch, update):
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, update=update, kernel="torch")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, update=update, kernel="torch")
     failing = []
     step = stumbling_step(failing)
     step.hooked = False
@@ -294,7 +295,7 @@ def test_an_update_that_fails_in_every_unit_is_heard_of_once_and_leaves_what_was
     torch.manual_seed(0)
     model = Net(2)
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", kernel="torch", window=2, update=update)
+    noria.wrap(model, optimizer, device=DEVICE, kernel="torch", window=2, update=update)
     side = Side(model, optimizer, True)
     side.train(0, 2)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -352,7 +353,7 @@ def test_an_update_that_raises_does_not_break_off_that_of_another_optimizer():
     for each in (twin, side):
         halves = [each.model.embed, each.model.blocks], [each.model.head]
         each.optimizer = [adamw([p for m in half for p in m.parameters()]) for half in halves]
-    noria.wrap(side.model, side.optimizer, device="cpu", kernel="torch", window=2)
+    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="torch", window=2)
     journey(twin)
     journey(side)
     noria.testing.assert_same_bits(side.kept, twin.kept)
@@ -368,7 +369,7 @@ from tests.journeys.pairs import LATE_UPDATES, Net, adamw, loss_of, sgd
 model = Net()
 optimizer = adamw(model.parameters())
 with on_machine(hostility=LATE_UPDATES):
-    noria.wrap(model, optimizer, device="cpu", window=2, kernel="{kernel}")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="{kernel}")
 for number in range(2):
     loss_of(model, number).backward()
     optimizer.step()
@@ -465,7 +466,7 @@ def test_a_forked_child_may_read_what_was_unwrapped():
     """A data loader's worker that looks at a model which was wrapped once."""
     model = Net()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     loss_of(model, 0).backward()
     optimizer.step()
     noria.unwrap(model, optimizer)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from tests.device import DEVICE
 from tests.journeys.pairs import WIDTH, adamw, sgd, state_tensors
 from tests.journeys.test_lending import AUTO, LENGTH, keeps_in_room
 from tests.journeys.test_pipelines import SCHEDULES, STEPS, Stage, trained
@@ -141,13 +142,13 @@ def goes_on_unwrapped(rank: int, size: int) -> None:
         torch.manual_seed(rank)
         model = Stage()
         optimizer = adamw(model.parameters())
-        stage = pipelining.PipelineStage(model, rank, size, torch.device("cpu"))
+        stage = pipelining.PipelineStage(model, rank, size, torch.device(DEVICE))
         if policy is not None:
-            alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "replicas"))["replicas"]
-            noria.wrap(stage, optimizer, device="cpu", mesh=alone, **policy)
+            alone = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("stages", "replicas"))["replicas"]
+            noria.wrap(stage, optimizer, device=DEVICE, mesh=alone, **policy)
         play = pipelining.Schedule1F1B(stage, 4, loss_fn=F.mse_loss)
         for step in range(3):
-            x = torch.randn(8, 5, WIDTH, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(8, 5, WIDTH, generator=torch.Generator(DEVICE).manual_seed(step))
             play.step(*([x] if rank == 0 else []), **({"target": x} if rank else {}))
             optimizer.step()
             optimizer.zero_grad()
@@ -252,16 +253,16 @@ class Loop:
         tie(*self.models)
         self.parameters = list(dict.fromkeys(p for model in self.models for p in model.parameters()))
         self.optimizer = make_optimizer(self.parameters)
-        self.stages = [pipelining.PipelineStage(m, nth, 2, torch.device("cpu")) for nth, m in enumerate(self.models)]
+        self.stages = [pipelining.PipelineStage(m, nth, 2, torch.device(DEVICE)) for nth, m in enumerate(self.models)]
         if policy is not None:
-            noria.wrap([self.stages[nth] for nth in order], self.optimizer, device="cpu", **policy)
+            noria.wrap([self.stages[nth] for nth in order], self.optimizer, device=DEVICE, **policy)
         self.scheduled()
 
     def scheduled(self) -> None:
         self.play = pipelining.ScheduleInterleaved1F1B(self.stages, self.num_micro_batches, loss_fn=F.mse_loss)
 
     def run(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator(DEVICE).manual_seed(number)
         x, target = (torch.randn(2 * self.num_micro_batches, 5, WIDTH, generator=generator) for _ in range(2))
         self.play.step(x, target=target)
 
@@ -510,14 +511,14 @@ def save_and_load(folder: str) -> None:
     noria.save(f"{folder}/stages.pt", ours.stages, ours.optimizer)
     noria.load(f"{folder}/stages.pt", other.stages, other.optimizer)
     assert_same_bits(other.left(), ours.left())
-    assert noria.plan(Loop(None, adamw).stages, device="cpu").units
+    assert noria.plan(Loop(None, adamw).stages, device=DEVICE).units
 
 
 def refuses(rank: int, size: int) -> None:
     def wrap(stage: Any) -> None:
-        noria.wrap(stage, sgd(stage.submod.parameters()), device="cpu")
+        noria.wrap(stage, sgd(stage.submod.parameters()), device=DEVICE)
 
-    def stage(device: str = "cpu") -> Any:
+    def stage(device: str = DEVICE) -> Any:
         return pipelining.PipelineStage(Stage(), 0, 1, torch.device(device))
 
     with pytest.raises(noria.UsageError, match="a stage that receives on cpu, where its layers compute; found one on"):

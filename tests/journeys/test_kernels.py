@@ -13,6 +13,7 @@ import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, Net, Side, adamw, assert_moved, both, loss_of, state_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +84,7 @@ def test_every_rule_trains_as_plain_torch_does_and_shares_its_checkpoints(name):
     for side in (plain, ours):
         side.optimizer = make(name, side.model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(ours.model, ours.optimizer, device="cpu", window=2)
+        noria.wrap(ours.model, ours.optimizer, device=DEVICE, window=2)
     for first, last in ((0, 3), (3, 6)):
         for side in (plain, ours):
             side.train(first, last)
@@ -122,7 +123,7 @@ def test_sgd_has_the_very_bits_of_torch(name):
         side = Side(Net(), None, kernel is not None)
         side.optimizer = make(name, side.model.parameters())
         if kernel is not None:
-            noria.wrap(side.model, side.optimizer, device="cpu", window=2, kernel=kernel)
+            noria.wrap(side.model, side.optimizer, device=DEVICE, window=2, kernel=kernel)
         clipped(side)
         results.append({**side.kept, **side.model.state_dict(), **state_tensors(side.optimizer)})
     assert_same_bits(*results)
@@ -195,8 +196,8 @@ class OfMyOwn(torch.optim.AdamW):
 def test_the_kernel_is_chosen_by_itself_and_named_in_plan_and_report(optimizer, wanted, kernel):
     model = Net()
     made = optimizer(model.parameters())
-    planned = noria.plan(model, made, device="cpu", kernel=kernel)
-    noria.wrap(model, made, device="cpu", window=2, kernel=kernel)
+    planned = noria.plan(model, made, device=DEVICE, kernel=kernel)
+    noria.wrap(model, made, device=DEVICE, window=2, kernel=kernel)
     report = noria.report(model)
     if kernel == "torch" and wanted == "fused":
         wanted = "unit by unit"
@@ -224,7 +225,7 @@ def test_a_parameter_in_bfloat16_without_a_master_is_updated_by_torch():
 
     model.blocks[1] = Casting()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu")
+    noria.wrap(model, optimizer, device=DEVICE)
     report = noria.report(model)
     assert "1 of" in report.kernels[0] and "units by torch" in report.kernels[0]
     side = Side(model, optimizer, True)
@@ -251,7 +252,7 @@ def test_optimizers_with_different_kernels_beside_each_other(split, second, dtyp
         others = [p for p in named.values() if all(p is not each for each in chosen)]
         optimizers = [adamw(others), second_class(chosen, lr=0.01)]
         with on_machine(hostility=LATE_UPDATES if window == 2 else {}):
-            noria.wrap(model, optimizers, device="cpu", window=window, update=update, dtype=dtype)
+            noria.wrap(model, optimizers, device=DEVICE, window=window, update=update, dtype=dtype)
         before = {key: value.clone() for key, value in model.state_dict().items()}
         for step in range(4):
             loss_of(model, step).backward()
@@ -289,7 +290,7 @@ def test_checkpoints_of_a_mixed_wrap_are_those_of_one_by_torch_alone(dtype):
         chosen = list(model.blocks[1].parameters())
         others = [p for p in model.parameters() if all(p is not each for each in chosen)]
         optimizers = [adamw(others), torch.optim.Adagrad(chosen, lr=0.01)]
-        noria.wrap(model, optimizers, device="cpu", window=2, dtype=dtype, **policy)
+        noria.wrap(model, optimizers, device=DEVICE, window=2, dtype=dtype, **policy)
         return model, optimizers
 
     def train(model, optimizers, first, last):
@@ -329,7 +330,7 @@ def test_masters_of_a_mixed_wrap_are_the_values_that_they_were_made_from():
     chosen = list(model.blocks[1].parameters())
     others = [p for p in model.parameters() if all(p is not each for each in chosen)]
     optimizers = [adamw(others, lr=0.0), torch.optim.Adagrad(chosen, lr=0.0)]
-    noria.wrap(model, optimizers, device="cpu", window=2, dtype=torch.bfloat16)
+    noria.wrap(model, optimizers, device=DEVICE, window=2, dtype=torch.bfloat16)
     loss_of(model, 0).backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -385,7 +386,7 @@ def test_lion_survives_pickling_wrapped_or_not():
     optimizer = make("Lion", model.parameters())
     plain = pickle.loads(pickle.dumps(optimizer))
     assert type(plain) is noria.optim.Lion and plain.param_groups[0]["betas"] == (0.9, 0.99)
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     assert isinstance(optimizer, noria.optim.Lion)
     Side(model, optimizer, True).train(0, 1)
     noria.unwrap(model, optimizer)

@@ -14,6 +14,7 @@ import torch
 from noria import _C
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, Side, adamw, loss_of, new_side, sgd, wrap_side
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,10 +237,10 @@ def test_a_wrap_that_fails_leaves_nothing_behind(monkeypatch, living):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, failing(name, owner, number))
             with pytest.raises(BrokenError):
-                noria.wrap(model, optimizer, device="cpu", kernel="fused")
+                noria.wrap(model, optimizer, device=DEVICE, kernel="fused")
         assert hooks_on(model) == 0
         assert _C.living() == living
-        noria.wrap(model, optimizer, device="cpu", kernel="fused")
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused")
         noria.unwrap(model, optimizer)
         del model, optimizer
         assert _C.living() == living

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 
+from tests.device import DEVICE
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage, trained
@@ -51,7 +52,7 @@ def keeps_in_room(rank: int, size: int, report: noria.Report) -> None:
     assert report.saved["most_there"] <= room, str(report)
     lent = [loan for loan in report.loans if loan.lender == rank]
     borrowed = [loan for loan in report.loans if loan.borrower == rank]
-    rows = {row.purpose: row for row in report.ledger if row.place == "cpu"}
+    rows = {row.purpose: row for row in report.ledger if row.place == report.device}
     assert sum(loan.bytes for loan in lent) == (rows["lent to other stages"].taken if lent else 0)
     assert report.saved["most_there"] + sum(loan.bytes for loan in lent) <= room
     if rank == 0:
@@ -284,26 +285,26 @@ def refuses(rank: int, size: int) -> None:
     model = test_pipelines.Stage()
     wrong: dict[str, Any] = {
         "found stages='stages'": "stages",
-        "a DeviceMesh of one dimension": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "stages")),
+        "a DeviceMesh of one dimension": init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("replicas", "stages")),
     }
     for told, stages in wrong.items():
         with pytest.raises(noria.UsageError, match=told):
-            noria.wrap(model, device="cpu", stages=stages)
-    elsewhere = DeviceMesh("cpu", [1])
+            noria.wrap(model, device=DEVICE, stages=stages)
+    elsewhere = DeviceMesh(DEVICE, [1])
     if rank == 0:
         told = r"expected stages with rank 0 in them; found ranks \[1\]; remedy: let those ranks alone call it"
         with pytest.raises(noria.UsageError, match=told):
-            noria.wrap(model, device="cpu", stages=elsewhere)
+            noria.wrap(model, device=DEVICE, stages=elsewhere)
     else:
-        noria.wrap(model, device="cpu", stages=elsewhere)  # of one stage, which lends to nobody
+        noria.wrap(model, device=DEVICE, stages=elsewhere)  # of one stage, which lends to nobody
         noria.unwrap(model)
-    meshes = {"stages": init_device_mesh("cpu", (2,))} if rank == 0 else {}
+    meshes = {"stages": init_device_mesh(DEVICE, (2,))} if rank == 0 else {}
     told = (
         r"expected the same mesh= and stages= on all ranks of them; found on rank 0: stages=\[0, 1\]; on rank 1: a "
         r"mesh of 1 x 2 ranks, \[\[0, 1\]\]; remedy: call noria.wrap with the same ones there"
     )
     with pytest.raises(noria.UsageError, match=told):
-        noria.wrap(model, device="cpu", **meshes)
+        noria.wrap(model, device=DEVICE, **meshes)
 
 
 OF_TWO |= {f"{name} fails": (fails_to_lend, (name,)) for name in PARTS | TOLD}
@@ -316,9 +317,9 @@ OF_TWO |= {f"{what} comes back": (grows, (length,)) for what, length in GROWN.it
 def refuses_a_stage_without_an_optimizer(rank: int, size: int) -> None:
     """Both hear of it at once."""
     model = Stage()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("stages",))
+    mesh = init_device_mesh(DEVICE, (size,), mesh_dim_names=("stages",))
     with pytest.raises(noria.UsageError, match="an optimizer with stages="):
-        noria.wrap(model, adamw(model.parameters()) if rank else None, device="cpu", stages=mesh["stages"])
+        noria.wrap(model, adamw(model.parameters()) if rank else None, device=DEVICE, stages=mesh["stages"])
 
 
 OF_TWO["no optimizer"] = (refuses_a_stage_without_an_optimizer, ())
@@ -326,18 +327,18 @@ OF_TWO["no optimizer"] = (refuses_a_stage_without_an_optimizer, ())
 
 def refuses_stages_that_would_share_a_model(rank: int, size: int) -> None:
     """Both hear of it, and keep their weights."""
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("stages", "replicas"))
+    mesh = init_device_mesh(DEVICE, (size, 1), mesh_dim_names=("stages", "replicas"))
     torch.manual_seed(rank)
     model = Stage()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer, group = adamw(model.parameters()), mesh["stages"].get_group()
-    stage = PipelineStage(model, rank, size, torch.device("cpu"), group=group)
+    stage = PipelineStage(model, rank, size, torch.device(DEVICE), group=group)
     for options in ({}, {"mesh": mesh["stages"]}, {"mesh": mesh["stages"], "stages": mesh["stages"]}):
         with pytest.raises(noria.UsageError, match=r'mesh=grid\["replicas"\]') as caught:
-            noria.wrap(stage, optimizer, device="cpu", **options)
+            noria.wrap(stage, optimizer, device=DEVICE, **options)
         assert "stages [[0], [1]]" in str(caught.value)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    noria.wrap([stage], optimizer, device="cpu", mesh=mesh["replicas"])
+    noria.wrap([stage], optimizer, device=DEVICE, mesh=mesh["replicas"])
     assert noria.report([stage]).num_units == noria.report(stage).num_units > 0
     with noria.materialize([stage]):
         assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
@@ -467,4 +468,4 @@ def test_lender_that_has_back_only_the_whole_asks_for_what_it_lacks_of_all_that_
 
 def test_stages_without_a_process_group_are_refused():
     with pytest.raises(noria.UsageError, match=r"a process group before stages=.*call init_process_group first"):
-        noria.wrap(test_pipelines.Stage(), device="cpu", stages="any")
+        noria.wrap(test_pipelines.Stage(), device=DEVICE, stages="any")

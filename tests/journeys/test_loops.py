@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE
 from tests.journeys.pairs import (
     HOSTILE,
     VOCAB,
@@ -256,7 +257,7 @@ def test_passes_that_never_repeat_themselves_fill_no_memory():
 
     model = Dropping(10)
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     for model.path in range(150):
         loss_of(model, 0).backward()
         optimizer.step()
@@ -300,7 +301,7 @@ def test_an_eval_pass_between_forward_and_backward():
 def test_fetches_for_a_forward_that_does_not_come_are_counted_apart():
     model = Net()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=3, kernel="fused")
+    noria.wrap(model, optimizer, device=DEVICE, window=3, kernel="fused")
     in_passes = 0
 
     def count(phase, training):
@@ -342,7 +343,7 @@ def test_blocks_called_by_themselves():
     def journey(side):
         for step in range(3):
             side.train(step, step + 1)
-            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(2, 16, generator=torch.Generator(DEVICE).manual_seed(step))
             side.model.blocks[2](x).square().mean().backward()
             for block in side.model.blocks[::2]:
                 x = block(x)
@@ -475,7 +476,7 @@ def together(journey, make, *, window=2, **policy):
         models, optimizers = make()
         if is_wrapped:
             with on_machine(hostility=HOSTILE):
-                assert noria.wrap(models, optimizers, device="cpu", window=window, **policy) == (
+                assert noria.wrap(models, optimizers, device=DEVICE, window=window, **policy) == (
                     models,
                     optimizers,
                 )
@@ -537,7 +538,7 @@ def test_one_model_with_two_optimizers(split, kernel):
         torch.manual_seed(0)
         models, optimizers = make()
         with on_machine(hostility=HOSTILE):
-            noria.wrap(models, optimizers, device="cpu", window=window, update=update, kernel="fused")
+            noria.wrap(models, optimizers, device=DEVICE, window=window, update=update, kernel="fused")
         journey(Side(models, optimizers, True))
         results.append({k: v.clone() for k, v in models[0].state_dict().items()})
     assert_same_bits(*results)
@@ -635,7 +636,7 @@ def test_a_teacher_and_a_student():
         journey(side)
         if not side.is_wrapped:
             with on_machine(hostility=HOSTILE):
-                noria.wrap(teacher, device="cpu", window=2)
+                noria.wrap(teacher, device=DEVICE, window=2)
 
     both(with_wrapped_teacher)
     assert_moved(teacher)
@@ -651,7 +652,7 @@ def test_autocast_on_the_cpu(cache):
     def journey(side):
         for step in range(4):
             for micro in range(2):
-                with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=cache):
                     loss = loss_of(side.model, 10 * step + micro)
                 loss.backward()
             side.keep_gradients(f"step {step}")
@@ -663,7 +664,7 @@ def test_autocast_on_the_cpu(cache):
 
 def test_autocast_around_several_forwards_sees_the_weights_of_each_step():
     def journey(side):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             for step in range(3):
                 loss_of(side.model, step).backward()
                 side.optimizer.step()

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, sgd, state_tensors
 from tests.ranks import alone, in_turn_on_ranks
 
@@ -50,7 +51,7 @@ def made(optimizer: Callable[[Any], Any] = sgd, **sizes: int) -> tuple[nn.Module
 
 
 def in_replicas(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicas", "shards"))
 
 
 # ---- bits ---------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ PAIRS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
 def like_ddp(rank: int, size: int, name: str) -> None:
     """Two pairs of ranks, each with a model of its own, as pipelines have it."""
     shape, names, policy = PAIRS[name]
-    world = init_device_mesh("cpu", shape, mesh_dim_names=("pipelines", "replicas", "shards"))
+    world = init_device_mesh(DEVICE, shape, mesh_dim_names=("pipelines", "replicas", "shards"))
     mesh = world[names]
     pair = mesh.mesh.flatten().tolist()
     assert rank in pair and len(pair) == 2
@@ -77,7 +78,7 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     expected = trained(DistributedDataParallel(plain, process_group=groups[rank // 2]), theirs, rank)
     model, ours = made(width=width)
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, mesh=mesh, device="cpu", **policy)
+        noria.wrap(model, ours, mesh=mesh, device=DEVICE, **policy)
     assert_same_bits(trained(model, ours, rank), expected)
     report = noria.report(model)
     assert report.num_fetches > 0 and report.ledger_agrees, str(report)
@@ -103,7 +104,7 @@ def like_twin(rank: int, size: int, name: str) -> None:
     within, across = (mesh.get_group(each) for each in ("shards", "replicas"))
     twin, its = made(optimizer, blocks=2, width=29)
     with alone():
-        noria.wrap(twin, its, device="cpu", **policy)
+        noria.wrap(twin, its, device=DEVICE, **policy)
 
     def share() -> None:
         with torch.no_grad():
@@ -116,7 +117,7 @@ def like_twin(rank: int, size: int, name: str) -> None:
     expected = trained(twin, its, rank, share)
     model, ours = made(optimizer, blocks=2, width=29)
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, mesh=mesh, device="cpu", **policy)
+        noria.wrap(model, ours, mesh=mesh, device=DEVICE, **policy)
     found = trained(model, ours, rank)
     assert_same_bits(found, expected)
     for key in ("embed.weight", "head.weight"):
@@ -132,7 +133,7 @@ def norms(rank: int, size: int, shape: tuple[int, int]) -> None:
     found = []
     for mesh in (in_replicas(shape), None):
         model, optimizer = made()
-        noria.wrap(model, optimizer, mesh=mesh, device="cpu", window=2, max_grad_norm=1e6)
+        noria.wrap(model, optimizer, mesh=mesh, device=DEVICE, window=2, max_grad_norm=1e6)
         loss_of(model, rank).backward()
         called = optimizer.clip_grad_norm_(1e6)
         optimizer.step()
@@ -150,7 +151,7 @@ def accumulates(rank: int, size: int) -> None:
     found = []
     for synced in (True, False):
         model, optimizer = made()
-        noria.wrap(model, optimizer, mesh=mesh, device="cpu", window=2)
+        noria.wrap(model, optimizer, mesh=mesh, device=DEVICE, window=2)
         with contextlib.nullcontext() if synced else model.no_sync():
             loss_of(model, rank).backward()
         loss_of(model, 10 + rank).backward()
@@ -171,20 +172,20 @@ def accumulates(rank: int, size: int) -> None:
 
 def leaves_others_alone(rank: int, size: int) -> None:
     """Three ranks of four share; the fourth trains something by itself, and then wraps alone."""
-    three, one = DeviceMesh("cpu", [0, 1, 3]), DeviceMesh("cpu", [2])
+    three, one = DeviceMesh(DEVICE, [0, 1, 3]), DeviceMesh("cpu", [2])
     if rank == 2:
         plain, theirs = made()
         expected = trained(plain, theirs, rank)
         model, ours = made()
-        noria.wrap(model, ours, mesh=one, device="cpu", window=2)
+        noria.wrap(model, ours, mesh=one, device=DEVICE, window=2)
         assert_same_bits(trained(model, ours, rank), expected)
         with noria.materialize(model):  # a process alone
             pass
-        message = message_of(lambda: noria.wrap(*made(), mesh=three, device="cpu"))
+        message = message_of(lambda: noria.wrap(*made(), mesh=three, device=DEVICE))
         assert "rank 2" in message and "[0, 1, 3]" in message
         return
     model, ours = made()
-    noria.wrap(model, ours, mesh=three, device="cpu", window=2)
+    noria.wrap(model, ours, mesh=three, device=DEVICE, window=2)
     found = trained(model, ours, rank)
     plain, theirs = made()
     for number in range(STEPS):
@@ -198,9 +199,9 @@ def leaves_others_alone(rank: int, size: int) -> None:
 
 
 def goes_by_rows_of_any_order(rank: int, size: int) -> None:
-    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+    mesh = DeviceMesh(DEVICE, [[3, 1], [0, 2]])
     model, optimizer = made(width=64)
-    noria.wrap(model, optimizer, mesh=mesh, device="cpu", window=2)
+    noria.wrap(model, optimizer, mesh=mesh, device=DEVICE, window=2)
     plain, _ = made(width=64)
     assert_same_bits(model.state_dict(), plain.state_dict())
     trained(model, optimizer, rank)
@@ -211,8 +212,8 @@ def divides_by_the_shards(rank: int, size: int) -> None:
     for shape in ((4, 1), (2, 2), (1, 4)):
         mesh = in_replicas(shape)
         model, optimizer = made(adamw, width=64)
-        planned = noria.plan(model, optimizer, mesh=mesh, device="cpu", window=2)
-        noria.wrap(model, optimizer, mesh=mesh, device="cpu", window=2)
+        planned = noria.plan(model, optimizer, mesh=mesh, device=DEVICE, window=2)
+        noria.wrap(model, optimizer, mesh=mesh, device=DEVICE, window=2)
         trained(model, optimizer, rank)
         report = noria.report(model)
         assert report.ledger_agrees, str(report)
@@ -240,7 +241,7 @@ def gives_its_groups_back(rank: int, size: int) -> None:
     gc.collect()  # what others have left does not go meanwhile
     for _ in range(3):
         model, optimizer = made()
-        noria.wrap(model, optimizer, mesh=mesh, device="cpu")
+        noria.wrap(model, optimizer, mesh=mesh, device=DEVICE)
         during = num_sockets()
         noria.unwrap(model, optimizer)
         counts.append(num_sockets())
@@ -261,16 +262,16 @@ def refuses(rank: int, size: int) -> None:
     def wrap(mesh: Any, of: Any = None, **policy: Any) -> str:
         model, optimizer = of or made()
         before = {name: p.data_ptr() for name, p in model.named_parameters()}
-        message = message_of(lambda: noria.wrap(model, optimizer, mesh=mesh, device="cpu", **policy))
+        message = message_of(lambda: noria.wrap(model, optimizer, mesh=mesh, device=DEVICE, **policy))
         assert of or {name: p.data_ptr() for name, p in model.named_parameters()} == before
         return message
 
     mesh = in_replicas()
-    assert "2 dims" not in wrap(init_device_mesh("cpu", (2, 2, 1))) and "of 3" in wrap(
-        init_device_mesh("cpu", (1, 2, 2))
+    assert "2 dims" not in wrap(init_device_mesh(DEVICE, (2, 2, 1))) and "of 3" in wrap(
+        init_device_mesh(DEVICE, (1, 2, 2))
     )
     assert "DeviceMesh" in wrap([0, 1])
-    other = init_device_mesh("cpu", (1, 4))
+    other = init_device_mesh(DEVICE, (1, 4))
     message = wrap(other if rank == 3 else mesh)
     assert "2 x 2 ranks" in message and "1 x 4 ranks" in message and "rank 3" in message
     # What one rank alone finds wrong, before it plans or after.
@@ -285,7 +286,7 @@ def refuses(rank: int, size: int) -> None:
         message = wrap(mesh)
     assert "no memory" in message and (rank == 1 or "on rank 1" in message)
     model, optimizer = made()
-    noria.wrap(model, optimizer, mesh=mesh, device="cpu")
+    noria.wrap(model, optimizer, mesh=mesh, device=DEVICE)
     trained(model, optimizer, rank)
 
 
@@ -295,9 +296,9 @@ def goes_by_the_least(rank: int, size: int) -> None:
     free = 4 * (257 << 20) if rank == 1 else 64 << 30  # a quarter, less the margin, is 1 MiB
     model, optimizer = made(adamw)
     with mock.patch("noria.limits.host_limits", return_value=[Limit("what is left", "the test", free)]):
-        noria.wrap(model, optimizer, mesh=mesh, device="cpu")
-        found = message_of(lambda: noria.wrap(*made(adamw, width=256), mesh=mesh, device="cpu"))
-        noria.wrap(*made(adamw, width=256), mesh=mesh, device="cpu", host_memory="200MiB")
+        noria.wrap(model, optimizer, mesh=mesh, device=DEVICE)
+        found = message_of(lambda: noria.wrap(*made(adamw, width=256), mesh=mesh, device=DEVICE))
+        noria.wrap(*made(adamw, width=256), mesh=mesh, device=DEVICE, host_memory="200MiB")
     assert "what is left on rank 1, divided by the 4 processes there" in found
     trained(model, optimizer, rank)
 
@@ -309,7 +310,7 @@ def loads_into_other_meshes(rank: int, size: int) -> None:
     folder: list[Any] = [os.environ["NORIA_TEST_FOLDER"]]
     path = os.path.join(folder[0], "saved")
     model, optimizer = made(adamw)
-    noria.wrap(model, optimizer, mesh=in_replicas(), device="cpu", window=2)
+    noria.wrap(model, optimizer, mesh=in_replicas(), device=DEVICE, window=2)
     trained(model, optimizer, rank)
     noria.save(path, model, optimizer, step=STEPS)
     in_parts = os.path.join(folder[0], "in parts")
@@ -317,7 +318,7 @@ def loads_into_other_meshes(rank: int, size: int) -> None:
     expected = {key: value.clone() for key, value in {**model.state_dict(), **state_tensors(optimizer)}.items()}
     gone_on = trained(model, optimizer, 7 + rank)
     meshes = [in_replicas((1, 4)), in_replicas((4, 1)), in_replicas(), None]
-    some = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))["shards"]  # of the four, two
+    some = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))["shards"]  # of the four, two
     for saved, mesh in [
         *((path, mesh) for mesh in meshes),
         (in_parts, meshes[0]),
@@ -329,7 +330,7 @@ def loads_into_other_meshes(rank: int, size: int) -> None:
         torch.manual_seed(9)
         other = Net()
         its = adamw(other.parameters())
-        noria.wrap(other, its, mesh=mesh, device="cpu", window=2)
+        noria.wrap(other, its, mesh=mesh, device=DEVICE, window=2)
         assert noria.load(saved, other, its) == {"step": STEPS}
         assert_same_bits({**other.state_dict(), **state_tensors(its)}, expected)
         if mesh is not None and mesh.shape == (2, 2):
@@ -416,6 +417,6 @@ def test_a_checkpoint_of_one_mesh_goes_into_any_other_and_into_plain_torch(found
 
 def test_a_mesh_needs_a_process_group():
     with pytest.raises(noria.UsageError, match="init_process_group"):
-        noria.wrap(nn.Linear(2, 2), mesh=object(), device="cpu")
+        noria.wrap(nn.Linear(2, 2), mesh=object(), device=DEVICE)
     with pytest.raises(noria.UsageError, match="init_process_group"):
-        noria.plan(nn.Linear(2, 2), mesh=object(), device="cpu")
+        noria.plan(nn.Linear(2, 2), mesh=object(), device=DEVICE)

@@ -15,6 +15,7 @@ import torch
 from noria.testing import on_machine
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
@@ -57,23 +58,23 @@ def test_a_window_too_small_for_what_one_module_needs_at_once():
                 block.first, block.second = self.embed, self.head
 
     refused_by_wrap(
-        lambda call, m, o: call(m, o, device="cpu", window=2),
+        lambda call, m, o: call(m, o, device=DEVICE, window=2),
         "a window of at least 3 units",
         "window=3",
         model=Tied,
     )
     model = Tied()
-    noria.wrap(model, device="cpu", window=3)
+    noria.wrap(model, device=DEVICE, window=3)
 
 
 def test_a_budget_too_small_says_what_would_fit_and_that_fits():
     model = Net()
     with pytest.raises(noria.UsageError) as caught:
-        noria.plan(model, adamw(model.parameters()), device="cpu", device_memory=1024)
+        noria.plan(model, adamw(model.parameters()), device=DEVICE, device_memory=1024)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
     for too_small in (1024, least - 1):
         refused_by_wrap(
-            lambda call, m, o, too_small=too_small: call(m, o, device="cpu", device_memory=too_small),
+            lambda call, m, o, too_small=too_small: call(m, o, device=DEVICE, device_memory=too_small),
             f"({least} bytes)",
             "the largest unit is",
         )
@@ -83,10 +84,10 @@ def test_a_budget_too_small_says_what_would_fit_and_that_fits():
 def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
     model = Net()
     with pytest.raises(noria.UsageError) as caught:
-        noria.plan(model, adamw(model.parameters()), device="cpu", host_memory=1024)
+        noria.plan(model, adamw(model.parameters()), device=DEVICE, host_memory=1024)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
     refused_by_wrap(
-        lambda call, m, o: call(m, o, device="cpu", host_memory=least - 1),
+        lambda call, m, o: call(m, o, device=DEVICE, host_memory=least - 1),
         f"({least} bytes)",
         "working copies",
     )
@@ -96,7 +97,7 @@ def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
 def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
     stranger = nn.Linear(3, 3)
     refused_by_wrap(
-        lambda call, m, o: call(m, o, device="cpu"),
+        lambda call, m, o: call(m, o, device=DEVICE),
         "belong to the wrapped models",
         "(3, 3)",
         optimizer=lambda parameters: adamw([*parameters, *stranger.parameters()]),
@@ -130,26 +131,26 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
     ids=lambda value: ",".join(map(str, value)),
 )
 def test_nonsense_in_the_policy(fields, words):
-    refused_by_wrap(lambda call, m, o: call(m, o, **{"device": "cpu", **fields}), *words)
+    refused_by_wrap(lambda call, m, o: call(m, o, **{"device": DEVICE, **fields}), *words)
 
 
 def test_things_that_are_no_models_and_no_optimizers():
     model = Net()
     for wrong in ("model", None, [model, 3], []):
         with refused("torch.nn.Module"):
-            noria.wrap(wrong, device="cpu")
+            noria.wrap(wrong, device=DEVICE)
     with refused("torch.optim.Optimizer"):
-        noria.wrap(model, model.parameters(), device="cpu")
+        noria.wrap(model, model.parameters(), device=DEVICE)
     with refused("a model with parameters"):
-        noria.wrap(nn.ReLU(), device="cpu")
+        noria.wrap(nn.ReLU(), device=DEVICE)
     with refused("a policy or fields of one, not both"):
-        noria.wrap(model, None, noria.Policy(), device="cpu")
+        noria.wrap(model, None, noria.Policy(), device=DEVICE)
 
 
 def test_parameters_that_cannot_move():
     def check(model, *words):
         with refused(*words):
-            noria.wrap(model, device="cpu")
+            noria.wrap(model, device=DEVICE)
 
     check(nn.LazyLinear(3), "not initialised")
     shared = nn.Module()
@@ -162,13 +163,13 @@ def test_parameters_that_cannot_move():
 def test_what_an_optimizer_may_not_be():
     model = Net()
     with refused("SparseAdam"):
-        noria.wrap(model, torch.optim.SparseAdam(model.parameters()), device="cpu")
+        noria.wrap(model, torch.optim.SparseAdam(model.parameters()), device=DEVICE)
     with refused("differentiable"):
-        noria.wrap(model, adamw(model.parameters(), differentiable=True), device="cpu")
+        noria.wrap(model, adamw(model.parameters(), differentiable=True), device=DEVICE)
     optimizer = adamw(model.parameters())
     optimizer.step = lambda: None
     with refused("replaced on the object"):
-        noria.wrap(model, optimizer, device="cpu")
+        noria.wrap(model, optimizer, device=DEVICE)
 
 
 def test_a_module_compiled_for_cuda_graphs_is_refused():
@@ -181,7 +182,7 @@ def test_a_module_compiled_for_cuda_graphs_is_refused():
         else:
             model = torch.compile(model, mode="reduce-overhead")
         with refused("reduce-overhead", "bake the addresses"):
-            noria.wrap(model, device="cpu", window=2)
+            noria.wrap(model, device=DEVICE, window=2)
 
 
 # ---- after wrap: refused, and training goes on -------------------------------------------------------------
@@ -202,11 +203,11 @@ def undisturbed(misuse, **options):
 def test_wrapping_twice():
     def misuse(side):
         with refused("not wrapped"):
-            noria.wrap(side.model, device="cpu")
+            noria.wrap(side.model, device=DEVICE)
         with refused("not wrapped"):
-            noria.wrap(side.model.blocks[0], device="cpu")
+            noria.wrap(side.model.blocks[0], device=DEVICE)
         with refused("not wrapped"):
-            noria.wrap(Net(), side.optimizer, device="cpu")
+            noria.wrap(Net(), side.optimizer, device=DEVICE)
 
     undisturbed(misuse)
 
@@ -217,7 +218,7 @@ def test_wrapping_twice():
         lambda model: model.to(torch.float64),
         lambda model: model.half(),
         lambda model: model.blocks[2].bfloat16(),
-        lambda model: setattr(model.head.weight, "data", torch.zeros_like(model.head.weight, device="cpu")),
+        lambda model: setattr(model.head.weight, "data", torch.zeros_like(model.head.weight, device=DEVICE)),
     ],
     ids=["to(float64)", "half", "a block's bfloat16", "p.data ="],
 )
@@ -391,7 +392,7 @@ def test_sparse_gradients():
 
     model = make()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="torch")
     misuse(Side(model, optimizer, True))
 
 
@@ -587,7 +588,7 @@ def test_saving_a_wrapped_module_as_a_whole():
 
 def test_loading_what_is_no_checkpoint(tmp_path):
     model = Net()
-    noria.wrap(model, device="cpu")
+    noria.wrap(model, device=DEVICE)
     before = copy.deepcopy(dict(model.state_dict()))
     (tmp_path / "text").write_text("weights of the second run")
     (tmp_path / "nothing").touch()
@@ -612,13 +613,13 @@ def test_unwrapping_what_was_not_wrapped_or_not_all_of_it():
     first, second, third = Net(), Net(), Net()
     with refused("a wrapped model"):
         noria.unwrap(first)
-    noria.wrap([first, second], device="cpu")
+    noria.wrap([first, second], device=DEVICE)
     with refused("all models of the wrap call"):
         noria.unwrap(first)
     for call in (noria.unwrap, noria.report, lambda given: noria.materialize(given).__enter__()):
         with refused("a wrapped model", "found Net"):
             call([first, third])
-    noria.wrap(third, device="cpu")
+    noria.wrap(third, device=DEVICE)
     for call in (noria.unwrap, noria.report, lambda given: noria.materialize(given).__enter__()):
         with refused("models of one noria.wrap call"):
             call([first, second, third])
@@ -633,7 +634,7 @@ def test_unwrap_without_the_optimizer_leaves_no_dead_optimizer():
     model = Net()
     optimizer = adamw(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, optimizer, device="cpu", window=2)
+        noria.wrap(model, optimizer, device=DEVICE, window=2)
     side = Side(model, optimizer, True)
     side.train(0, 2)
     assert_moved(model)

@@ -16,6 +16,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, WIDTH, Block, adamw, sgd, state_tensors
 from tests.ranks import in_turn_on_ranks, on_ranks
 
@@ -67,7 +68,7 @@ def batch_of(
     step: int, replica: int, num_micro_batches: int, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and target; two rows for each micro-batch."""
-    generator = torch.Generator().manual_seed(10 * step + replica)
+    generator = torch.Generator(DEVICE).manual_seed(10 * step + replica)
     shape = (2 * num_micro_batches, length, WIDTH)
     x, target = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
     return x, target
@@ -94,7 +95,9 @@ def trained(
     `length`: of sequences; or of those of each step. `follows`: noria is given the stages, and not their modules alone.
     `scale_grads` None: as far as it works without that."""
     lengths = [length] * STEPS if isinstance(length, int) else length
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas"))
+    mesh = init_device_mesh(
+        DEVICE, (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas")
+    )
     rank, size, replica = mesh.get_local_rank("stages"), mesh["stages"].size(), mesh.get_local_rank("replicas")
     make_schedule = SCHEDULES[schedule][0]
     models = models_of(rank, schedule, dtype, make_stage)
@@ -103,14 +106,14 @@ def trained(
     optimizer = make_optimizer(parameters)
     stages = [
         pipelining.PipelineStage(
-            model, rank + nth * size, num_models * size, torch.device("cpu"), group=mesh["stages"].get_group()
+            model, rank + nth * size, num_models * size, torch.device(DEVICE), group=mesh["stages"].get_group()
         )
         for nth, model in enumerate(models)
     ]
     if policy is not None:
         with on_machine(**(machine or {"hostility": hostility})):
             policy = {"mesh": mesh["replicas"], "stages": mesh["stages"], **policy}
-            noria.wrap(stages if follows else models, optimizer, device="cpu", window=2, **policy)
+            noria.wrap(stages if follows else models, optimizer, device=DEVICE, window=2, **policy)
     if scale_grads is None:
         scale_grads = replicas == 1  # no rank has a whole gradient that torch could scale
 

@@ -18,6 +18,8 @@ from noria.report import Bound, HostMemory, UpdateTime
 from noria.testing import on_machine
 from torch import nn
 
+from tests.device import DEVICE
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCKS, WIDTH = 4, 16
@@ -51,7 +53,7 @@ def trained(update_us: float, *, steps: int = 6, **policy: Any) -> nn.Module:
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
     with on_machine(limits={"update": (0.0, update_us)}, update_threads=1):
-        noria.wrap(model, optimizer, device="cpu", window=2, units=[Block], **{"kernel": "fused", **policy})
+        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[Block], **{"kernel": "fused", **policy})
     for _ in range(steps):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
@@ -216,7 +218,7 @@ def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         optimizer = torch.optim.AdamW(model.parameters())
         return noria.plan(
-            model, optimizer, device="cpu", kernel="fused", units=[Block], dtype=dtype, draft_memory=draft_memory
+            model, optimizer, device=DEVICE, kernel="fused", units=[Block], dtype=dtype, draft_memory=draft_memory
         )
 
     needed = sum(planned(0).draftable.values())
@@ -241,7 +243,7 @@ def test_nothing_is_advised_where_updates_are_hidden():
 @pytest.mark.parametrize("num_stages, row_name", [(1, "stage"), (2, "rank")])
 def test_who_lends_is_called_a_rank_where_it_has_several_stages(num_stages, row_name):
     models = [nn.Sequential(Block(), Block()) for _ in range(num_stages)]
-    noria.wrap(models, torch.optim.AdamW([p for model in models for p in model.parameters()]), device="cpu")
+    noria.wrap(models, torch.optim.AdamW([p for model in models for p in model.parameters()]), device=DEVICE)
     lending = wrapped_by(models[0]).lending
     lending.loans = [Loan(lender=1, borrower=0, offset=0, bytes=1 << 20)]
     lending._note_failed({(2, 0): "no such luck"})

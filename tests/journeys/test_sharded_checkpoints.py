@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, adamw, lion, loss_of
 from tests.journeys.test_shared import BY_TORCH, Pictures, adapted, sgd, tied, together, uneven, values_of
 from tests.ranks import in_turn_on_ranks
@@ -72,7 +73,7 @@ def made(name: str, seed: int = 0, **more: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model = make()
     updater = optimizer([p for p in model.parameters() if p.requires_grad])
-    noria.wrap(model, updater, device="cpu", window=2, **policy, **more)
+    noria.wrap(model, updater, device=DEVICE, window=2, **policy, **more)
     return model, updater
 
 
@@ -139,7 +140,7 @@ def refuses(rank: int, size: int, root: str) -> None:
     together(model, updater, [rank], size, range(1))
     before = values_of(model, updater)
     narrow, its = Net(blocks=2, width=13), None
-    noria.wrap(narrow, device="cpu")
+    noria.wrap(narrow, device=DEVICE)
     for folder, each, of_it, theirs, ours in (
         ("channels last", model, updater, "Missing key.*embed.weight", 'a checkpoint with "model.*; found one without'),
         ("momentum", model, updater, r"Missing key.*exp_avg", 'a checkpoint with "optimizer.state.*exp_avg'),
@@ -207,7 +208,7 @@ def saves_what_has_no_state(rank: int, size: int, root: str, name: str) -> None:
         torch.manual_seed(seed)
         model = Sometimes()
         updater = optimizer(model.parameters())
-        noria.wrap(model, updater, device="cpu", window=2, **policy)
+        noria.wrap(model, updater, device=DEVICE, window=2, **policy)
         model.uses_extra = True
         together(model, updater, [rank], size, range(steps))
         return model, updater
@@ -275,7 +276,7 @@ def writes_on_one_rank_alone(rank: int, size: int) -> None:
     model = Net(blocks=2)
     parameters = list(model.parameters())
     updaters = [adamw(parameters[:3]), adamw(parameters[3:])]
-    noria.wrap(model, updaters, device="cpu", window=2, dtype=torch.bfloat16)
+    noria.wrap(model, updaters, device=DEVICE, window=2, dtype=torch.bfloat16)
 
     def step() -> None:
         loss_of(model, rank).backward()
@@ -447,7 +448,7 @@ def test_state_that_nobody_knows_before_a_step_is_saved_and_loaded_after_one(tmp
     def new(steps: int) -> tuple[Any, Any]:
         model = Sometimes()
         updater = OwnSGD(model.parameters(), lr=0.1, momentum=0.9)
-        noria.wrap(model, updater, device="cpu", window=2)
+        noria.wrap(model, updater, device=DEVICE, window=2)
         together(model, updater, [0], 1, range(steps))
         return model, updater
 

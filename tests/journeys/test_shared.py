@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, Block, Net, adamw, lion, loss_of, state_tensors
 from tests.ranks import alone, assert_fine, in_turn_on_ranks, on_ranks
 
@@ -167,7 +168,7 @@ def usual_loss(model: Any, rank: int, number: int) -> torch.Tensor:
 
 
 def loss_of_other_shapes(model: Any, rank: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + number)
+    generator = torch.Generator(DEVICE).manual_seed(100 * rank + number)
     batch = torch.randint(0, VOCAB, (1 + rank + number % 2, 4 + 3 * rank), generator=generator)
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
@@ -284,7 +285,7 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     expected = course.loop(ddp, theirs := course.optimizer(plain.parameters()), rank)
     ours = course.optimizer(model.parameters())
     with on_machine(hostility=course.hostility):
-        noria.wrap(model, ours, device="cpu", **course.policy)
+        noria.wrap(model, ours, device=DEVICE, **course.policy)
     found = course.loop(model, ours, rank)
     expected |= {**plain.state_dict(), **state_tensors(theirs)}
     found |= {**model.state_dict(), **state_tensors(ours)}
@@ -376,7 +377,7 @@ def like_twin(rank: int, size: int, name: str) -> None:
         updater = optimizer(model.parameters())
         with alone() if is_twin else on_machine(hostility=HOSTILE):
             # The twin's gradients are edited by hand, so its updates come after backward.
-            noria.wrap(model, updater, device="cpu", **({**policy, "update": "auto"} if is_twin else policy))
+            noria.wrap(model, updater, device=DEVICE, **({**policy, "update": "auto"} if is_twin else policy))
         seen: dict[str, torch.Tensor] = {}
         for number in range(STEPS):
             loss = loss_of(model, 100 * rank + number)
@@ -399,7 +400,7 @@ def accumulates(rank: int, size: int, policy: dict[str, Any]) -> None:
     model.load_state_dict(plain.state_dict())
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", **policy)
+        noria.wrap(model, ours, device=DEVICE, **policy)
     for number in range(STEPS):
         held: dict[Any, torch.Tensor] = {}
         for part in range(3):
@@ -428,7 +429,7 @@ def clips(rank: int, size: int, by_call: bool, max_norm: float, kernel: str = "a
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
     norm_at_step = {} if by_call else {"max_grad_norm": max_norm}
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device="cpu", window=2, kernel=kernel, **norm_at_step)
+        noria.wrap(model, ours, device=DEVICE, window=2, kernel=kernel, **norm_at_step)
     for number in range(STEPS):
         for each in (plain, model):
             loss_of(each, 100 * rank + number).backward()
@@ -473,7 +474,7 @@ def wrapped_net(
     torch.manual_seed(0)
     model = make()
     updater = optimizer(model.parameters())
-    noria.wrap(model, updater, device="cpu", **policy)
+    noria.wrap(model, updater, device=DEVICE, **policy)
     return model, updater
 
 
@@ -494,12 +495,12 @@ class Normed(Net):
 
 def wraps_meta(rank: int, size: int, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
-    with torch.device("cpu" if rank == 0 else "meta"):
+    with torch.device(DEVICE if rank == 0 else "meta"):
         model = make()
     torch.manual_seed(3)
     expected = make()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
     assert_same_bits(model.state_dict(), expected.state_dict())
     for name, buffer in expected.named_buffers():
         assert_same_bits({name: model.get_buffer(name)}, {name: buffer})
@@ -522,7 +523,7 @@ def unwraps(rank: int, size: int) -> None:
         model = uneven()
         optimizer = sgd(model.parameters())
         if shared:
-            noria.wrap(model, optimizer, device="cpu", window=2)
+            noria.wrap(model, optimizer, device=DEVICE, window=2)
         trained = model if shared else DistributedDataParallel(model)
         usual_loop(trained, optimizer, rank)
         if shared:
@@ -573,7 +574,7 @@ def halves_the_home(rank: int, size: int, policy: dict[str, Any]) -> None:
 
 
 def plans_its_part(rank: int, size: int) -> None:
-    planned = noria.plan(Net(width=64), device="cpu", window=2)
+    planned = noria.plan(Net(width=64), device=DEVICE, window=2)
     model, _ = wrapped_net(lambda: Net(width=64), window=2)
     found = {row.purpose: row.planned for row in noria.report(model).ledger if row.place == "host"}
     expected = {purpose: amount for place, purpose, amount in planned.rows() if place == "host"}
@@ -593,7 +594,7 @@ def is_interrupted(rank: int, size: int) -> None:
         interrupted = mock.patch.object(Home, "take_rest", lambda home: signal.raise_signal(signal.SIGINT))
         with interrupted if is_here else contextlib.nullcontext():
             try:
-                noria.wrap(model, optimizer, device="cpu", window=2)
+                noria.wrap(model, optimizer, device=DEVICE, window=2)
             except KeyboardInterrupt:
                 assert is_here
             else:
@@ -633,7 +634,7 @@ def wraps_groups_that_only_look_apart(rank: int, size: int) -> None:
     keys = sorted(more, reverse=rank > 0)
     rate = torch.tensor(0.1)
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), **{key: more[key] for key in keys}}], lr=rate)
-    noria.wrap(model, optimizer, device="cpu")
+    noria.wrap(model, optimizer, device=DEVICE)
     usual_loop(model, optimizer, rank)
 
 
@@ -670,7 +671,7 @@ def other_on_last(rank: int, size: int, name: str) -> None:
             policy["device_memory"] = 1
         if name == "dtype":
             policy["dtype"] = torch.bfloat16
-        noria.wrap(model, optimizer, device="cpu", **policy)
+        noria.wrap(model, optimizer, device=DEVICE, **policy)
 
     found = message_of(wrap)
     for part in DIFFERENCES[name]:
@@ -850,7 +851,7 @@ def saves(rank: int, size: int, folder: str, name: str) -> None:
     torch.manual_seed(rank + 5)
     other = kept_net()
     its = optimizer(other.parameters())
-    noria.wrap(other, its, device="cpu", **policy)
+    noria.wrap(other, its, device=DEVICE, **policy)
     assert noria.load(path, other, its) == {"step": 2}
     together(other, its, [rank], size, range(2, 4))
     assert_same_bits(values_of(other, its), expected)
@@ -928,7 +929,7 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 torch.manual_seed(0)
 model = Net()
 optimizer = sgd(model.parameters())
-noria.wrap(model, optimizer, device="cpu", window=2)
+noria.wrap(model, optimizer, device=DEVICE, window=2)
 calls = []
 def count(*_):
     calls.append(0)
@@ -983,7 +984,7 @@ def state_of_before_and_gradients_of_the_users(rank: int, size: int) -> None:
         loss_of(side, 7).backward()
         optimizer.step()
         optimizer.zero_grad()
-    noria.wrap(*sides[1], device="cpu", window=2)
+    noria.wrap(*sides[1], device=DEVICE, window=2)
     for side, optimizer in ((DistributedDataParallel(plain), sides[0][1]), sides[1]):
         loss_of(side, 100 * rank).backward()
         optimizer.step()

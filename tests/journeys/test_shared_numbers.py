@@ -19,6 +19,7 @@ from noria.report import _bound
 from noria.testing import on_machine
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, loss_of, sgd
 from tests.ranks import in_turn_on_ranks, on_ranks
 
@@ -27,7 +28,7 @@ def wrapped_net(**policy: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", **policy)
+    noria.wrap(model, optimizer, device=DEVICE, **policy)
     return model, optimizer
 
 
@@ -102,11 +103,11 @@ def forget_peak() -> None:
 
 def wrapped_layers(rank: int, width: int, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
     """Sizes that every number of ranks here divides without padding; only rank 0 ever has values."""
-    with torch.device("cpu" if rank == 0 else "meta"):
+    with torch.device(DEVICE if rank == 0 else "meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEPTH)))
     optimizer = torch.optim.AdamW(model.parameters())
     with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
-        noria.wrap(model, optimizer, device="cpu", window=2, units=[nn.Linear], dtype=dtype)
+        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], dtype=dtype)
     return model, optimizer
 
 
@@ -137,7 +138,7 @@ def takes_its_part(rank: int, size: int, dtype: torch.dtype | None, width: int) 
         growth, report = resident() - before, noria.report(model)
         assert report.ledger_agrees, str(report)
         host = {row.purpose: row.taken for row in report.ledger if row.place == "host"}
-        device = sum(row.taken for row in report.ledger if row.place == "cpu")
+        device = sum(row.taken for row in report.ledger if row.place == report.device)
         assert sum(host.values()) == elements * at_home // size + unsynced * elements * of_gradients, host
         if unsynced:
             assert host["unsummed gradients"] == elements * of_gradients

@@ -19,6 +19,7 @@ from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
 from tests.ranks import alone, assert_fine, in_turn_on_ranks
 
@@ -34,7 +35,7 @@ def wrapped_net(make: Callable[[], nn.Module] = Net, **policy: Any) -> tuple[Any
     torch.manual_seed(0)
     model = make()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     return model, optimizer
 
 

@@ -14,6 +14,7 @@ from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.device import DEVICE
 from tests.journeys.models import ZOO, adapt, batch_for, build, freeze_half
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, state_tensors
 from tests.ranks import in_turn_on_ranks
@@ -47,7 +48,7 @@ def trained_like_ddp(rank: int, size: int, name: str, part: str, policy: str, ho
         schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizers[-1], max_lr=0.5, total_steps=STEPS + 1))
     theirs, ours = optimizers
     with on_machine(hostility=hostility):
-        noria.wrap(model, ours, device="cpu", max_grad_norm=MAX_NORM, **POLICIES[policy])
+        noria.wrap(model, ours, device=DEVICE, max_grad_norm=MAX_NORM, **POLICIES[policy])
     begun = {key: value.clone() for key, value in plain.state_dict().items()}
     for number in range(STEPS):
         losses = []

@@ -18,17 +18,18 @@ from noria.testing import assert_same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, adamw, loss_of, sgd
 from tests.journeys.test_shared import Normed, tied, values_of
 from tests.ranks import in_turn_on_ranks, on_ranks
 
 
-def made(make: Callable[[], nn.Module] = Net, device: str = "cpu", **policy: Any) -> tuple[nn.Module, Any]:
+def made(make: Callable[[], nn.Module] = Net, device: str = DEVICE, **policy: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     with torch.device(device):
         model = make()
     optimizer = adamw(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, **policy)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     return model, optimizer
 
 
@@ -135,7 +136,7 @@ def clips_in_other_orders(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizers = [adamw(block.parameters()) for block in model.blocks[:2]]
-    noria.wrap(model, optimizers, device="cpu")
+    noria.wrap(model, optimizers, device=DEVICE)
     loss_of(model, rank).backward()
     with pytest.raises(noria.UsageError, match="ranks that do the same") as caught:
         for optimizer in optimizers if rank == 0 else reversed(optimizers):
@@ -167,7 +168,7 @@ def breaks_off_a_step(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device="cpu", window=2, kernel="torch")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="torch")
     for number in range(2):
         step(model, optimizer, number)
     loss_of(model, rank).backward()
@@ -235,7 +236,7 @@ def steps_alike(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizers = [adamw(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), lr=0.1)]
-    noria.wrap(model, optimizers, device="cpu", window=2)
+    noria.wrap(model, optimizers, device=DEVICE, window=2)
     model.embed.requires_grad_(False)
     for number in range(3):
         loss_of(model, number).backward()
@@ -364,7 +365,7 @@ def wraps_parallel(rank: int, size: int) -> None:
         for given in (model, nn.Sequential(model)):
             optimizer = adamw(given.parameters())
             differs(
-                lambda given=given, its=optimizer: noria.wrap(given, its, device="cpu"), "a plain model", "averages"
+                lambda given=given, its=optimizer: noria.wrap(given, its, device=DEVICE), "a plain model", "averages"
             )
 
 

@@ -17,6 +17,7 @@ from noria.testing import first_difference, omit_wait, on_machine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE
 from tests.journeys.pairs import VOCAB, WIDTH, Block, Net, adamw, loss_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +120,7 @@ def run(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[Kept, list[s
     model = case.model()
     optimizer = adamw(model.parameters())
     with on_machine(hostility={"hold_us": hold_us, "poison": case.poison}):
-        noria.wrap(model, optimizer, device="cpu", kernel="fused", window=case.window)
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", window=case.window)
     omit_wait(model, omitted)
     kept: Kept = {}
     case.journey(model, optimizer, kept)
