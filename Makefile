@@ -13,8 +13,12 @@ CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*')
 CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
+# pytest with the pretend GPU, in a process of its own: it comes before torch. Where it cannot be, that is said.
+on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
+  then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1); else echo "no pretend GPU: $$absent"; fi
+CHOSEN := test_cuda.py test_cuda_writes.py test_lending_cuda.py
 
-.PHONY: all demo test test-modules test-all googletest sanitize lint clean rivals soak
+.PHONY: all demo test test-modules test-all pretend googletest sanitize lint clean rivals soak
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -41,6 +45,11 @@ demo: all
 
 test: all test-modules
 	$(BIN)/python -m pytest
+	$(call on_pretend_gpu,$(CHOSEN:%=tests/journeys/%))
+
+# All of what runs on the pretend GPU, but for what takes minutes a test, and a random search.
+pretend: all test-modules
+	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "not long")
 
 # The CUDA backend over a fake runtime and the engine without torch, for tests alone.
 test-modules: all
@@ -49,6 +58,7 @@ test-modules: all
 # Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too.
 test-all: googletest sanitize test-modules
 	$(BIN)/python -m pytest -m ""
+	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "")
 
 googletest: all
 	@test -n "$$($(BIN)/ninja -C build/current -t query cpp_tests 2>/dev/null)" || \
