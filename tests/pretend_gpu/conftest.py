@@ -4,7 +4,6 @@ import pytest
 
 from tests.pretend_gpu import vehicle
 
-
 ANYWHERE = ("test_versions.py",)
 
 
