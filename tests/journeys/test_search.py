@@ -19,6 +19,7 @@ from typing import Any
 import noria
 import pytest
 import torch
+from noria.custody import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -110,7 +111,7 @@ def edits_weights(side: Side) -> None:
     for number in range(STEPS):
         backward(side, number)
         step(side, number)
-        reach = noria.materialize(side.model) if side.is_wrapped else contextlib.nullcontext()
+        reach = noria.materialize(side.model) if wrapped_by(side.model) else contextlib.nullcontext()
         with reach, torch.no_grad():
             side.model.blocks[number % BLOCKS].contract.weight.mul_(0.9)
 
@@ -200,6 +201,8 @@ def drawn(seed: int) -> Draw:
     }
     if policy["update"] != "auto":
         del policy["draft_memory"]
+    if policy["update"] == "backward":
+        policy["kernel"] = "fused"
     if policy["kernel"] == "fused" and draw.random() < 0.3:
         policy["dtype"] = torch.bfloat16
     hostility = {"seed": seed, "max_delay_us": draw.choice((0, 100, 500)), "poison": True}
