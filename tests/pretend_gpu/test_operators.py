@@ -257,6 +257,12 @@ def test_views_and_outputs_are_as_on_the_cpu():
         assert torch.equal(ours.cpu(), twin)
 
 
+def test_integers_are_counted_as_on_cuda():
+    x = torch.tensor([3, 1, 3, 0], device="cuda", dtype=torch.int32)
+    counts = torch.histc(x, bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32 and counts.tolist() == [1, 1, 0, 2]
+
+
 def test_a_kernel_that_fails_is_told_where_the_host_next_waits():
     table = torch.ones(4, 2, device="cuda")
     picked = F.embedding(torch.tensor([9], device="cuda"), table)

@@ -147,10 +147,27 @@ void launch_waiting(const c10::OperatorHandle& op, const Call& call, Stack& stac
   for (c10::IValue& each : values) stack.push_back(std::move(each));
 }
 
+/// CUDA counts integers, the CPU floats alone.
+bool counts_integers(const Traits& traits, const Stack& stack) {
+  return traits.name == "histc" && !at::isFloatingType(torch::jit::peek(stack, 0, 4).toTensor().scalar_type());
+}
+
+void count_as_floats(const c10::OperatorHandle& op, Stack& stack) {
+  at::Tensor counted = torch::jit::peek(stack, 0, 4).toTensor();
+  const at::ScalarType type = counted.scalar_type();
+  torch::jit::peek(stack, 0, 4) = counted.to(at::kDouble);
+  op.callBoxed(&stack);
+  stack.back() = stack.back().toTensor().to(type);
+}
+
 }  // namespace
 
 void launch(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const Traits& traits = traits_of(op);
+  if (counts_integers(traits, *stack)) {
+    count_as_floats(op, *stack);
+    return;
+  }
   if (traits.is_foreach && !takes_fast_route(op, *stack)) {
     op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     return;
