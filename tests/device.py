@@ -44,9 +44,3 @@ def leave_device() -> None:
         torch.cuda.set_device(0)
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
-
-
-def synchronize() -> None:
-    """Returns when the device has done all that it was given."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
