@@ -439,6 +439,7 @@ def test_what_the_user_does_to_optimizer_state_counts(change, kernel):
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
 
 
+@pytest.mark.cpu_only("a copied optimizer has its state on the CPU, and its parameters where the model's are")
 def test_a_wrapped_optimizer_is_pickled_as_a_plain_one():
     side = wrapped()
     side.train(0, 2)
@@ -512,7 +513,7 @@ def test_ema_models_that_torch_makes_of_a_materialized_model():
             average = [p.detach().clone() for p in side.model.parameters()]
         side.train(1, 3)
         for mean, (_, value) in zip(average, side.model.state_dict().items(), strict=True):
-            mean.lerp_(value, 0.1)
+            mean.lerp_(value.to(DEVICE), 0.1)
         for index, mean in enumerate(average):
             side.keep(f"average {index}", mean)
 
@@ -545,6 +546,7 @@ def test_a_copy_made_inside_materialize_is_an_ordinary_model(how):
     both(journey)
 
 
+@pytest.mark.cpu_only("what is unwrapped lies on the CPU, and trains on there")
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_unwrap_gives_plain_tensors_that_train_on(optimizer):
     def journey(side):

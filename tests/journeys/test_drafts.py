@@ -184,7 +184,7 @@ EDITS = [
     other_rate,
     another_backward,
     through_data,
-    through_numpy,
+    pytest.param(through_numpy, marks=pytest.mark.cpu_only("numpy has no device memory")),
     through_an_alias,
     replaced,
     taken_away,
