@@ -140,13 +140,7 @@ def differ(a: Kept, b: Kept) -> bool:
     return first_difference(list(a.values()), [b[name] for name in a], list(a)) is not None
 
 
-def of_this_device(kind: str) -> Any:
-    elsewhere = {"drain -> backward on held_gradient (RAW)", "update -> user on held_gradient (WAR)"}
-    reason = "a device has other kinds in its place: drafts, and a copy lane that fetches what is added to"
-    return pytest.param(kind, marks=pytest.mark.cpu_only(reason)) if kind in elsewhere else kind
-
-
-@pytest.mark.parametrize("kind", map(of_this_device, CASES))
+@pytest.mark.parametrize("kind", CASES)
 def test_training_goes_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     case = CASES[kind]
     prompt, kinds = run(case, "", {})
@@ -159,7 +153,6 @@ def test_training_goes_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     pytest.fail("nothing went wrong without it: the wait is not needed, or this journey does not show why")
 
 
-@pytest.mark.cpu_only("an asynchronous device's own kinds are shown in tests/python/engine and tests/csrc/engine")
 def test_no_journey_here_has_a_kind_of_wait_that_is_not_shown_to_matter():
     """But for what the calling thread itself gives: it is over before anybody could wait for it."""
     kinds = {kind for case in {id(each): each for each in CASES.values()}.values() for kind in run(case, "", {})[1]}
