@@ -13,10 +13,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"{item.name} is for the CPU alone: {marker.args[0]}"))
 
 
+@pytest.fixture(autouse=True, scope="package")
+def default_device():
+    """Before fixtures of modules, which start ranks."""
+    use_device()
+    yield
+    leave_device()
+
+
 @pytest.fixture(autouse=True)
-def device(request):
+def device(request, default_device):
     """Where the journey trains. Those that are marked `gpu` choose for themselves."""
-    if request.node.get_closest_marker("gpu") is None:
-        use_device()
+    if request.node.get_closest_marker("gpu") is not None:
+        leave_device()
     yield DEVICE
     leave_device()
+    use_device()
