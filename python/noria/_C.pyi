@@ -693,6 +693,7 @@ def tensor_in(
 def watched_tensor_in(
     arena: Arena, offset: int, like: torch.Tensor, dtype: torch.dtype, before_write: Callable[[], None]
 ) -> torch.Tensor: ...
+
 LAZY_COPIES: bool  # how storages are watched
 
 def watch(tensor: torch.Tensor) -> None: ...
