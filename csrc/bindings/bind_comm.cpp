@@ -45,13 +45,14 @@ void bind_comm(py::module_& m) {
       .def(
           "reduce",
           [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard,
-             const std::string& type, std::int64_t scratch, std::int64_t onto) {
+             const std::string& type, std::int64_t scratch, std::int64_t onto, std::int64_t part) {
             Collective collective;
             Reduction& reduction = collective.reduction;
             reduction.all = pointer(all);
             reduction.shard = Bytes{shard};
             reduction.type = element_type(type);
             reduction.scratch = pointer(scratch);
+            reduction.part = pointer(part);
             if (onto != 0) {
               const Bytes own = Bytes{shard} * self.shards().rank;
               reduction.add.push_back({pointer(all) + own.count, pointer(onto), Bytes{shard}});
@@ -59,7 +60,7 @@ void bind_comm(py::module_& m) {
             return self.submit({OpId(op), Lane::collect, Verb::reduce, UnitId(unit)}, std::move(collective), {});
           },
           py::arg("op"), py::arg("unit"), py::arg("all"), py::arg("shard"), py::arg("type"), py::arg("scratch"),
-          py::arg("onto"), NoGil())
+          py::arg("onto"), py::arg("part"), NoGil())
       .def(
           "exchange",
           [](CollectLane& self, std::vector<std::int64_t> numbers) {

@@ -45,10 +45,11 @@ def gather_and_reduce(rank: int, size: int) -> None:
         onto = values_of(rank, size, dtype)[:COUNT]
         for wide in (False, True):
             summed = values_of(rank, size, dtype)
-            scratch = torch.empty(size * COUNT)
+            scratch, part = torch.empty(size * COUNT), torch.empty(COUNT, dtype=dtype)
             op += 1
             address = scratch.data_ptr() if wide else 0
-            lane.reduce(op, 1, summed.data_ptr(), shard, name, address, onto.data_ptr()).wait_passed()
+            memory = (address, onto.data_ptr(), part.data_ptr())
+            lane.reduce(op, 1, summed.data_ptr(), shard, name, *memory).wait_passed()
             twin = values_of(rank, size, dtype)
             twin = (twin.float() if wide else twin).mul_(1 / size)
             torchs_own = torch.empty(COUNT, dtype=twin.dtype)
