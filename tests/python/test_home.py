@@ -99,8 +99,9 @@ def test_pages_for_the_state_are_taken_when_the_models_own_memory_is_free(monkey
     with monkeypatch.context() as patched:
         patched.setattr(_C, "Arena", Arena)
         noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="torch")
-    (weights, state) = sorted(freed)
-    assert freed == {weights: [False, False], state: [True]}  # working copies and gradients; both moments
+    (scales, weights, state) = sorted(freed)
+    # What gradients are multiplied by; working copies and gradients; both moments.
+    assert freed == {scales: [False], weights: [False, False], state: [True]}
 
 
 def test_memory_that_cannot_lie_near_is_a_note(arenas, monkeypatch):
@@ -199,7 +200,7 @@ def test_an_interrupt_leaves_nothing_taken_and_nothing_changed(monkeypatch, capf
         patched.setattr(_C, "Arena", Arena)
         with pytest.raises(KeyboardInterrupt):
             noria.wrap(model, optimizer, device="cpu")
-    assert [(arena.data, arena.bytes) for arena in made] == [(0, 0)] * 4
+    assert [(arena.data, arena.bytes) for arena in made] == [(0, 0)] * 5
     assert type(optimizer) is torch.optim.AdamW
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     noria.wrap(model, optimizer, device="cpu")
@@ -263,8 +264,8 @@ def test_a_bar_is_shown_on_a_terminal_after_a_second(terminal, seconds, shown):
 def test_a_wrapped_model_has_taken_its_home():
     model = nn.Linear(1024, 1024, bias=False)
     noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
-    arenas = wrapped_by(model).home.arenas
-    assert len(arenas) == 4
+    arenas = dict(wrapped_by(model).home.arenas)
+    assert arenas.pop("gradient scales").bytes == 8 and len(arenas) == 4
     for arena in arenas.values():  # nothing but its weights has been written
         assert arena.bytes == 4 * MIB
         assert resident_bytes(mapped_range(arena.data)) >= arena.bytes
