@@ -24,11 +24,6 @@ bool is_ours_alone(const Impl* impl, std::size_t use_count, std::size_t num_own)
 
 }  // namespace
 
-/// Python has asked for the storage itself, by which anything may be done that nobody hears of.
-static bool has_python_object(const c10::Storage& storage) {
-  return storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj() != nullptr;
-}
-
 HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Device device, const at::Tensor& like,
                            std::function<void()> before_write, std::string why_dead)
     : memory_(memory),
@@ -51,14 +46,14 @@ void HeldGradient::listen(const std::shared_ptr<Listener>& listener, int number)
 }
 
 at::Tensor HeldGradient::make() const {
-  return tensor_in(storage_over(memory_, num_bytes_, device_, before_write_), 0, device_, dtype_, sizes_, strides_,
-                   listened_keys());
+  return listened_tensor_in(storage_over(memory_, num_bytes_, device_, before_write_), device_, dtype_, sizes_,
+                            strides_);
 }
 
 const at::Tensor& HeldGradient::tensor() {
   if (!seen_.defined()) {
     seen_ = make();
-    storage_ = seen_.storage();
+    storage_ = seen_.unsafeGetTensorImpl()->unsafe_storage();
     if (const auto listener = listener_.lock(); listener && num_bytes_ > 0) noria::listen(storage_, listener, number_);
     if (is_dead()) kill(why_dead_);
   }
@@ -77,7 +72,7 @@ bool HeldGradient::is(const at::Tensor& gradient) const {
 
 bool HeldGradient::shares_memory(const at::Tensor& gradient) const {
   return seen_.defined() && gradient.defined() && gradient.has_storage() &&
-         gradient.storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
+         gradient.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
 }
 
 bool HeldGradient::is_private() const {

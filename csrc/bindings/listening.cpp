@@ -53,15 +53,49 @@ struct Heard {
   int number = 0;
 };
 
-Heard heard(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return {};
-  if (!tensor.key_set().has(kAll) && !tensor.key_set().has(kWrites)) return {};
+Heard heard(const c10::Storage& storage) {
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
-  const auto found = all.entries.find(tensor.storage().unsafeGetStorageImpl());
+  const auto found = all.entries.find(storage.unsafeGetStorageImpl());
   if (found == all.entries.end()) return {};
   return {found->second.listener.lock(), found->second.number};
 }
+
+Heard heard(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return {};
+  if (!tensor.key_set().has(kAll) && !tensor.key_set().has(kWrites)) return {};
+  return heard(tensor.unsafeGetTensorImpl()->unsafe_storage());
+}
+
+/// Asking for its storage counts as reading: what is done by that, nobody hears.
+class Listened final : public c10::TensorImpl {
+ public:
+  using TensorImpl::TensorImpl;
+
+  const c10::Storage& storage() const override {
+    as_python_errors([&] {
+      if (const Heard found = heard(storage_); found.listener) found.listener->before_read(found.number);
+    });
+    return TensorImpl::storage();
+  }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                         bool allows_change) const override {
+    return copied(version, allows_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                         bool allows_change) const override {
+    return copied(std::move(version), allows_change);
+  }
+
+ private:
+  template <class Version>
+  c10::intrusive_ptr<TensorImpl> copied(Version&& version, bool allows_change) const {
+    auto copy = c10::make_intrusive<Listened>(c10::Storage(storage_), key_set(), dtype());
+    copy_tensor_metadata(this, copy.get(), std::forward<Version>(version), allows_change);
+    return copy;
+  }
+};
 
 Heard heard_whole(const at::Tensor& tensor) {
   Heard found = heard(tensor);
@@ -379,7 +413,15 @@ void register_listening() {
   }
 }
 
-c10::DispatchKeySet listened_keys() { return c10::DispatchKeySet(kAll); }
+at::Tensor listened_tensor_in(const c10::Storage& storage, c10::Device device, at::ScalarType dtype,
+                              at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const at::NoGradGuard no_grad;
+  const c10::DispatchKey own = c10::computeDispatchKey(dtype, c10::kStrided, device);
+  at::Tensor made = at::detail::make_tensor<Listened>(c10::Storage(storage), c10::DispatchKeySet({own, kAll}),
+                                                      c10::scalarTypeToTypeMeta(dtype));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return made;
+}
 
 c10::DispatchKeySet written_keys() { return c10::DispatchKeySet(kWrites); }
 

@@ -62,11 +62,13 @@ class Listener {
 /// Once, when the module is made.
 void register_listening();
 
-/// The keys that a tensor needs beside its device's.
-c10::DispatchKeySet listened_keys();
-/// The same for tensors of which only torch's operators that write are listened to; others cost nothing. On CUDA
-/// multi-tensor kernels (`_foreach_*_`, fused optimizers) write without a word to the storage, and a storage that is
-/// asked for write access may only have been read.
+/// A tensor that is all of a storage, with what it takes to be heard. Whoever asks it, or what `detach()` and `.data`
+/// make of it, for the storage itself (Python's deepcopy does) counts as reading.
+at::Tensor listened_tensor_in(const c10::Storage& storage, c10::Device device, at::ScalarType dtype,
+                              at::IntArrayRef sizes, at::IntArrayRef strides);
+/// The keys, beside its device's, that a tensor needs of which only torch's operators that write are listened to;
+/// others cost nothing. On CUDA multi-tensor kernels (`_foreach_*_`, fused optimizers) write without a word to the
+/// storage, and a storage that is asked for write access may only have been read.
 c10::DispatchKeySet written_keys();
 
 /// From now on operators on tensors in this storage come to `listener`, until it is gone or `stop_listening`.

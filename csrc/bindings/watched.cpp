@@ -189,6 +189,10 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
   return tensor_in(storage_over(memory, num_bytes, device, before_write), 0, device, dtype, sizes, strides);
 }
 
+bool has_python_object(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj() != nullptr;
+}
+
 void watch(const c10::Storage& storage) {
   if (WatchedStorage* const found = watched(storage)) found->watch();
 }
