@@ -1002,7 +1002,8 @@ void Custody::evict(UnitId unit) {
   // An operator that no version counter saw (`p.data.clamp_()`), or only something that asked for the pointer without
   // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
-  const bool is_asked = weights.is_told() || (weights.written() && comparisons_left > 0);
+  const bool may_be_written = weights.written() || has_python_object(weights.storage());
+  const bool is_asked = weights.is_told() || (may_be_written && comparisons_left > 0);
   const bool is_changed = is_asked && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
                           !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
   if (is_asked && !weights.is_told()) comparisons_left = is_changed ? kMostComparisons : comparisons_left - 1;
