@@ -40,7 +40,13 @@ def test_a_step_late_in_the_soak_counts():
     assert not soak.verdict_of("bytes in use", samples)["is_flat"]
 
 
-@pytest.mark.parametrize("measure", ["descriptors", "threads", "events", "ledger bytes", *_C.living()])
+def test_a_pool_may_leap_and_must_not_grow_in_each_cycle():
+    leaps = [100.0 + 50 * (cycle // 40) for cycle in range(CYCLES)]
+    assert soak.verdict_of("events", leaps)["is_flat"] and not soak.verdict_of("threads", leaps)["is_flat"]
+    assert not soak.verdict_of("events", [100.0 + cycle for cycle in range(CYCLES)])["is_flat"]
+
+
+@pytest.mark.parametrize("measure", ["descriptors", "threads", "tensors", "ledger bytes", *_C.living()])
 def test_not_one_thing_more_is_flat(measure):
     assert soak.verdict_of(measure, [7.0] * CYCLES)["is_flat"]
     assert not soak.verdict_of(measure, [7.0] * (CYCLES - 100) + [8.0] * 100)["is_flat"]
