@@ -455,16 +455,6 @@ def clips(rank: int, size: int, by_call: bool, max_norm: float, kernel: str = "a
         assert_same_bits(model.state_dict(), plain.state_dict())
 
 
-def refuses_clip_of_torch(rank: int, size: int) -> None:
-    model, optimizer = wrapped_net()
-    loss_of(model, rank).backward()
-    with pytest.raises(Exception) as caught:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for part in ("optimizer.clip_grad_norm_", "max_grad_norm", "ranks share the model"):
-        assert part in str(caught.value)
-    optimizer.step()
-
-
 # ---- wrap and unwrap --------------------------------------------------------------------------------------------
 
 
@@ -706,7 +696,6 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "clips by call, it does not": (clips, (True, 1e6)),
     "clips in step, torch updates": (clips, (False, 0.05, "torch")),
     "clips by call, torch updates": (clips, (True, 0.05, "torch")),
-    "clips by torch": (refuses_clip_of_torch, ()),
     "meta": (wraps_meta, (uneven,)),
     "meta buffers": (wraps_meta, (Normed,)),
     "unwraps": (unwraps, ()),
@@ -754,10 +743,6 @@ def test_clip_grad_norm_of_the_optimizer_is_of_the_whole_gradient(found):
 @pytest.mark.parametrize("name", ["clips by call, it bites", "clips by call, torch updates"])
 def test_clip_grad_norm_of_the_optimizer_clips_where_the_norm_is_larger(found, name):
     assert_fine(found, name)
-
-
-def test_clip_grad_norm_of_torch_raises_and_names_what_works(found):
-    assert_fine(found, "clips by torch")
 
 
 @pytest.mark.parametrize("name", ["meta", "meta buffers"])
