@@ -232,6 +232,12 @@ void bind_custody(py::module_& m) {
       },
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
   m.attr("LAZY_COPIES") = uses_lazy_copies();
+  m.def(
+      "storage_of",
+      [](const at::Tensor& tensor) {
+        return reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+      },
+      py::arg("tensor"));
   m.def("watch", [](const at::Tensor& tensor) { watch(tensor.storage()); }, py::arg("tensor"));
   m.def(
       "move_tensor",

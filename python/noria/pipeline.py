@@ -79,7 +79,7 @@ class PipelinePlan:
 def saved_by_block(parts: Partition, run: Callable[[], Any]) -> list[Saved]:
     """By block, in the order of the model, of one forward by `run`."""
     blocks = [spec.module for spec in parts.hooks if spec.is_block]
-    weights = {each.untyped_storage()._cdata for root in parts.roots for each in root.parameters()}
+    weights = {_C.storage_of(each) for root in parts.roots for each in root.parameters()}
     found: dict[int, Saved] = {id(block): {} for block in blocks}
     inside: list[tuple[int, Any]] = []
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from noria import _C
+
 __all__ = ["OperatorWatch", "tensors_of"]
 
 
@@ -134,7 +136,7 @@ class OperatorWatch(TorchFunctionMode):
         units = set()
         for tensor in tensors_of(arguments):
             if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+                unit = self._unit_of_storage.get(_C.storage_of(tensor))
                 if unit is not None:
                     units.add(unit)
         return units

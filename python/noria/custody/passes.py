@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from noria import _C
 from noria._errors import usage_error
 from noria.custody.hooks import Hook, compiler_config_of, in_backward, refuse_cuda_graphs
 from noria.partition import HookSpec
@@ -81,7 +82,7 @@ class Passes:
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._known_roots: set[tuple[int, bool, bool]] = set()
-        storages = {slot.parameter.untyped_storage()._cdata: slot.unit for slot in wrapped.slots}
+        storages = {_C.storage_of(slot.parameter): slot.unit for slot in wrapped.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
         for spec in wrapped.partition.hooks:
