@@ -107,7 +107,7 @@ def test_the_update_is_made_with_what_was_written_before_step(write, policy, dev
 
 
 @over_devices
-@over_policies
+@pytest.mark.parametrize("policy", ["torch", "drafts"])
 @over_writes
 def test_the_update_is_made_without_what_was_written_after_step(write, policy, device):
     def journey(side: GradientSide) -> None:
@@ -122,7 +122,7 @@ def test_the_update_is_made_without_what_was_written_after_step(write, policy, d
 
 
 @over_devices
-@over_policies
+@pytest.mark.parametrize("policy", ["torch", "drafts"])
 @over_writes
 def test_the_next_backward_adds_to_what_was_written(write, policy, device):
     def journey(side: GradientSide) -> None:
