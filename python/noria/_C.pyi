@@ -697,6 +697,7 @@ def watched_tensor_in(
 ) -> torch.Tensor: ...
 
 LAZY_COPIES: bool  # how storages are watched
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Which it is; 0: none. To ask `untyped_storage()` would look as if the user meant to write there."""
 
