@@ -40,8 +40,10 @@ def passed(*arguments: str, **environment: str) -> int:
 @pytest.mark.parametrize(
     ("journey", "chosen"),
     [
-        ("test_drafts.py", ""),
-        ("test_gradients.py", "after_step or not_copied or second_edit or accumulated"),
+        pytest.param("test_drafts.py", "", marks=pytest.mark.long),
+        pytest.param(
+            "test_gradients.py", "after_step or not_copied or second_edit or accumulated", marks=pytest.mark.long
+        ),
         ("test_misuse.py", "read_only or no_version_counter or hidden or evicted"),
         ("test_checkpoints.py", "through_a_state_dict"),
     ],
@@ -50,6 +52,7 @@ def test_on_the_cpu(journey, chosen):
     assert passed(f"tests/journeys/{journey}", "-k", chosen) > 0
 
 
+@pytest.mark.long
 def test_on_the_pretend_gpu():
     if reason := vehicle.absent():
         pytest.skip(f"needs the pretend GPU: {reason}")

@@ -139,6 +139,7 @@ def takes_its_part(rank: int, size: int, dtype: torch.dtype | None, width: int) 
         assert report.ledger_agrees, str(report)
         host = {row.purpose: row.taken for row in report.ledger if row.place == "host"}
         device = sum(row.taken for row in report.ledger if row.place == report.device)
+        assert host.pop("gradient scales") == 8 * DEPTH
         assert sum(host.values()) == elements * at_home // size + unsynced * elements * of_gradients, host
         if unsynced:
             assert host["unsummed gradients"] == elements * of_gradients
