@@ -365,6 +365,7 @@ PROGRAM = """
 import os, signal, sys
 import torch, noria
 from noria.testing import on_machine
+from tests.device import DEVICE
 from tests.journeys.pairs import LATE_UPDATES, Net, adamw, loss_of, sgd
 model = Net()
 optimizer = adamw(model.parameters())

@@ -907,6 +907,7 @@ DIES = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
 import noria
+from tests.device import DEVICE
 from tests.journeys.pairs import Net, loss_of, sgd
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
