@@ -92,7 +92,7 @@ def test_any_loop_of_ranks_in_any_window_gives_the_bits_of_a_loop_that_moves_not
     for engine in ranks.engines:
         assert engine.num_fetches > 0 and engine.peak_bytes <= engine.arena_bytes == arena
     kinds = {kind for engine in ranks.engines for kind in engine.wait_kinds()}
-    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE | ASSISTANCE
+    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE | ASSISTANCE | NOT_SHOWN
     ranks.each("close")
 
 
@@ -242,6 +242,10 @@ ASSISTANCE = {
         "load on working_copy (WAR)",
     )
 }
+
+# The fetch of what is held stands before the backward that adds to it, and takes over its wait for a gather that nobody
+# needed ("gather -> backward on gradient_buffer"). No program shows yet that results are wrong without it.
+NOT_SHOWN = {"gather -> fetch on gradient_buffer (WAW)"}
 
 # All ranks together, or one that is later than the other: they wait for each other in every gather.
 WHO_IS_LATE = [(0, 1), (0,), (1,)]
