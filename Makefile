@@ -16,7 +16,7 @@ SANITIZERS := address,undefined thread
 # pytest with the pretend GPU, in a process of its own: it comes before torch. Where it cannot be, that is said.
 on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
   then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1); else echo "no pretend GPU: $$absent"; fi
-CHOSEN := test_cuda.py test_cuda_writes.py test_lending_cuda.py test_no_sync.py
+CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 
 .PHONY: all demo test test-modules test-all pretend googletest sanitize lint clean rivals soak
 all: $(BUILT)

@@ -11,7 +11,6 @@ import torch
 from noria.custody import wrapped_by
 
 from tests.journeys.pairs import Net, adamw
-from tests.journeys.test_cuda import loss_of
 from tests.pretend_gpu.machine import machine
 
 MIB = 1 << 20
@@ -34,13 +33,13 @@ def model():
 
 
 def test_a_forward_that_is_captured_for_a_graph_is_refused(model):
-    side = torch.cuda.Stream()
-    loss_of(model, 0).backward()
+    side, batch = torch.cuda.Stream(), torch.zeros(1, 4, dtype=torch.long, device="cuda")
+    model(batch).square().mean().backward()
     _pretend_gpu.begin_capture(side.cuda_stream)
     with torch.cuda.stream(side), pytest.raises(noria.UsageError, match=r"torch\.cuda\.graph"):
-        model(torch.zeros(1, 4, dtype=torch.long))
+        model(batch)
     assert _pretend_gpu.end_capture(), "noria's calls have broken it"
-    loss_of(model, 1).backward()
+    model(batch).square().mean().backward()
 
 
 def test_a_full_device_says_which_device_memory_would_do():
