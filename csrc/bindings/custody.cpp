@@ -862,12 +862,17 @@ int Custody::first_scaled(const std::vector<int>& indices) const {
   return -1;
 }
 
-void Custody::apply_scales(int index) {
-  if (!has_held(static_cast<std::size_t>(index))) return;
+bool Custody::apply_scales(int index) {
+  if (!has_held(static_cast<std::size_t>(index))) return false;
   shown_->forget(index);
-  if (held(static_cast<std::size_t>(index)).scales().empty()) return;
+  if (held(static_cast<std::size_t>(index)).scales().empty()) return false;
+  if (!shows_gradients()) {
+    parts_.multiply(index);
+    return false;
+  }
   gradient_is_written(parameter(index).unit);
   shown_->apply_scales(index);
+  return device_.is_cuda();
 }
 
 std::vector<std::vector<double>> Custody::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {

@@ -114,8 +114,9 @@ class Custody final : public Custodian, public Living<Custody> {
   void drop_scales(int index);
   /// The first of these gradients that has been multiplied by anything but exactly 1; -1: none.
   int first_scaled(const std::vector<int>& indices) const;
-  /// The gradient's bytes are its value from now on, and will be written: nothing that is known of them holds.
-  void apply_scales(int index);
+  /// The gradient's bytes are its value from now on, and will be written: nothing that is known of them holds. True:
+  /// the device multiplies them when its stream gets there, and the host must not read or write them before.
+  bool apply_scales(int index);
   /// Where ranks share the gradients.
   struct Parts {
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms;
@@ -253,7 +254,7 @@ class Custody final : public Custodian, public Living<Custody> {
   const std::shared_ptr<Custody*> self_;  // what hooks hold; emptied when this object closes
   std::vector<Parameter> parameters_;
   std::vector<std::vector<int>> parameters_of_;  // by unit
-  Stream accumulators_stream_ = nullptr;  // that they were made on
+  Stream accumulators_stream_ = nullptr;         // that they were made on
   std::vector<std::unique_ptr<UnitStorage>> weights_;
   std::vector<std::unique_ptr<UnitStorage>> gradients_;  // null: frozen
   std::shared_ptr<ShownGradients> shown_;                // by parameter

@@ -784,8 +784,8 @@ class Custody:
         """The same as numbers, for an update that multiplies what the home holds: the bytes have them from now on."""
     def scale_values(self, index: int) -> list[float]: ...
     def drop_scales(self, index: int) -> None: ...
-    def apply_scales(self, index: int) -> None:
-        """Multiplies the bytes, which the calling thread reads or writes now."""
+    def apply_scales(self, index: int) -> bool:
+        """Multiplies the gradient's bytes. True: the device will; wait for it before the host reads or writes them."""
     def first_scaled(self, indices: Sequence[int]) -> int:
         """The first that was multiplied by anything but exactly 1; -1: none."""
     def sums_in_backward(self, units: Sequence[int]) -> dict[tuple[int, int], float]:

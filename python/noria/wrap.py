@@ -378,10 +378,10 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.together.meet("unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
-    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
     if wrapped.shows_gradients:
         for slot in wrapped.slots:
             wrapped.custody.apply_scales(slot.index)
+    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
     gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
     if wrapped.ranks is not None:

@@ -141,8 +141,10 @@ def test_steps_on_another_stream_have_the_same_bits_and_give_no_warning(recwarn)
     assert not [each for each in recwarn if "AccumulateGrad" in str(each.message)]
 
 
-def test_what_a_device_still_writes_is_there_when_the_home_is_read():
-    """A weight that is given a device's tensor inside a block, and a gradient that a clip multiplies before unwrap."""
+@pytest.mark.parametrize("by_noria", [False, True], ids=["bytes", "pending"])
+def test_what_a_device_still_writes_is_there_when_the_home_is_read(by_noria):
+    """A weight that is given a device's tensor inside a block, and a gradient that is multiplied before unwrap: its
+    bytes, or by a factor that noria keeps until they are needed."""
     model = made()
     optimizer = sgd(model.parameters())
     noria.wrap(model, optimizer, device=DEVICE, window=2)
@@ -157,7 +159,8 @@ def test_what_a_device_still_writes_is_there_when_the_home_is_read():
     assert model.state_dict()["blocks.0.expand.weight"].eq(203).all()
     for parameter in model.parameters():
         torch._foreach_mul_([parameter.grad], 0.5)
-        parameter.grad.add_(0)  # the bytes
+        if not by_noria:
+            parameter.grad.add_(0)
     noria.unwrap(model, optimizer)
     assert_same_bits({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
 

@@ -152,6 +152,18 @@ def clips_to_other_norms(rank: int, size: int) -> None:
     assert "to a norm of 1.0" in str(caught.value) and "to a norm of 2.0" in str(caught.value)
 
 
+def clips_what_was_multiplied(rank: int, size: int) -> None:
+    """By torch's clip, which multiplies no bytes here, before noria's own looks at them."""
+    norms = []
+    for factor in (1.0, 0.5):
+        model, optimizer = made()
+        loss_of(model, rank).backward()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), factor, torch.tensor(1.0 - 1e-6))
+        norms.append(optimizer.clip_grad_norm_(1000.0))
+        step(model, optimizer, rank)
+    assert torch.equal(norms[0] * 0.5, norms[1]), norms
+
+
 def saves_after_other_rates(rank: int, size: int, folder: str) -> None:
     model, optimizer = made()
     step(model, optimizer, rank)
@@ -451,6 +463,7 @@ def found(tmp_path_factory):
         "clips alone": (clips_alone, ()),
         "clips apart": (clips_in_other_orders, ()),
         "clips otherwise": (clips_to_other_norms, ()),
+        "clips twice": (clips_what_was_multiplied, ()),
         "saves apart": (saves_after_other_rates, (folder,)),
         **{f"{name} apart": (steps_apart, (name, "auto")) for name in APART},
         "rates apart, backward": (steps_apart, ("rates", "backward")),
@@ -479,6 +492,7 @@ NAMES = {
     "clips alone": "a rank that clips while another unwraps is told",
     "clips apart": "ranks that clip several optimizers in different orders are told",
     "clips otherwise": "ranks that clip to different norms are told both",
+    "clips twice": "noria's norm is of what torch's clip has multiplied",
     "saves apart": "what ranks have updated with different hyperparameters is not saved",
     "rates apart": "ranks whose learning rates differ are told at the next backward",
     "rates apart, backward": "ranks whose learning rates differ are told, with updates inside backward too",

@@ -16,6 +16,7 @@ import torch
 from noria._errors import UsageError, usage_error
 from noria.custody.in_flight import InFlight
 from noria.kernels import AS_IT_IS, Scaling
+from noria.modes import await_device
 from noria.stages import FOLLOWED, schedule_that_calls, waits_for_sends
 
 if TYPE_CHECKING:
@@ -291,9 +292,10 @@ class _Followed:
                 self._divided_by = divisor  # told here
                 raise _scaled_otherwise(self.divisor, divisor)
         scaling = self.following.scaling_by(divisor)
+        num_late = sum(custody.apply_scales(slot.index) for slots in by_unit.values() for slot in slots)
+        if num_late > 0:
+            await_device(wrapped.device)
         for unit, slots in by_unit.items():
-            for slot in slots:
-                custody.apply_scales(slot.index)
             custody.begin_scaling(unit)
             for slot in slots:
                 held = wrapped.home.held(slot)

@@ -9,7 +9,7 @@ import torch
 
 from noria._errors import usage_error
 from noria.home import HomeParameter
-from noria.modes import plainly
+from noria.modes import await_device, plainly
 from noria.optimizer import refuse_inside_backward
 from noria.updates.fused import Fused
 from noria.updates.gradients import take_foreign
@@ -65,8 +65,7 @@ class Norms:
                 slot.parameter.grad.mul_(factor)  # type: ignore[union-attr]
             return
         accessed: set[int] = set()
-        for slot in slots:
-            self.wrapped.custody.apply_scales(slot.index)
+        for slot in slots:  # `_norm` has applied what they were multiplied by
             if slot.unit not in accessed:
                 accessed.add(slot.unit)
                 self.wrapped.custody.access_held(slot.unit)
@@ -113,14 +112,17 @@ class Norms:
         order of the optimizer's parameters, so that units do not show."""
         by_unit: dict[int, list[HomeParameter]] = {}
         order = list(slots)
+        is_late = False  # the sums' jobs wait for the device themselves
         for slot in order:
-            self.wrapped.custody.apply_scales(slot.index)
+            is_late |= self.wrapped.custody.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
         sums = dict.fromkeys((slot.index for slot in order), 0.0)  # in an order that ranks have alike
         fused = {unit: members for unit, members in by_unit.items() if self.members.fuses(unit)}
         jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in fused.items()]
         for members, found in zip(fused.values(), self.wrapped.custody.sum_gradients(jobs), strict=True):
             sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
+        if is_late and len(fused) < len(by_unit):
+            await_device(self.wrapped.device)
         for unit, members in by_unit.items():
             if unit not in fused:
                 self.wrapped.custody.access_held(unit)
