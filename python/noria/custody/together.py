@@ -74,13 +74,15 @@ class Together:
         self, parts: dict[int, float], what: str, by: Callable[[float, float], float] = operator.add
     ) -> dict[int, float]:
         """Of gradients, by slot: what the ranks of this one's replica have, added up in their order, or combined by
-        another function; replicas have the same. `what` they are about to do with them, but for their names."""
+        another function; replicas have the same. `what` they are about to do with these gradients: "clip {} to a
+        norm of 1.0"."""
         ranks = self.wrapped.ranks
         if not parts or ranks is None:
             return parts  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(parts.values()), dtype=torch.float64, device="cpu").view(torch.int64)
         totals = [0.0] * len(parts)
-        everybodys = self.numbers(f'{what}, the first of "{self.wrapped.slots[min(parts)].name}"', bits.tolist())
+        names = f'the gradients of "{self.wrapped.slots[min(parts)].name}" and {len(parts) - 1} more'
+        everybodys = self.numbers(what.format(names), bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64, device="cpu").view(torch.float64).tolist()
             totals = [by(total, each) for total, each in zip(totals, numbers, strict=True)]

@@ -96,8 +96,7 @@ class GradientParts:
         return self._roots(sums, order)
 
     def _roots(self, sums: dict[int, float], order: float) -> dict[int, torch.Tensor]:
-        what = f"take norms of {len(sums)} gradients"
-        totals = self.wrapped.together.combine(sums, what, max if math.isinf(order) else operator.add)
+        totals = self.wrapped.together.combine(sums, "take norms of {}", max if math.isinf(order) else operator.add)
         if order == 0 or math.isinf(order):
             return {index: torch.tensor(total, dtype=torch.float64, device="cpu") for index, total in totals.items()}
         return {

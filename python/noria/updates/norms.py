@@ -127,8 +127,7 @@ class Norms:
             if unit not in fused:
                 self.wrapped.custody.access_held(unit)
                 sums.update((slot.index, _sum_of_squares(self.wrapped.home.held(slot))) for slot in members)
-        what = f"clip {len(sums)} gradients to a norm of {max_norm}"
-        sums = self.wrapped.together.combine(sums, what)
+        sums = self.wrapped.together.combine(sums, f"clip {{}} to a norm of {max_norm}")
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32, device="cpu")
 
 
