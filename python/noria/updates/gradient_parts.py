@@ -92,7 +92,13 @@ class GradientParts:
         if order != 2.0 or not slots:
             return {}
         found = self.wrapped.custody.sums_in_backward(sorted({slot.unit for slot in slots}))
-        sums = {slot.index: found.get((slot.unit, slot.gradient_offset), 0.0) for slot in slots}
+        sums: dict[int, float] = {}
+        for slot in slots:
+            place = (slot.unit, slot.gradient_offset)
+            if not slot.shape.numel():
+                sums[slot.index] = 0.0
+            elif place in found:
+                sums[slot.index] = found[place]
         return self._roots(sums, order)
 
     def _roots(self, sums: dict[int, float], order: float) -> dict[int, torch.Tensor]:
