@@ -127,6 +127,19 @@ def a_gradient_that_no_plan_foresaw() -> Loop:
     return loop
 
 
+def a_gradient_in_place_of_another() -> Loop:
+    """Its buffer takes the memory of the gradient that was foreseen and does not come. Whoever used that memory before,
+    only the visit has waited for."""
+    loop = Loop(THREE, [("keep", (2, 0))])
+    loop.backward([0, 1], {1: [(1, 0)]})
+    loop.forward([0, 1, 2])
+    loop.backward([0, 1, 2], {2: [(2, 0)], 1: [(1, 0)]})
+    loop.backward([0, 1], {1: [(1, 0)], 0: [(0, 0)]})
+    loop.forward([0, 1, 2])
+    loop.backward([2], {2: [(0, 0)]})
+    return loop
+
+
 def a_gradient_of_a_unit_that_is_not_fetched() -> Loop:
     """No fetch has waited for the unit's last update, which still reads the gradient of before."""
     loop = Loop(Model([(2, 1), (4, 1)], [[0], [1]]))
@@ -288,6 +301,7 @@ CASES = {
     "update -> drain on held_gradient (WAR)": Case(a_gradient_of_a_unit_that_is_not_fetched(), cells=5),
     "fetch -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw(), later="drain"),
     "backward -> fetch on weights (WAW)": Case(a_backward_that_raises()),
+    "backward -> fetch on gradient_buffer (WAW)": Case(a_gradient_in_place_of_another()),
     "update -> load on optimizer_state (WAW)": Case(reads_at_home()),
     "fetch -> load on working_copy (WAR)": Case(writes_at_home()),
     "fetch -> update on working_copy (WAR)": Case(two_steps(), only_in_the_arena=True),
