@@ -8,10 +8,12 @@ each cycle the process is measured. Arms, each a process (or two) of its own, al
 
 - cpu: device="cpu";
 - cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu);
-- ranks: two ranks that share each model, over gloo.
+- ranks: two ranks that share each model, over gloo. What torch itself keeps of a process group that is gone does not
+  count: it is measured before the first cycle, on groups that torch makes and destroys.
 
 The first fifth of the samples is warm-up. A measure is flat if it rises by less than its bound from the fifth after it
-to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles.
+to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles, and
+the resident memory not in every part of the run.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +50,7 @@ if vehicle.asked_for():
 import noria
 import torch
 import torch.distributed as dist
-from noria import _C
+from noria import _C, groups
 from noria.custody import wrapped_by
 
 from benchmarks import _common
@@ -80,15 +83,20 @@ RANK_MODES = ("auto", "torch", "drafts", "backward", "norm")
 # ---- verdicts -----------------------------------------------------------------------------------------------
 
 # By how much a measure may rise in a cycle, and in all. An ordinary tensor is some 500 bytes beside its values, and so
-# a tensor that is left behind by every cycle shows, however small it is. What the system has given to the process also
-# holds what lies free between what is in use, and rises by steps.
+# a tensor that is left behind by every cycle shows, however small it is.
 BYTES_IN_USE_PER_CYCLE, OBJECTS_PER_CYCLE = 200.0, 0.5
-RESIDENT_AT_ALL = 4 << 20
+# What the system has given to the process also holds what lies free between what is in use, and rises by steps. What is
+# lost is lost in each part of the run: what counts is the smallest rise from one part to the next.
+RESIDENT_AT_ALL, RESIDENT_PARTS = 4 << 20, 4
 # Pools grow to the most that was under way at once, which a loaded machine raises late, and by leaps. What is lost is
 # lost in each cycle: of a pool it counts what the median cycle adds.
 POOLS = ("events", "runtime: events")
 # Of the pretend GPU they lie in this process, with their places in pools and maps; measured.
 BYTES_OF_A_PRETEND_EVENT = 160
+# Bytes that torch keeps of as many process groups as noria has made: their addresses in the store, and something for
+# each thread that has worked for one.
+OF_GROUPS = "kept by torch of groups"
+GROUPS_TO_MEASURE = 200
 
 
 def bound_of(measure: str, cycles: float) -> float:
@@ -112,6 +120,8 @@ def verdict_of(measure: str, samples: Sequence[float]) -> dict[str, Any]:
     if measure in POOLS:
         kept = samples[first:]
         rise = cycles * median(after - before for before, after in itertools.pairwise(kept)) if len(kept) > 1 else 0.0
+    if measure == "resident bytes":
+        rise = steady_rise(samples[first:])
     bound = bound_of(measure, cycles)
     return {
         "after_warm_up": median(early),
@@ -122,12 +132,25 @@ def verdict_of(measure: str, samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def steady_rise(samples: Sequence[float]) -> float:
+    """From the first part to the last, were each rise as the smallest."""
+    size = len(samples) // RESIDENT_PARTS
+    if size == 0:
+        return 0.0
+    levels = [median(samples[number * size : (number + 1) * size]) for number in range(RESIDENT_PARTS)]
+    return (RESIDENT_PARTS - 1) * min(after - before for before, after in itertools.pairwise(levels))
+
+
 def verdicts_of(samples: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:
     def series(measure: str) -> list[float]:
-        events = BYTES_OF_A_PRETEND_EVENT if measure in ("bytes in use", "resident bytes") else 0
-        return [each[measure] - events * each.get("runtime: events", 0) for each in samples]
+        if measure not in ("bytes in use", "resident bytes"):
+            return [each[measure] for each in samples]
+        return [
+            each[measure] - BYTES_OF_A_PRETEND_EVENT * each.get("runtime: events", 0) - each.get(OF_GROUPS, 0)
+            for each in samples
+        ]
 
-    return {measure: verdict_of(measure, series(measure)) for measure in samples[0]}
+    return {measure: verdict_of(measure, series(measure)) for measure in samples[0] if measure != OF_GROUPS}
 
 
 # ---- what is measured ---------------------------------------------------------------------------------------
@@ -193,6 +216,25 @@ class Measures:
         found["bytes in use"] = info.uordblks + info.hblkhd
         found["resident bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return found
+
+
+def bytes_of_a_group(measures: Measures) -> float:
+    """What torch keeps of a process group that two threads have used and that was destroyed. Collective."""
+
+    def use(group: Any) -> None:
+        dist.all_reduce(torch.ones(1), group=group)
+
+    found = []
+    for _ in range(2):
+        for _ in range(GROUPS_TO_MEASURE):
+            group = dist.new_group(backend="gloo")
+            use(group)
+            lane = threading.Thread(target=use, args=(group,))
+            lane.start()
+            lane.join()
+            dist.destroy_process_group(group)
+        found.append(measures.sample((), 0)["bytes in use"])
+    return (found[1] - found[0]) / GROUPS_TO_MEASURE
 
 
 # ---- what is done -------------------------------------------------------------------------------------------
@@ -333,8 +375,9 @@ def soak(arm: str, seconds: float, samples: Path, leak: bool, more: Callable[[bo
             paths = [str(path)]
             dist.broadcast_object_list(paths)
             path = Path(paths[0])
-        process = Soak(device, ranks, RANK_MODES if ranks > 1 else tuple(MODES), path)
         measures, number = Measures(device), 0
+        of_a_group = bytes_of_a_group(measures) if ranks > 1 else 0.0
+        process = Soak(device, ranks, RANK_MODES if ranks > 1 else tuple(MODES), path)
         while more(time.monotonic() < end):
             Side.sleeps = number == 0
             with as_far_ahead_as_can_be() if number == 0 else contextlib.nullcontext():
@@ -345,6 +388,8 @@ def soak(arm: str, seconds: float, samples: Path, leak: bool, more: Callable[[bo
             if leak:
                 left_behind.append(torch.empty(16))
             found = {"time": round(time.time(), 1), **measures.sample(process.stays, taken)}
+            if ranks > 1:
+                found[OF_GROUPS] = of_a_group * groups.num_made()
             file.write(json.dumps(found) + "\n")
             file.flush()
             number += 1
@@ -390,6 +435,7 @@ def started(arm: str, args: argparse.Namespace, folder: Path) -> Iterator[subpro
     command += [str(folder / f"{arm}.jsonl"), str(int(args.leak))]
     # What a thread has freed and keeps for itself would count as in use.
     environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.tcache_count=0", OMP_NUM_THREADS="1")
+    environment["TORCH_FR_BUFFER_SIZE"] = "0"  # torch's record of the last 2,000 collectives, which would fill up first
     if arm == "cuda" and not torch.cuda.is_available():
         environment.setdefault("PRETEND_GPU", "1")
     elif arm != "cuda":

@@ -21,9 +21,14 @@ from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.policy import format_bytes
 
-__all__ = ["Group", "timeout"]
+__all__ = ["Group", "num_made", "timeout"]
 
 _made: Counter[tuple[int, ...]] = Counter()
+
+
+def num_made() -> int:
+    """By this process, so far."""
+    return _made.total()
 
 
 class Group:
