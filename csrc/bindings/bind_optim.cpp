@@ -75,8 +75,8 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
 }
 
 std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandwidth_gib_s, double latency_us,
-                                                   std::uint64_t seed, std::int64_t max_delay_us,
-                                                   std::int64_t hold_us, bool is_beside_device, int numa_node) {
+                                                   std::uint64_t seed, std::int64_t max_delay_us, std::int64_t hold_us,
+                                                   bool is_beside_device, int numa_node) {
   HostOptimizerOptions options;
   options.num_threads = num_threads;
   options.is_beside_device = is_beside_device;

@@ -72,17 +72,9 @@ class Custody::WeightWrites final : public Listener {
  public:
   explicit WeightWrites(std::shared_ptr<Custody*> custody) : custody_(std::move(custody)) {}
 
-  void before_read(int) override {}
   void before_write(int unit) override {
     if (*custody_ != nullptr) (*custody_)->weights_[static_cast<std::size_t>(unit)]->note_write();
   }
-  void after_write(int) override {}
-  bool is_whole(int, const at::Tensor&) const override { return false; }
-  std::vector<at::Tensor> norms(const std::vector<int>& units, const NormAsked&) override {
-    return std::vector<at::Tensor>(units.size());
-  }
-  bool multiply(int, const Scale&) override { return false; }
-  bool unscale(const std::vector<int>&, const at::Tensor&, const Scale&) override { return false; }
 
  private:
   const std::shared_ptr<Custody*> custody_;

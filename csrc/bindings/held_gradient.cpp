@@ -1,9 +1,5 @@
 #include "bindings/held_gradient.h"
 
-#include <ATen/ScalarOps.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 
@@ -96,7 +92,7 @@ void HeldGradient::reuse(const at::Tensor& current_gradient) {
   scales_.clear();
   unwatch(storage_);
   const bool was_private = !is_taken_ && !has_python_object(storage_);
-  if (alone && was_private) return;  // nobody has it: it can be shown again
+  if (alone && was_private) return;  // nobody has `seen_`: it is the tensor to show next time, too
   stop_listening(storage_);
   seen_ = at::Tensor();
   is_taken_ = false;
@@ -121,22 +117,7 @@ void HeldGradient::apply_scales() {
 }
 
 void HeldGradient::scale(const at::Tensor& target) const {
-  const at::NoGradGuard no_grad;
-  for (const Scale& each : scales_) {
-    switch (each.by) {
-    case Scale::By::tensor:
-      target.mul_(each.tensor);
-      break;
-    case Scale::By::number:
-      target.mul_(at::native::wrapped_scalar_tensor(each.number));  // as Python does: a number would be rounded first
-      break;
-    case Scale::By::unscaling: {
-      at::Tensor ignored = at::zeros({}, each.tensor.options());  // what is not finite was told when it was asked
-      at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{target}, ignored, each.tensor);
-      break;
-    }
-    }
-  }
+  for (const Scale& each : scales_) multiply_by(target, each);
 }
 
 }  // namespace noria

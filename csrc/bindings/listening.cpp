@@ -1,11 +1,13 @@
 #include "bindings/listening.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -67,7 +69,7 @@ Heard heard(const at::Tensor& tensor) {
   return heard(tensor.unsafeGetTensorImpl()->unsafe_storage());
 }
 
-/// Asking for its storage counts as reading: what is done by that, nobody hears.
+/// Nobody hears what is done by way of its storage, so asking for that counts as reading.
 class Listened final : public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;
@@ -141,7 +143,7 @@ std::vector<Heard> tell_listeners(const c10::OperatorHandle& op, const Stack& st
   return written;
 }
 
-/// The operator itself, and then its end is told.
+/// Runs the operator, and then tells those whose tensors it has written.
 void carry_out(const c10::OperatorHandle& op, Stack& stack, c10::DispatchKey without, std::vector<Heard> written) {
   struct End {
     std::vector<Heard> written;
@@ -375,41 +377,62 @@ torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: te
   return new torch::Library(torch::Library::IMPL, of, key, __FILE__, __LINE__);
 }
 
-/// Before anything is registered. What others register later for all operators, torch refuses them.
-void refuse_taken_keys() {
+[[noreturn]] void refuse_taken(c10::DispatchKey key, const std::string& taken_for) {
+  throw UsageError(std::string("torch's dispatch key ") + c10::toString(key) +
+                       " free for noria, which hears by it when a gradient or a weight is written",
+                   "another library in this process that has registered itself under it, for " + taken_for,
+                   "use noria in a process that does not import that library (of those known, torchdistX takes "
+                   "DeferredInit)");
+}
+
+/// Those of torch's operators that write, by their names in "aten". Refuses keys that others have taken; what others
+/// register later for all operators, torch refuses them.
+std::vector<std::string> writing_operators() {
+  const std::string of_torch = "aten::";
+  std::vector<std::string> found;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::DispatchKey key : {kAll, kWrites}) {
-    std::string taken_for;
-    if (dispatcher.hasBackendFallbackForDispatchKey(key)) taken_for = "all operators";
-    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-      if (!taken_for.empty()) break;
-      const auto op = dispatcher.findSchema(name);
-      if (op && op->hasKernelForDispatchKey(key)) taken_for = c10::toString(name);
-    }
-    if (taken_for.empty()) continue;
-    throw UsageError(std::string("torch's dispatch key ") + c10::toString(key) +
-                         " free for noria, which hears by it when a gradient or a weight is written",
-                     "another library in this process that has registered itself under it, for " + taken_for,
-                     "use noria in a process that does not import that library (of those known, torchdistX takes "
-                     "DeferredInit)");
+    if (dispatcher.hasBackendFallbackForDispatchKey(key)) refuse_taken(key, "all operators");
   }
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (!op) continue;
+    for (const c10::DispatchKey key : {kAll, kWrites}) {
+      if (op->hasKernelForDispatchKey(key)) refuse_taken(key, c10::toString(name));
+    }
+    if (!name.name.starts_with(of_torch) || !writes(op->schema())) continue;
+    const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+    found.push_back(name.name.substr(of_torch.size()) + overload);
+  }
+  return found;
 }
 
 }  // namespace
 
+void multiply_by(const at::Tensor& target, const Scale& scale) {
+  const at::NoGradGuard no_grad;
+  switch (scale.by) {
+  case Scale::By::tensor:
+    target.mul_(scale.tensor);
+    break;
+  case Scale::By::number:
+    target.mul_(at::native::wrapped_scalar_tensor(scale.number));  // as Python does: a number would be rounded first
+    break;
+  case Scale::By::unscaling: {
+    at::Tensor ignored = at::zeros({}, scale.tensor.options());
+    at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{target}, ignored, scale.tensor);
+    break;
+  }
+  }
+}
+
 void register_listening() {
-  refuse_taken_keys();
+  const std::vector<std::string> writing = writing_operators();  // before anything is registered
   library("_", kAll)->fallback(torch::CppFunction::makeFromBoxedFunction<&hear>());
   library("_", kWrites)->fallback(torch::CppFunction::makeFallthrough());
-  const std::string of_torch = "aten::";
-  torch::Library* const writing = library("aten", kWrites);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    const auto op = dispatcher.findSchema(name);
-    if (!op || !name.name.starts_with(of_torch) || !writes(op->schema())) continue;
-    const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
-    writing->impl((name.name.substr(of_torch.size()) + overload).c_str(),
-                  torch::CppFunction::makeFromBoxedFunction<&hear_write>());
+  torch::Library* const of_torch = library("aten", kWrites);
+  for (const std::string& name : writing) {
+    of_torch->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&hear_write>());
   }
 }
 

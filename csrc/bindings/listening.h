@@ -1,12 +1,12 @@
 // Tensors that noria listens to: every operator that touches one comes by here before it runs.
 //
-// What for: `p.grad` shows memory of the home that updates read, that lies behind the link, and of which much is known
-// without reading it. So noria must hear of each write before it happens, and may answer some operators itself.
+// `p.grad` shows memory of the home. Updates read that memory, so noria must know before anybody writes it. It lies
+// behind the link, so operators whose answer noria knows need not read it.
 //
-// How: such a tensor has one more dispatch key, for which noria has a fallback, as torch has for lazy conjugation. The
-// key goes with every alias that an operator or `.data` makes; to Python the tensor is a plain torch.Tensor. Keys and
-// why these: Note [Keys] in listening.cpp. What goes around operators (numpy, `data_ptr()`, extensions) is heard by the
-// storage itself: bindings/watched.h.
+// Such a tensor has one more dispatch key, for which noria has a fallback, as torch has for lazy conjugation. Every
+// alias that an operator or `.data` makes has the key, too; to Python the tensor is a plain torch.Tensor. Note [Keys]
+// in listening.cpp says which keys, and why. What goes around operators (numpy, `data_ptr()`, extensions) is heard by
+// the storage itself: bindings/watched.h.
 //
 // Ownership: a listener is borrowed, and may be gone: then operators simply run. Threads: a listener is called on
 // whatever thread runs the operator, with or without the GIL, and may run operators itself.
@@ -38,37 +38,44 @@ struct Scale {
   double number = 1;
 };
 
-/// Somebody who listens to tensors, each by a number of his.
+/// Multiplies `target` as that operator does. What is not finite is not told: it was when the user asked.
+void multiply_by(const at::Tensor& target, const Scale& scale);
+
+/// Somebody who listens to tensors, each by a number of his. As it stands here, it answers nothing.
 class Listener {
  public:
   virtual ~Listener() = default;
 
-  virtual void before_read(int number) = 0;
-  virtual void before_write(int number) = 0;
+  virtual void before_read(int /*number*/) {}
+  virtual void before_write(int /*number*/) {}
   /// The operator is through, or has raised.
-  virtual void after_write(int number) = 0;
+  virtual void after_write(int /*number*/) {}
   /// True if `tensor`, which shares memory with this one, is all of it and nothing else.
-  virtual bool is_whole(int number, const at::Tensor& tensor) const = 0;
+  virtual bool is_whole(int /*number*/, const at::Tensor& /*tensor*/) const { return false; }
 
   // The rest is asked of whole tensors alone. What is not answered, the operator does itself.
   /// One for each number; undefined: not known without reading.
-  virtual std::vector<at::Tensor> norms(const std::vector<int>& numbers, const NormAsked& asked) = 0;
+  virtual std::vector<at::Tensor> norms(const std::vector<int>& numbers, const NormAsked& /*asked*/) {
+    return std::vector<at::Tensor>(numbers.size());
+  }
   /// True: from now on the tensor counts as multiplied.
-  virtual bool multiply(int number, const Scale& scale) = 0;
+  virtual bool multiply(int /*number*/, const Scale& /*scale*/) { return false; }
   /// As `_amp_foreach_non_finite_check_and_unscale_`, of all of them or of none.
-  virtual bool unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) = 0;
+  virtual bool unscale(const std::vector<int>& /*numbers*/, const at::Tensor& /*found_inf*/, const Scale& /*scale*/) {
+    return false;
+  }
 };
 
 /// Once, when the module is made.
 void register_listening();
 
-/// A tensor that is all of a storage, with what it takes to be heard. Whoever asks it, or what `detach()` and `.data`
-/// make of it, for the storage itself (Python's deepcopy does) counts as reading.
+/// A new tensor over all of `storage`, which can be listened to. Asking it for its storage (Python's deepcopy does)
+/// counts as reading; so does asking what `detach()` and `.data` make of it.
 at::Tensor listened_tensor_in(const c10::Storage& storage, c10::Device device, at::ScalarType dtype,
                               at::IntArrayRef sizes, at::IntArrayRef strides);
-/// The keys, beside its device's, that a tensor needs of which only torch's operators that write are listened to;
-/// others cost nothing. On CUDA multi-tensor kernels (`_foreach_*_`, fused optimizers) write without a word to the
-/// storage, and a storage that is asked for write access may only have been read.
+/// The keys that a tensor needs beside its device's, if only torch's operators that write are to be heard; all others
+/// cost nothing. The storage cannot tell on CUDA: multi-tensor kernels (`_foreach_*_`, fused optimizers) write without
+/// asking it, and other kernels ask it for write access and only read.
 c10::DispatchKeySet written_keys();
 
 /// From now on operators on tensors in this storage come to `listener`, until it is gone or `stop_listening`.

@@ -52,7 +52,7 @@ struct SavedTensor {
   std::int64_t offset = 0;
   c10::VariableVersion counter;
   std::uint32_t version = 0;
-  at::Tensor weight;  // of which it is a cast
+  at::Tensor weight;  // the tensor is a cast of this weight
   std::uint32_t weight_version = 0;
   at::Tensor kept;  // see Note [Tensors that stay]
 };

@@ -6,7 +6,6 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -17,7 +16,7 @@ namespace {
 // By it non-finite elements are found: an infinity or a NaN reaches it, and nothing that is finite becomes one.
 const NormAsked kLargest{true, std::numeric_limits<double>::infinity(), std::nullopt};
 
-// A gradient that was never asked for, and whose bytes nobody will have: what a clip would want.
+// What a clip asks for. It is taken of a gradient whose bytes nobody will have, though nobody has asked so far.
 const NormAsked kUsual{true, 2, std::nullopt};
 
 constexpr std::size_t kMostScales = 2;  // that an update takes up: an unscaling and a clip
@@ -72,8 +71,7 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
     if (asked.is_unscaled && !unscaled.defined()) {
       if (!rehearsed_by_.defined()) continue;
       unscaled = value.clone();
-      at::Tensor ignored = at::zeros({}, rehearsed_by_.options());
-      at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{unscaled}, ignored, rehearsed_by_);
+      multiply_by(unscaled, {Scale::By::unscaling, rehearsed_by_, 1});
     }
     gradient.known.push_back({asked, norm_of(asked.is_unscaled ? unscaled : value, asked.norm)});
   }

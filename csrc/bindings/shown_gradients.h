@@ -37,7 +37,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
     /// Runs the update by torch that is put off, if there is one: it multiplies the bytes by what the gradient had been
     /// multiplied by at `step()`.
     std::function<void(int)> before_scale;
-    /// Norms of gradients that nobody has whole; unset where each is whole.
+    /// Norms where ranks hold parts of each gradient; unset where one process has all of it.
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts;
     /// False while a backward runs, and where ranks have not summed it: what a gradient is then, only its bytes say.
     std::function<bool(int)> is_settled;
@@ -102,7 +102,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   std::vector<Gradient> gradients_;
   std::set<Question> asked_, asked_last_;  // since the last step; before it
   std::set<Question> asks_;                // of what arrives now
-  // The scale that was kept last, and of which tensor: a clip multiplies all gradients by one.
+  // The last copy of a scale, and the tensor it was copied from: a clip multiplies all gradients by the same tensor.
   at::Tensor kept_from_;
   std::uint32_t kept_version_ = 0;
   Scale kept_;

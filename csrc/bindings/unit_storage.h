@@ -1,8 +1,8 @@
 // One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
 // buffer, live in it as ordinary tensors, and moving all of them is one pointer.
 //
-// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one; operators that
-// write, of which some ask for none on CUDA, are told of by `note_write`).
+// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one). Some operators
+// write on CUDA without asking for access; `note_write` tells of them.
 // Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
 // Evicted means "throws": null alone would crash the process.
 #pragma once
