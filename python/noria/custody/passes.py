@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,35 +26,40 @@ if TYPE_CHECKING:
 __all__ = ["Passes"]
 
 
+def _frames() -> Iterator[FrameType]:
+    """Of this thread's stack, from the caller outward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _callers_from(module: str) -> Iterator[Any]:
+    """The objects whose methods, written in this module, are on this thread's stack; None: no method."""
+    found = sys.modules.get(module)
+    if found is None:
+        return
+    for frame in _frames():
+        if frame.f_code.co_filename == found.__file__:
+            yield frame.f_locals.get("self")
+
+
 def _refuse_cuda_graphs() -> None:
     """By a torch.compile that is calling: it may have been asked for after the wrap."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    frame = sys._getframe(1) if dynamo is not None else None
-    while frame is not None:
-        if frame.f_code.co_filename == dynamo.__file__:
-            refuse_cuda_graphs(getattr(frame.f_locals.get("self"), "compiler_config", None), "a model")
-        frame = frame.f_back
+    for caller in _callers_from("torch._dynamo.eval_frame"):
+        refuse_cuda_graphs(getattr(caller, "compiler_config", None), "a model")
 
 
 def _num_calls_on_stack(module: nn.Module) -> int:
     """How many calls of this module are under way on this thread (0 where torch.compile has replaced their frames)."""
-    count = 0
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
+    code = nn.Module._call_impl.__code__
+    return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in _frames())
 
 
 def _refuse_split_backwards() -> None:
     """By a pipeline schedule that is calling: it would take gradients by torch.autograd.grad, which nobody catches, and
     those of weights once the weights have left."""
-    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
-    frame = sys._getframe(1) if schedules is not None else None
-    while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_filename == schedules.__file__ else None
-        frame = frame.f_back
+    for caller in _callers_from("torch.distributed.pipelining.schedules"):
         order = getattr(caller, "pipeline_order", None) or {}  # None: a schedule that does not tell
         actions = [each for row in order.values() for each in row if each is not None]
         if any(each.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for each in actions):
@@ -175,14 +181,15 @@ class Passes:
         # Around blocks a module may use parameters of its own at any time: there the watch stays on.
         suspends = set(self.wrapped.unit_indices(spec.module)) <= set(spec.needs)
         entered: list[int] = []
-        compiled: list[Any] = [None]  # in place, when it was looked at last
+        compiled: Any = None  # in place, when it was looked at last
         with_more: dict[frozenset[int], int] = {}  # hooks for calls that are handed parameters of other units
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal compiled
             self.wrapped.check_alive()
             self.wrapped.loaded.refuse_missing("a forward")
-            if module._compiled_call_impl is not compiled[0]:
-                compiled[0] = module._compiled_call_impl
+            if module._compiled_call_impl is not compiled:
+                compiled = module._compiled_call_impl
                 refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
             chosen = hook
             handed = watch.units_handed((*args, *kwargs.values()))
