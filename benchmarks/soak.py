@@ -282,7 +282,7 @@ class Side:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
         self.schedule.step()
-        clears = self.updates_in_backward or self.ranks > 1  # gradients that nobody sees cannot be set to zero
+        clears = self.updates_in_backward or self.ranks > 1  # p.grad has no values to set to zero then
         self.optimizer.zero_grad(set_to_none=clears or number % 4 != 0)
 
     def epoch(self, steps: int) -> None:

@@ -209,7 +209,7 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
 @functools.cache
 def host_memory_gib_s() -> float:
     """What updates, fetches and drains share: read plus written by the fused AdamW, on arrays that no cache holds.
-    Measured once in a process; takes a tenth of a second, and their memory for that time."""
+    Measured once in a process; takes some tenths of a second, and their memory for that time."""
     return _measure_update(max(_cache_bytes(), 32 << 20) // 8, 3)
 
 
@@ -227,9 +227,8 @@ def _cache_bytes() -> int:
 
 
 def _measure_update(count: int, tries: int) -> float:
-    arrays = [
-        torch.full((count,), 1e-3, device="cpu") for _ in range(4)
-    ]  # written: the system's page of zeros would be cached
+    # Written, for what nobody has written is the system's one page of zeros, which would be in the cache.
+    arrays = [torch.full((count,), 1e-3, device="cpu") for _ in range(4)]
     master, m, v, gradient = (array.data_ptr() for array in arrays)
     scalars = _C.update_scalars("adamw", 1, lr=1e-3)
     pool = _C.HostOptimizer(is_beside_device=torch.cuda.is_available())

@@ -244,8 +244,8 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
     (`write_trace=False` leaves that out, for who asks many times a second).
 
     `host_memory_gib_s`: what the host's memory reads and writes, which bounds updates, fetches and drains together.
-    None: what it is measured to be, once in a process, in the first report after a step: a tenth of a second, in which
-    the arrays to measure it on take 64 MiB, or twice what the caches hold.
+    None: what it is measured to be, once in a process, in the first report after a step. That takes some tenths of a
+    second, and 64 MiB for that time, or twice what the caches hold.
     `model`: also what else `wrap` was given, as a list of stages. Raises UsageError for a model that is not wrapped.
     """
     wrapped = wrapped_together(model)
