@@ -18,6 +18,9 @@ on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
   then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1); else echo "no pretend GPU: $$absent"; fi
 CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 
+# In tests several processes share the cores: who waits must not spin.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: all demo test test-modules test-all pretend googletest sanitize lint clean rivals soak
 all: $(BUILT)
 

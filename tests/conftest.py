@@ -1,5 +1,8 @@
-"""What all tests share: the `gpu` marker skips by name, saying what is missing; `one_thread` for models compared to the
-bit, and so small that threads would only wait for each other."""
+"""What all tests share: the `gpu` marker skips by name, saying what is missing; `sampled` leaves most cases of a test
+to `make test-all`; `one_thread` for models compared to the bit, and so small that threads would only wait for each
+other."""
+
+from collections import Counter
 
 import pytest
 
@@ -25,6 +28,20 @@ def pytest_runtest_setup(item):
     marker = item.get_closest_marker("gpu")
     if marker is not None and (reason := missing_for_gpu(marker.kwargs.get("torch", True))):
         pytest.skip(f"{item.name} needs a CUDA device: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    seen = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None:
+            continue
+        (step,) = marker.args
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % step:
+            item.add_marker("rest")
+        seen[test] += 1
 
 
 @pytest.fixture

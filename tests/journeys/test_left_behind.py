@@ -17,7 +17,7 @@ from torch import nn
 from tests.device import DEVICE
 from tests.journeys.pairs import Net, Side, adamw, loss_of, new_side, sgd, wrap_side
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.sampled(7)]
 
 
 @pytest.fixture(autouse=True)
