@@ -136,6 +136,7 @@ void bind_store(py::module_& m) {
       .def("prefer_node", &Arena::prefer_node, py::arg("node"), Release())
       .def("populate", &populate_arena, py::arg("told") = py::none(), py::arg("num_threads") = 0,
            py::arg("ask_kernel") = true)
+      .def("allow_fork", &Arena::allow_fork, Release())
       .def("close", &Arena::close, Release())
       .def_property_readonly("data", [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.data()); })
       .def_property_readonly("bytes", [](const Arena& arena) { return arena.bytes().count; })

@@ -112,6 +112,10 @@ std::string Arena::register_with(std::shared_ptr<Backend> backend, HomeUse use) 
   return staged_because;
 }
 
+void Arena::allow_fork() {
+  if (registered()) madvise(data_, static_cast<std::size_t>(mapped_bytes().count), MADV_DOFORK);
+}
+
 void Arena::close() {
   struct Unmap {  // also when unregistering throws
     std::byte* data;

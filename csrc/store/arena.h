@@ -41,6 +41,9 @@ class Arena {
   /// parallel. At most once. The backend is kept until `close`. Returns what `Backend::register_home` does: why the
   /// range is staged, or nothing.
   std::string register_with(std::shared_ptr<Backend> backend, HomeUse use = HomeUse::device);
+  /// No engine moves its bytes any more: children that this process forks from now on have them, too. Until then a
+  /// registered range has pages that a fork must not move.
+  void allow_fork();
   /// Unregisters and unmaps. The memory is given back even when unregistering throws. Idempotent.
   void close();
 

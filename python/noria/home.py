@@ -409,6 +409,11 @@ class Home:
             raise
         return [self.address(region.purpose, unit) if size else 0 for unit, size in enumerate(region.sizes)]
 
+    def let_go(self) -> None:
+        """It is the user's memory from now on: whatever tensors are in it keep theirs."""
+        for arena in self.arenas.values():
+            arena.allow_fork()
+
     def give_back(self, purpose: str) -> None:
         self.regions.pop(purpose)
         self.arenas.pop(purpose).close()

@@ -400,6 +400,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
     wrapped.shutdown()
+    wrapped.home.let_go()
     _LIVE.discard(wrapped)
 
 
