@@ -223,11 +223,14 @@ std::int64_t num_empty_waits() {
   return world().num_empty_waits;
 }
 
-Alive alive() {
+std::map<std::string, std::int64_t> alive() {
   World& w = world();
   std::lock_guard lock(w.mutex);
-  return {memory().num_allocations(), memory().num_registered(), static_cast<std::int64_t>(w.streams.size()),
-          static_cast<std::int64_t>(w.events.size()), memory().num_opened()};
+  return {{"allocations", memory().num_allocations()},
+          {"registrations", memory().num_registered()},
+          {"streams", static_cast<std::int64_t>(w.streams.size())},
+          {"events", static_cast<std::int64_t>(w.events.size())},
+          {"opened", memory().num_opened()}};
 }
 
 cudaError_t pending_error() { return last_error; }

@@ -44,11 +44,8 @@ void reset();
 /// How many streams were told to wait for an event that was never recorded: no error, and no wait either.
 std::int64_t num_empty_waits();
 
-/// Objects alive now.
-struct Alive {
-  std::int64_t allocations = 0, registrations = 0, streams = 0, events = 0, opened = 0;
-};
-Alive alive();
+/// How many objects of each kind are alive now.
+std::map<std::string, std::int64_t> alive();
 
 /// The calling thread's pending error, left where it is.
 cudaError_t pending_error();

@@ -43,14 +43,7 @@ PYBIND11_MODULE(_fake_cuda, m) {
   m.def("counts", &fake_cuda::counts);
   m.def("log", &fake_cuda::log);
   m.def("reset", &fake_cuda::reset);
-  m.def("alive", [] {
-    const fake_cuda::Alive alive = fake_cuda::alive();
-    return std::map<std::string, std::int64_t>{{"allocations", alive.allocations},
-                                               {"registrations", alive.registrations},
-                                               {"streams", alive.streams},
-                                               {"events", alive.events},
-                                               {"opened", alive.opened}};
-  });
+  m.def("alive", &fake_cuda::alive);
   m.def("begin_capture", [](std::uintptr_t stream) { fake_cuda::begin_capture(as_stream(stream)); });
   m.def("end_capture", &fake_cuda::end_capture);
   m.def("num_empty_waits", &fake_cuda::num_empty_waits);
