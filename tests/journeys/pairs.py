@@ -81,6 +81,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """By name, one for each rule of kernel="fused"."""
 
 
+def go_on_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """After `unwrap`, as a user does: what lies on the CPU goes to the device that journeys train on."""
+    if DEVICE != "cpu":
+        model.to(DEVICE)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 @dataclasses.dataclass
 class Side:
     """What a journey gets: the objects, and a place for what it wants compared."""

@@ -28,6 +28,7 @@ from tests.journeys.pairs import (
     adamw,
     assert_moved,
     both,
+    go_on_here,
     lion,
     loss_of,
     new_side,
@@ -546,7 +547,6 @@ def test_a_copy_made_inside_materialize_is_an_ordinary_model(how):
     both(journey)
 
 
-@pytest.mark.cpu_only("what is unwrapped lies on the CPU, and trains on there")
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_unwrap_gives_plain_tensors_that_train_on(optimizer):
     def journey(side):
@@ -555,6 +555,7 @@ def test_unwrap_gives_plain_tensors_that_train_on(optimizer):
         if side.is_wrapped:
             assert_moved(side.model)
             assert noria.unwrap(side.model, side.optimizer) == (side.model, side.optimizer)
+            go_on_here(side.model, side.optimizer)
         assert type(side.optimizer).__module__.startswith("torch.optim")
         side.keep_gradients("across unwrap")
         side.optimizer.step()
@@ -591,6 +592,7 @@ def test_unwrap_after_a_failed_backward_and_with_updates_under_way():
         side.optimizer.step()
         if side.is_wrapped:
             noria.unwrap(side.model, side.optimizer)
+            go_on_here(side.model, side.optimizer)
         side.optimizer.zero_grad()
         side.train(4, 6)
 
@@ -730,7 +732,7 @@ def test_an_optimizer_of_bfloat16_parameters_trains_on_in_plain_pytorch_once_tor
             model, own = copy.deepcopy(both) if copied == "deepcopy" else pickle.loads(pickle.dumps(both))
     moments = [value for values in own.state.values() for key, value in values.items() if key.startswith("exp_avg")]
     assert {value.dtype for value in moments} == {torch.float32}, "for whoever wraps again"
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model.to(DEVICE))
     twin = optimizer(plain.parameters())
     twin.load_state_dict(through_a_file(own.state_dict()))
     own.load_state_dict(own.state_dict())

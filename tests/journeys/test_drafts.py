@@ -12,7 +12,18 @@ from noria.testing import on_machine
 
 from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
-from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, Side, adamw, assert_moved, both, halved_in_hooks, loss_of
+from tests.journeys.pairs import (
+    HOSTILE,
+    OPTIMIZERS,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    go_on_here,
+    halved_in_hooks,
+    loss_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -282,6 +293,7 @@ def test_unwrapped_state_is_where_the_last_draft_left_it():
         loop(steps=4)(side)
         if side.is_wrapped:
             noria.unwrap(side.model, side.optimizer)
+            go_on_here(side.model, side.optimizer)
         for number in range(4, 6):
             loss_of(side.model, number).backward()
             side.optimizer.step()
