@@ -18,6 +18,7 @@ SHARES = 2 if DEVICE == "cuda" else 1
 """The window has one of as many equal parts of `device_memory`; on a device the rest is left to activations."""
 
 NEEDS_SLOW_LINKS = pytest.mark.cpu_only("a device's link cannot be slowed down")
+NEEDS_SPARSE = pytest.mark.cpu_only("the pretend GPU has no sparse tensors")
 NEEDS_FULL_HOST = pytest.mark.cpu_only("beside a device the budget of the host has a staging ring, which is not taken")
 
 _optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it

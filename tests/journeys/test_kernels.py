@@ -94,9 +94,9 @@ def test_every_rule_trains_as_plain_torch_does_and_shares_its_checkpoints(name):
             assert list(values) == list(same_values)  # the same keys in the same order
             for key, value in values.items():
                 assert (value.dtype, value.shape) == (same_values[key].dtype, same_values[key].shape)
-                torch.testing.assert_close(value, same_values[key], rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(value.cpu(), same_values[key].cpu(), rtol=1e-4, atol=1e-6)
         for key, value in ours.model.state_dict().items():
-            torch.testing.assert_close(value, plain.model.state_dict()[key], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(value, plain.model.state_dict()[key].to(value.device), rtol=1e-3, atol=1e-4)
         # Swapped: each goes on with what the other has.
         theirs = through_a_file(plain), through_a_file(ours)
         for side, (model, optimizer) in zip((ours, plain), theirs, strict=True):
@@ -394,12 +394,12 @@ def test_lion_survives_pickling_wrapped_or_not():
 
 
 def test_lion_refuses_nonsense():
-    parameters = [nn.Parameter(torch.zeros(2))]
+    parameters = [nn.Parameter(torch.zeros(2, device="cpu"))]
     for wrong in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match="Invalid"):
             noria.optim.Lion(parameters, **wrong)
     optimizer = noria.optim.Lion(parameters)
-    parameters[0].grad = torch.zeros(2).to_sparse()
+    parameters[0].grad = torch.zeros(2, device="cpu").to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     closure_value = noria.optim.Lion([nn.Parameter(torch.zeros(2))]).step(lambda: torch.tensor(3.0))

@@ -15,7 +15,7 @@ import torch
 from noria.testing import on_machine
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, NEEDS_SPARSE
 from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
@@ -379,6 +379,7 @@ def test_unfreezing_after_wrap():
     undisturbed(misuse, model=make)
 
 
+@NEEDS_SPARSE
 def test_sparse_gradients():
     def make():
         model = Net()
@@ -396,6 +397,7 @@ def test_sparse_gradients():
     misuse(Side(model, optimizer, True))
 
 
+@NEEDS_SPARSE
 @pytest.mark.parametrize(
     "policy", [{"kernel": "torch"}, {"kernel": "fused"}, {"kernel": "fused", "max_grad_norm": 1.0}]
 )
