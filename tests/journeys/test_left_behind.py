@@ -226,7 +226,7 @@ def test_a_wrap_that_fails_leaves_nothing_behind(monkeypatch, living):
         return call
 
     for name, owner, number in [
-        ("make_host_backend", _C, 0),
+        ("make_host_backend" if DEVICE == "cpu" else "make_cuda_backend", _C, 0),
         ("HostOptimizer", _C, 0),
         ("Arena", _C, 0),
         ("Arena", _C, 2),

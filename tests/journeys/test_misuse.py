@@ -15,8 +15,8 @@ import torch
 from noria.testing import on_machine
 from torch import nn
 
-from tests.device import DEVICE, NEEDS_SPARSE
-from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE
+from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
 
@@ -81,6 +81,7 @@ def test_a_budget_too_small_says_what_would_fit_and_that_fits():
     both(lambda side: side.train(0, 3), device_memory=least, window=None)
 
 
+@NEEDS_FULL_HOST
 def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
     model = Net()
     with pytest.raises(noria.UsageError) as caught:
@@ -238,9 +239,9 @@ def test_replacing_the_data_of_parameters(replace):
 
 def test_moving_the_model_where_it_is_changes_nothing():
     def misuse(side):
-        side.model.to("cpu")
+        side.model.to(DEVICE)
         side.model.float()
-        side.model.cpu()
+        side.model.cpu() if DEVICE == "cpu" else side.model.cuda()
 
     undisturbed(misuse)
 
@@ -258,7 +259,7 @@ def test_load_state_dict_that_assigns():
     [
         lambda p: p + 1,
         lambda p: p.sum().item(),
-        lambda p: p.detach().numpy(),
+        pytest.param(lambda p: p.detach().numpy(), marks=pytest.mark.cpu_only("numpy has no device memory")),
         lambda p: p.tolist(),
         lambda p: print(p),
         lambda p: p.data.clone(),
@@ -641,6 +642,7 @@ def test_unwrap_without_the_optimizer_leaves_no_dead_optimizer():
     side.train(0, 2)
     assert_moved(model)
     noria.unwrap(model)
+    go_on_here(model, optimizer)
     side.train(2, 4)
     assert type(optimizer) is torch.optim.AdamW
 
@@ -651,7 +653,7 @@ def test_a_data_loader_worker_that_leaves_the_model_alone_works():
             return 8
 
         def __getitem__(self, index):
-            return torch.full((3,), index)
+            return torch.full((3,), index, device="cpu")
 
     def journey(side):
         loader = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1, multiprocessing_context="fork")
@@ -710,7 +712,7 @@ def test_a_hidden_write_under_read_only_makes_device_copies_stale():
 def test_a_hidden_write_under_read_only_reaches_the_master(kernel):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # writes what the master is
-    noria.wrap(model, optimizer, device="cpu", window=2, dtype=torch.bfloat16, kernel=kernel)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, dtype=torch.bfloat16, kernel=kernel)
 
     def step():
         loss_of(model, 0).backward()
