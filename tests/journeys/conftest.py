@@ -22,10 +22,10 @@ def default_device():
 
 
 @pytest.fixture(autouse=True)
-def device(request, default_device):
-    """Where the journey trains. Those that are marked `gpu` choose for themselves."""
-    if request.node.get_closest_marker("gpu") is not None:
+def place(request, default_device):
+    """The journey trains on DEVICE, unless it is marked as one that chooses for itself."""
+    if any(request.node.get_closest_marker(name) is not None for name in ("gpu", "own_device")):
         leave_device()
-    yield DEVICE
+    yield
     leave_device()
     use_device()

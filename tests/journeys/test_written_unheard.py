@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tests.journeys.gradient_pairs import DEVICES, GradientSide, deterministic, gradient_twins  # noqa: F401 - a fixture
 from tests.journeys.pairs import LATE_UPDATES, WIDTH, Block, Net, sgd
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "deterministic"), pytest.mark.sampled(7)]
+pytestmark = [pytest.mark.usefixtures("one_thread", "deterministic"), pytest.mark.sampled(7), pytest.mark.own_device]
 
 STEPS = 4
 POLICIES: dict[str, dict[str, Any]] = {
