@@ -12,8 +12,7 @@ each cycle the process is measured. Arms, each a process (or two) of its own, al
   count: it is measured before the first cycle, on groups that torch makes and destroys.
 
 The first fifth of the samples is warm-up. A measure is flat if it rises by less than its bound from the fifth after it
-to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles, and
-the resident memory not in every part of the run.
+to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles.
 """
 
 from __future__ import annotations
@@ -83,18 +82,17 @@ RANK_MODES = ("auto", "torch", "drafts", "backward", "norm")
 # ---- verdicts -----------------------------------------------------------------------------------------------
 
 # By how much a measure may rise in a cycle, and in all. An ordinary tensor is some 500 bytes beside its values, and so
-# a tensor that is left behind by every cycle shows, however small it is.
+# a tensor that is left behind by every cycle shows, however small it is. What the system has given to the process also
+# holds what lies free between what is in use, and rises by steps.
 BYTES_IN_USE_PER_CYCLE, OBJECTS_PER_CYCLE = 200.0, 0.5
-# What the system has given to the process also holds what lies free between what is in use, and rises by steps. What is
-# lost is lost in each part of the run: what counts is the smallest rise from one part to the next.
-RESIDENT_AT_ALL, RESIDENT_PARTS = 4 << 20, 4
+RESIDENT_AT_ALL = 4 << 20
 # Pools grow to the most that was under way at once, which a loaded machine raises late, and by leaps. What is lost is
 # lost in each cycle: of a pool it counts what the median cycle adds.
 POOLS = ("events", "runtime: events")
 # Of the pretend GPU they lie in this process, with their places in pools and maps; measured.
 BYTES_OF_A_PRETEND_EVENT = 160
-# Bytes that torch keeps of as many process groups as noria has made: their addresses in the store, and something for
-# each thread that has worked for one.
+# Torch keeps bytes of process groups that are gone: their addresses in the store, and an entry for each of their
+# threads. This is how many it keeps of the groups that noria has made.
 OF_GROUPS = "kept by torch of groups"
 GROUPS_TO_MEASURE = 200
 
@@ -120,8 +118,6 @@ def verdict_of(measure: str, samples: Sequence[float]) -> dict[str, Any]:
     if measure in POOLS:
         kept = samples[first:]
         rise = cycles * median(after - before for before, after in itertools.pairwise(kept)) if len(kept) > 1 else 0.0
-    if measure == "resident bytes":
-        rise = steady_rise(samples[first:])
     bound = bound_of(measure, cycles)
     return {
         "after_warm_up": median(early),
@@ -130,15 +126,6 @@ def verdict_of(measure: str, samples: Sequence[float]) -> dict[str, Any]:
         "bound_per_cycle": bound / cycles,
         "is_flat": rise <= bound,
     }
-
-
-def steady_rise(samples: Sequence[float]) -> float:
-    """From the first part to the last, were each rise as the smallest."""
-    size = len(samples) // RESIDENT_PARTS
-    if size == 0:
-        return 0.0
-    levels = [median(samples[number * size : (number + 1) * size]) for number in range(RESIDENT_PARTS)]
-    return (RESIDENT_PARTS - 1) * min(after - before for before, after in itertools.pairwise(levels))
 
 
 def verdicts_of(samples: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:

@@ -46,12 +46,6 @@ def test_a_pool_may_leap_and_must_not_grow_in_each_cycle():
     assert not soak.verdict_of("events", [100.0 + cycle for cycle in range(CYCLES)])["is_flat"]
 
 
-def test_resident_memory_may_rise_by_a_step_and_must_not_in_each_part_of_the_run():
-    step = [1e9] * (CYCLES // 2) + [1e9 + (16 << 20)] * (CYCLES - CYCLES // 2)
-    assert soak.verdict_of("resident bytes", step)["is_flat"]
-    assert not soak.verdict_of("resident bytes", wandering(40_000, 2 << 20))["is_flat"]
-
-
 def test_what_torch_keeps_of_groups_does_not_count_and_what_comes_on_top_of_it_does():
     def found(more: float) -> bool:
         samples = [{"bytes in use": 1e8 + (20_000 + more) * n, soak.OF_GROUPS: 20_000.0 * n} for n in range(CYCLES)]
