@@ -92,7 +92,7 @@ void HeldGradient::reuse(const at::Tensor& current_gradient) {
   scales_.clear();
   unwatch(storage_);
   const bool was_private = !is_taken_ && !has_python_object(storage_);
-  if (alone && was_private) return;  // nobody has `seen_`: it is the tensor to show next time, too
+  if (alone && was_private) return;  // only we have `seen_`, so `tensor` may show it again
   stop_listening(storage_);
   seen_ = at::Tensor();
   is_taken_ = false;

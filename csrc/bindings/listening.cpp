@@ -69,7 +69,7 @@ Heard heard(const at::Tensor& tensor) {
   return heard(tensor.unsafeGetTensorImpl()->unsafe_storage());
 }
 
-/// Nobody hears what is done by way of its storage, so asking for that counts as reading.
+/// A caller who asks for the storage may read by it, which nobody hears. So asking counts as reading.
 class Listened final : public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;

@@ -16,7 +16,7 @@ namespace {
 // By it non-finite elements are found: an infinity or a NaN reaches it, and nothing that is finite becomes one.
 const NormAsked kLargest{true, std::numeric_limits<double>::infinity(), std::nullopt};
 
-// What a clip asks for. It is taken of a gradient whose bytes nobody will have, though nobody has asked so far.
+// A clip asks for this norm. It is taken as a gradient arrives if its bytes will not be there when somebody asks.
 const NormAsked kUsual{true, 2, std::nullopt};
 
 constexpr std::size_t kMostScales = 2;  // that an update takes up: an unscaling and a clip

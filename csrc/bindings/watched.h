@@ -43,7 +43,7 @@ at::Tensor tensor_over(std::byte* memory, std::int64_t num_bytes, c10::Device de
 void watch(const c10::Storage& storage);
 void unwatch(const c10::Storage& storage);
 
-/// True once Python has asked for the storage itself. Nobody hears what is done by way of that.
+/// True once Python has asked for the storage itself. Nobody hears what Python writes through it.
 bool has_python_object(const c10::Storage& storage);
 
 /// The storage has memory of its own from now on, and is an ordinary one: it lets go of its callback.

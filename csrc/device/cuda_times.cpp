@@ -163,7 +163,7 @@ std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
       device_->EventElapsedTime(&elapsed_ms, is_first ? point->event : anchor_->event, point->event);
   if (error != cuda::kSuccess) device_.forget_error();
   if (error == cuda::kNotReady) return std::nullopt;
-  if (error != cuda::kSuccess) {  // the device is broken; whoever waits for this op is told
+  if (error != cuda::kSuccess) {  // the device is broken; waiting for this op raises
     point->reached_ns = point->asked_ns;
     return point->reached_ns;
   }

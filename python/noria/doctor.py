@@ -227,7 +227,7 @@ def _cache_bytes() -> int:
 
 
 def _measure_update(count: int, tries: int) -> float:
-    # Written, for what nobody has written is the system's one page of zeros, which would be in the cache.
+    # All of them are written: pages that are not are one page of zeros, which a cache would hold.
     arrays = [torch.full((count,), 1e-3, device="cpu") for _ in range(4)]
     master, m, v, gradient = (array.data_ptr() for array in arrays)
     scalars = _C.update_scalars("adamw", 1, lr=1e-3)

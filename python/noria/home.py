@@ -410,7 +410,7 @@ class Home:
         return [self.address(region.purpose, unit) if size else 0 for unit, size in enumerate(region.sizes)]
 
     def let_go(self) -> None:
-        """It is the user's memory from now on: whatever tensors are in it keep theirs."""
+        """The user has the memory from now on, and so have children that are forked."""
         for arena in self.arenas.values():
             arena.allow_fork()
 

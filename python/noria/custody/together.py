@@ -81,8 +81,8 @@ class Together:
             return parts  # on all ranks: whose gradient is there has been agreed on
         bits = torch.tensor(list(parts.values()), dtype=torch.float64, device="cpu").view(torch.int64)
         totals = [0.0] * len(parts)
-        names = f'the gradients of "{self.wrapped.slots[min(parts)].name}" and {len(parts) - 1} more'
-        everybodys = self.numbers(what.format(names), bits.tolist())
+        gradients = f'the gradients of "{self.wrapped.slots[min(parts)].name}" and {len(parts) - 1} more'
+        everybodys = self.numbers(what.format(gradients), bits.tolist())
         for rank in ranks.replica:
             numbers = torch.tensor(everybodys[rank], dtype=torch.int64, device="cpu").view(torch.float64).tolist()
             totals = [by(total, each) for total, each in zip(totals, numbers, strict=True)]

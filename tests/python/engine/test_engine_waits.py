@@ -128,8 +128,8 @@ def a_gradient_that_no_plan_foresaw() -> Loop:
 
 
 def a_gradient_in_place_of_another() -> Loop:
-    """Its buffer takes the memory of the gradient that was foreseen and does not come. Whoever used that memory before,
-    only the visit has waited for."""
+    """Another gradient was foreseen and does not come; this one's buffer takes its memory. Only the visit has waited
+    for those who used that memory before."""
     loop = Loop(THREE, [("keep", (2, 0))])
     loop.backward([0, 1], {1: [(1, 0)]})
     loop.forward([0, 1, 2])
