@@ -7,6 +7,7 @@ what a test makes, unless it says otherwise; models that noria wraps come from t
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,25 @@ NEEDS_FULL_HOST = pytest.mark.cpu_only("beside a device the budget of the host h
 
 _optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
 _where_foreach_is_default = _optimizers._get_foreach_kernels_supported_devices
+_hooks: list[Any] = []
+
+
+def _set_division(divides: bool) -> None:
+    import _pretend_gpu
+
+    _pretend_gpu.set_division(divides)
 
 
 def use_device(index: int = 0) -> None:
-    """Makes it this process's default. Optimizers loop over parameters there too, as they do over parameters on the
+    """Makes it this process's default. Optimizers there loop over parameters and divide by numbers, as they do on the
     CPU, where noria has torch update: so plain twins have the bits of that."""
     if DEVICE == "cuda":
         torch.cuda.set_device(index)
         torch.set_default_device(DEVICE)
         _optimizers._get_foreach_kernels_supported_devices = list
+        if not _hooks:
+            _hooks.append(_optimizers.register_optimizer_step_pre_hook(lambda *_: _set_division(True)))
+            _hooks.append(_optimizers.register_optimizer_step_post_hook(lambda *_: _set_division(False)))
 
 
 def leave_device() -> None:
@@ -41,6 +52,9 @@ def leave_device() -> None:
 
         torch.set_default_device(None)
         _optimizers._get_foreach_kernels_supported_devices = _where_foreach_is_default
+        while _hooks:
+            _hooks.pop().remove()
+        _set_division(False)
         _pretend_gpu.forget_failure()
         torch.cuda.set_device(0)
         for index in range(torch.cuda.device_count()):

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tests.device import DEVICE
-from tests.journeys.pairs import WIDTH, adamw, sgd, state_tensors
+from tests.journeys.pairs import WIDTH, adamw, go_on_here, sgd, state_tensors
 from tests.journeys.test_lending import AUTO, LENGTH, keeps_in_room
 from tests.journeys.test_pipelines import SCHEDULES, STEPS, Stage, trained
 from tests.ranks import assert_fine, in_turn_on_ranks
@@ -154,6 +154,7 @@ def goes_on_unwrapped(rank: int, size: int) -> None:
             optimizer.zero_grad()
             if policy is not None and step == 0:
                 noria.unwrap(stage, optimizer)
+                go_on_here(model, optimizer)
                 assert all(storage.nbytes() > 0 for storage in storages_of(stage))
         left.append({**model.state_dict(), **state_tensors(optimizer)})
     assert_same_bits(*left)
@@ -493,6 +494,7 @@ def is_restored(rank: int, size: int) -> None:
     assert any(name in loop.stages[0].__dict__ for name in FOLLOWED)
     assert noria.unwrap(loop.stages, loop.optimizer) == (loop.stages, loop.optimizer)
     assert [set(stage.__dict__) for stage in loop.stages] == before
+    go_on_here(nn.ModuleList(loop.models), loop.optimizer)
     for each in (loop, plain):
         each.run(1)
         each.update()
@@ -521,8 +523,9 @@ def refuses(rank: int, size: int) -> None:
     def stage(device: str = DEVICE) -> Any:
         return pipelining.PipelineStage(Stage(), 0, 1, torch.device(device))
 
-    with pytest.raises(noria.UsageError, match="a stage that receives on cpu, where its layers compute; found one on"):
-        wrap(stage("cuda"))
+    receives_here = f"a stage that receives on {torch.empty(0).device}, where its layers compute; found one on"
+    with pytest.raises(noria.UsageError, match=receives_here):
+        wrap(stage("cuda" if DEVICE == "cpu" else "cpu"))
     lacking = stage()
     without = mock.patch.object(type(lacking).__mro__[1], "scale_grads", None)
     with without, pytest.raises(noria.UsageError, match=r"torch 2\.\S+ without scale_grads\(\)"):

@@ -14,6 +14,7 @@ from noria.testing import assert_same_bits, on_machine
 from noria.updates.gradient_parts import GradientParts
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, loss_of
 from tests.journeys.test_shared import sgd, share_gradients, uneven
 from tests.ranks import assert_fine, in_turn_on_ranks
@@ -32,7 +33,7 @@ class Pair:
         self.model.load_state_dict(self.plain.state_dict())
         self.theirs, self.ours = sgd(self.plain.parameters()), sgd(self.model.parameters())
         with on_machine(hostility=HOSTILE):
-            noria.wrap(self.model, self.ours, device="cpu", window=2, **policy)
+            noria.wrap(self.model, self.ours, device=DEVICE, window=2, **policy)
 
     def backward(self, number: int) -> None:
         """What is there already is kept out of the sum over the ranks."""
@@ -173,7 +174,12 @@ def other_touches_name_what_works(rank: int, size: int) -> None:
     pair = Pair(rank, size, kernel="torch")
     pair.backward(0)
     gradient = pair.model.head.weight.grad
-    for touch in (gradient.sum, gradient.numpy, lambda: gradient.add_(1), lambda: torch._foreach_add_([gradient], 1)):
+    for touch in (
+        gradient.sum,
+        lambda: gradient.cpu().numpy(),
+        lambda: gradient.add_(1),
+        lambda: torch._foreach_add_([gradient], 1),
+    ):
         with pytest.raises(Exception, match="ranks share the model"):
             touch()
     pair.both(lambda model: clip(model.parameters(), BITES))

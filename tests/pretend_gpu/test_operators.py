@@ -263,6 +263,23 @@ def test_integers_are_counted_as_on_cuda():
     assert counts.dtype == torch.int32 and counts.tolist() == [1, 1, 0, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_division_by_a_number_of_the_host_is_cudas_product_with_its_inverse(dtype):
+    x = torch.randn(999, dtype=dtype)
+    inverse = 1 / torch.tensor(3.0, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    ways = {
+        "number": lambda given: given / 3,
+        "scalar of the host": lambda given: given / torch.tensor(3.0),
+        "in place": lambda given: given.clone().div_(3),
+        "out": lambda given: torch.div(given, torch.tensor(3.0), out=torch.empty_like(given)),
+    }
+    for way, divided in ways.items():
+        assert torch.equal(divided(x.cuda()).cpu(), x * inverse.item()), way
+    assert torch.equal(x * inverse.item(), x / 3) == (dtype is torch.bfloat16)  # which rounds the difference away
+    assert torch.equal((x.cuda() / torch.tensor(3.0, device="cuda")).cpu(), x / 3)
+    assert torch.equal((torch.arange(99, device="cuda") / 3).cpu(), torch.arange(99) * inverse.float().item())
+
+
 def test_a_kernel_that_fails_is_told_where_the_host_next_waits():
     table = torch.ones(4, 2, device="cuda")
     picked = F.embedding(torch.tensor([9], device="cuda"), table)

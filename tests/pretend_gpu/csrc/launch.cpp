@@ -3,8 +3,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/result_type.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <optional>
+#include <set>
 #include <utility>
 
 #include "allocator.h"
@@ -160,10 +163,31 @@ void count_as_floats(const c10::OperatorHandle& op, Stack& stack) {
   stack.back() = stack.back().toTensor().to(type);
 }
 
+/// CUDA multiplies by the inverse of a scalar that lies on the host. The operator that does so, or none.
+std::optional<c10::OperatorHandle> with_inverse(const Traits& traits, Stack& stack) {
+  static const std::set<std::string> names = {"div.Tensor", "div_.Tensor", "div.out"};
+  if (names.count(traits.name) == 0 || settings().divides) return std::nullopt;
+  const std::size_t first = stack.size() - traits.parameters.size();
+  const at::Tensor divided = stack[first].toTensor(), divisor = stack[first + 1].toTensor();
+  const c10::ScalarType type = at::result_type(divided, divisor);
+  if (!divided.is_cuda() || !divisor.is_cpu() || divisor.dim() > 0 || at::isComplexType(type)) return std::nullopt;
+  const double number = divisor.item<double>();
+  const at::Tensor inverse = at::detail::empty_cpu({}, at::kDouble);
+  *inverse.mutable_data_ptr<double>() = type == at::kDouble ? 1.0 / number : 1.0f / static_cast<float>(number);
+  inverse.unsafeGetTensorImpl()->set_wrapped_number(true);
+  stack[first + 1] = inverse;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(traits.plain_name == "div_" ? "aten::mul_" : "aten::mul",
+                                                        traits.name.substr(traits.name.find('.') + 1).c_str());
+}
+
 }  // namespace
 
 void launch(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const Traits& traits = traits_of(op);
+  if (const auto product = with_inverse(traits, *stack)) {
+    product->callBoxed(stack);
+    return;
+  }
   if (counts_integers(traits, *stack)) {
     count_as_floats(op, *stack);
     return;
