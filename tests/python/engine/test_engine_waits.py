@@ -252,6 +252,18 @@ def a_fetch_whose_visit_never_came() -> Loop:
     return loop
 
 
+def a_gradient_where_a_fetch_was_for_nothing() -> Loop:
+    """Two are on their way from the peer when the forward raises. A held gradient comes from home, over another link,
+    to where one of them was to lie."""
+    loop = at_a_peer([1, 2])
+    loop.forward([0, 1, 2])
+    loop.backward([0, 1, 2], loop.all_gradients([0, 1, 2]))
+    loop.forward([0, 1, 2], stop=1)
+    loop.backward([0, 1], loop.all_gradients([0, 1]))
+    loop.step(ALL)
+    return loop
+
+
 def a_unit_that_the_first_micro_batch_leaves_out() -> Loop:
     """It is stashed in the second one's forward; in its backward, gradients are added to in that memory."""
     loop = Loop(THREE, [("lend", (CELL,)), ("keep_copies", ([2],))])
@@ -334,6 +346,7 @@ CASES = {
     "stash -> poison on weights (WAR)": Case(at_a_peer(), poison=True),
     "poison -> fetch on weights (WAW)": Case(at_a_peer(), poison=True),
     "fetch -> fetch on weights (WAW)": Case(a_fetch_that_was_for_nothing(), later="update"),
+    "fetch -> fetch on gradient_buffer (WAW)": Case(a_gradient_where_a_fetch_was_for_nothing(), later="drain"),
     "fetch -> poison on weights (WAW)": Case(a_fetch_whose_visit_never_came(), poison=True, later="forward"),
 }
 
