@@ -15,7 +15,10 @@ JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
 # pytest with the pretend GPU, in a process of its own: it comes before torch. Where it cannot be, that is said.
 on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
-  then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(1); else echo "no pretend GPU: $$absent"; fi
+  then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(1); else echo "no pretend GPU: $$absent"; fi
+# Three processes at once, file by file: fixtures of modules start ranks. They wait for each other half of the time.
+WORKERS ?= 3
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 
 # In tests several processes share the cores: who waits must not spin.
@@ -32,7 +35,7 @@ $(STAMP): requirements.lock
 else
 $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q $(PIPARGS) "cmake>=3.25,<5" ninja "setuptools>=77,<82" tbb tbb-devel numpy rich \
-	  "pytest>=8" hypothesis tokenizers safetensors transformers peft psutil matplotlib
+	  "pytest>=8" pytest-xdist hypothesis tokenizers safetensors transformers peft psutil matplotlib
 	touch $@
 endif
 
@@ -47,7 +50,7 @@ demo: all
 	$(BIN)/python examples/02_gpt.py
 
 test: all test-modules
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 	$(call on_pretend_gpu,$(CHOSEN:%=tests/journeys/%.py))
 
 # All of what runs on the pretend GPU, but for what takes minutes a test, and a random search.
@@ -58,10 +61,10 @@ pretend: all test-modules
 test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
-# Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too.
+# Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with new examples.
 test-all: googletest sanitize test-modules
-	$(BIN)/python -m pytest -m ""
-	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "")
+	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default
+	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)
 
 googletest: all
 	@test -n "$$($(BIN)/ninja -C build/current -t query cpp_tests 2>/dev/null)" || \

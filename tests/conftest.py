@@ -12,7 +12,14 @@ if vehicle.asked_for():
     vehicle.install()  # before torch
 
 import torch
+from hypothesis import settings
 from noria import _C
+
+from tests.ranks import LEFT_OUT
+
+# `make test` draws the same examples each time; `make test-all` draws new ones (--hypothesis-profile=default).
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 def missing_for_gpu(needs_torch: bool) -> str:
