@@ -51,6 +51,15 @@ def pytest_collection_modifyitems(items):
         seen[test] += 1
 
 
+def pytest_configure(config):
+    config.stash[LEFT_OUT] = []
+
+
+def pytest_deselected(items):
+    for item in items:
+        item.config.stash[LEFT_OUT].append(item)
+
+
 @pytest.fixture
 def one_thread():
     num_threads = torch.get_num_threads()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -114,7 +115,24 @@ def _in_turn(rank: int, size: int, acts: dict[str, tuple[Callable[..., Any], Any
 def in_turn_on_ranks(size: int, acts: dict[str, tuple[Callable[..., Any], Any]]) -> dict[str, str]:
     """Several acts, each with its arguments, one after the other in the same processes, whose start takes longer than
     most acts. By name, the tracebacks of the ranks that raised, or nothing."""
-    return on_ranks(size, _in_turn, acts)[0]
+    return on_ranks(size, _in_turn, acts)[0] if acts else {}
+
+
+LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
+"""Tests that were collected and will not run."""
+
+
+def asked_for(request: pytest.FixtureRequest, acts: dict[str, Any], always: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`acts` of a module without those of which only tests ask that will not run. A test asks for an act by a parameter
+    that is its name, or the end of it. `always`: those that others go on from."""
+
+    def names(items: list[pytest.Item]) -> set[str]:
+        parameters = [item.callspec.params for item in items if item.path == request.path and hasattr(item, "callspec")]
+        words = {word for each in parameters for word in each.values() if isinstance(word, str)}
+        return {name for name in acts for word in words if name == word or name.endswith(f" {word}")}
+
+    left_out = names(request.config.stash[LEFT_OUT]) - names(request.session.items)
+    return {name: act for name, act in acts.items() if name in always or name not in left_out}
 
 
 @contextlib.contextmanager

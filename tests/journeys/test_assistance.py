@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, WIDTH, Block, Net, adamw, loss_of, sgd, state_tensors
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 STEPS = 6
 
@@ -461,8 +461,8 @@ OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, OF_TWO)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
 @pytest.mark.parametrize("name", COURSES)

@@ -24,7 +24,7 @@ from tests.device import DEVICE
 from tests.journeys.pairs import WIDTH, adamw, go_on_here, sgd, state_tensors
 from tests.journeys.test_lending import AUTO, LENGTH, keeps_in_room
 from tests.journeys.test_pipelines import SCHEDULES, STEPS, Stage, trained
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 Act = tuple[Callable[..., Any], Any]
 NOT_A_POWER_OF_TWO = 6
@@ -579,13 +579,13 @@ OF_ONE |= {
 
 
 @pytest.fixture(scope="module")
-def of_two() -> dict[str, str]:
-    return in_turn_on_ranks(2, OF_TWO)
+def of_two(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
 @pytest.fixture(scope="module")
-def of_one() -> dict[str, str]:
-    return in_turn_on_ranks(1, OF_ONE)
+def of_one(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(1, asked_for(request, OF_ONE))
 
 
 @pytest.mark.parametrize("name", OF_TWO)

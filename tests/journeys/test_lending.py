@@ -30,7 +30,7 @@ from tests.device import DEVICE
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage, trained
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 LENGTH = 128
 BUNDLE = 100_352  # what a block saves of a micro-batch of 2 x 128 x 16
@@ -439,8 +439,8 @@ def test_three_stages_lend_in_proportion_to_links():
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, OF_TWO)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
 @pytest.mark.parametrize("name", OF_TWO)

@@ -23,7 +23,7 @@ from tests.journeys.lending_cases import BLOCKS, BUNDLE, CHOSEN, LENGTH, Case, S
 from tests.journeys.pairs import WIDTH, adamw
 from tests.journeys.test_lending import KIB64
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
-from tests.ranks import in_turn_on_ranks
+from tests.ranks import asked_for, in_turn_on_ranks
 
 Acts = dict[str, tuple[Callable[..., Any], Any]]
 
@@ -251,8 +251,8 @@ ACTS: dict[int, Acts] = {2: acts_of(OF_TWO) | PLANNED | WAITS, 3: acts_of(OF_THR
 
 
 @pytest.fixture(scope="module")
-def found() -> Callable[[int], dict[str, str]]:
-    return functools.cache(lambda num_ranks: in_turn_on_ranks(num_ranks, ACTS[num_ranks]))
+def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, str]]:
+    return functools.cache(lambda num_ranks: in_turn_on_ranks(num_ranks, asked_for(request, ACTS[num_ranks])))
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(num_ranks, name) for num_ranks in ACTS for name in ACTS[num_ranks]])

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, sgd, state_tensors
-from tests.ranks import alone, in_turn_on_ranks
+from tests.ranks import alone, asked_for, in_turn_on_ranks
 
 STEPS = 3
 SIZE = 4
@@ -359,9 +359,9 @@ ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, request):
     with mock.patch.dict(os.environ, {"NORIA_TEST_FOLDER": str(tmp_path_factory.mktemp("meshes"))}):
-        return in_turn_on_ranks(SIZE, ACTS)
+        return in_turn_on_ranks(SIZE, asked_for(request, ACTS))
 
 
 def assert_fine(failure: str) -> None:

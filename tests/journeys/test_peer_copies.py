@@ -20,7 +20,7 @@ from tests.journeys import test_pipelines
 from tests.journeys.pairs import adamw, sgd
 from tests.journeys.test_lending import AUTO, BUNDLE, LENGTH, ROOM
 from tests.journeys.test_pipelines import trained
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 SLOW_HOME = {"fetch": (0.004, 0.0), "peer": (1.0, 0.0)}  # GiB/s: a unit takes 1.4 ms
 SLOWER_PEER = {"fetch": (0.004, 0.0), "peer": (0.0005, 0.0)}
@@ -129,8 +129,8 @@ LONG: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, ACTS)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, ACTS))
 
 
 @pytest.mark.parametrize("name", ACTS)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, WIDTH, Block, adamw, sgd, state_tensors
-from tests.ranks import in_turn_on_ranks, on_ranks
+from tests.ranks import asked_for, in_turn_on_ranks, on_ranks
 
 NUM_MICRO_BATCHES, STEPS = 4, 3
 
@@ -221,8 +221,8 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, ACTS)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, ACTS))
 
 
 @pytest.mark.parametrize("name", ACTS)

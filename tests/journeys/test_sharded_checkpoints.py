@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tests.device import DEVICE
 from tests.journeys.pairs import Net, adamw, lion, loss_of
 from tests.journeys.test_shared import BY_TORCH, Pictures, adapted, sgd, tied, together, uneven, values_of
-from tests.ranks import in_turn_on_ranks
+from tests.ranks import asked_for, in_turn_on_ranks
 
 
 def with_buffers() -> nn.Module:
@@ -360,9 +360,10 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(root):
+def found(root, request):
     def on(size: int, *froms: int) -> Any:
-        return {name: (loads_and_saves, (root, name, froms)) for name in (COURSES if size == 2 else SOME)}
+        acts = {name: (loads_and_saves, (root, name, froms)) for name in (COURSES if size == 2 else SOME)}
+        return asked_for(request, acts)
 
     more = {f"resumes: {name}": (resumes, (root, name)) for name in SOME}
     more |= {
@@ -378,9 +379,7 @@ def found(root):
     }
     found = {4: in_turn_on_ranks(4, on(4, 1))}
     found[3] = in_turn_on_ranks(3, on(3, 4))
-    found[2] = in_turn_on_ranks(
-        2, on(2, 1) | {f"back: {name}": (loads_and_saves, (root, name, (3,))) for name in SOME} | more
-    )
+    found[2] = in_turn_on_ranks(2, on(2, 1) | asked_for(request, back | more))
     return found
 
 

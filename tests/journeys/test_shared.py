@@ -30,8 +30,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE
-from tests.journeys.pairs import HOSTILE, LATE_UPDATES, VOCAB, Block, Net, adamw, lion, loss_of, state_tensors
-from tests.ranks import alone, assert_fine, in_turn_on_ranks, on_ranks
+from tests.journeys.pairs import (
+    HOSTILE,
+    LATE_UPDATES,
+    VOCAB,
+    Block,
+    Net,
+    adamw,
+    go_on_here,
+    lion,
+    loss_of,
+    state_tensors,
+)
+from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks, on_ranks
 
 STEPS = 4
 
@@ -300,8 +311,8 @@ def like_ddp(rank: int, size: int, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found_by_ddp() -> dict[str, str]:
-    return in_turn_on_ranks(2, {name: (like_ddp, (name,)) for name in COURSES})
+def found_by_ddp(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, {name: (like_ddp, (name,)) for name in COURSES}))
 
 
 @pytest.mark.parametrize("name", COURSES)
@@ -713,8 +724,8 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, OTHERS)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, OTHERS))
 
 
 @pytest.mark.parametrize("name", TWINS)

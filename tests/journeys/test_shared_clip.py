@@ -17,7 +17,7 @@ from torch import nn
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, loss_of
 from tests.journeys.test_shared import sgd, share_gradients, uneven
-from tests.ranks import assert_fine, in_turn_on_ranks
+from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 STEPS, BITES, NEVER = 3, 0.05, 1e6
 clip = nn.utils.clip_grad_norm_
@@ -223,8 +223,8 @@ OTHERS = act("other touches", other_touches_name_what_works)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    return in_turn_on_ranks(2, ACTS)
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, asked_for(request, ACTS))
 
 
 @pytest.mark.parametrize("name", [*BY_TORCH, *TOTALS])

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
-from tests.ranks import alone, assert_fine, in_turn_on_ranks
+from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks
 
 
 def tied() -> nn.Module:
@@ -230,9 +230,9 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def found(request: pytest.FixtureRequest) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
-        return in_turn_on_ranks(2, {**ACTS, "calls": (other_calls, (folder,))})
+        return in_turn_on_ranks(2, asked_for(request, {**ACTS, "calls": (other_calls, (folder,))}))
 
 
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("edits")])

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.device import DEVICE
 from tests.journeys.pairs import Net, adamw, loss_of, sgd
 from tests.journeys.test_shared import Normed, tied, values_of
-from tests.ranks import in_turn_on_ranks, on_ranks
+from tests.ranks import asked_for, in_turn_on_ranks, on_ranks
 
 
 def made(make: Callable[[], nn.Module] = Net, device: str = DEVICE, **policy: Any) -> tuple[nn.Module, Any]:
@@ -452,7 +452,7 @@ WAYS = ("noria.load", "dcp.load", "load_state_dict", "rank 0")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("together"))
     acts: dict[str, Any] = {
         "gathers on first": (gathers_on_first, (folder,)),
@@ -480,7 +480,7 @@ def found(tmp_path_factory):
         "lost buffer": (lost_buffer, ()),
         **{f"meta: {by}": (all_meta, (folder, by)) for by in WAYS},
     }
-    return in_turn_on_ranks(2, acts)
+    return in_turn_on_ranks(2, asked_for(request, acts, always=("keeps",)))
 
 
 NAMES = {
