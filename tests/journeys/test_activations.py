@@ -176,6 +176,7 @@ JOURNEYS = [plain, micro_batches, interruptions, inner_loss]
 MODELS = [Net, Dropping, Attending, Twice, Checkpointed, CheckpointedWithMore]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hostility", [HOSTILE, LATE], ids=["hostile", "late"])
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: journey.__name__)
@@ -183,6 +184,7 @@ def test_journeys_have_the_bits_of_plain_torch(mode, hostility, journey):
     both(journey, **MODES[mode], hostility=hostility)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_models_have_the_bits_of_plain_torch(mode, model):

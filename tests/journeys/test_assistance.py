@@ -465,6 +465,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COURSES)
 def test_two_ranks_that_visit_different_units_have_the_bits_of_ddp(found, name):
     assert_fine(found, name)
@@ -509,6 +510,7 @@ def test_replicas_that_visit_different_units_sum_as_parts_do(found, name):
     assert_fine(found, f"replicas: {name}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "policy"), [((3,), {"window": 2}), ((2, 2), DRAFTS), ((2, 3), {"window": 2})])
 def test_more_ranks_that_visit_different_units_have_the_sums_of_all(shape, policy):
     for failure in in_turn_on_ranks(math.prod(shape), {"": (on_more, (policy, shape))}).values():

@@ -89,6 +89,7 @@ def load(side, states):
 # ---- resume ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @kinds
 @pytest.mark.parametrize("by", ["state_dict", "noria.save"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(kind, by, tmp_path):
@@ -137,6 +138,7 @@ def test_a_run_with_a_parameter_without_dimensions_is_resumed(kind, tmp_path):
     same(resumed, straight)
 
 
+@pytest.mark.sampled(5)
 @kinds
 @pytest.mark.parametrize("order", ["optimizer first", "between two models", "model last again"])
 def test_model_and_optimizer_are_loaded_in_any_order(kind, order):

@@ -213,6 +213,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
 def test_whatever_comes_between_backward_and_step_counts(edit, settled):

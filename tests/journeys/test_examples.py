@@ -197,6 +197,7 @@ def shared(tmp_path_factory):
     return printed, torch.load(path, weights_only=True)
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_gpt_are_killed_and_end_with_the_same_bits(shared, tmp_path):
     printed, first = shared
     killed = tmp_path / "killed.pt"
@@ -286,6 +287,7 @@ def peer_spans(events: list[dict[str, Any]]) -> list[str]:
     return [verb for verb in verbs if verb != "probe"]
 
 
+@pytest.mark.long
 def test_the_pipeline_fails_when_nobody_needed_to_borrow():
     status, printed = pipeline_d2d("--activation-memory 1000000000")
     assert status != 0

@@ -43,6 +43,7 @@ def expect_failure(side, failure, number):
 # ---- forward -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("where", ["first block", "inside a block", "root", "head"])
 @pytest.mark.parametrize("after_steps", [0, 2])
@@ -143,6 +144,7 @@ class FailsInBackward(torch.autograd.Function):
         return gradient, None
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("where", ["function", "output hook", "parameter hook", "post accumulate hook"])
 @pytest.mark.parametrize("after_steps", [0, 2])
@@ -287,6 +289,7 @@ def state_of_another_optimizer(optimizer):
     optimizer.load_state_dict(saved)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("update", ["auto", "blocking"])
 @pytest.mark.parametrize("cause", [amsgrad_turned_on, lr_a_string, no_betas, state_of_another_optimizer])
 @pytest.mark.parametrize(

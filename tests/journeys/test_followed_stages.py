@@ -588,11 +588,13 @@ def of_one(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(1, asked_for(request, OF_ONE))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_followed_stages_have_the_bits_of_the_same_pipeline(of_two, name):
     assert_fine(of_two, name)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_ONE)
 def test_stages_of_one_rank_have_the_bits_of_the_same_loop(of_one, name):
     assert_fine(of_one, name)

@@ -232,6 +232,7 @@ def test_a_gradient_that_nobody_keeps_is_not_copied():
     assert num_copies() == len(kept)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("edit", [e for e in EDITS if e is not clear_some])
 def test_edits_after_step_do_not_disturb_the_update_under_way(edit, kernel):
@@ -527,6 +528,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("when", ["before wrap", "after wrap"])
 def test_schedulers_give_torchs_rates_without_a_warning(name, when):

@@ -52,6 +52,7 @@ def clipped(side: Side) -> None:
 # ---- every rule, in any window -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @covered
 @dtypes
 def test_every_rule_has_the_same_bits_in_a_small_window_as_with_everything_resident(name, dtype):
@@ -237,6 +238,7 @@ def test_a_parameter_in_bfloat16_without_a_master_is_updated_by_torch():
 # ---- several optimizers in one call --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @dtypes
 @pytest.mark.parametrize("split", ["by block", "inside every block"])
 @pytest.mark.parametrize("second", ["Adagrad", "Lion", "SGD"])

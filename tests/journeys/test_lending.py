@@ -443,6 +443,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_stages_have_the_bits_of_the_same_pipeline(found, name):
     assert_fine(found, name)

@@ -255,6 +255,7 @@ def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, str]]:
     return functools.cache(lambda num_ranks: in_turn_on_ranks(num_ranks, asked_for(request, ACTS[num_ranks])))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_ranks", "name"), [(num_ranks, name) for num_ranks in ACTS for name in ACTS[num_ranks]])
 def test_pipelines_that_lend_have_the_bits_of_one_device_in_their_budgets(found, num_ranks, name):
     failure = found(num_ranks)[name]

@@ -368,11 +368,13 @@ def assert_fine(failure: str) -> None:
     assert not failure, failure
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_slice_of_two_ranks_has_the_bits_of_ddp(found, name):
     assert_fine(found[f"pairs: {name}"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TWINS)
 def test_replicas_have_the_bits_of_one_process_that_is_given_the_same_sums(found, name):
     assert_fine(found[f"twin: {name}"])

@@ -534,6 +534,7 @@ NO_NUMBERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", [{"draft_memory": 0}, {"draft_memory": "64MiB"}, {"update": "blocking"}])
 @pytest.mark.parametrize("before_forward", [False, True])
 @pytest.mark.parametrize(("key", "values"), NO_NUMBERS.items())

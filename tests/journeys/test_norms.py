@@ -80,6 +80,7 @@ def both_clipping(journey, max_norm, **options):
     return noria.report(side.model).drafts
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("draft_memory", [0, "64MiB"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [BITES, BITES_SOMETIMES, NEVER])
@@ -180,6 +181,7 @@ def test_other_kernels_clip_with_torch_itself():
     both(journey, optimizer=lambda ps: Whole(ps, lr=0.1), max_grad_norm=BITES_SOMETIMES)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
 @pytest.mark.parametrize("edit", [untouched, replaced])
 @pytest.mark.parametrize("kernel", ["fused", "torch", "whole"])

@@ -266,6 +266,7 @@ KEEPS_GRADIENTS = pytest.param(
 OWN = [CountingInGroups, CountingInState, Counting, Remembering, KEEPS_GRADIENTS, Halving]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", [*OWN, Sharpness])
 def test_an_optimizer_of_ones_own_may_keep_what_it_likes_where_it_likes(optimizer, dtype):
@@ -446,6 +447,7 @@ UNKNOWN = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps look at valu
 SEPARABLE = sorted((cls for cls in noria.kernels.SEPARABLE if cls.__name__ != "Muon"), key=lambda cls: cls.__name__)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cls", SEPARABLE, ids=lambda cls: cls.__name__)
 def test_state_without_dimensions_is_planned_for_where_the_parameter_has_none(cls):
     counters = {"step", "eta", "mu", "mu_product"}

@@ -43,6 +43,7 @@ COVER = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_a_run_has_the_bits_of_its_twin_and_really_streams(case: Case):
     run(case)
@@ -62,6 +63,7 @@ def test_the_cover_holds_every_possible_pair_of_values_of_every_two_axes():
 _RECORDED: dict[str, Any] = {}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_delays_changes_a_bit(seed: int):
     """Kernel, update mode, window, tied weights and threads take turns; the poison shows whatever is used too late."""

@@ -383,17 +383,20 @@ def found(root, request):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COURSES)
 def test_two_ranks_load_what_one_process_has_saved(found, name):
     assert not found[2][name], found[2][name]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("size", "what"), [(4, ""), (3, ""), (2, "back: ")], ids=["1 to 4", "4 to 3", "3 to 2"])
 @pytest.mark.parametrize("name", SOME)
 def test_any_number_of_ranks_loads_what_any_other_has_saved(found, name, size, what):
     assert not found[size][what + name], found[size][what + name]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SOME)
 def test_as_many_ranks_go_on_with_the_same_bits(found, name):
     assert not found[2][f"resumes: {name}"], found[2][f"resumes: {name}"]
@@ -469,6 +472,7 @@ def test_noria_load_reads_folders_of_other_policies(found):
     assert not found[2]["folders"], found[2]["folders"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COURSES)
 @pytest.mark.usefixtures("one_thread", "found")
 def test_one_process_loads_what_ranks_have_saved(root, name):
@@ -482,6 +486,7 @@ def test_one_process_loads_what_ranks_have_saved(root, name):
         assert_same_bits(values_of(other, its), expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COURSES)
 @pytest.mark.usefixtures("found")
 def test_plain_torch_reads_whole_tensors_under_the_original_names(root, name, tmp_path):

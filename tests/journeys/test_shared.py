@@ -315,6 +315,7 @@ def found_by_ddp(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, {name: (like_ddp, (name,)) for name in COURSES}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COURSES)
 def test_two_ranks_have_the_bits_of_ddp(found_by_ddp, name):
     failure = found_by_ddp[name]
@@ -728,6 +729,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, OTHERS))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TWINS)
 def test_two_ranks_have_the_bits_of_one_process_that_is_given_the_same_gradients(found, name):
     assert_fine(found, f"twin: {name}")
@@ -791,6 +793,7 @@ def test_groups_are_compared_by_what_they_say_and_not_by_addresses(found):
     assert_fine(found, "groups alike")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_rank_that_wraps_something_else_is_refused_on_all_ranks(found, name):
     assert_fine(found, f"other {name}")

@@ -227,6 +227,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, ACTS))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*BY_TORCH, *TOTALS])
 def test_a_clip_has_the_norm_of_the_whole_model_and_torchs_bits(found, name):
     assert_fine(found, name)

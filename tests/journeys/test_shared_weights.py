@@ -235,16 +235,19 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
         return in_turn_on_ranks(2, asked_for(request, {**ACTS, "calls": (other_calls, (folder,))}))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("edits")])
 def test_edits_of_whole_weights_on_two_ranks_have_the_bits_of_one_process(found, name):
     assert_fine(found, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("other edits")])
 def test_edits_that_differ_between_ranks_are_dropped_on_all_of_them(found, name):
     assert_fine(found, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in ACTS if name.startswith("writes")])
 def test_a_write_to_weights_that_were_to_be_read_only_is_kept_and_complained_of(found, name):
     assert_fine(found, name)

@@ -52,6 +52,7 @@ def all_bits(side: Side) -> dict[str, torch.Tensor]:
 # ---- the same bits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @reduced
 @dtypes
 @optimizers
@@ -131,6 +132,7 @@ def test_what_the_user_does_between_backward_and_step_counts(state_dtype):
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @reduced
 @dtypes
 @optimizers
@@ -171,6 +173,7 @@ def test_8bit_state_dicts_hold_floats_under_torchs_own_keys(optimizer):
         }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("to", ["fp32", "bf16", "8bit", "plain PyTorch", "torch"])
 @pytest.mark.parametrize("source", ["fp32", "bf16", "8bit", "plain PyTorch"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])

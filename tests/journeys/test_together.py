@@ -513,6 +513,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES, ids=NAMES.get)
 def test_ranks(found, name):
     assert not found[name], found[name]

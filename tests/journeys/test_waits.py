@@ -140,6 +140,7 @@ def differ(a: Kept, b: Kept) -> bool:
     return first_difference(list(a.values()), [b[name] for name in a], list(a)) is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CASES)
 def test_training_goes_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     case = CASES[kind]
