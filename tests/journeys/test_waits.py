@@ -69,6 +69,15 @@ def train_and_edit_gradients_after_the_step(model: nn.Module, optimizer: Any, ke
             parameter.grad.add_(0.5)
 
 
+def train_and_read_gradients(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+    for number in range(2):
+        loss_of(model, number).backward()
+        for name, parameter in model.named_parameters():
+            kept[f"gradient {number}: {name}"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train_and_look(model: nn.Module, optimizer: Any, kept: Kept) -> None:
     for number in range(2):
         loss_of(model, number).backward()
@@ -93,6 +102,7 @@ class Case:
     model: Callable[[], nn.Module] = Net
     window: int = 2
     poison: bool = False
+    drafts: bool = False
     late: str | None = None  # whose lateness shows it; none: the giver's
 
 
@@ -111,6 +121,8 @@ CASES = {
     "fetch -> load on working_copy (WAR)": Case(train_and_edit, late="update"),  # the fetch has waited for it
     "drain -> poison on gradient_buffer (WAR)": Case(poison=True),
     "poison -> backward on gradient_buffer (WAW)": Case(poison=True),
+    "drain -> draft on held_gradient (RAW)": Case(drafts=True),
+    "drain -> user on held_gradient (RAW)": Case(train_and_read_gradients, drafts=True),
 }
 
 
@@ -120,7 +132,8 @@ def run(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[Kept, list[s
     model = case.model()
     optimizer = adamw(model.parameters())
     with on_machine(hostility={"hold_us": hold_us, "poison": case.poison}):
-        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", window=case.window)
+        drafts = "64MiB" if case.drafts else 0
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", window=case.window, draft_memory=drafts)
     omit_wait(model, omitted)
     kept: Kept = {}
     case.journey(model, optimizer, kept)
