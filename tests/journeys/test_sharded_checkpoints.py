@@ -377,6 +377,7 @@ def found(root, request):
         "writes": (writes_on_one_rank_alone, ()),
         **{f"unwraps: {name}": (unwraps_what_it_has_loaded, (root, name, by)) for name, by in UNWRAPPED.items()},
     }
+    back = {f"back: {name}": (loads_and_saves, (root, name, (3,))) for name in SOME}
     found = {4: in_turn_on_ranks(4, on(4, 1))}
     found[3] = in_turn_on_ranks(3, on(3, 4))
     found[2] = in_turn_on_ranks(2, on(2, 1) | asked_for(request, back | more))

@@ -453,7 +453,7 @@ def clips(rank: int, size: int, by_call: bool, max_norm: float, kernel: str = "a
         ours.step()
         if not by_call:
             norm = ours.grad_norm
-        everybodys = [torch.zeros(()) for _ in range(size)]
+        everybodys = [torch.zeros_like(norm) for _ in range(size)]
         dist.all_gather(everybodys, norm)
         for its in everybodys:
             assert_same_bits({"norm": its}, {"norm": everybodys[0]})
@@ -536,6 +536,7 @@ def unwraps(rank: int, size: int) -> None:
             assert wrapped.backend.allocated == wrapped.custody.arena_bytes
             assert type(optimizer) is torch.optim.SGD
             assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+            go_on_here(model, optimizer)
         trained = DistributedDataParallel(model) if shared else trained
         usual_loop(trained, optimizer, rank + 1)
         found.append({**model.state_dict(), **state_tensors(optimizer)})
@@ -576,7 +577,8 @@ def halves_the_home(rank: int, size: int, policy: dict[str, Any]) -> None:
 
 
 def plans_its_part(rank: int, size: int) -> None:
-    planned = noria.plan(Net(width=64), device=DEVICE, window=2)
+    net = Net(width=64)
+    planned = noria.plan(net, sgd(net.parameters()), device=DEVICE, window=2)
     model, _ = wrapped_net(lambda: Net(width=64), window=2)
     found = {row.purpose: row.planned for row in noria.report(model).ledger if row.place == "host"}
     expected = {purpose: amount for place, purpose, amount in planned.rows() if place == "host"}
@@ -711,8 +713,8 @@ OTHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "meta": (wraps_meta, (uneven,)),
     "meta buffers": (wraps_meta, (Normed,)),
     "unwraps": (unwraps, ()),
-    "home": (halves_the_home, ({},)),
-    "home in bfloat16": (halves_the_home, ({"dtype": torch.bfloat16, "state_dtype": "8bit"},)),
+    "home": (halves_the_home, ({"draft_memory": 0},)),
+    "home in bfloat16": (halves_the_home, ({"dtype": torch.bfloat16, "state_dtype": "8bit", "draft_memory": 0},)),
     "home by torch": (halves_the_home, ({"kernel": "torch"},)),
     "keeps state, fused": (keeps_its_state, ("fused",)),
     "keeps state, torch": (keeps_its_state, ("torch",)),

@@ -103,11 +103,11 @@ def forget_peak() -> None:
 
 def wrapped_layers(rank: int, width: int, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
     """Sizes that every number of ranks here divides without padding; only rank 0 ever has values."""
-    with torch.device(DEVICE if rank == 0 else "meta"):
+    with torch.device("meta" if rank > 0 else "cpu"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEPTH)))
     optimizer = torch.optim.AdamW(model.parameters())
     with on_machine(hostility={"seed": 1, "poison": True}):  # so that the device's memory is all touched
-        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], dtype=dtype)
+        noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], dtype=dtype, draft_memory=0)
     return model, optimizer
 
 

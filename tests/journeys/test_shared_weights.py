@@ -19,7 +19,7 @@ from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from tests.device import DEVICE
+from tests.device import DEVICE, NEEDS_FULL_HOST
 from tests.journeys.pairs import HOSTILE, Net, adamw, loss_of, state_tensors
 from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks
 
@@ -141,8 +141,14 @@ def says_what_it_takes(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match=r"is evicted: use noria\.materialize"):
         model.head.bias.sum()
 
+
+def finds_no_room(rank: int, size: int) -> None:
+    model, _ = wrapped_net()
+    wrapped = wrapped_by(model)
+    assert wrapped is not None
+    weights = sum(unit.weights for unit in wrapped.units)
     home = sum(row.taken for row in noria.report(model).ledger if row.place == "host")
-    tight, other = wrapped_net(host_memory=home + weights() // 2)
+    tight, other = wrapped_net(host_memory=home + weights // 2)
     with pytest.raises(noria.UsageError, match="materialized weights"), noria.materialize(tight):
         pass
     with noria.materialize(tight.head):
@@ -226,6 +232,7 @@ ACTS: dict[str, tuple[Callable[..., Any], Any]] = {
     **{f"writes, {name}": (keeps_what_was_not_to_be_written, (policy,)) for name, policy in POLICIES.items()},
     **{f"copies by {name}": (copies, (name,)) for name in COPIES},
     "takes": (says_what_it_takes, ()),
+    **({"no room": (finds_no_room, ())} if DEVICE == "cpu" else {}),
 }
 
 
@@ -258,8 +265,13 @@ def test_a_copy_of_the_model_is_made_inside_of_the_block_and_refused_outside(fou
     assert_fine(found, f"copies by {name}")
 
 
-def test_whole_weights_are_a_row_of_the_ledger_and_within_host_memory(found):
+def test_whole_weights_are_a_row_of_the_ledger(found):
     assert_fine(found, "takes")
+
+
+@NEEDS_FULL_HOST
+def test_whole_weights_that_host_memory_has_no_room_for_are_refused(found):
+    assert_fine(found, "no room")
 
 
 def test_what_goes_around_the_block_is_refused_on_all_ranks(found):

@@ -188,7 +188,7 @@ def breaks_off_a_step(rank: int, size: int) -> None:
         optimizer.step()
         return
     state = optimizer.state[model.blocks[2].expand.weight]
-    state["momentum_buffer"] = torch.zeros(3)
+    state["momentum_buffer"] = state["momentum_buffer"].new_zeros(3)
     with pytest.raises(RuntimeError, match=r"shape|size"):
         optimizer.step()
     with pytest.raises(noria._C.MachineError, match="of different steps: an update by torch has raised"):
