@@ -501,6 +501,7 @@ void bind_custody(py::module_& m) {
                              }});
            })
       .def("apply_scales", &Custody::apply_scales, NoGil())
+      .def("unscale_used", &Custody::unscale_used, NoGil())
       .def("is_moved", [](Custody& self, std::int32_t unit) { return self.engine().is_moved(UnitId(unit)); })
       .def("draft_counts",
            [](Custody& self) {
@@ -565,7 +566,8 @@ void bind_custody(py::module_& m) {
           },
           NoGil())
       .def(
-          "bring_home", [](Custody& self, const std::vector<std::int32_t>& units) { self.bring_home(unit_ids(units)); },
+          "bring_home",
+          [](Custody& self, const std::vector<std::int32_t>& units) { return self.bring_home(unit_ids(units)); },
           NoGil())
       .def("release", &Custody::release)
       .def("exchange", &Custody::exchange, NoGil())

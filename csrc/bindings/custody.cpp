@@ -11,6 +11,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
 #include <map>
 #include <set>
 
@@ -38,8 +40,8 @@ std::string evicted_message(const std::string& unit, bool is_shared) {
          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
-// A unit's bytes are compared with the home's this often when all that is known is that they may have been written: at
-// its visits in one step, for the caller waits for the device then. torch's own operators say when they do write.
+// On a device, whose caller has to wait for it, a unit's bytes are compared with the home's no more often than this
+// when all that is known is that they may have been written. torch's own operators say when they do write.
 constexpr int kMostComparisons = 2;
 
 constexpr const char* kWhyDead =
@@ -114,10 +116,12 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
   }
   shown_ = std::make_shared<ShownGradients>(std::move(callbacks));
   weight_writes_ = std::make_shared<WeightWrites>(self_);
+  if (is_shared_) {
+    for (const CustodyUnit& unit : units) refuse_other_addresses(unit.engine.held);
+  }
   for (std::size_t u = 0; u < units.size(); ++u) {
     const EngineUnit& engine = units[u].engine;
     names_.push_back(engine.facts.name);
-    if (is_shared_) refuse_other_addresses(engine.held);
     const bool is_whole = engine.working != nullptr && !is_shared_;
     homes_.push_back(is_whole ? backend->device_address(engine.working) : nullptr);
     is_staged_.push_back(is_whole && homes_.back() == nullptr);
@@ -129,7 +133,7 @@ Custody::Custody(EngineOptions options, std::shared_ptr<Backend> backend, std::v
                              : std::make_unique<UnitStorage>(engine.facts.gradients.count, device,
                                                              "gradient buffer of " + names_.back() + " is closed"));
     parameters_of_.emplace_back();
-    comparisons_left_.push_back(kMostComparisons);
+    comparisons_left_.push_back(device.is_cpu() ? std::numeric_limits<int>::max() : kMostComparisons);
     for (CustodyParameter& facts : units[u].parameters) {
       const int index = static_cast<int>(parameters_.size());
       parameters_of_.back().push_back(index);
@@ -195,6 +199,7 @@ void Custody::begin_forward(std::int32_t root, bool training, bool grad_enabled)
                      "train without CUDA graphs, or capture a model that is not wrapped");
   }
   forget_failed_backward();
+  trains_ = std::this_thread::get_id();
   if (!is_told_) refuse_unclaimed("a forward");
   // Nodes are made here, on the training stream, so that autograd finds producer and consumer on one stream.
   if (grad_enabled) make_accumulators();
@@ -312,11 +317,20 @@ void Custody::check_in_custody(const Hook& hook) {
   }
 }
 
+bool Custody::is_in_place(int index) const {
+  const Parameter& asked = parameter(index);
+  const at::Tensor& variable = asked.facts.variable;
+  return weights_[static_cast<std::size_t>(asked.unit.value)]->holds(variable) &&
+         variable.scalar_type() == asked.facts.dtype && variable.sizes() == asked.sizes &&
+         variable.strides() == asked.strides &&
+         variable.storage_offset() * static_cast<std::int64_t>(variable.itemsize()) == asked.facts.offset;
+}
+
 bool Custody::rejoin(int index) {
+  if (is_in_place(index)) return false;
   const Parameter& strayed = parameter(index);
   const UnitStorage& storage = *weights_[static_cast<std::size_t>(strayed.unit.value)];
   const at::Tensor& variable = strayed.facts.variable;
-  if (storage.holds(variable) && variable.scalar_type() == strayed.facts.dtype) return false;
   variable.set_data(
       storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides, written_keys()));
   return true;
@@ -327,6 +341,7 @@ void Custody::release(int index, const at::Tensor& replacement) {
 }
 
 void Custody::recover() {
+  await_failed_backward();
   if (engine_.phase() == Phase::backward) reset();
 }
 
@@ -391,10 +406,10 @@ void Custody::arm() {
   refuse_open_home();
   refuse_captured_gradients();
   forget_failed_backward();
-  const auto token = std::make_shared<int>(task);
-  armed_.push_back({task, token});
-  torch::autograd::Engine::get_default_engine().queue_callback([this, self = self_, token] {
-    if (*self != nullptr) as_python_errors([&] { task_ended(*token); });
+  const auto token = std::make_shared<std::promise<void>>();  // it is never kept: only when it goes counts
+  armed_.push_back({task, token->get_future()});
+  torch::autograd::Engine::get_default_engine().queue_callback([this, self = self_, task, token] {
+    if (*self != nullptr) as_python_errors([&] { task_ended(task); });
   });
   if (engine_.phase() == Phase::backward) return;
   if (engine_.phase() == Phase::forward && !entered_.empty()) interrupted_ = forward_;
@@ -438,7 +453,7 @@ void Custody::drop_cleared_gradients() {
 
 void Custody::update_held() {
   drop_cleared_gradients();
-  engine_.update_held();
+  engine_.update_held(current_stream());
 }
 
 // Before anything of this backward has changed anything.
@@ -488,9 +503,19 @@ void Custody::set_last_of(const std::optional<std::vector<UnitId>>& units) {
   engine_.set_last_of(units);
 }
 
+// A thread that trains is out of a backward that has not ended: it raised. A thread of autograd's may still be in one
+// of its nodes, and ours are hooked to them.
+void Custody::await_failed_backward() {
+  if (in_backward() || std::this_thread::get_id() != trains_) return;
+  for (const Armed& each : armed_) each.over.wait();
+}
+
 void Custody::forget_failed_backward() {
-  const bool failed = std::any_of(armed_.begin(), armed_.end(), [](const Armed& each) { return each.alive.expired(); });
-  if (failed) reset();
+  await_failed_backward();
+  const auto is_over = [](const Armed& each) {
+    return each.over.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  };
+  if (std::any_of(armed_.begin(), armed_.end(), is_over)) reset();
 }
 
 void Custody::refuse_captured_gradients() const {
@@ -690,9 +715,10 @@ void Custody::refuse_other_sums(const std::vector<std::int64_t>& first, const st
 }
 
 variable_list Custody::catch_gradient(int index, const variable_list& gradients) {
-  if (!gradients[0].defined()) return gradients;
-  arm();
   Parameter& into = parameter(index);
+  // Frozen since its forward: autograd drops the gradient.
+  if (!gradients[0].defined() || !into.facts.variable.requires_grad()) return gradients;
+  arm();
   refuse_foreign_hooks(into);
   if (torch::autograd::impl::post_acc_grad_hooks(into.facts.variable)) {
     if (gradient_is(index) == GradientIs::foreign) return gradients;
@@ -854,11 +880,24 @@ int Custody::first_scaled(const std::vector<int>& indices) const {
   return -1;
 }
 
+void Custody::unscale_used(const std::vector<int>& indices, const at::Tensor& inverse) {
+  const Scale scale = kept({Scale::By::unscaling, inverse, 1});
+  for (const int index : indices) {
+    if (!shown_->may_multiply(index)) apply_scales(index);
+    if (is_shared_ || shown_->may_multiply(index)) {
+      shown_->multiply(index, scale);
+    } else {
+      shown_->before_raw_write(index);
+      multiply_by(held(static_cast<std::size_t>(index)).inner(), scale);
+    }
+  }
+}
+
 bool Custody::apply_scales(int index) {
   if (!has_held(static_cast<std::size_t>(index))) return false;
   shown_->forget(index);
   if (held(static_cast<std::size_t>(index)).scales().empty()) return false;
-  if (!shows_gradients()) {
+  if (is_shared_) {
     parts_.multiply(index);
     return false;
   }
@@ -930,20 +969,40 @@ void Custody::close_home(const std::vector<UnitId>& units, bool write) {
   }
 }
 
-void Custody::bring_home(const std::vector<UnitId>& units) {
+std::string Custody::bring_home(const std::vector<UnitId>& units) {
   const at::NoGradGuard no_grad;
+  const auto lies_at_home = [&](const at::Tensor& value) {
+    return std::any_of(units.begin(), units.end(), [&](UnitId unit) {
+      return weights_[static_cast<std::size_t>(unit.value)]->covers(value.storage().data());
+    });
+  };
+  std::map<const void*, int> owners;  // of memory, by its address
+  std::string shared;
+  std::vector<std::pair<int, at::Tensor>> strayed;
   for (UnitId unit : units) {
-    const UnitStorage& storage = *weights_[static_cast<std::size_t>(unit.value)];
     for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {
-      const Parameter& strayed = parameter(index);
-      const at::Tensor value = strayed.facts.variable.detach();
+      const Parameter& each = parameter(index);
+      const at::Tensor value = each.facts.variable.detach();
       // Of another dtype or shape: complained of when it is next used.
-      if (storage.holds(value) || value.scalar_type() != strayed.facts.dtype || value.sizes() != strayed.sizes)
-        continue;
-      storage.view(strayed.facts.dtype, strayed.facts.offset, strayed.sizes, strayed.strides).copy_(value);
-      rejoin(index);
+      if (value.scalar_type() != each.facts.dtype || value.sizes() != each.sizes || value.numel() == 0) continue;
+      const auto [owner, is_new] = owners.emplace(value.const_data_ptr(), index);
+      if (!is_new && shared.empty()) {
+        shared = "\"" + parameter(owner->second).facts.name + "\" and \"" + each.facts.name + "\"";
+      }
+      if (!is_in_place(index)) strayed.emplace_back(index, value);
     }
   }
+  // Exchanged or transposed they lie in each other's place: all are read before any is written.
+  for (auto& [index, value] : strayed) {
+    if (lies_at_home(value)) value = value.clone();
+  }
+  for (const auto& [index, value] : strayed) {
+    const Parameter& each = parameter(index);
+    const UnitStorage& storage = *weights_[static_cast<std::size_t>(each.unit.value)];
+    storage.view(each.facts.dtype, each.facts.offset, each.sizes, each.strides).copy_(value);
+    rejoin(index);
+  }
+  return shared;
 }
 
 void Custody::refuse_open_home() const {
@@ -997,13 +1056,13 @@ void Custody::attach(UnitId unit, std::byte* weights) {
 void Custody::evict(UnitId unit) {
   UnitStorage& weights = *weights_[static_cast<std::size_t>(unit.value)];
   // An operator that no version counter saw (`p.data.clamp_()`), or only something that asked for the pointer without
-  // `const`: the bytes tell. Compiled code asks at every visit, so the first few times must do.
+  // `const`, as compiled code does at every visit: the bytes tell.
   int& comparisons_left = comparisons_left_[static_cast<std::size_t>(unit.value)];
   const bool may_be_written = weights.written() || has_python_object(weights.storage());
   const bool is_asked = weights.is_told() || (may_be_written && comparisons_left > 0);
   const bool is_changed = is_asked && homes_[static_cast<std::size_t>(unit.value)] != nullptr &&
                           !weights.equals(homes_[static_cast<std::size_t>(unit.value)]);
-  if (is_asked && !weights.is_told()) comparisons_left = is_changed ? kMostComparisons : comparisons_left - 1;
+  if (is_asked && !weights.is_told() && !is_changed) --comparisons_left;
   weights.evict();
   const std::size_t num_lost = lost_writes_.size();
   for (int index : parameters_of_[static_cast<std::size_t>(unit.value)]) {

@@ -20,9 +20,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/living.h"
@@ -117,6 +119,8 @@ class Custody final : public Custodian, public Living<Custody> {
   /// The gradient's bytes are its value from now on, and will be written: nothing that is known of them holds. True:
   /// the device multiplies them when its stream gets there, and the host must not read or write them before.
   bool apply_scales(int index);
+  /// Of gradients that a step has used, times what unscales them: they count as unscaled.
+  void unscale_used(const std::vector<int>& indices, const at::Tensor& inverse);
   /// Where ranks share the gradients.
   struct Parts {
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms;
@@ -146,8 +150,10 @@ class Custody final : public Custodian, public Living<Custody> {
   void close_home(const std::vector<UnitId>& units, bool write);
   /// While the home is open: somebody has asked for write access to the unit's parameters.
   bool is_written(UnitId unit) const { return weights_[static_cast<std::size_t>(unit.value)]->written(); }
-  /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home.
-  void bring_home(const std::vector<UnitId>& units);
+  /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home. Names two
+  /// that were given the same memory; each has its own then.
+  std::string bring_home(const std::vector<UnitId>& units);
+  bool is_in_place(int index) const;
   /// Puts a parameter's storage back where it belongs; false when it was there.
   bool rejoin(int index);
   /// The parameter leaves for good and becomes `replacement`.
@@ -199,7 +205,7 @@ class Custody final : public Custodian, public Living<Custody> {
   };
   struct Armed {
     int task;
-    std::weak_ptr<int> alive;
+    std::future<void> over;  // ready when autograd has let go of the backward
   };
 
   class WeightWrites;
@@ -242,6 +248,7 @@ class Custody final : public Custodian, public Living<Custody> {
   void refuse_other_process() const;
   void make_accumulators();
   void refuse_other_addresses(std::byte* held) const;
+  void await_failed_backward();
   void forget_failed_backward();
   /// The user's loop sees in p.grad what is held, and may edit it.
   bool shows_gradients() const { return !updates_in_backward_ && !is_shared_; }
@@ -267,7 +274,8 @@ class Custody final : public Custodian, public Living<Custody> {
   HookId first_alone_;           // began the pass that is open, if no root did
   std::vector<HookId> entered_;  // modules that have been entered and not left, innermost last
   bool alone_ = false;           // the pass began with a part of the model that was called by itself
-  std::vector<Armed> armed_;
+  std::vector<Armed> armed_;     // backwards that have begun and not ended
+  std::thread::id trains_;       // which thread's forward came last
   std::vector<UnitId> home_open_;
   std::vector<std::string> lost_writes_;  // changed in place while on the device, not yet complained of
   std::vector<int> comparisons_left_;     // by unit, see `evict`

@@ -92,7 +92,8 @@ void HeldGradient::reuse(const at::Tensor& current_gradient) {
   scales_.clear();
   unwatch(storage_);
   const bool was_private = !is_taken_ && !has_python_object(storage_);
-  if (alone && was_private) return;  // only we have `seen_`, so `tensor` may show it again
+  // Only we have `seen_`, so `tensor` may show it again: unless the user has left it in another shape.
+  if (alone && was_private && is(seen_) && !seen_.requires_grad()) return;
   stop_listening(storage_);
   seen_ = at::Tensor();
   is_taken_ = false;

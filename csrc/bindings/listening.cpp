@@ -260,12 +260,15 @@ std::optional<Scale> scale_by(const c10::IValue& factor, const at::Tensor& scale
   return factor.isTensor() ? scale_by(factor.toTensor(), scaled) : scale_by(factor.toScalar(), scaled);
 }
 
-bool multiplied(const at::Tensor& tensor, const c10::IValue& factor) {
+/// `copy`: of the factor, made at the first need, for all that one call multiplies.
+bool multiplied(const at::Tensor& tensor, const c10::IValue& factor, std::optional<Scale>& copy) {
   if (records(tensor)) return false;
   const Heard found = heard_whole(tensor);
   if (!found.listener) return false;
   const auto scale = scale_by(factor, tensor);
-  if (!scale || !found.listener->multiply(found.number, *scale)) return false;
+  if (!scale || !found.listener->may_multiply(found.number)) return false;
+  if (!copy) copy = kept(*scale);
+  found.listener->multiply(found.number, *copy);
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   return true;
 }
@@ -274,7 +277,8 @@ bool multiplied(const at::Tensor& tensor, const c10::IValue& factor) {
 bool answer_multiply(const c10::OperatorHandle& op, Stack& stack) {
   const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
   const at::Tensor tensor = arguments[0].toTensor();
-  if (!multiplied(tensor, arguments[1])) return false;
+  std::optional<Scale> copy;
+  if (!multiplied(tensor, arguments[1], copy)) return false;
   taken(op, stack);
   stack.emplace_back(tensor);
   return true;
@@ -284,11 +288,12 @@ bool answer_multiply(const c10::OperatorHandle& op, Stack& stack) {
 bool answer_list_multiply(const c10::OperatorHandle& op, Stack& stack) {
   const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
   const c10::IValue factor = arguments[1];
+  std::optional<Scale> copy;
   std::vector<at::Tensor> rest;
   std::size_t count = 0;
   for (const at::Tensor& each : arguments[0].toTensorVector()) {
     ++count;
-    if (!multiplied(each, factor)) rest.push_back(each);
+    if (!multiplied(each, factor, copy)) rest.push_back(each);
   }
   if (rest.size() == count) return false;
   if (!rest.empty()) {
@@ -408,6 +413,12 @@ std::vector<std::string> writing_operators() {
 }
 
 }  // namespace
+
+Scale kept(const Scale& scale) {
+  if (scale.by == Scale::By::number) return scale;
+  const at::NoGradGuard no_grad;
+  return {scale.by, scale.tensor.detach().clone(), 1};
+}
 
 void multiply_by(const at::Tensor& target, const Scale& scale) {
   const at::NoGradGuard no_grad;

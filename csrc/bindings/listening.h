@@ -38,8 +38,11 @@ struct Scale {
   double number = 1;
 };
 
-/// Multiplies `target` as that operator does. What is not finite is not told: it was when the user asked.
+/// Multiplies `target` as that operator does, but sets no `found_inf`: that was set when the user unscaled.
 void multiply_by(const at::Tensor& target, const Scale& scale);
+
+/// The same, by a copy that nobody else has.
+Scale kept(const Scale& scale);
 
 /// Somebody who listens to tensors, each by a number of his. As it stands here, it answers nothing.
 class Listener {
@@ -58,8 +61,9 @@ class Listener {
   virtual std::vector<at::Tensor> norms(const std::vector<int>& numbers, const NormAsked& /*asked*/) {
     return std::vector<at::Tensor>(numbers.size());
   }
-  /// True: from now on the tensor counts as multiplied.
-  virtual bool multiply(int /*number*/, const Scale& /*scale*/) { return false; }
+  virtual bool may_multiply(int /*number*/) const { return false; }
+  /// From now on the tensor counts as multiplied. The scale's own tensor will not change.
+  virtual void multiply(int /*number*/, const Scale& /*scale*/) {}
   /// As `_amp_foreach_non_finite_check_and_unscale_`, of all of them or of none.
   virtual bool unscale(const std::vector<int>& /*numbers*/, const at::Tensor& /*found_inf*/, const Scale& /*scale*/) {
     return false;

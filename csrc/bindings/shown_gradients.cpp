@@ -81,8 +81,6 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
 
 void ShownGradients::begin_step() {
   asked_last_ = std::exchange(asked_, {});
-  kept_from_ = at::Tensor();
-  kept_ = {};
   compared_ = at::Tensor();
 }
 
@@ -180,28 +178,14 @@ bool ShownGradients::is_as_rehearsed(const HeldGradient& held) {
   return false;
 }
 
-Scale ShownGradients::kept(const Scale& scale) {
-  if (scale.by == Scale::By::number) return scale;
-  const std::uint32_t version =
-      scale.tensor.is_inference() ? 0 : scale.tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  const bool is_known = kept_from_.defined() && kept_from_.is_same(scale.tensor) && kept_version_ == version &&
-                        kept_.by == scale.by && !scale.tensor.is_inference();
-  if (!is_known) {
-    const at::NoGradGuard no_grad;
-    kept_from_ = scale.tensor;
-    kept_version_ = version;
-    kept_ = {scale.by, scale.tensor.detach().clone(), 1};
-  }
-  return kept_;
+bool ShownGradients::may_multiply(int number) const {
+  const HeldGradient& held = *gradients_[index(number)].held;
+  return callbacks_.is_settled(number) && held.scales().size() < kMostScales && held.is_private();
 }
 
-bool ShownGradients::multiply(int number, const Scale& scale) {
-  Gradient& gradient = gradients_[index(number)];
-  if (!callbacks_.is_settled(number) || gradient.held->scales().size() >= kMostScales) return false;
-  if (!gradient.held->is_private()) return false;
+void ShownGradients::multiply(int number, const Scale& scale) {
   callbacks_.before_scale(number);
-  gradient.held->add_scale(kept(scale));
-  return true;
+  gradients_[index(number)].held->add_scale(scale);
 }
 
 bool ShownGradients::unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) {

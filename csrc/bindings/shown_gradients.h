@@ -73,7 +73,8 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   void after_write(int number) override;
   bool is_whole(int number, const at::Tensor& tensor) const override;
   std::vector<at::Tensor> norms(const std::vector<int>& numbers, const NormAsked& asked) override;
-  bool multiply(int number, const Scale& scale) override;
+  bool may_multiply(int number) const override;
+  void multiply(int number, const Scale& scale) override;
   bool unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) override;
 
  private:
@@ -96,17 +97,12 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   static at::Tensor answer(const Gradient& gradient, const Question& question);
   /// What is multiplied so far is exactly one unscaling, by what was rehearsed.
   bool is_as_rehearsed(const HeldGradient& held);
-  Scale kept(const Scale& scale);
 
   const Callbacks callbacks_;
   std::vector<Gradient> gradients_;
   std::set<Question> asked_, asked_last_;  // since the last step; before it
   std::set<Question> asks_;                // of what arrives now
-  // The last copy of a scale, and the tensor it was copied from: a clip multiplies all gradients by the same tensor.
-  at::Tensor kept_from_;
-  std::uint32_t kept_version_ = 0;
-  Scale kept_;
-  at::Tensor rehearsed_by_;  // an inverse scale, on the device
+  at::Tensor rehearsed_by_;                // an inverse scale, on the device
   float rehearsed_by_value_ = 0;
   at::Tensor compared_;  // the last one that was compared with it
   float compared_value_ = 0;

@@ -4,6 +4,8 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/Storage.h>
 
+#include <functional>
+
 #include "bindings/watched.h"
 
 namespace noria {
@@ -40,6 +42,13 @@ bool UnitStorage::equals(std::byte* elsewhere) const {
                        {1});
   };
   return at::equal(bytes(storage_.data()), bytes(elsewhere));
+}
+
+bool UnitStorage::covers(const void* memory) const {
+  if (!attached_) return false;
+  const auto* const begin = static_cast<const std::byte*>(storage_.data());
+  const std::less<const void*> is_before;
+  return !is_before(memory, begin) && is_before(memory, begin + storage_.nbytes());
 }
 
 void UnitStorage::evict() {

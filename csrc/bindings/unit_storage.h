@@ -39,6 +39,8 @@ class UnitStorage {
     return storage.unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
   }
   bool holds(const at::Tensor& tensor) const { return is(tensor.storage()); }
+  /// `memory` is some of what is attached.
+  bool covers(const void* memory) const;
 
  private:
   const std::shared_ptr<bool> is_written_;  // since it was attached; the storage's callback sets it

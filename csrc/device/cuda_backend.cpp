@@ -44,8 +44,8 @@ namespace {
 
 /// Runs on the stream: whatever comes later there comes so much later. A host function and no kernel, so that holding a
 /// stream needs no device code.
-void hold_stream(void* until) {
-  const std::unique_ptr<std::int64_t> us(static_cast<std::int64_t*>(until));
+void hold_stream(void* held) {
+  const std::unique_ptr<std::int64_t> us(static_cast<std::int64_t*>(held));
   sleep_until_ns(now_ns() + *us * 1000);
 }
 

@@ -34,8 +34,6 @@ inline constexpr unsigned kEventDisableTiming = 0x02;
 inline constexpr unsigned kHostRegisterPortable = 0x01;
 inline constexpr unsigned kHostRegisterMapped = 0x02;
 inline constexpr unsigned kIpcLazyEnablePeerAccess = 0x01;
-/// cudaDevAttrCanUseHostPointerForRegisteredMem: the device reads registered memory under the host's own address.
-inline constexpr int kCanUseHostPointerForRegisteredMemory = 91;
 
 struct IpcHandle {  // cudaIpcMemHandle_t, passed by value
   char reserved[64];
@@ -50,7 +48,6 @@ struct IpcHandle {  // cudaIpcMemHandle_t, passed by value
   CALL(Error, GetDeviceCount, (int* count))                                                                    \
   CALL(Error, GetDevice, (int* device))                                                                        \
   CALL(Error, SetDevice, (int device))                                                                         \
-  CALL(Error, DeviceGetAttribute, (int* value, int attribute, int device))                                     \
   CALL(Error, DeviceGetPCIBusId, (char* id, int size, int device))                                             \
   CALL(Error, Malloc, (void** memory, std::size_t size))                                                       \
   CALL(Error, Free, (void* memory))                                                                            \

@@ -63,6 +63,10 @@ TimedPointPtr CudaTimes::mark(cuda::StreamHandle stream) {
 
 bool CudaTimes::has_room(Lane lane) {
   const std::lock_guard lock(mutex_);
+  return has_room_locked(lane);
+}
+
+bool CudaTimes::has_room_locked(Lane lane) {
   if (in_flight(lane).ops.size() < kMostInFlight) return true;
   poll_locked();
   return in_flight(lane).ops.size() < kMostInFlight;
@@ -79,8 +83,7 @@ void CudaTimes::begin(TimedOp& op, cuda::StreamHandle stream) {
 }
 
 TimedPointPtr CudaTimes::end(TimedOp op, cuda::StreamHandle stream) {
-  if (!has_room(op.label.lane)) {
-    const std::lock_guard lock(mutex_);
+  if (const std::lock_guard lock(mutex_); !has_room_locked(op.label.lane)) {
     TimedOp& newest = in_flight(op.label.lane).ops.back();
     if (newest.end && !newest.end->reached_ns) {
       device_.check(device_->EventRecord(newest.end->event, stream), "cudaEventRecord");

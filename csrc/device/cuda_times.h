@@ -110,6 +110,7 @@ class CudaTimes {
 
   TimedPointPtr mark(cuda::StreamHandle stream);
   bool has_room(Lane lane);
+  bool has_room_locked(Lane lane);
   bool settle(InFlight& lane, const TimedOp& op);
   std::optional<std::int64_t> time_of(const TimedPointPtr& point);
   Open* find_open(const OpLabel& waiter);

@@ -210,7 +210,7 @@ class Engine {
   /// Before a backward that updates: what was expected of earlier ones is forgotten.
   void forget_expected();
   /// `step` after passes that have only accumulated: their updates now.
-  void update_held();
+  void update_held(Stream stream);
   struct Updated {
     UnitId unit;
     std::vector<std::pair<Bytes, UpdateScalars>> pieces;  // offset of the gradient

@@ -80,9 +80,17 @@ void Engine::forget_expected() {
   for (auto& update : in_backward_->expected) update.reset();
 }
 
-void Engine::update_held() {
+void Engine::update_held(Stream stream) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(in_backward_ && !phase_, "what is held is updated between passes");
+  Op edits;  // a clip, say: the device may not have come to it
+  edits.verb = Verb::user;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (in_backward_->come[i].empty()) continue;
+    const BufferId held = facts_[i].held;
+    edits.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
+  }
+  finish_user_op(std::move(edits), stream);
   update_rest(/*what_accumulates=*/true);
 }
 

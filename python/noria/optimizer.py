@@ -29,6 +29,8 @@ class WrappedOptimizer(Optimizer):
 
     _noria: Updates | None = None
 
+    # What compiled code calls here runs as it is: it looks at the home, of which the compiler knows nothing.
+    @torch._disable_dynamo
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._noria is None:
             own = step_of(original_class(type(self)))
@@ -40,6 +42,7 @@ class WrappedOptimizer(Optimizer):
     step.hooked = True
     step._wrapped_by_lr_sched = True
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._noria is not None:
             refuse_inside_backward("optimizer.zero_grad()")
@@ -57,6 +60,7 @@ class WrappedOptimizer(Optimizer):
         be told; the first time it takes memory for all gradients. Elsewhere it changes nothing."""
         return contextlib.nullcontext() if self._noria is None else self._noria.accumulate()
 
+    @torch._disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

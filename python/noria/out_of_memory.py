@@ -31,19 +31,16 @@ def advice(planned: WrapPlan, wanted: int) -> str:
     """`wanted`: the bytes that an operator asked for in vain."""
     taken = planned.device_bytes
     left = taken - int(_FITS * wanted)
+    enough = 2 * left >> 20  # MiB
     text = (
         f"{planned.device} is out of memory for {format_bytes(wanted)}. noria has {format_bytes(taken)} of it for its "
         "window and gradient buffers"
     )
-    if left >= planned.least_device:
-        return f'{text}; noria.wrap(..., device_memory="{_rounded(2 * left)}") leaves enough to torch'
+    if enough << 20 >= 2 * planned.least_device:
+        return f'{text}; noria.wrap(..., device_memory="{enough}MiB") leaves enough to torch'
     if planned.policy.activations == "keep":
         return f'{text}, and needs them; activations="auto" leaves more to torch, or a smaller batch'
     return f"{text}, and needs them; a smaller batch needs less of torch"
-
-
-def _rounded(num_bytes: int) -> str:
-    return f"{num_bytes >> 20}MiB"
 
 
 def tell_when_full(wrapped: Wrapped) -> None:

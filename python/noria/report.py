@@ -75,9 +75,17 @@ class HostMemory:
     gib_s: float
 
     @property
+    def updated_us(self) -> float:
+        """What `updated` takes at the pace of the memory alone."""
+        return self.updated / (self.gib_s * _GIB) * 1e6
+
+    @property
+    def copied_us(self) -> float:
+        return self.copied / (self.gib_s * _GIB) * 1e6
+
+    @property
     def us(self) -> float:
-        """What they take at the pace of the memory alone."""
-        return (self.updated + self.copied) / (self.gib_s * _GIB) * 1e6
+        return self.copied_us + self.updated_us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,8 +353,8 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         per_step["backward_collect_us"],
         per_step["offload_us"],
         per_step["peer_us"],
-        host.copied / (host.gib_s * _GIB) * 1e6,
-        host.updated / (host.gib_s * _GIB) * 1e6,
+        host.copied_us,
+        host.updated_us,
     )
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update

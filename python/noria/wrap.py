@@ -378,14 +378,14 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.together.meet("unwrap")
     wrapped.custody.settle_all()
     wrapped.custody.idle()
-    if wrapped.shows_gradients:
-        for slot in wrapped.slots:
-            wrapped.custody.apply_scales(slot.index)
-    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
-    gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
     if wrapped.ranks is not None:
         held_back.clear()  # each rank has a part
+    for slot in wrapped.slots:
+        if wrapped.shows_gradients or slot.index in held_back:
+            wrapped.custody.apply_scales(slot.index)
+    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
+    gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
     values = {slot.index: wrapped.together.values(slot) for slot in wrapped.slots}
     states = [updates.plain() for updates in wrapped.optimizers]
     for updates, state in zip(wrapped.optimizers, states, strict=True):

@@ -555,6 +555,38 @@ def test_what_was_only_accumulated_is_updated_at_step():
     both_in_backward(journey)
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_what_was_only_accumulated_can_be_clipped(num_micro_batches):
+    def journey(side: Side) -> None:
+        for number in range(4):
+            with side.optimizer.accumulate():
+                for micro in range(num_micro_batches):
+                    loss_of(side.model, 10 * number + micro).backward()
+            norm = torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1e-2)
+            assert norm > 1e-2
+            side.keep(f"norm {number}", norm)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+def test_what_was_only_accumulated_is_handed_back_as_it_was_multiplied():
+    handed_back = []
+    for update in ("backward", "auto"):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device=DEVICE, update=update)
+        with optimizer.accumulate():
+            loss_of(model, 0).backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.3)
+        noria.unwrap(model, optimizer)
+        handed_back.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same_bits(*handed_back)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_was_accumulated_and_cleared_is_not_used_by_a_step_that_comes_at_once(whole):
     def journey(side: Side) -> None:

@@ -402,6 +402,37 @@ def begin_anew(optimizer):
     optimizer.state = type(torch.optim.SGD([torch.zeros(1)]).state)(dict)
 
 
+def of_one_shape(optimizer):
+    """Lists of parameters, each with the parameters whose state its own goes to."""
+    by_shape = {}
+    for parameter in optimizer.param_groups[0]["params"]:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    return [(found, found[1:] + found[:1]) for found in by_shape.values()]
+
+
+def exchange(optimizer):
+    for found, targets in of_one_shape(optimizer):
+        for target, state in zip(targets, [optimizer.state[each] for each in found], strict=True):
+            optimizer.state[target] = state
+
+
+def exchange_tensors(optimizer):
+    for found, targets in of_one_shape(optimizer):
+        for target, value in zip(targets, [optimizer.state[each]["exp_avg"] for each in found], strict=True):
+            optimizer.state[target]["exp_avg"] = value
+
+
+def load_exchanged(optimizer):
+    numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
+    found = optimizer.state_dict()
+    exchanged = {
+        numbers[target]: found["state"][numbers[each]]
+        for parameters, targets in of_one_shape(optimizer)
+        for each, target in zip(parameters, targets, strict=True)
+    }
+    optimizer.load_state_dict({**found, "state": dict(sorted(exchanged.items()))})
+
+
 def replace_in_place(optimizer):
     for each in optimizer.state.values():
         each["exp_avg"].fill_(0.01)
@@ -418,8 +449,23 @@ def forget_some_in_place(optimizer):
     clear_in_place(optimizer, 2)
 
 
+def exchange_in_place(optimizer, keys=("exp_avg", "exp_avg_sq", "step")):
+    for found, targets in of_one_shape(optimizer):
+        values = [{key: optimizer.state[each][key].clone() for key in keys} for each in found]
+        for target, each in zip(targets, values, strict=True):
+            for key in keys:
+                optimizer.state[target][key].copy_(each[key])
+
+
+def exchange_tensors_in_place(optimizer):
+    exchange_in_place(optimizer, ("exp_avg",))
+
+
 IN_PLACE = {
     replace: replace_in_place,
+    exchange: exchange_in_place,
+    exchange_tensors: exchange_tensors_in_place,
+    load_exchanged: exchange_in_place,
     clear: clear_in_place,
     forget_some: forget_some_in_place,
     begin_anew: clear_in_place,
@@ -427,7 +473,9 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("kernel", ["torch", "fused"])
-@pytest.mark.parametrize("change", [edit, replace, clear, forget_some, begin_anew])
+@pytest.mark.parametrize(
+    "change", [edit, replace, clear, forget_some, begin_anew, exchange, exchange_tensors, load_exchanged]
+)
 def test_what_the_user_does_to_optimizer_state_counts(change, kernel):
     def journey(side):
         for number in range(5):
@@ -628,7 +676,7 @@ def test_a_write_through_a_state_dict_under_a_bfloat16_policy_reaches_the_master
         model.state_dict()["head.weight"].fill_(1.0)
     loss_of(model, 0).backward()
     optimizer.step()
-    assert torch.equal(model.state_dict()["head.weight"], torch.ones_like(model.head.weight))
+    assert torch.equal(model.state_dict()["head.weight"], torch.ones_like(model.head.weight, device="cpu"))
 
 
 def test_state_dict_gives_the_parameters_themselves_where_they_are_asked_for():

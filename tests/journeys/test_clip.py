@@ -205,6 +205,13 @@ def multiplies_by_a_tensor_that_changes(side: GradientSide, number: int) -> None
     factor.zero_()
 
 
+def multiplies_by_what_changes_unheard(side: GradientSide, number: int) -> None:
+    factor = torch.ones((), device=side.device)
+    for index, gradient in enumerate(side.gradients()):
+        factor.data.fill_(1 + index)  # no version counter sees it
+        gradient.mul_(factor)
+
+
 def edits_the_norms_that_it_was_given(side: GradientSide, number: int) -> None:
     for norm in torch._foreach_norm(side.gradients()):
         norm.mul_(7)
@@ -263,6 +270,7 @@ AFTERS = [
     clips_a_few,
     clips_by_value,
     multiplies_by_a_tensor_that_changes,
+    multiplies_by_what_changes_unheard,
     edits_the_norms_that_it_was_given,
     edits_the_memory_of_norms_that_it_was_given,
     edits_the_total_norm,

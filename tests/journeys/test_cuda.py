@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.journeys.pairs import VOCAB, Net, adamw, sgd
 
 DEVICE = "cuda"
 STEPS, WIDTH = 4, 64
+TIMEOUT_S = 60.0
 pytestmark = pytest.mark.gpu
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -228,3 +230,48 @@ def test_the_report_knows_what_the_device_did_and_when(update):
     assert bound.host_memory.copied == copied * (1 if DEVICE == "cuda" else 2) > 0
     slow = noria.report(model, host_memory_gib_s=1e-6).bound
     assert slow is not None and "host memory" in slow.limit
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_a_forward_comes_after_all_of_a_backward_that_raised(update):
+    """On the launching thread, while autograd's thread of the device is in a block."""
+    sides = []
+    for _ in range(2):
+        model = made()
+        sides.append((model, sgd(model.parameters())))
+        noria.wrap(*sides[-1], device=DEVICE, update=update)
+    (model, _), (plain, _) = sides
+    is_in_block, comes_forward, came = threading.Event(), threading.Event(), []
+
+    def stay(gradient: torch.Tensor) -> None:
+        is_in_block.set()
+        assert comes_forward.wait(TIMEOUT_S)
+        came.append("block")
+
+    def fail(gradient: torch.Tensor) -> None:
+        assert is_in_block.wait(TIMEOUT_S)
+        raise ValueError("a hook of the user's")
+
+    number = torch.zeros((), requires_grad=True)
+    number.register_hook(fail)
+    more = number * 1  # autograd goes back to it when it has left for the device: that came later
+    with model.blocks[-1].register_forward_hook(lambda module, args, output: output.register_hook(stay) and None):
+        loss = loss_of(model, 0).cpu()
+    with pytest.raises(ValueError, match="a hook of the user's"):
+        (loss + more).backward()
+
+    model.register_forward_pre_hook(lambda module, args: comes_forward.set(), prepend=True)
+    model.embed.register_forward_pre_hook(lambda module, args: came.append("forward"))
+    if update == "backward":
+        with pytest.raises(RuntimeError, match="different steps"):
+            loss_of(model, 1)
+        assert came == ["block"]
+        return
+    for each, its in sides:
+        for step in range(STEPS):
+            loss = loss_of(each, step)
+            its.zero_grad()
+            loss.backward()
+            its.step()
+    assert came[:2] == ["block", "forward"]
+    assert_same_bits(model.state_dict(), plain.state_dict())

@@ -604,6 +604,69 @@ def test_a_parameter_frozen_after_wrap_stands_still_and_moves_again_when_it_thaw
     both(journey)
 
 
+@pytest.mark.parametrize("policy", [{}, {"kernel": "fused", "draft_memory": "8MiB"}], ids=str)
+@pytest.mark.parametrize("part", ["blocks.1", ""])
+def test_what_is_frozen_after_its_forward_gets_no_gradient(part, policy):
+    def journey(side):
+        side.train(0, 2)
+        frozen = side.model.get_submodule(part)
+        for number in (2, 3):
+            loss = loss_of(side.model, number)
+            frozen.requires_grad_(False)
+            loss.backward()
+            assert all(parameter.grad is None for parameter in frozen.parameters())
+            side.keep_gradients(f"step {number}")
+            if part:
+                side.keep(f"norm {number}", torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1))
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            frozen.requires_grad_(True)
+        side.train(4, 6)
+
+    both(journey, **policy)
+
+
+RESHAPED = {
+    "transposed": lambda gradient: gradient.t_(),
+    "of more dimensions": lambda gradient: gradient.unsqueeze_(0),
+    "given a view of its data": lambda gradient: setattr(gradient, "data", gradient.data.t()),
+    "made to require a gradient": lambda gradient: gradient.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("change", RESHAPED)
+def test_a_shape_that_a_gradient_was_left_in_is_gone_with_it(change):
+    def journey(side):
+        side.train(0, 1)
+        for number in (1, 2):
+            loss_of(side.model, number).backward()
+            if number == 1:
+                RESHAPED[change](side.model.blocks[1].expand.weight.grad)
+                side.optimizer.zero_grad()
+        gradient = side.model.blocks[1].expand.weight.grad
+        assert gradient.shape == (2 * WIDTH, WIDTH) and gradient.is_contiguous() and not gradient.requires_grad
+        side.keep_gradients("step 2")
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(3, 5)
+
+    both(journey)
+
+
+def test_a_compiled_step_runs_as_it_is():
+    def journey(side):
+        step, clear = side.optimizer.step, side.optimizer.zero_grad
+        if side.is_wrapped:
+            step, clear = (torch.compile(each, backend="eager") for each in (step, clear))
+        for number in range(3):
+            side.keep(f"loss {number}", loss_of(side.model, number))
+            loss_of(side.model, number).backward()
+            step()
+            clear()
+
+    both(journey)
+
+
 def test_weights_hyperparameters_and_gradients_of_groups_are_kept_apart():
     def optimizer(parameters):
         parameters = list(parameters)

@@ -16,7 +16,7 @@ from noria.testing import on_machine
 from torch import nn
 
 from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE
-from tests.journeys.pairs import HOSTILE, VOCAB, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
+from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
 
 THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
 
@@ -237,6 +237,29 @@ def test_replacing_the_data_of_parameters(replace):
     undisturbed(misuse)
 
 
+@pytest.mark.cpu_only("numpy has no device memory")
+@pytest.mark.parametrize("num_looks", [0, 2, 5])
+def test_writing_by_an_address_after_looks_that_were_harmless(num_looks):
+    """Nobody hears what is done there. The bytes tell, however often they have told nothing."""
+
+    def misuse(side):
+        block = side.model.blocks[1]
+        for number in range(num_looks + 1):
+
+            def look(module, args, number=number):
+                values = module.expand.weight.detach().numpy()
+                if number == num_looks:
+                    values[0] = 7.0
+
+            handle = block.register_forward_pre_hook(look)
+            is_found = refused("blocks.1", "materialize") if number == num_looks else contextlib.nullcontext()
+            with is_found, torch.no_grad():
+                loss_of(side.model, 50)
+            handle.remove()
+
+    undisturbed(misuse)
+
+
 def test_moving_the_model_where_it_is_changes_nothing():
     def misuse(side):
         side.model.to(DEVICE)
@@ -291,8 +314,9 @@ def test_cuda_graphs_that_are_asked_for_after_the_wrap(compiled):
         around = torch.compile(model, mode="reduce-overhead") if compiled == "around" else side.model
         if compiled != "around":
             model.compile(mode="reduce-overhead")
-        with refused("reduce-overhead", "bake the addresses"):
-            loss_of(around, 50)
+        for _ in range(2):
+            with refused("reduce-overhead", "bake the addresses"):
+                loss_of(around, 50)
         model._compiled_call_impl = None
 
     undisturbed(misuse)
@@ -692,6 +716,64 @@ def test_new_data_inside_materialize_is_taken_home():
                 side.model.head.bias.data = new
         else:
             side.model.head.bias.data = new
+        side.train(2, 4)
+
+    both(journey)
+
+
+class SquareNet(Net):
+    """With a weight that is a matrix of the same shape when it is transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.square = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        x = self.square(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_weights_that_are_exchanged_or_transposed_inside_materialize_are_so_at_home():
+    def journey(side):
+        side.train(0, 2)
+        with noria.materialize(side.model) if side.is_wrapped else contextlib.nullcontext():
+            for each in zip(*(block.parameters() for block in side.model.blocks), strict=True):
+                for parameter, data in zip(each, [other.data for other in each[1:] + each[:1]], strict=True):
+                    parameter.data = data
+            norm = side.model.blocks[0].norm
+            norm.weight.data, norm.bias.data = norm.bias.data, norm.weight.data
+            side.model.square.weight.data = side.model.square.weight.data.t()
+        side.train(2, 4)
+
+    both(journey, model=SquareNet)
+
+
+def test_weights_that_are_exchanged_between_passes_are_refused():
+    def misuse(side):
+        norm = side.model.blocks[0].norm
+        norm.weight.data, norm.bias.data = norm.bias.data, norm.weight.data
+        with refused("its data replaced", "blocks.0.norm.weight"):
+            loss_of(side.model, 9)
+        with refused("its data replaced", "blocks.0.norm.bias"):
+            loss_of(side.model, 9)
+
+    undisturbed(misuse)
+
+
+def test_weights_that_are_given_the_same_memory_inside_materialize_are_refused():
+    def journey(side):
+        side.train(0, 2)
+        first, second = (block.norm.weight for block in side.model.blocks[:2])
+        if side.is_wrapped:
+            with (
+                refused("share no memory", "blocks.0.norm.weight", "blocks.1.norm.weight"),
+                noria.materialize(side.model),
+            ):
+                second.data = first.data
+        else:
+            second.data = first.data.clone()
         side.train(2, 4)
 
     both(journey)

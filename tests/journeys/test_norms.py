@@ -297,6 +297,23 @@ def test_a_scaler_leaves_unscaling_to_step_with_the_same_bits(draft_memory, unsc
         assert counts["unchanged"] > 0, "the scaler looks for infinities by multiplying by 1"
 
 
+@pytest.mark.parametrize("draft_memory", [0, "64MiB"])
+def test_a_scaler_leaves_gradients_unscaled_which_the_next_backward_adds_to(draft_memory):
+    def journey(side: Side) -> None:
+        if not side.is_wrapped:
+            side.optimizer._step_supports_amp_scaling = False
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
+        for number in range(STEPS):
+            scaler.scale(loss_of(side.model, number)).backward()
+            side.model.head.bias.grad = torch.full_like(side.model.head.bias.grad, 2.0**10)  # the loop's own tensor
+            scaler.step(side.optimizer)
+            scaler.update()
+            if number % 2:
+                side.keep_gradients(f"step {number}")
+
+    both_clipping(journey, None, draft_memory=draft_memory)
+
+
 def test_a_scaler_and_a_built_in_clip_go_together():
     def journey(side: Side) -> None:
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -164,10 +165,28 @@ def updates_inside_backward(rank: int, size: int) -> None:
         for updater in (pair.theirs, pair.ours):
             updater.step()
             updater.zero_grad()
-    pair.backward(2)
+    with pair.ours.accumulate():  # not used up yet: the last step's norm is not its norm
+        pair.backward(2)
+    with pytest.raises(RuntimeError, match="to accumulate, use"):
+        clip(pair.model.parameters(), BITES)
+    pair.backward(3)
     clip(pair.model.parameters(), BITES)
     with pytest.raises(noria.UsageError, match=r"clip that does not bite"):
         pair.ours.step()
+
+
+def finds_no_number(rank: int, size: int) -> None:
+    """In any part of the sum."""
+    pair = Pair(rank, size, Net, kernel="fused")
+    with torch.no_grad():
+        for model in (pair.plain, pair.model):
+            context = noria.materialize(model) if model is pair.model else contextlib.nullcontext()
+            with context:
+                model.head.bias[-1] = float("nan")
+    pair.backward(0)
+    for order in (2.0, float("inf")):
+        assert nn.utils.get_total_norm(gradients(pair.plain), order).isnan()
+        assert nn.utils.get_total_norm(gradients(pair.model), order).isnan()
 
 
 def other_touches_name_what_works(rank: int, size: int) -> None:
@@ -219,6 +238,7 @@ TOLD = [act(f"told norms, {kernel}", uses_the_norms_that_it_is_told, kernel) for
 AFTER = act("accumulates after a clip", accumulates_after_a_clip)
 TWICE = act("clips twice", clips_twice)
 INSIDE = act("updates inside backward", updates_inside_backward)
+NO_NUMBER = act("no number", finds_no_number)
 OTHERS = act("other touches", other_touches_name_what_works)
 
 
@@ -253,6 +273,10 @@ def test_a_clip_of_what_was_clipped_has_torchs_bits(found):
 
 def test_updates_inside_of_backward_let_a_clip_pass_that_does_not_bite(found):
     assert_fine(found, INSIDE)
+
+
+def test_a_norm_of_what_is_no_number_is_none(found):
+    assert_fine(found, NO_NUMBER)
 
 
 def test_what_a_part_cannot_answer_raises_and_names_what_works(found):

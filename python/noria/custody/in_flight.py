@@ -119,7 +119,10 @@ class InFlight:
         if self.stage.is_last:
             return
         if all(len(targets) == 1 for targets in self.stage.act_send_info.values()):
-            self._sent[chunk] = [op.tensor for op in ops if is_plain(op.tensor)]
+            plain = [op for op in ops if is_plain(op.tensor)]
+            for op in plain:
+                op.tensor = op.tensor.detach()  # by torch 2.11 it is the output itself, which the user may have
+            self._sent[chunk] = [op.tensor for op in plain]
         self._let_outputs_go(chunk)
 
     def let_sent_go(self, chunk: int | None = None) -> None:

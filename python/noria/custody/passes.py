@@ -189,8 +189,8 @@ class Passes:
             self.wrapped.check_alive()
             self.wrapped.loaded.refuse_missing("a forward")
             if module._compiled_call_impl is not compiled:
-                compiled = module._compiled_call_impl
                 refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
+                compiled = module._compiled_call_impl
             chosen = hook
             handed = watch.units_handed((*args, *kwargs.values()))
             if handed and not handed.issubset(spec.needs):

@@ -126,7 +126,7 @@ class Values:
                 yield
             finally:
                 self._before_materialize.pop()  # blocks nest
-                self.custody.bring_home(list(units))
+                shared = self.custody.bring_home(list(units))
                 await_device(self.wrapped.device)  # for what the user and `bring_home` have asked it to copy
                 try:
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
@@ -144,6 +144,12 @@ class Values:
                 "no writes inside noria.materialize(..., read_only=True)",
                 f'a write to "{complaints[0].name}"',
                 "leave read_only out; the write was kept",
+            )
+        if shared:
+            raise usage_error(
+                "parameters that share no memory",
+                f"{shared}, given the same by `p.data = ...` inside noria.materialize",
+                "tie them before noria.wrap, as one parameter; each has memory of its own now, with the same values",
             )
 
     def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:

@@ -24,9 +24,8 @@ class ByTorch:
         self.members = members
         self.wrapped = members.wrapped
         self.state = state
-        self.autocast = autocast_now(
-            members.wrapped.device.type
-        )  # of the last step(): its updates run under it, whenever they do
+        # Of the last step(): its updates run under it, whenever they do.
+        self.autocast = autocast_now(members.wrapped.device.type)
         self._jobs: Jobs = {}  # not run yet
         self._home_parameters: dict[int, nn.Parameter] = {}
 

@@ -6,6 +6,7 @@ All ranks ask alike.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import weakref
@@ -91,7 +92,9 @@ class GradientParts:
         """update="backward" has used the gradients up, and has summed their squares."""
         if order != 2.0 or not slots:
             return {}
-        found = self.wrapped.custody.sums_in_backward(sorted({slot.unit for slot in slots}))
+        custody = self.wrapped.custody
+        slots = [slot for slot in slots if not custody.is_held_back(slot.index)]  # not used up yet: no sum is theirs
+        found = custody.sums_in_backward(sorted({slot.unit for slot in slots}))
         sums: dict[int, float] = {}
         for slot in slots:
             place = (slot.unit, slot.gradient_offset)
@@ -102,7 +105,7 @@ class GradientParts:
         return self._roots(sums, order)
 
     def _roots(self, sums: dict[int, float], order: float) -> dict[int, torch.Tensor]:
-        totals = self.wrapped.together.combine(sums, "take norms of {}", max if math.isinf(order) else operator.add)
+        totals = self.wrapped.together.combine(sums, "take norms of {}", larger if math.isinf(order) else operator.add)
         if order == 0 or math.isinf(order):
             return {index: torch.tensor(total, dtype=torch.float64, device="cpu") for index, total in totals.items()}
         return {
@@ -122,11 +125,16 @@ class GradientParts:
         return norm.to(device=self.wrapped.device, dtype=dtype or slot.dtype)
 
 
+def larger(a: float, b: float) -> float:
+    """Not a number, if one of them is none."""
+    return a if math.isnan(a) or a > b else b
+
+
 def _power_sum(part: torch.Tensor, order: float) -> float:
     """In fp64, a stretch at a time: a copy in fp64 of all of it may not fit. Of the largest norm, the largest."""
     stretches = [each.double().abs() for each in part.split(1 << 20)]
     if math.isinf(order):
-        return max((float(each.max()) for each in stretches if each.numel()), default=0.0)
+        return functools.reduce(larger, (float(each.max()) for each in stretches if each.numel()), 0.0)
     if order == 0:
         return float(sum(int((each != 0).sum()) for each in stretches))
     return sum(float(each.pow(order).sum()) for each in stretches)

@@ -47,15 +47,36 @@ class HomeState:
         self.wrapped = members.wrapped
         self.is_loading = False
         self.dtype = self.wrapped.policy.state_dtype  # of fused units
+        self.placed: dict[tuple[int, str], torch.Tensor] = {}  # by slot index and key: what updates write
         self._places = places
         self._arena = arena
         self.take_over()
 
     def follow(self) -> None:
-        """The user may have put another dict in the place of `shown`."""
+        """Before a step: the user may have put another dict in the place of `shown`, or other tensors into it."""
         if self.members.optimizer.state is not self.shown:
             self.settle(None)
             self.take_over()
+        self.part()
+
+    def part(self) -> None:
+        """Tensors that were put into other parameters' state, which is exchanged say, leave the places where they lie:
+        those are about to be written."""
+        strayed = [
+            (slot, values, key)
+            for slot in self.members.slots()
+            if isinstance(values := dict.get(self.shown, slot.parameter), dict)
+            for key, value in values.items()
+            if value is not self.placed.get((slot.index, key)) and is_array(key, value)
+        ]
+        if not strayed:
+            return
+        owners = {value.untyped_storage()._cdata: at for at, value in self.placed.items()}
+        for slot, values, key in strayed:
+            owner = owners.get(values[key].untyped_storage()._cdata)
+            if owner is not None and owner != (slot.index, key):
+                self.wrapped.custody.access_home(self.wrapped.slots[owner[0]].unit, False)
+                values[key] = values[key].clone()
 
     def take_over(self) -> None:
         """At first, and again when the user has put another dict in its place."""
@@ -65,6 +86,8 @@ class HomeState:
             low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
             if are_low_bits(low) and low.shape == slot.shape:
                 self.wrapped.values.masters.set_low_bits(slot, slot.part_of(low))  # of an earlier wrap call
+        self.part()
+        for slot in self.members.slots():
             self.adopt(slot)
 
     def settle(self, parameter: Any) -> None:
@@ -97,16 +120,17 @@ class HomeState:
                 continue
             if place.data_ptr() == value.data_ptr():
                 if place.dtype == value.dtype and place.stride() == value.stride():
+                    self.placed[(slot.index, key)] = value
                     continue
                 value = value.clone()  # another view of the same bytes
             scales = None if place.is_floating_point() else self.moment(slot, SCALES_KEY[key])
             if scales is not None and value.is_floating_point():
                 encode(value, place, scales)
-                state[SCALES_KEY[key]] = scales
+                state[SCALES_KEY[key]] = self.placed[(slot.index, SCALES_KEY[key])] = scales
                 encoded.add(SCALES_KEY[key])
             else:
                 place.copy_(value)
-            state[key] = place
+            state[key] = self.placed[(slot.index, key)] = place
 
     def check(self, slot: HomeParameter, group: dict[str, Any]) -> None:
         """Before an update: refuses what the user, or a checkpoint, has put there and no kernel can read."""

@@ -61,11 +61,14 @@ class InsideBackward:
         custody = self.wrapped.custody
         custody.begin_step()
         own = list(self.members.slots())
+        held_back = [slot.index for slot in own if custody.is_held_back(slot.index)]
+        for index in held_back:
+            custody.apply_scales(index)
         clipped = custody.first_scaled([slot.index for slot in own])
         for slot in own:
             if slot.trainable:
                 custody.drop_scales(slot.index)
-        if any(custody.is_held_back(slot.index) for slot in own):  # by accumulate(): their updates begin now
+        if held_back:  # by accumulate(): their updates begin now
             for updates in self.wrapped.optimizers:
                 updates.expect_in_backward()
             custody.update_held()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -106,6 +106,19 @@ class Norms:
             factor *= _clip_factor(self.grad_norm, self.max_grad_norm)
         self.expected_factor = unscale  # drafts hope that the norm will be below
         return factor
+
+    def unscale(self, slots: Sequence[HomeParameter]) -> None:
+        """After a step that has multiplied by `factor`: `p.grad` is unscaled, as a scaler leaves it elsewhere."""
+        scale = getattr(self.members.optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        custody, inverse = self.wrapped.custody, scale.double().reciprocal().float()
+        held = {slot.index for slot in slots if custody.gradient_is(slot.index) == "held"}
+        custody.unscale_used(list(held), inverse)
+        grads = (slot.parameter.grad for slot in slots if slot.index not in held)
+        others = [grad for grad in grads if grad is not None]
+        if others:
+            torch._amp_foreach_non_finite_check_and_unscale_(others, torch.zeros_like(inverse), inverse)
 
     def _norm(self, slots: Iterable[HomeParameter], max_norm: float) -> torch.Tensor:
         """Of the gradients in the home, which will be clipped to `max_norm`: fp32, without dimensions. Summed in the

@@ -67,6 +67,7 @@ def load_state_dict(members: Members, state: HomeState, state_dict: dict[str, An
         for key, values in loaded.items():
             if values or key not in wrapped.slot_of:
                 dict.__setitem__(state.shown, key, values)
+        state.part()
         for parameter in parameters:
             slot = wrapped.slot_of[parameter]
             wrapped.custody.access_home(slot.unit, True)

@@ -129,7 +129,8 @@ class Updates:
         ready = self._fused.ready(jobs, factor)
         wrapped.custody.begin_step()
         order = [unit for unit in wrapped.custody.next_forward_order() if unit in jobs]
-        updated = [slot.index for groups in jobs.values() for _, slots in groups for slot in slots]
+        slots = [slot for groups in jobs.values() for _, members in groups for slot in members]
+        updated = [slot.index for slot in slots]
         for unit in order:
             wrapped.custody.settle(unit)  # an earlier step's, if no forward came between
         for urgency, unit in enumerate(order):
@@ -143,6 +144,7 @@ class Updates:
             wrapped.custody.end_step(wrapped.policy.update == "blocking")
         finally:
             wrapped.custody.guard_gradients()  # of those that the pool still reads, where an update by torch raised
+        norms.unscale(slots)
         wrapped.drafts.judge(would_hold=norms.max_grad_norm is not None and factor == expected)
         self.num_steps += 1
 

@@ -26,7 +26,6 @@ class Steps:
         self.members = members
         self.wrapped = members.wrapped
         self.state = state
-        self._adopted: dict[tuple[int, str], torch.Tensor] = {}  # (slot index, key): what the kernel writes
         self._zeroed: set[int] = set()  # slots whose moments are zeros of which the optimizer's state does not know yet
 
     def ready(self, slot: HomeParameter, rule: FusedRule) -> int:
@@ -49,7 +48,7 @@ class Steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for key in self._keys(slot, rule):
                 state[key] = self.state.moment(slot, key) if slot.index in self._zeroed else self._new_moment(slot, key)
-                self._adopted[(slot.index, key)] = state[key]
+                self.state.placed[(slot.index, key)] = state[key]
             self._zeroed.discard(slot.index)
         if rule.counts_steps:
             state["step"] += 1
@@ -69,7 +68,7 @@ class Steps:
         if rule.counts_steps and state.get("step") is None:
             return None
         for key in self._keys(slot, rule):
-            if state.get(key) is None or state[key] is not self._adopted.get((slot.index, key)):
+            if state.get(key) is None or state[key] is not self.state.placed.get((slot.index, key)):
                 return None
             _C.watch(state[key])  # who edits it before the step says so
         try:
@@ -93,7 +92,7 @@ class Steps:
         for slot in self.wrapped.units[unit].parameters:
             self.wrapped.values.move_views(slot)
             for key in keys_of(self.wrapped.plan.fused[unit][0].keys, self.state.dtype):
-                adopted = self._adopted[(slot.index, key)]
+                adopted = self.state.placed[(slot.index, key)]
                 is_moment = key in MOMENT_OF
                 offset = home.moment_offset(slot, adopted.dtype) if is_moment else home.scales_offset(slot)
                 _C.move_tensor(adopted, home.address(PURPOSE_OF[key], unit) + offset)
@@ -127,14 +126,14 @@ class Steps:
 
     def _adopt_replaced(self, slot: HomeParameter, state: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Tensors that somebody has put in the place of those in the home."""
-        if all(state.get(key) is self._adopted.get((slot.index, key)) for key in keys):
+        if all(state.get(key) is self.state.placed.get((slot.index, key)) for key in keys):
             return
         self.state.settle(slot.parameter)
         self.state.adopt(slot)
         for key in keys:
             if state.get(key) is None:  # scales that somebody took away: they are where they were
                 state[key] = self.state.moment(slot, key)
-            self._adopted[(slot.index, key)] = state[key]
+            self.state.placed[(slot.index, key)] = state[key]
 
     def _new_moment(self, slot: HomeParameter, key: str) -> torch.Tensor:
         place = self.state.moment(slot, key)

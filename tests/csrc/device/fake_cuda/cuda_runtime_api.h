@@ -30,7 +30,6 @@ enum cudaStreamCaptureMode : int {
   cudaStreamCaptureModeRelaxed = 2,
 };
 enum cudaStreamCaptureStatus : int { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
-enum cudaDeviceAttr : int { cudaDevAttrCanUseHostPointerForRegisteredMem = 91 };
 enum cudaMemcpyKind : int { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 
 typedef struct cudaIpcMemHandle_st {
@@ -56,7 +55,6 @@ cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device);
 cudaError_t cudaDeviceSynchronize();
 
