@@ -1,7 +1,7 @@
 """The device that journeys train on: "cpu", or "cuda" in a process with the pretend GPU (tests/pretend_gpu).
 
-Journeys are programs that say `torch.set_default_device(DEVICE)` first. So plain twins lie on the device, and so does
-what a test makes, unless it says otherwise; models that noria wraps come from there or from the CPU.
+Before each journey DEVICE becomes torch's default: plain twins, batches and models lie there, unless a test says
+otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.pretend_gpu import vehicle
+from tests.pretend_gpu.machine import settle
 
 DEVICE = "cuda" if vehicle.is_installed() else "cpu"
 SHARES = 2 if DEVICE == "cuda" else 1
@@ -45,17 +46,19 @@ def use_device(index: int = 0) -> None:
             _hooks.append(_optimizers.register_optimizer_step_post_hook(lambda *_: _set_division(False)))
 
 
-def leave_device() -> None:
-    """Takes `use_device` back. What runs there is over then, and its failures are forgotten."""
+def finish() -> None:
+    """What has been launched there. Counts of lanes are of what has been done."""
     if DEVICE == "cuda":
-        import _pretend_gpu
+        torch.cuda.synchronize()
 
+
+def leave_device() -> None:
+    """Takes `use_device` back. What runs there is over then; raises a failure that nobody has heard of."""
+    if DEVICE == "cuda":
         torch.set_default_device(None)
         _optimizers._get_foreach_kernels_supported_devices = _where_foreach_is_default
         while _hooks:
             _hooks.pop().remove()
         _set_division(False)
-        _pretend_gpu.forget_failure()
         torch.cuda.set_device(0)
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+        settle()

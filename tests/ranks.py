@@ -1,5 +1,5 @@
-"""Runs a function on several ranks, each a process of its own, over gloo; where the caller's default device is CUDA,
-that is theirs too, in turn one of those that there are, over NCCL."""
+"""Runs a function on several ranks, each a process of its own, over gloo. With the pretend GPU they share its devices
+in turn, over what stands for NCCL."""
 
 from __future__ import annotations
 
@@ -19,9 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.device import use_device
+from tests.device import DEVICE, use_device
+from tests.pretend_gpu.machine import settle
 
 TIMEOUT_S = 240.0
+
+
+def _done(act: Callable[..., Any], *args: Any) -> Any:
+    """What `act` returns, when all that it has launched is over too."""
+    answer = act(*args)
+    if DEVICE == "cuda":
+        settle()
+    return answer
 
 
 def _run(
@@ -36,6 +45,8 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
+        if size % torch.cuda.device_count():  # torch makes no mesh of them
+            mock.patch.object(torch.cuda, "device_count", return_value=1).start()
         use_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -45,7 +56,7 @@ def _run(
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     try:
-        answers.put((rank, act(rank, size, *args), None))
+        answers.put((rank, _done(act, rank, size, *args), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))
     answers.close()
@@ -100,7 +111,7 @@ def _in_turn(rank: int, size: int, acts: dict[str, tuple[Callable[..., Any], Any
     for name, (act, args) in acts.items():
         failure = ""
         try:
-            act(rank, size, *args)
+            _done(act, rank, size, *args)
         except Exception:
             failure = f"rank {rank}:\n{traceback.format_exc()}"
         everybodys = [""] * size
@@ -131,7 +142,10 @@ def asked_for(request: pytest.FixtureRequest, acts: dict[str, Any], always: tupl
         words = {word for each in parameters for word in each.values() if isinstance(word, str)}
         return {name for name in acts for word in words if name == word or name.endswith(f" {word}")}
 
-    left_out = names(request.config.stash[LEFT_OUT]) - names(request.session.items)
+    run, skipped = [], []
+    for item in request.session.items:
+        (skipped if item.get_closest_marker("skip") is not None else run).append(item)
+    left_out = names(request.config.stash[LEFT_OUT] + skipped) - names(run)
     return {name: act for name, act in acts.items() if name in always or name not in left_out}
 
 

@@ -24,8 +24,10 @@ def default_device():
 @pytest.fixture(autouse=True)
 def place(request, default_device):
     """The journey trains on DEVICE, unless it is marked as one that chooses for itself."""
-    if any(request.node.get_closest_marker(name) is not None for name in ("gpu", "own_device")):
-        leave_device()
+    chooses = any(request.node.get_closest_marker(name) is not None for name in ("gpu", "own_device"))
+    (leave_device if chooses else use_device)()
     yield
-    leave_device()
-    use_device()
+    try:
+        leave_device()  # raises what failed behind the journey's back
+    finally:
+        use_device()

@@ -1,4 +1,4 @@
-"""What ranks do in test_collectives.py; each is one process."""
+"""What ranks do in test_collectives.py; each rank is a process."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def nccl() -> Iterator[Any]:
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+def fail_unheard(device: torch.device) -> None:
+    """A kernel fails, and nobody waits for it."""
+    F.embedding(torch.tensor([9], device=device), torch.ones(4, 2, device=device))
+
+
+def embeds_out_of_range(rank: int, size: int) -> str:
+    fail_unheard(own_device(rank))
+    return "fine"
+
+
+def embeds_in_range(rank: int, size: int) -> None:
+    F.embedding(torch.tensor([3], device=own_device(rank)), torch.ones(4, 2, device=own_device(rank)))
 
 
 def noise(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -154,6 +168,33 @@ def the_host_waits_for_no_collective(rank: int, size: int) -> None:
             torch.cuda._sleep(400_000_000)
         dist.barrier(group=group)
         assert rank > 0 or time.monotonic() - before > 0.15, "but for a barrier"
+
+
+def a_call_keeps_its_tensors_until_it_is_waited_for(rank: int, size: int) -> None:
+    """By any stream: as with NCCL, others that use them must be recorded."""
+    device = own_device(rank)
+    with nccl() as group:
+        dist.all_reduce(torch.ones(3, device=device), group=group)  # they have met
+        torch.cuda.synchronize()
+        for waits in (False, True):
+            dist.barrier()
+            before = torch.cuda.memory_allocated()
+            x = torch.ones(1000, device=device)
+            if rank > 0:
+                dist.barrier()  # until then the call of rank 0 is under way
+            work = dist.all_reduce(x, group=group, async_op=True)
+            if waits:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    work.wait()
+            del x, work
+            if rank == 0:
+                kept = torch.cuda.memory_allocated() - before
+                dist.barrier()
+                assert kept == (0 if waits else 4096), (waits, kept)
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.ones(3, device=device), group=group)  # the next call lets go what is over
+            torch.cuda.synchronize()
+            assert torch.cuda.memory_allocated() <= before + 512
 
 
 def ddp_trains_as_over_gloo(rank: int, size: int) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 from tests.pretend_gpu import vehicle
 
-__all__ = ["DEFAULT_MEMORY", "Machine", "apply", "counters", "machine", "reset_counters"]
+__all__ = ["DEFAULT_MEMORY", "Machine", "apply", "counters", "machine", "reset_counters", "settle"]
 
 DEFAULT_MEMORY = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """`seed`, `max_delay_us`, `delayed_percent`: so many of the kernels and copies start late, at random up to so much.
+    """`delayed_percent` of kernels and copies start late, by a random time of up to `max_delay_us`, drawn from `seed`.
     `lazy`: streams do nothing until somebody waits for them, and then only what that needs; `observers`: threads that
-    only watch, whose waiting does not count until nothing has happened for 20 ms. `writes_everything`: kernels ask for
-    all pointers without const, as compiled code does. `poison`: memory is overwritten when it is given out. `memory`:
-    bytes of each device. `threads`: of torch, on a stream's thread; results may depend on it as on the CPU."""
+    only watch, each of whose waits counts after 20 ms. `writes_everything`: kernels ask for all pointers without const,
+    as compiled code does. `poison`: memory is overwritten when it is given out. `memory`: bytes of each device.
+    `threads`: of torch, on a stream's thread; results may depend on it as on the CPU."""
 
     seed: int = 0
     max_delay_us: int = 0
@@ -37,8 +37,11 @@ class Machine:
     def from_text(text: str) -> Machine:
         """`lazy,seed=3,max_delay_us=300`; 1 says nothing."""
         fields: dict[str, Any] = {}
+        known = [field.name for field in dataclasses.fields(Machine) if field.name != "observers"]
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
+            if name not in ("1", *known):
+                raise ValueError(f"expected {vehicle.VARIABLE} to be of 1, {', '.join(known)}; found {name!r}")
             if name != "1":
                 fields[name] = int(value or 1) if name not in ("lazy", "writes_everything", "poison") else value != "0"
         return Machine(**fields)
@@ -69,25 +72,32 @@ def apply(wanted: Machine) -> None:
     os.environ[vehicle.VARIABLE] = str(wanted)  # for processes that are started from here
 
 
-@contextlib.contextmanager
-def machine(**fields: Any) -> Iterator[None]:
-    """The fields of `Machine`; what is not given stays. The devices are idle when it comes and when it goes; a failure
-    that nobody has heard of is raised in the end."""
+def settle() -> None:
+    """Waits for all devices. Raises a failure that nobody has heard of, once."""
     import _pretend_gpu
     import torch
 
-    def idle() -> None:
+    with contextlib.ExitStack() as stack:  # all of it, whatever raises
+        stack.callback(_pretend_gpu.forget_failure)
         for device in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(device)
+            stack.callback(torch.cuda.synchronize, device)
+
+
+@contextlib.contextmanager
+def machine(**fields: Any) -> Iterator[None]:
+    """The fields of `Machine`; what is not given stays. The devices are idle when it comes, and when it goes without an
+    exception; a failure that nobody has heard of is raised in the end."""
+    import _pretend_gpu
+    import torch
 
     before = _now
-    idle()
+    settle()
     if "memory" in fields:
         torch.cuda.empty_cache()
     apply(dataclasses.replace(before, **fields))
     try:
         yield
-        idle()
+        settle()
     finally:
         _pretend_gpu.forget_failure()
         apply(before)

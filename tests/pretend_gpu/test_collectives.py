@@ -14,6 +14,7 @@ ACTS = [
     acts.neighbours_send_to_each_other,
     acts.the_host_waits_for_no_collective,
     acts.tensors_of_the_cpu_are_refused,
+    acts.a_call_keeps_its_tensors_until_it_is_waited_for,
     acts.ddp_trains_as_over_gloo,
     acts.fsdp_trains_as_a_whole_model,
     acts.pipelines_hand_device_tensors_on,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -20,7 +21,9 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def empty_device():
+    gc.collect()  # what failed elsewhere is held by its exceptions
     torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 0
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
 
@@ -103,6 +106,27 @@ def test_a_full_device_is_out_of_memory_as_torch_says_it():
         assert torch.empty(50 * MIB, dtype=torch.uint8, device="cuda").numel(), "what is cached is given back first"
         assert torch.cuda.memory_stats()["num_alloc_retries"] == 2
         torch.cuda.empty_cache()
+
+
+def test_who_is_told_of_a_full_device_may_ask_it():
+    run(
+        """
+        import torch
+        torch.cuda.init()
+        x = [torch.ones(1, device="cuda")]
+        def observe(*told):
+            seen.append(torch.cuda.memory_allocated())
+            x.clear()
+            seen.append(torch.cuda.memory_allocated())
+        seen = []
+        torch._C._cuda_attach_out_of_memory_observer(observe)
+        try:
+            torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
+        assert seen == [512, 0], seen
+        """
+    )
 
 
 def test_a_fraction_of_the_device_is_a_limit():

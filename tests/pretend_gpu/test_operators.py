@@ -280,6 +280,33 @@ def test_division_by_a_number_of_the_host_is_cudas_product_with_its_inverse(dtyp
     assert torch.equal((torch.arange(99, device="cuda") / 3).cpu(), torch.arange(99) * inverse.float().item())
 
 
+@pytest.mark.parametrize(
+    ("divided", "divisor"),
+    [
+        (torch.tensor(2.0), torch.tensor(3.0, dtype=torch.float64)),
+        (torch.arange(3), torch.tensor(3.0, dtype=torch.float64)),
+        (torch.tensor(2.0, dtype=torch.float16), torch.tensor(3.0)),
+        (torch.ones(3, dtype=torch.float16), torch.tensor(3.0, dtype=torch.float64)),
+        (torch.arange(3), torch.tensor(3)),
+    ],
+)
+def test_division_has_the_type_that_the_cpus_has(divided, divisor):
+    twin = divided / divisor
+    made = divided.cuda() / divisor
+    assert made.dtype == twin.dtype
+    assert torch.allclose(made.cpu(), twin)
+
+
+def test_another_default_dtype_is_foreseen():
+    x = torch.arange(1, 4, device="cuda")
+    assert (x / x).cpu().dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (x / x).cpu().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_kernel_that_fails_is_told_where_the_host_next_waits():
     table = torch.ones(4, 2, device="cuda")
     picked = F.embedding(torch.tensor([9], device="cuda"), table)
@@ -323,11 +350,17 @@ def test_compiled_blocks_have_the_bits_of_others(backend):
     torch.manual_seed(0)
     model = GPT(layers=2).cuda()
     batch = batches(1)[0].cuda()[:, :-1]
-    plain = model(batch)
+
+    def results():
+        made = model(batch)
+        model.zero_grad()
+        made.square().sum().backward()
+        return {"made": made.detach()} | {name: each.grad for name, each in model.named_parameters()}
+
+    plain = results()
     for block in model.blocks:
         block.compile(backend=backend)
-    assert torch.equal(model(batch), plain)
-    model(batch).sum().backward()
+    assert_same(results(), plain)
     torch._dynamo.reset()
 
 

@@ -37,12 +37,27 @@ def test_the_torch_that_is_here_is_one_that_it_was_tried_with():
     )
 
 
+def run(program, machine):
+    environment = {**os.environ, vehicle.VARIABLE: machine}
+    environment["PYTHONPATH"] = os.pathsep.join([str(vehicle.CHILD), str(vehicle.ROOT)])
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+
 def test_the_torch_that_is_here_believes_in_it():
     if reason := vehicle.absent():
         pytest.skip(f"the pretend GPU cannot be here: {reason}")
-    program = "import torch; print(torch.ones(3, device='cuda').mul(2).sum().item(), torch.cuda.get_device_name())"
-    environment = {**os.environ, vehicle.VARIABLE: "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(vehicle.CHILD), str(vehicle.ROOT)])
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    program = (
+        "import torch; print(torch.cuda.is_initialized()); x = torch.ones(3, device='cuda'); "
+        "print(x.mul(2).sum().item(), x.is_cuda, torch.cuda.get_device_name())"
+    )
+    done = run(program, "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "6.0 a pretend GPU"
+    assert done.stdout.split("\n")[:2] == ["False", "6.0 True a pretend GPU"], vehicle.FALLBACK
+
+
+def test_a_machine_that_there_is_not_is_told_before_torch_is_imported():
+    if reason := vehicle.absent():
+        pytest.skip(f"the pretend GPU cannot be here: {reason}")
+    told = run("import sys; print('torch' in sys.modules)", "lazzy")
+    assert "lazy, writes_everything" in told.stderr and "found 'lazzy'" in told.stderr
+    assert "PrivateUse1" not in told.stderr and told.stdout.strip() == "False"

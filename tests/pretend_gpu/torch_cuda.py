@@ -1,7 +1,7 @@
 """What torch.cuda is made of: the names that a CUDA build of torch has in torch._C.
 
 torch.cuda itself is torch's own code, unchanged. So streams, events, statistics, guards and random states are looked at
-and refused as on a real device. What is not here is not there: graphs, IPC of events, memory snapshots, jiterator.
+and refused as on a real device. Missing: graphs, IPC of events, memory snapshots, jiterator.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <unistd.h>
@@ -85,7 +86,7 @@ class Allocator::Device {
   explicit Device(int index) : index_(index) {}
 
   void* take(std::size_t requested, c10::StreamId stream) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     finish_events(false);
     const std::size_t size = block_size(requested);
     Block* block = take_idle(size, stream);
@@ -97,7 +98,7 @@ class Allocator::Device {
     }
     if (block == nullptr) {
       ++stats_.num_ooms;
-      refuse(segment_size(size));
+      refuse(segment_size(size), std::move(lock));
     }
     split(*block, size);
     block->is_allocated = true;
@@ -321,7 +322,7 @@ class Allocator::Device {
     });
   }
 
-  [[noreturn]] void refuse(std::size_t size) const {
+  [[noreturn]] void refuse(std::size_t size, std::unique_lock<std::mutex> lock) const {
     const OnDevice on(index_);
     std::size_t free = 0, total = 0;
     cudaMemGetInfo(&free, &total);
@@ -331,6 +332,7 @@ class Allocator::Device {
         fraction < 1.0
             ? c10::str(text_of(static_cast<std::size_t>(fraction * static_cast<double>(total))), " allowed; ")
             : "";
+    lock.unlock();  // who observes may ask this allocator, or wait for a thread that does
     for (const Allocator::FullObserver& observe : *full_observers()) observe(index_, size, reserved, free);
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", text_of(size), ". GPU ", index_,

@@ -3,10 +3,9 @@
 // Units: bytes. Requests are rounded up to 512; segments of 2 MiB hold small blocks (to 1 MiB), of 20 MiB larger ones,
 //   and what is larger than 10 MiB has its own. The smallest idle block that is large enough, of the same stream, is
 //   taken, and split.
-// Order: what is freed is given out again at once on the stream that it was taken on, and is overwritten with 0xFF
-// then,
-//   in that stream's order: who uses it still, is seen. Another stream has to be told of (`recordStream`): then memory
-//   comes back when that stream has passed the point of the release.
+// Order: memory that is freed is given out again at once on its stream, and (`poison`) overwritten with 0xFF in that
+//   stream's order: who uses it still, is seen. Another stream has to be told of (`recordStream`): then memory comes
+//   back when that stream has passed the point of the release.
 // Ownership: memory that others allocated is not followed. Where the device has no more, what is cached is given back
 //   to it, and it is asked once more. Threads: any.
 #pragma once
@@ -43,7 +42,7 @@ class Allocator final : public c10::DeviceAllocator {
   double fraction(int device) const;
 
   /// Called with device, bytes asked for, bytes that the allocator has and bytes that the device has free, before an
-  /// operator that finds no memory raises. For good, as torch's.
+  /// operator that finds no memory raises; under no lock. For good, as torch's.
   using FullObserver = std::function<void(int, std::size_t, std::size_t, std::size_t)>;
   void tell_when_full(FullObserver observer);
 

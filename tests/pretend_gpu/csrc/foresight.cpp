@@ -16,6 +16,7 @@ class Key {
  public:
   explicit Key(const Traits& traits) : is_pointwise_(traits.is_pointwise || traits.is_multi_tensor) {
     text_ = traits.name;
+    number(at::get_default_dtype_as_scalartype());
   }
   void add(const Argument& argument) {
     number(static_cast<int>(argument.kind));

@@ -14,7 +14,7 @@ namespace pretend_gpu {
 const at::Generator& default_generator(int device);
 at::Generator new_generator(int device);
 
-/// The seed of one operator's numbers. A generator of another device is refused, as CUDA does.
+/// The seed of one operator's numbers. A generator of the CPU is refused, as CUDA does.
 std::uint64_t take_seed(const std::optional<at::Generator>& given, int device);
 
 }  // namespace pretend_gpu

@@ -1,7 +1,7 @@
 // gloo for the pretend GPU's NCCL: its calls, waited for on a stream's thread, until somebody aborts them.
 //
-// Ownership: gloo itself cannot be aborted in a call, and waits in its destructor for those that run. So a group that
-//   was aborted is left to itself, with the tensors of that call; hence those are copies. Threads: any.
+// Ownership: a collective of gloo cannot be aborted, and gloo's destructor waits for those that run. So a group that is
+//   aborted is left to itself, with the tensors of that call; hence those are copies. Threads: any.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,7 +26,8 @@ class Gloo {
   std::int64_t timeout_ms() const { return timeout_ms_; }
   void set_timeout(std::chrono::milliseconds timeout);
 
-  /// For calls, which are handed to `finish`; they may be made by one stream at a time, those of pairs by several.
+  /// For calls, which are handed to `finish`. Collectives come from one stream at a time, sends and receives of `pairs`
+  /// from several.
   const c10::intrusive_ptr<c10d::Backend> collectives, pairs;
 
   /// Returns when it is over. Throws what it has failed with, or that the group was aborted.

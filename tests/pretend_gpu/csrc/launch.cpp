@@ -169,12 +169,14 @@ std::optional<c10::OperatorHandle> with_inverse(const Traits& traits, Stack& sta
   if (names.count(traits.name) == 0 || settings().divides) return std::nullopt;
   const std::size_t first = stack.size() - traits.parameters.size();
   const at::Tensor divided = stack[first].toTensor(), divisor = stack[first + 1].toTensor();
-  const c10::ScalarType type = at::result_type(divided, divisor);
+  c10::ScalarType type = at::result_type(divided, divisor);
+  if (at::isIntegralType(type, /*includeBool=*/true)) type = at::get_default_dtype_as_scalartype();
   if (!divided.is_cuda() || !divisor.is_cpu() || divisor.dim() > 0 || at::isComplexType(type)) return std::nullopt;
   const double number = divisor.item<double>();
   const at::Tensor inverse = at::detail::empty_cpu({}, at::kDouble);
   *inverse.mutable_data_ptr<double>() = type == at::kDouble ? 1.0 / number : 1.0f / static_cast<float>(number);
   inverse.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (at::result_type(divided, inverse) != type) return std::nullopt;  // the divisor's type counts, a number's does not
   stack[first + 1] = inverse;
   return c10::Dispatcher::singleton().findSchemaOrThrow(traits.plain_name == "div_" ? "aten::mul_" : "aten::mul",
                                                         traits.name.substr(traits.name.find('.') + 1).c_str());

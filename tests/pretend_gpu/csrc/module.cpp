@@ -28,7 +28,6 @@ py::dict counters() {
   told["link_bytes_written"] = seen.link_bytes_written;
   told["host_waits"] = fake_cuda::num_host_waits();
   told["full_queues"] = fake_cuda::num_full_queues();
-  told["empty_waits"] = fake_cuda::num_empty_waits();
   return told;
 }
 

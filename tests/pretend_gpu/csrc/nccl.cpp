@@ -156,10 +156,11 @@ c10::Stream Nccl::stream_for(std::optional<Pair> pair) {
 /// The tensors of calls that the device has passed are let go.
 void Nccl::forget_passed() {
   std::erase_if(kept_, [](const Kept& each) {
-    if (cudaEventQuery(each.event) == cudaErrorNotReady) {
+    if (cudaEventQuery(each.event) != cudaSuccess) {  // not yet; or it is not known, after a failure
       (void)cudaGetLastError();
       return false;
     }
+    each.shelf->clear();
     cudaEventDestroy(each.event);
     return true;
   });
@@ -218,12 +219,13 @@ Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& resul
       if (!gloo->is_aborted()) record_failure(text, cudaErrorUnknown);
     }
   });
-  kept_.push_back({make_event(on_device), tensors});
+  const auto shelf = std::make_shared<Shelf>(tensors);
+  kept_.push_back({make_event(on_device), shelf});
   record_event(kept_.back().event, stream);
   cudaEvent_t over = make_event(on_device);
   record_event(over, stream);
   const c10::StreamGuard guard(stream);
-  auto work = c10::make_intrusive<QueuedWork>(rank_, type, over, on_device, outcome, results, ++num_calls_);
+  auto work = c10::make_intrusive<QueuedWork>(rank_, type, over, on_device, outcome, shelf, results, ++num_calls_);
   if (coalesced_) coalesced_->push_back(work);
   return work;
 }

@@ -1,13 +1,13 @@
 // A process group that stands for NCCL: it queues gloo's collectives on streams.
 //
 // Ownership: a group has a stream of its own for collectives, and for each peer one to send and one to receive on; the
-//   tensors of a call are kept until the device has passed it.
+//   tensors of a call are kept until its `wait`, or until the device has passed it.
 // Order: a call waits for what the current stream has been given, runs behind the host's back, and its `wait` makes the
 //   current stream wait, not the host (but for barriers, and with TORCH_NCCL_BLOCKING_WAIT). Ranks meet in the first
 //   call, not when the group is made. Sends and receives of one pair are matched in order; tags are not looked at.
 // Failures: a call that fails, or runs into the group's timeout, breaks the group. Who waits for it hears so, as does
 //   who uses the group again, or next waits for the device, where NCCL's watchdog would end the process. After `abort`
-//   only who waits for the call hears it.
+//   the device goes on: only who waits for the call, or uses the group again, hears it.
 // Threads: as torch's: calls in one order on all ranks. Streams do not wait for demand (fake_cuda/stream.h), because
 //   another process may wait for them.
 #pragma once
@@ -30,6 +30,7 @@ using Tensors = std::vector<at::Tensor>;
 
 /// gloo, of the same ranks, for what runs on one stream after the other; see gloo.cpp.
 class Gloo;
+class Shelf;
 
 class Nccl final : public c10d::Backend {
  public:
@@ -85,7 +86,7 @@ class Nccl final : public c10d::Backend {
  private:
   struct Kept {
     cudaEvent_t event;
-    Tensors tensors;
+    std::shared_ptr<Shelf> shelf;
   };
   struct Pair {
     int peer;

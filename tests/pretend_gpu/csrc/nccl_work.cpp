@@ -18,11 +18,13 @@ bool waits_blocking() {
 }  // namespace
 
 QueuedWork::QueuedWork(int rank, c10d::OpType type, cudaEvent_t event, int device,
-                       std::shared_ptr<const Outcome> outcome, std::vector<at::Tensor> results, std::uint64_t number)
+                       std::shared_ptr<const Outcome> outcome, std::shared_ptr<Shelf> shelf,
+                       std::vector<at::Tensor> results, std::uint64_t number)
     : c10d::Work(rank, type),
       event_(event),
       device_(device),
       outcome_(std::move(outcome)),
+      shelf_(std::move(shelf)),
       results_(std::move(results)),
       number_(number),
       future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
@@ -35,10 +37,12 @@ QueuedWork::~QueuedWork() { cudaEventDestroy(event_); }
 bool QueuedWork::wait(std::chrono::milliseconds) {
   if (opType_ != c10d::OpType::BARRIER && !waits_blocking()) {
     wait_event(event_, current_stream(device_));
+    shelf_->clear();
     if (const std::exception_ptr error = outcome_->error()) std::rethrow_exception(error);
     return true;
   }
   const cudaError_t error = cudaEventSynchronize(event_);
+  shelf_->clear();
   if (const std::exception_ptr failure = outcome_->error()) {
     forget_failure();  // it is told here
     std::rethrow_exception(failure);

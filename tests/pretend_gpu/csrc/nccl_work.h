@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "streams.h"
@@ -29,11 +30,26 @@ class Outcome {
   std::exception_ptr error_;
 };
 
+/// Keeps the tensors of a call until it is waited for, as torch's TensorShelf; or until the device has passed it.
+class Shelf {
+ public:
+  explicit Shelf(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
+  void clear() {
+    std::vector<at::Tensor> dropped;  // under no lock
+    const std::lock_guard lock(mutex_);
+    dropped.swap(tensors_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> tensors_;
+};
+
 class QueuedWork final : public c10d::Work {
  public:
   /// The call's stream must be current: what follows the future waits for it. Takes the event over.
   QueuedWork(int rank, c10d::OpType type, cudaEvent_t event, int device, std::shared_ptr<const Outcome> outcome,
-             std::vector<at::Tensor> results, std::uint64_t number);
+             std::shared_ptr<Shelf> shelf, std::vector<at::Tensor> results, std::uint64_t number);
   ~QueuedWork() override;
 
   bool isCompleted() override { return has_passed(event_); }
@@ -49,6 +65,7 @@ class QueuedWork final : public c10d::Work {
   cudaEvent_t const event_;
   const int device_;
   const std::shared_ptr<const Outcome> outcome_;
+  const std::shared_ptr<Shelf> shelf_;
   const std::vector<at::Tensor> results_;
   const std::uint64_t number_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;

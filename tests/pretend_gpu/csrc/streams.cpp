@@ -113,7 +113,7 @@ void check(cudaError_t error, const char* call) {
   }
   // Laxer than CUDA, where such an error stays for good: the next test goes on. The text stays, for other threads that
   // hear of it now.
-  fake_cuda::set_sticky_error(cudaSuccess);
+  fake_cuda::clear_sticky_error(error);
   throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, error,
                               c10::str("CUDA error: ", cudaGetErrorString(error), " (", cudaGetErrorName(error), " by ",
                                        call, ")",
@@ -141,7 +141,7 @@ std::string reason_of(const std::exception& error) {
 
 void run_on(const c10::Stream& stream, const char* name, std::function<void()> work) {
   const OnDevice on(stream.device_index());
-  fake_cuda::run_on(native(stream), [name, work = std::move(work)]() mutable {
+  const cudaError_t error = fake_cuda::run_on(native(stream), [name, work = std::move(work)]() mutable {
     fake_cuda::doing(name);
     try {
       work();
@@ -151,6 +151,7 @@ void run_on(const c10::Stream& stream, const char* name, std::function<void()> w
     work = nullptr;
     fake_cuda::doing(nullptr);
   });
+  check(error, name);
 }
 
 void launch_on(const c10::Stream& stream, const std::string& name, std::function<void()> work) {

@@ -7,9 +7,9 @@
 // is an error; freeing memory waits for the device; a stream holds 1,024 launches, and who launches one more waits. It
 // is stricter than CUDA in one thing: an asynchronous copy must have registered host memory, all in one range, on its
 // host side, and device memory of the stream's own device on the other, or on both; memory that was opened counts as
-// that of the device that was current then. It is laxer in two: a real runtime refuses to open a handle in the process
-// that it comes from, and the legacy default stream waits for streams that were not made to be non-blocking. Here as
-// there, what is opened twice has one address and is closed twice.
+// that of the device that was current then. It does not model two things: a real runtime refuses to open a handle in
+// the process that it comes from, and the legacy default stream waits for streams that were not made to be
+// non-blocking. Here as there, what is opened twice has one address and is closed twice.
 //
 // Device memory is cut from one memfd for each device, and a handle says where in which process's: so it can be opened
 // by any process of the same user, while the exporting one lives. See memory.h, and stream.h for how streams go.
@@ -60,8 +60,8 @@ bool end_capture();
 
 /// The next copy to this address waits for `until` first, and with it all that comes later on its stream.
 void hold_copy(const void* to, std::function<void()> until);
-/// As a kernel. The default stream is that of the calling thread's device.
-void run_on(cudaStream_t stream, std::function<void()> work);
+/// As a kernel; an error if there is no such stream. The default stream is that of the calling thread's device.
+cudaError_t run_on(cudaStream_t stream, std::function<void()> work);
 /// Without taking a slot of the launch queue: what a real device would not have to be told.
 void run_for_free_on(cudaStream_t stream, std::function<void()> work);
 
@@ -95,6 +95,8 @@ void* reach(const void* memory, std::size_t size);
 
 /// Something went wrong on a device: calls that wait, or queue copies, return this from now on.
 void set_sticky_error(cudaError_t error);
+/// Only this one: another that is pending stays.
+void clear_sticky_error(cudaError_t error);
 
 /// How often a host thread waited for the device, or because a launch queue was full.
 std::int64_t num_host_waits();
