@@ -84,7 +84,7 @@ class Run:
         for number, (inputs, targets) in enumerate(islice(drawn, self.args.steps), start=1):
             losses: list[torch.Tensor] = []
             if self.rank == 0:
-                schedule.step(inputs.to(self.device))
+                schedule.step(inputs.to(self.device).contiguous())  # torch 2.11 takes no others
             elif self.rank == self.size - 1:
                 schedule.step(target=targets.to(self.device), losses=losses)
             else:

@@ -75,7 +75,8 @@ class HookedStage(Stage):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-            x.register_hook(on_gradient)
+            if x.requires_grad:  # torch 2.11 looks at shapes first, without gradients
+                x.register_hook(on_gradient)
         return x
 
 

@@ -1,5 +1,5 @@
 """With a torch whose storages call back: the same journeys without it, as before torch 2.13 (csrc/bindings/watched.h),
-drafts among them, on the CPU and on the pretend GPU."""
+drafts among them, where journeys train, and CUDA's on the pretend GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from noria import _C
 
+from tests.device import DEVICE
 from tests.pretend_gpu import vehicle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +49,9 @@ def passed(*arguments: str, **environment: str) -> int:
         ("test_checkpoints.py", "through_a_state_dict"),
     ],
 )
-def test_on_the_cpu(journey, chosen):
-    assert passed(f"tests/journeys/{journey}", "-k", chosen) > 0
+def test_where_journeys_train(journey, chosen):
+    for_all = ["-m", "not cpu_only and not long and not search and not rest"] if DEVICE != "cpu" else []
+    assert passed(f"tests/journeys/{journey}", "-k", chosen, *for_all) > 0
 
 
 @pytest.mark.long

@@ -26,11 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 
-from tests.device import DEVICE
+from tests.device import DEVICE, finish
 from tests.journeys import test_pipelines
 from tests.journeys.pairs import Block, adamw
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage, trained
 from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
+from tests.torch_versions import GROWING
 
 LENGTH = 128
 BUNDLE = 100_352  # what a block saves of a micro-batch of 2 x 128 x 16
@@ -73,9 +74,12 @@ def is_lent_all_it_needs(rank: int, size: int, borrower: dict[str, Any]) -> None
     activations.LEAST_SAVED = 64
     policy = {"kernel": "torch", **(borrower if rank == 0 else {**AUTO, "activation_memory": "1GiB"})}
     reports: list[noria.Report] = []
-    ours = trained(
-        "1F1B", policy, adamw, length=LENGTH, after_step=lambda step, models: reports.append(noria.report(models[0]))
-    )
+
+    def after_step(step: int, models: list[nn.Module]) -> None:
+        finish()
+        reports.append(noria.report(models[0]))
+
+    ours = trained("1F1B", policy, adamw, length=LENGTH, after_step=after_step)
     assert_same_bits(ours, trained("1F1B", None, adamw, length=LENGTH))
     assert reports[0].loans and reports[-1].saved["num_unforeseen"] == 0, str(reports[-1])
     if rank == 0:
@@ -110,7 +114,8 @@ BEFORE, AFTER = 3, 6
 
 
 def grows(rank: int, size: int, length: int) -> None:
-    """The lender's own need grows: it gets memory back, and then all that its blocks save stays with it again."""
+    """The lender's own need grows: it gets memory back, all at once where a device can only do that, and then all that
+    its blocks save stays with it again."""
     activations.LEAST_SAVED = 64
     reports: list[noria.Report] = []
     lengths = [LENGTH] * BEFORE + [length] * AFTER
@@ -123,7 +128,7 @@ def grows(rank: int, size: int, length: int) -> None:
     if rank == 1:
         bundle = BUNDLE * length // LENGTH
         assert all(report.ledger_agrees for report in reports)
-        room_left = ROOM - 3 * bundle
+        room_left = ROOM - 3 * bundle if DEVICE == "cpu" else 0
         assert sum(loan.bytes for loan in reports[-1].loans) == room_left // KIB64 * KIB64
         offloaded = [report.saved["num_offloaded"] for report in reports]
         assert offloaded[BEFORE - 1] == 0 < offloaded[-1], offloaded
@@ -443,8 +448,21 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return in_turn_on_ranks(2, asked_for(request, OF_TWO))
 
 
+CHOSEN_BY_TIME = pytest.mark.cpu_only("on a device blocks are not timed, so none is chosen to be computed again")
+CHOSEN = ("some go home", "some are computed again")
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=CHOSEN_BY_TIME if name in CHOSEN else GROWING if name.removesuffix(" comes back") in GROWN else (),
+        )
+        for name in OF_TWO
+    ],
+)
 def test_two_stages_have_the_bits_of_the_same_pipeline(found, name):
     assert_fine(found, name)
 

@@ -19,11 +19,13 @@ from noria.pipeline import plan_pipeline, saved_by_block
 from noria.testing import assert_same_bits, first_difference, omit_wait
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.lending_cases import BLOCKS, BUNDLE, CHOSEN, LENGTH, Case, Stage, drawn, train_as_told
 from tests.journeys.pairs import WIDTH, adamw
 from tests.journeys.test_lending import KIB64
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, SCHEDULES, trained
 from tests.ranks import asked_for, in_turn_on_ranks
+from tests.torch_versions import GROWING
 
 Acts = dict[str, tuple[Callable[..., Any], Any]]
 
@@ -92,13 +94,16 @@ def asks_back_of_those_who_have_it(rank: int, size: int) -> None:
     for report in reports:
         assert report.ledger_agrees and "stage 1 borrows nothing of stage 0: no such luck" in report.notes, str(report)
     lent = [[(loan.lender, loan.borrower, loan.bytes) for loan in report.loans] for report in reports]
-    [(lender, borrower, first)], [(_, _, last)] = lent[2], lent[-1]
+    [(lender, borrower, first)] = lent[2]
     assert (lender, borrower) == (0, 2), lent
+    last = [num_bytes for _, _, num_bytes in lent[-1]]
+    in_parts = DEVICE == "cpu"  # a device has memory back as a whole
+    assert len(last) == int(in_parts or rank == 1), lent
     if rank != 1:  # who knows of its own loans as they are now
-        assert 0 < last < first, lent
+        assert all(0 < left < first for left in last), lent
     if rank == 0:
         need = 9 * BUNDLE * GROWN // LENGTH
-        assert last == (LENDERS_ROOM - need) // KIB64 * KIB64, lent
+        assert last == ([(LENDERS_ROOM - need) // KIB64 * KIB64] if in_parts else []), lent
         assert reports[-1].saved["most_there"] == need, str(reports[-1])
 
 
@@ -256,7 +261,14 @@ def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, str]]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("num_ranks", "name"), [(num_ranks, name) for num_ranks in ACTS for name in ACTS[num_ranks]])
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [
+        pytest.param(num_ranks, name, marks=GROWING if name in ASKS_BACK else ())
+        for num_ranks in ACTS
+        for name in ACTS[num_ranks]
+    ],
+)
 def test_pipelines_that_lend_have_the_bits_of_one_device_in_their_budgets(found, num_ranks, name):
     failure = found(num_ranks)[name]
     assert not failure, f"{ACTS[num_ranks][name]}\n{failure}"

@@ -164,7 +164,7 @@ def accumulates(rank: int, size: int) -> None:
     theirs.step()
     for each in found:
         for key, value in plain.state_dict().items():
-            torch.testing.assert_close(each[key], value)
+            torch.testing.assert_close(each[key], value.cpu())
 
 
 # ---- who takes part -----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def leaves_others_alone(rank: int, size: int) -> None:
         theirs.step()
         theirs.zero_grad()
     for key, value in plain.state_dict().items():
-        torch.testing.assert_close(found[key], value)
+        torch.testing.assert_close(found[key], value.cpu())
     noria.unwrap(model, ours)
 
 
@@ -293,7 +293,8 @@ def refuses(rank: int, size: int) -> None:
 def goes_by_the_least(rank: int, size: int) -> None:
     """Where one rank finds too little, all refuse; "auto" is of what is free to each of the four."""
     mesh = in_replicas()
-    free = 4 * (257 << 20) if rank == 1 else 64 << 30  # a quarter, less the margin, is 1 MiB
+    ring = noria._C.STAGING_BYTES if DEVICE == "cuda" else 0
+    free = 4 * (ring + (257 << 20)) if rank == 1 else 64 << 30  # a quarter, less ring and margin, is 1 MiB
     model, optimizer = made(adamw)
     with mock.patch("noria.limits.host_limits", return_value=[Limit("what is left", "the test", free)]):
         noria.wrap(model, optimizer, mesh=mesh, device=DEVICE)
@@ -351,7 +352,7 @@ ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "three of four": (leaves_others_alone, ()),
     "any order": (goes_by_rows_of_any_order, ()),
     "home": (divides_by_the_shards, ()),
-    "groups": (gives_its_groups_back, ()),
+    **({"groups": (gives_its_groups_back, ())} if DEVICE == "cpu" else {}),
     "refuses": (refuses, ()),
     "least": (goes_by_the_least, ()),
     "checkpoints": (loads_into_other_meshes, ()),
@@ -401,6 +402,7 @@ def test_the_home_is_divided_by_the_shards_of_a_replica_and_planned_so(found):
     assert_fine(found["home"])
 
 
+@pytest.mark.cpu_only("the pretend NCCL leaves a group that is aborted to itself, with its sockets")
 def test_unwrap_closes_what_the_groups_had_open(found):
     assert_fine(found["groups"])
 

@@ -101,7 +101,17 @@ def test_the_three_shares_are_all_that_the_pool_did(policy):
     assert grown_us == custody.update_stats()["busy_us"] - busy_us > 0
 
 
-@pytest.mark.parametrize("policy", [{"update": "blocking"}, {"kernel": "torch"}], ids=["blocking", "torch"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param({"update": "blocking"}, id="blocking"),
+        pytest.param(
+            {"kernel": "torch"},
+            id="torch",
+            marks=pytest.mark.cpu_only("a device computes on while the launching thread updates"),
+        ),
+    ],
+)
 def test_what_runs_inside_step_or_on_the_launching_thread_is_exposed(policy):
     found = updates_of(trained(SLOW, **policy))
     assert found.behind_forward_us == found.behind_backward_us == 0 < found.exposed_us
