@@ -93,8 +93,6 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
 
     ring = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ring += ["examples/05_pipeline_d2d.py", "--steps", "10", "--trace", str(out / "pipeline")]
-    if pretend:  # it divides as a CPU does and not as a GPU, by a product with the inverse: the same for powers of two
-        ring += ["--micro-batches", "4"]
     threads = [] if small else ["--threads", "8", "15", "--rounds", "9"]
     beside = ["-m", "benchmarks.systems.beside", str(ENVIRONMENT), "-r", PACKAGES, *offline]
     foreign = ",".join(each for each in systems.split(",") if not each.startswith("noria"))
