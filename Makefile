@@ -13,9 +13,11 @@ CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*')
 CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
-# pytest with the pretend GPU, in a process of its own: it comes before torch. Where it cannot be, that is said.
+# pytest with the pretend GPU, as PRETEND_GPU=$(1) sets it, in a process of its own: it comes before torch. Where it
+# cannot be, that is said.
 on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
-  then PRETEND_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(1); else echo "no pretend GPU: $$absent"; fi
+  then PRETEND_GPU=$(1) OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(2); \
+  else test -n "$$absent" && echo "no pretend GPU: $$absent"; fi
 # Three processes at once, file by file: fixtures of modules start ranks. They wait for each other half of the time.
 WORKERS ?= 3
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -51,11 +53,13 @@ demo: all
 
 test: all test-modules
 	$(BIN)/python $(PYTEST)
-	$(call on_pretend_gpu,$(CHOSEN:%=tests/journeys/%.py))
+	$(call on_pretend_gpu,1,$(CHOSEN:%=tests/journeys/%.py))
+	$(call on_pretend_gpu,lazy,$(CHOSEN:%=tests/journeys/%.py))
 
-# All of what runs on the pretend GPU, but for what takes minutes a test, and a random search.
+# All of what runs on the pretend GPU, but for what takes minutes a test, and a random search. PRETEND_GPU=lazy: on a
+# lazy one.
 pretend: all test-modules
-	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "not long")
+	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "not long")
 
 # The CUDA backend over a fake runtime and the engine without torch, for tests alone.
 test-modules: all
@@ -64,7 +68,7 @@ test-modules: all
 # Everything: the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with new examples.
 test-all: googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default
-	$(call on_pretend_gpu,tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)
+	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)
 
 googletest: all
 	@test -n "$$($(BIN)/ninja -C build/current -t query cpp_tests 2>/dev/null)" || \
