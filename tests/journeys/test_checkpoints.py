@@ -473,6 +473,18 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("kernel", ["torch", "fused"])
+def test_state_of_the_users_own_without_a_storage_is_let_be(kernel):
+    def journey(side):
+        side.train(0, 2)
+        for each in side.optimizer.state.values():
+            each["mask"] = torch.eye(3).to_sparse()
+        side.train(2, 4)
+        assert all(each.pop("mask").is_sparse for each in side.optimizer.state.values())
+
+    both(journey, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fused"])
 @pytest.mark.parametrize(
     "change", [edit, replace, clear, forget_some, begin_anew, exchange, exchange_tensors, load_exchanged]
 )

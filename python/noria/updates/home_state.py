@@ -64,16 +64,16 @@ class HomeState:
         those are about to be written."""
         strayed = [
             (slot, values, key)
-            for slot in self.members.slots()
-            if isinstance(values := dict.get(self.shown, slot.parameter), dict)
+            for parameter, values in dict.items(self.shown)
+            if (slot := self.wrapped.slot_of.get(parameter)) is not None and isinstance(values, dict)
             for key, value in values.items()
             if value is not self.placed.get((slot.index, key)) and is_array(key, value)
         ]
-        if not strayed:
+        if not strayed or not self.placed:
             return
-        owners = {value.untyped_storage()._cdata: at for at, value in self.placed.items()}
+        owners = {_C.storage_of(value): at for at, value in self.placed.items()}
         for slot, values, key in strayed:
-            owner = owners.get(values[key].untyped_storage()._cdata)
+            owner = owners.get(_C.storage_of(values[key]))
             if owner is not None and owner != (slot.index, key):
                 self.wrapped.custody.access_home(self.wrapped.slots[owner[0]].unit, False)
                 values[key] = values[key].clone()
