@@ -571,6 +571,28 @@ def test_what_was_only_accumulated_can_be_clipped(num_micro_batches):
     both_in_backward(journey)
 
 
+def test_what_was_only_accumulated_is_clipped_for_all_optimizers_whichever_steps_first():
+    found = []
+    for update in ("backward", "blocking"):
+        torch.manual_seed(0)
+        model = Net()
+        around = [*model.embed.parameters(), *model.head.parameters()]
+        optimizers = [adamw(model.blocks.parameters()), sgd(around)]
+        noria.wrap(model, optimizers, device=DEVICE, update=update, kernel="fused")
+        for number in range(3):
+            with contextlib.ExitStack() as stack:
+                for each in optimizers:
+                    stack.enter_context(each.accumulate())
+                loss_of(model, number).backward()
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2) > 1e-2
+            for each in optimizers:
+                each.step()
+            for each in optimizers:
+                each.zero_grad()
+        found.append(weights_of(model))
+    assert_same_bits(*found)
+
+
 def test_what_was_only_accumulated_is_handed_back_as_it_was_multiplied():
     handed_back = []
     for update in ("backward", "auto"):

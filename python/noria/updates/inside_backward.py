@@ -61,14 +61,16 @@ class InsideBackward:
         custody = self.wrapped.custody
         custody.begin_step()
         own = list(self.members.slots())
-        held_back = [slot.index for slot in own if custody.is_held_back(slot.index)]
-        for index in held_back:
-            custody.apply_scales(index)
+        are_held_back = any(custody.is_held_back(slot.index) for slot in own)
+        if are_held_back:  # by accumulate(): their updates begin now, and with them those of other optimizers
+            for slot in self.wrapped.slots:
+                if custody.is_held_back(slot.index):
+                    custody.apply_scales(slot.index)
         clipped = custody.first_scaled([slot.index for slot in own])
         for slot in own:
             if slot.trainable:
                 custody.drop_scales(slot.index)
-        if held_back:  # by accumulate(): their updates begin now
+        if are_held_back:
             for updates in self.wrapped.optimizers:
                 updates.expect_in_backward()
             custody.update_held()
