@@ -565,10 +565,7 @@ void bind_custody(py::module_& m) {
             self.close_home(unit_ids(units), write);
           },
           NoGil())
-      .def(
-          "bring_home",
-          [](Custody& self, const std::vector<std::int32_t>& units) { return self.bring_home(unit_ids(units)); },
-          NoGil())
+      .def("bring_home", &Custody::bring_home, NoGil())
       .def("release", &Custody::release)
       .def("exchange", &Custody::exchange, NoGil())
       .def(

@@ -407,7 +407,7 @@ void Custody::arm() {
   refuse_captured_gradients();
   forget_failed_backward();
   const auto token = std::make_shared<std::promise<void>>();  // it is never kept: only when it goes counts
-  armed_.push_back({task, token->get_future()});
+  armed_.push_back({task, token->get_future().share()});
   torch::autograd::Engine::get_default_engine().queue_callback([this, self = self_, task, token] {
     if (*self != nullptr) as_python_errors([&] { task_ended(task); });
   });
@@ -443,6 +443,7 @@ void Custody::drop_cleared_gradients() {
     const GradientIs is = gradient_is(static_cast<int>(i));
     if (is == GradientIs::none) {
       engine_.drop_gradient(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes());
+      if (has_held(i)) drop_scales(static_cast<int>(i));  // of a gradient that is gone
     }
     if (is != GradientIs::foreign) continue;
     if (is_shared_) refuse_foreign(each);
@@ -507,7 +508,8 @@ void Custody::set_last_of(const std::optional<std::vector<UnitId>>& units) {
 // of its nodes, and ours are hooked to them.
 void Custody::await_failed_backward() {
   if (in_backward() || std::this_thread::get_id() != trains_) return;
-  for (const Armed& each : armed_) each.over.wait();
+  const std::vector<Armed> begun = armed_;  // one that another thread runs may end, and not have raised
+  for (const Armed& each : begun) each.over.wait();
 }
 
 void Custody::forget_failed_backward() {
@@ -969,8 +971,9 @@ void Custody::close_home(const std::vector<UnitId>& units, bool write) {
   }
 }
 
-std::string Custody::bring_home(const std::vector<UnitId>& units) {
+std::string Custody::bring_home() {
   const at::NoGradGuard no_grad;
+  const std::set<UnitId> units(home_open_.begin(), home_open_.end());  // those of blocks around this one, too
   const auto lies_at_home = [&](const at::Tensor& value) {
     return std::any_of(units.begin(), units.end(), [&](UnitId unit) {
       return weights_[static_cast<std::size_t>(unit.value)]->covers(value.storage().data());
@@ -984,12 +987,13 @@ std::string Custody::bring_home(const std::vector<UnitId>& units) {
       const Parameter& each = parameter(index);
       const at::Tensor value = each.facts.variable.detach();
       // Of another dtype or shape: complained of when it is next used.
-      if (value.scalar_type() != each.facts.dtype || value.sizes() != each.sizes || value.numel() == 0) continue;
+      if (value.scalar_type() != each.facts.dtype || value.sizes() != each.sizes) continue;
+      if (!is_in_place(index)) strayed.emplace_back(index, value);
+      if (value.numel() == 0) continue;
       const auto [owner, is_new] = owners.emplace(value.const_data_ptr(), index);
       if (!is_new && shared.empty()) {
         shared = "\"" + parameter(owner->second).facts.name + "\" and \"" + each.facts.name + "\"";
       }
-      if (!is_in_place(index)) strayed.emplace_back(index, value);
     }
   }
   // Exchanged or transposed they lie in each other's place: all are read before any is written.

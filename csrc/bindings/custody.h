@@ -152,8 +152,7 @@ class Custody final : public Custodian, public Living<Custody> {
   bool is_written(UnitId unit) const { return weights_[static_cast<std::size_t>(unit.value)]->written(); }
   /// While the home is open: parameters that were given other data (`p.data = x`) are given it in the home. Names two
   /// that were given the same memory; each has its own then.
-  std::string bring_home(const std::vector<UnitId>& units);
-  bool is_in_place(int index) const;
+  std::string bring_home();
   /// Puts a parameter's storage back where it belongs; false when it was there.
   bool rejoin(int index);
   /// The parameter leaves for good and becomes `replacement`.
@@ -205,7 +204,7 @@ class Custody final : public Custodian, public Living<Custody> {
   };
   struct Armed {
     int task;
-    std::future<void> over;  // ready when autograd has let go of the backward
+    std::shared_future<void> over;  // ready when autograd has let go of the backward
   };
 
   class WeightWrites;
@@ -248,6 +247,7 @@ class Custody final : public Custodian, public Living<Custody> {
   void refuse_other_process() const;
   void make_accumulators();
   void refuse_other_addresses(std::byte* held) const;
+  bool is_in_place(int index) const;
   void await_failed_backward();
   void forget_failed_backward();
   /// The user's loop sees in p.grad what is held, and may edit it.

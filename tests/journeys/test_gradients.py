@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 
 import noria
@@ -760,3 +761,45 @@ def test_an_edit_after_a_backward_that_raised_waits_for_what_was_on_its_way():
         side.train(4, 6)
 
     both(journey, hostility={**HOSTILE, "hold_us": {"drain": 5_000}})
+
+
+def test_a_forward_waits_for_a_backward_of_another_thread():
+    """Begun there and not failed: what it does while the forward waits counts."""
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Net()
+        sides.append((model, sgd(model.parameters())))
+        noria.wrap(*sides[-1], device=DEVICE)
+    (model, optimizer), (plain, its) = sides
+    is_in_block, comes_forward, failures = threading.Event(), threading.Event(), []
+
+    def stay(gradient):
+        is_in_block.set()
+        assert comes_forward.wait(60)
+
+    def trained():
+        try:
+            torch.set_default_device(DEVICE)
+            with model.blocks[-1].register_forward_hook(
+                lambda module, args, output: output.register_hook(stay) and None
+            ):
+                loss = loss_of(model, 0)
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            assert is_in_block.wait(60)
+            comes_forward.set()
+            with torch.no_grad():
+                loss_of(model, 1)
+            backward.join()
+        except BaseException as error:
+            failures.append(error)
+
+    training = threading.Thread(target=trained, daemon=True)
+    training.start()
+    training.join(120)
+    assert not training.is_alive() and not failures, failures
+    loss_of(plain, 0).backward()
+    for updates in (optimizer, its):
+        updates.step()
+    assert_same_bits(model.state_dict(), plain.state_dict())

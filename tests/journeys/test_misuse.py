@@ -750,6 +750,40 @@ def test_weights_that_are_exchanged_or_transposed_inside_materialize_are_so_at_h
     both(journey, model=SquareNet)
 
 
+def test_weights_are_exchanged_across_nested_blocks_of_materialize():
+    def journey(side):
+        side.train(0, 2)
+        first, second = (block.norm.weight for block in side.model.blocks[:2])
+        with contextlib.ExitStack() as stack:
+            if side.is_wrapped:
+                stack.enter_context(noria.materialize(side.model))
+                stack.enter_context(noria.materialize(side.model.blocks[0]))
+            first.data, second.data = second.data, first.data
+        side.train(2, 4)
+
+    both(journey)
+
+
+class NetWithNothing(Net):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.nothing.sum()
+
+
+def test_a_weight_without_elements_may_be_given_new_data_inside_materialize():
+    def journey(side):
+        side.train(0, 2)
+        with noria.materialize(side.model) if side.is_wrapped else contextlib.nullcontext():
+            for parameter in side.model.parameters():
+                parameter.data = parameter.data.clone()
+        side.train(2, 4)
+
+    both(journey, model=NetWithNothing)
+
+
 def test_weights_that_are_exchanged_between_passes_are_refused():
     def misuse(side):
         norm = side.model.blocks[0].norm

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, Net, loss_of
-from tests.journeys.test_shared import sgd, share_gradients, uneven
+from tests.journeys.test_shared import choosing, sgd, share_gradients, uneven
 from tests.ranks import asked_for, assert_fine, in_turn_on_ranks
 
 STEPS, BITES, NEVER = 3, 0.05, 1e6
@@ -189,6 +189,20 @@ def finds_no_number(rank: int, size: int) -> None:
         assert nn.utils.get_total_norm(gradients(pair.model), order).isnan()
 
 
+def forgets_a_clip_of_what_it_does_not_use(rank: int, size: int) -> None:
+    """Rank 0 alone uses a part of each block. Weights stand still, so the same batch has the same norm."""
+    model = choosing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, kernel="fused")
+    norms = []
+    for _ in range(STEPS):
+        loss_of(model, rank).backward()
+        norms.append(clip(model.parameters(), BITES))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms[0] > BITES and all(torch.equal(each, norms[0]) for each in norms), norms
+
+
 def other_touches_name_what_works(rank: int, size: int) -> None:
     pair = Pair(rank, size, kernel="torch")
     pair.backward(0)
@@ -239,6 +253,7 @@ AFTER = act("accumulates after a clip", accumulates_after_a_clip)
 TWICE = act("clips twice", clips_twice)
 INSIDE = act("updates inside backward", updates_inside_backward)
 NO_NUMBER = act("no number", finds_no_number)
+UNUSED = act("forgets a clip", forgets_a_clip_of_what_it_does_not_use)
 OTHERS = act("other touches", other_touches_name_what_works)
 
 
@@ -277,6 +292,10 @@ def test_updates_inside_of_backward_let_a_clip_pass_that_does_not_bite(found):
 
 def test_a_norm_of_what_is_no_number_is_none(found):
     assert_fine(found, NO_NUMBER)
+
+
+def test_a_clip_is_forgotten_with_its_gradients_where_a_rank_does_not_use_all(found):
+    assert_fine(found, UNUSED)
 
 
 def test_what_a_part_cannot_answer_raises_and_names_what_works(found):

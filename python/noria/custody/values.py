@@ -126,7 +126,7 @@ class Values:
                 yield
             finally:
                 self._before_materialize.pop()  # blocks nest
-                shared = self.custody.bring_home(list(units))
+                shared = self.custody.bring_home()
                 await_device(self.wrapped.device)  # for what the user and `bring_home` have asked it to copy
                 try:
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
