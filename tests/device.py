@@ -53,7 +53,7 @@ def finish() -> None:
 
 
 def leave_device() -> None:
-    """Takes `use_device` back. What runs there is over then; raises a failure that nobody has heard of."""
+    """Takes `use_device` back. What runs there is over then; raises a failure that was not raised before."""
     if DEVICE == "cuda":
         torch.set_default_device(None)
         _optimizers._get_foreach_kernels_supported_devices = _where_foreach_is_default

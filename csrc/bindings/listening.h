@@ -41,7 +41,7 @@ struct Scale {
 /// Multiplies `target` as that operator does, but sets no `found_inf`: that was set when the user unscaled.
 void multiply_by(const at::Tensor& target, const Scale& scale);
 
-/// The same, by a copy that nobody else has.
+/// Returns the same scale, with its own copy of the tensor.
 Scale kept(const Scale& scale);
 
 /// Somebody who listens to tensors, each by a number of his. As it stands here, it answers nothing.

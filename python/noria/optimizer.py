@@ -29,7 +29,7 @@ class WrappedOptimizer(Optimizer):
 
     _noria: Updates | None = None
 
-    # What compiled code calls here runs as it is: it looks at the home, of which the compiler knows nothing.
+    # Not compiled: the home changes outside of what the compiler traces.
     @torch._disable_dynamo
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._noria is None:

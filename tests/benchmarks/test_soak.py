@@ -49,7 +49,7 @@ def test_a_pool_may_leap_and_must_not_grow_in_each_cycle():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("leap_of", ["noria's groups", "torch's own"])
 def test_what_torch_keeps_of_groups_does_not_count_and_what_comes_on_top_of_it_does(seed, leap_of):
-    """In a table that grows by a leap, too, whoever makes the group that is one too many."""
+    """Also if a table grows by a leap, by a group of noria's or by one of torch's own."""
     num_cycles, a_leap = 120, 256 << 10
 
     def verdicts(more: float) -> dict[str, dict[str, float]]:

@@ -240,7 +240,7 @@ def test_replacing_the_data_of_parameters(replace):
 @pytest.mark.cpu_only("numpy has no device memory")
 @pytest.mark.parametrize("num_looks", [0, 2, 5])
 def test_writing_by_an_address_after_looks_that_were_harmless(num_looks):
-    """Nobody hears what is done there. The bytes tell, however often they have told nothing."""
+    """No callback hears such writes. The bytes are compared at each visit, also after harmless looks."""
 
     def misuse(side):
         block = side.model.blocks[1]

@@ -36,7 +36,7 @@ def nccl() -> Iterator[Any]:
 
 
 def fail_unheard(device: torch.device) -> None:
-    """A kernel fails, and nobody waits for it."""
+    """Launches a kernel that fails, and does not wait for it."""
     F.embedding(torch.tensor([9], device=device), torch.ones(4, 2, device=device))
 
 
