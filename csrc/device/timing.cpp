@@ -52,6 +52,7 @@ std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer,
 // The lane is mixed into the seed so that the lanes of one backend do not delay in step.
 Delays::Delays(const Hostility& hostility, Lane lane)
     : hostility_(hostility),
+      hold_lane_us_(lane == Lane::peer ? hostility.hold_peer_us : 0),
       random_(hostility.seed * 1'000'003 + static_cast<std::uint64_t>(lane)) {}
 
 std::int64_t Delays::next_us() {
@@ -62,7 +63,7 @@ std::int64_t Delays::next_us() {
 
 std::int64_t Delays::hold_us(Verb verb) const {
   const auto found = hostility_.hold_us.find(verb);
-  return found == hostility_.hold_us.end() ? 0 : found->second;
+  return hold_lane_us_ + (found == hostility_.hold_us.end() ? 0 : found->second);
 }
 
 static bool sleep_us(std::int64_t us) {

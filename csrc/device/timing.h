@@ -34,6 +34,7 @@ class Delays {
 
   /// The next random delay; always 0 when the setting is not hostile.
   std::int64_t next_us();
+  /// How long ops of this verb are held back on this lane.
   std::int64_t hold_us(Verb verb) const;
 
   /// Sleeps the next delay, the first form also the hold of `verb`. Returns whether there was anything to sleep.
@@ -42,6 +43,7 @@ class Delays {
 
  private:
   const Hostility hostility_;
+  const std::int64_t hold_lane_us_;
   std::mutex mutex_;
   std::mt19937_64 random_;
 };

@@ -47,8 +47,9 @@ std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, 
                                  const std::string& machine, bool pool, bool prefetch_at_step, std::uint64_t seed,
                                  std::int64_t max_delay_us, const std::map<std::string, std::int64_t>& hold_us,
                                  bool poison, std::int64_t kernel_us, bool drafts, int ring_slots,
-                                 const std::shared_ptr<LocalGroup>& group, int rank, int threads) {
-  Hostility hostility{seed, max_delay_us, {}, poison};
+                                 const std::shared_ptr<LocalGroup>& group, int rank, int threads,
+                                 std::int64_t hold_peer_us) {
+  Hostility hostility{seed, max_delay_us, {}, poison, hold_peer_us};
   for (const auto& [verb, us] : hold_us) hostility.hold_us[parse_verb(verb)] = us;
   std::vector<BareUnit> described;
   for (const auto& [slots, trainable] : units) described.push_back({slots, trainable});
@@ -118,7 +119,7 @@ PYBIND11_MODULE(_bare_engine, m) {
            py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,
            py::arg("max_delay_us") = 0, py::arg("hold_us") = std::map<std::string, std::int64_t>(),
            py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring_slots") = 0,
-           py::arg("group") = nullptr, py::arg("rank") = 0, py::arg("threads") = 1)
+           py::arg("group") = nullptr, py::arg("rank") = 0, py::arg("threads") = 1, py::arg("hold_peer_us") = 0)
       .def("begin_forward", &BareEngine::begin_forward, py::arg("root") = 0, py::arg("training") = true,
            py::arg("grad_enabled") = true, Release())
       .def("begin_backward", &BareEngine::begin_backward, Release())

@@ -288,6 +288,7 @@ class Case:
     only_in_the_arena: bool = False
     drafts: bool = False
     kernel_us: int = 0
+    slow_peer: bool = False  # what comes from the peer comes later than what is sent for at once from home
     holds_us: tuple[int, ...] = (2_000, 8_000, 32_000, 128_000)  # later and later, should the machine be busy
 
 
@@ -313,7 +314,7 @@ CASES = {
     "update -> drain on held_gradient (WAR)": Case(a_gradient_of_a_unit_that_is_not_fetched(), cells=5),
     "fetch -> backward on gradient_buffer (WAW)": Case(a_gradient_that_no_plan_foresaw(), later="drain"),
     "backward -> fetch on weights (WAW)": Case(a_backward_that_raises()),
-    "backward -> fetch on gradient_buffer (WAW)": Case(a_gradient_in_place_of_another()),
+    "backward -> fetch on gradient_buffer (WAW)": Case(a_gradient_in_place_of_another(), later="forward"),
     "update -> load on optimizer_state (WAW)": Case(reads_at_home()),
     "fetch -> load on working_copy (WAR)": Case(writes_at_home()),
     "fetch -> update on working_copy (WAR)": Case(two_steps(), only_in_the_arena=True),
@@ -347,7 +348,9 @@ CASES = {
     "poison -> fetch on weights (WAW)": Case(at_a_peer(), poison=True),
     "fetch -> fetch on weights (WAW)": Case(a_fetch_that_was_for_nothing(), later="update"),
     "fetch -> fetch on gradient_buffer (WAW)": Case(a_gradient_where_a_fetch_was_for_nothing(), later="drain"),
-    "fetch -> poison on weights (WAW)": Case(a_fetch_whose_visit_never_came(), poison=True, later="forward"),
+    "fetch -> poison on weights (WAW)": Case(
+        a_fetch_whose_visit_never_came(), poison=True, later="forward", slow_peer=True
+    ),
 }
 
 # The calling thread's own access to the home is over before its next call, so it gives no ticket: nobody waits for it,
@@ -377,13 +380,16 @@ FETCHED_FOR_NOTHING = {"fetch -> drain on held_gradient (WAR)"}
 SHOWN_AMONG_RANKS = {"update -> update on optimizer_state (WAW)"}
 
 
-def outcome_of(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[dict[str, np.ndarray], list[str]]:
+def outcome_of(
+    case: Case, omitted: str, hold_us: dict[str, int], hold_peer_us: int = 0
+) -> tuple[dict[str, np.ndarray], list[str]]:
     """Every bit of a run (what was read at home and the arena included), and the kinds of wait it had."""
     model, program = case.program.model, case.program.calls
     engine = bare.BareEngine(
         model.units,
         arena=case.cells * bare.SLOT_BYTES,
         hold_us=hold_us,
+        hold_peer_us=hold_peer_us,
         poison=case.poison,
         drafts=case.drafts,
         kernel_us=case.kernel_us,
@@ -414,9 +420,10 @@ def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     giver = kind.split()[0]
     for hold_us in case.holds_us:
         holds = {giver: hold_us} | ({case.later: 3 * hold_us} if case.later else {})
-        held, _ = outcome_of(case, "", holds)
+        hold_peer_us = hold_us if case.slow_peer else 0
+        held, _ = outcome_of(case, "", holds, hold_peer_us)
         assert differences(held, prompt) == []
-        omitted, _ = outcome_of(case, kind, holds)
+        omitted, _ = outcome_of(case, kind, holds, hold_peer_us)
         wrong = differences(omitted, prompt)
         if wrong:
             break
