@@ -107,6 +107,19 @@ def test_the_update_is_made_with_what_was_written_before_step(write, policy, dev
 
 
 @over_devices
+def test_a_grad_scale_that_is_set_by_hand_may_lie_on_the_host(device):
+    def journey(side: GradientSide) -> None:
+        for number in range(STEPS):
+            side.backward(number, 4.0)
+            side.optimizer.grad_scale = torch.tensor(4.0)
+            side.optimizer.step()
+            side.keep_gradients(f"unscaled {number}")
+            side.optimizer.zero_grad()
+
+    gradient_twins(journey, device, kernel="fused")
+
+
+@over_devices
 @pytest.mark.parametrize("policy", ["torch", "drafts"])
 @over_writes
 def test_the_update_is_made_without_what_was_written_after_step(write, policy, device):

@@ -112,7 +112,8 @@ class Norms:
         scale = getattr(self.members.optimizer, "grad_scale", None)
         if scale is None:
             return
-        custody, inverse = self.wrapped.custody, scale.double().reciprocal().float()
+        custody = self.wrapped.custody
+        inverse = scale.double().reciprocal().float().to(self.wrapped.device)  # a scale set by hand lies anywhere
         held = {slot.index for slot in slots if custody.gradient_is(slot.index) == "held"}
         custody.unscale_used(list(held), inverse)
         grads = (slot.parameter.grad for slot in slots if slot.index not in held)
