@@ -9,9 +9,10 @@ for so many hours, and at least ten cycles:
 
 - cpu: device="cpu";
 - cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu);
-- ranks: two ranks that share each model, over gloo. What torch itself keeps of a process group that is gone does not
-  count: after each cycle, torch alone makes as many groups as noria has, twice, and what they add is taken off. That is
-  right to some 600 bytes a cycle, so this arm shows a leak from about 1 KB on.
+- ranks: two ranks that share each model, over gloo. Torch keeps some bytes of each process group, even when the group
+  is gone. They are torch's, so they are measured and subtracted: after each cycle, the script makes and drops as many
+  groups as noria made in it, with torch alone, twice; the second round's growth is what one cycle's groups leave. The
+  estimate is good to some 600 bytes a cycle, so this arm shows a leak from about 1 KB a cycle on.
 
 The first fifth of the samples is warm-up. A measure is flat if it rises by less than its bound from the fifth after it
 to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles. Bytes
@@ -95,8 +96,8 @@ RESIDENT_AT_ALL = 4 << 20
 POOLS = ("events", "runtime: events")
 # Of the pretend GPU they lie in this process, with their places in pools and maps; measured.
 BYTES_OF_A_PRETEND_EVENT = 160
-# Torch keeps bytes of process groups that are gone: their addresses in the store, and an entry for each of their
-# threads. This is how many it keeps of as many as noria has made in the cycle.
+# Bytes that torch keeps of groups that are gone (their addresses in the store, an entry for each of their threads), for
+# as many groups as noria made in the cycle.
 OF_GROUPS = "kept by torch of groups"
 
 
@@ -138,8 +139,8 @@ def verdict_of(measure: str, samples: Sequence[float], is_of_ranks: bool = False
 
 
 def own_bytes(samples: Sequence[dict[str, float]], measure: str) -> list[float]:
-    """Without those of pretend events, and without those that torch usually keeps of groups in a cycle: of noria's, and
-    of twice as many that were made to compare, after the sample of their cycle."""
+    """`measure` without the bytes of pretend events, and without what torch keeps of groups. In each earlier cycle three
+    sets of groups were made: noria's, and the two that were made to compare."""
     of_groups = median(each.get(OF_GROUPS, 0.0) for each in samples)
     return [
         each[measure] - BYTES_OF_A_PRETEND_EVENT * each.get("runtime: events", 0) - 3 * number * of_groups

@@ -73,7 +73,7 @@ def apply(wanted: Machine) -> None:
 
 
 def settle() -> None:
-    """Waits for all devices. Raises a failure that nobody has heard of, once."""
+    """Waits for all devices. Raises a failure of theirs that no call has raised yet, and forgets it."""
     import _pretend_gpu
     import torch
 
@@ -85,8 +85,8 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def machine(**fields: Any) -> Iterator[None]:
-    """The fields of `Machine`; what is not given stays. The devices are idle when it comes, and when it goes without an
-    exception; a failure that nobody has heard of is raised in the end."""
+    """The fields of `Machine`; what is not given stays. The devices are idle when the block begins, and when it
+    ends without an exception; a failure that no call in it has raised is raised at its end."""
     import _pretend_gpu
     import torch
 
