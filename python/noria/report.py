@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -92,8 +93,8 @@ class HostMemory:
 class Bound:
     """Microseconds of an average step, and what no schedule of the mode can beat (docs/journey.md, "The bound").
 
-    `limit`: what the bound of the mode in use consists of, "host memory" for example, or "updates, compute": what takes
-    longest in the forward, and then what takes longest in the backward.
+    `limit`: what would raise the bound of the mode in use if it took longer, "host memory" for example, or "updates,
+    compute" where updates take longest in the forward and compute in the backward.
     """
 
     step_us: float
@@ -342,59 +343,44 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         sums["copied"] / steps * (2 if wrapped.device.type == "cpu" else 1),
         measured_gib_s() if gib_s is None else gib_s,
     )
-    times = _C.StepTimes(
-        per_step["forward_us"],
-        per_step["backward_us"],
-        per_step["update_us"],
-        per_step["forward_fetch_us"],
-        per_step["backward_fetch_us"],
-        per_step["drain_us"],
-        per_step["forward_collect_us"],
-        per_step["backward_collect_us"],
-        per_step["offload_us"],
-        per_step["peer_us"],
-        host.copied_us,
-        host.updated_us,
-    )
+    times = {name: per_step[name] for name in _TIMES}
+    times |= {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update
     if mode == "auto":
         mode = "drafts" if all_drafted else "deferred"
+    bound_of = {"blocking": _C.blocking_bound_us, "deferred": _C.deferred_bound_us}.get(mode, _C.drafting_bound_us)
     return Bound(
         per_step["wall_us"],
-        _C.blocking_bound_us(times),
-        _C.deferred_bound_us(times),
-        _C.drafting_bound_us(times),
+        _C.blocking_bound_us(_C.StepTimes(**times)),
+        _C.deferred_bound_us(_C.StepTimes(**times)),
+        _C.drafting_bound_us(_C.StepTimes(**times)),
         mode,
-        _limit(mode, times),
+        _limit(bound_of, times),
         host,
     )
 
 
-def _limit(mode: str, t: _C.StepTimes) -> str:
-    """What takes as long as the bound of the mode. Where several do, the first one here."""
-    copies, updates = ("host memory", t.host_copies_us), ("host memory", t.host_updates_us)
-    shared = ("host memory", t.host_copies_us + t.host_updates_us)
-    whole = [("drains", t.drain_us + t.offload_us), ("copies between stages", t.peer_us)]
-    compute, fetches = ("compute", t.forward_us + t.backward_us), t.forward_fetch_us + t.backward_fetch_us
-    if mode in ("drafts", "backward"):
-        collects = ("what ranks send", t.forward_collect_us + t.backward_collect_us)
-        return _longest([compute, ("updates", t.update_us), ("fetches", fetches), *whole, collects, shared])[0]
-    forward = [("compute", t.forward_us), ("fetches", t.forward_fetch_us), ("what ranks send", t.forward_collect_us)]
-    if mode == "deferred":
-        forward.insert(1, ("updates", t.update_us))
-    backward = [("compute", t.backward_us), ("drains", t.drain_us), ("fetches", t.backward_fetch_us)]
-    passes = [_longest(forward), _longest([*backward, ("what ranks send", t.backward_collect_us)])]
-    names = ", ".join(dict.fromkeys(name for name, _ in passes))
-    found = _longest([(names, sum(us for _, us in passes)), *whole, shared if mode == "deferred" else copies])[0]
-    if mode == "deferred":
-        return found
-    after = _longest([("updates", t.update_us), updates])[0]
-    return found if found == after else f"{found}, {after}"
+_LIMITS = {
+    "updates": ["update_us"],
+    "compute": ["forward_us", "backward_us"],
+    "fetches": ["forward_fetch_us", "backward_fetch_us"],
+    "drains": ["drain_us", "offload_us"],
+    "what ranks send": ["forward_collect_us", "backward_collect_us"],
+    "copies between stages": ["peer_us"],
+    "host memory": ["host_copies_us", "host_updates_us"],
+}
+"""What may limit a step, and its times in `StepTimes`."""
+_TIMES = [time for name, times in _LIMITS.items() if name != "host memory" for time in times]
 
 
-def _longest(terms: list[tuple[str, float]]) -> tuple[str, float]:
-    return max(terms, key=lambda term: term[1])
+def _limit(bound_us: Callable[[_C.StepTimes], float], times: dict[str, float]) -> str:
+    """All that would raise the bound if it took longer."""
+
+    def with_longer(names: list[str]) -> float:
+        return bound_us(_C.StepTimes(**times | {name: 1.001 * times[name] for name in names}))
+
+    return ", ".join(limit for limit, names in _LIMITS.items() if with_longer(names) > with_longer([]))
 
 
 def _update_time(sums: dict[str, int]) -> UpdateTime | None:

@@ -199,6 +199,20 @@ def test_under_blocking_copies_and_updates_use_the_memory_in_turns():
     assert bound.bound_us == pytest.approx(memory.us)
 
 
+@pytest.mark.parametrize(
+    "update_us, policy, limit",
+    [
+        (5 * SLOW, {"draft_memory": 0}, "updates, compute"),
+        (5 * SLOW, {"update": "blocking"}, "updates, compute"),
+        (5 * SLOW, {"draft_memory": ALL_DRAFTED}, "updates"),
+        (FAST, {"draft_memory": 0}, "compute"),
+    ],
+)
+def test_the_limit_is_all_that_would_raise_the_bound(update_us, policy, limit):
+    bound, _ = host_memory_of(trained(update_us, **policy), 1e6)
+    assert bound.limit == limit
+
+
 def test_without_a_number_the_memory_is_measured_once(monkeypatch):
     model, measured = trained(FAST, draft_memory=0), []
     monkeypatch.setattr(doctor, "_measure_update", lambda count, tries: measured.append(count) or 12.5)
