@@ -40,6 +40,7 @@ def _run(
     meeting: str,
     timeout_s: float,
     answers: Any,
+    all_done: Any,
     act: Callable[..., Any],
     args: Any,
 ) -> None:
@@ -61,6 +62,7 @@ def _run(
         answers.put((rank, None, traceback.format_exc()))
     answers.close()
     answers.join_thread()
+    all_done.wait(TIMEOUT_S)  # a rank that goes breaks what others still receive
     os._exit(0)  # a group whose other ranks are gone may hang when it is torn down
 
 
@@ -70,12 +72,14 @@ def on_ranks(
     """What `act(rank, size, *args)` returns, by rank. `dying`: ranks that end without an answer: None. `timeout_s` is
     the group's own. Raises AssertionError with the traceback of the first rank that raised."""
     context = mp.get_context("spawn")
-    answers = context.Queue()
+    answers, all_done = context.Queue(), context.Event()
     device = torch.get_default_device().type
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")
         ranks = [
-            context.Process(target=_run, args=(rank, size, device, meeting, timeout_s, answers, act, args), daemon=True)
+            context.Process(
+                target=_run, args=(rank, size, device, meeting, timeout_s, answers, all_done, act, args), daemon=True
+            )
             for rank in range(size)
         ]
         for each in ranks:
@@ -98,6 +102,7 @@ def on_ranks(
             if failure is not None:
                 failures.append(f"rank {rank}:\n{failure}")
                 break  # the others may be waiting for it
+        all_done.set()
         for rank, each in enumerate(ranks):
             if failures or rank in dying:
                 each.kill()

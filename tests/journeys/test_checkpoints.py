@@ -477,7 +477,7 @@ def test_state_of_the_users_own_without_a_storage_is_let_be(kernel):
     def journey(side):
         side.train(0, 2)
         for each in side.optimizer.state.values():
-            each["mask"] = torch.eye(3).to_sparse()
+            each["mask"] = torch.eye(3, device="cpu").to_sparse()
         side.train(2, 4)
         assert all(each.pop("mask").is_sparse for each in side.optimizer.state.values())
 
