@@ -395,6 +395,11 @@ def test_attention_goes_the_way_of_the_cpu(mask, heads):
     assert_same(one("cuda"), one("cpu"))
 
 
+def test_sparse_tensors_are_refused():
+    with pytest.raises(NotImplementedError, match="strided tensors only, not Sparse ones"):
+        torch.eye(3, device="cuda").to_sparse()
+
+
 def test_memory_that_is_neither_the_devices_nor_registered_is_an_illegal_access():
     with pytest.raises(RuntimeError, match="neither device memory nor registered host memory"):
         _pretend_gpu.at_address(torch.ones(1).data_ptr(), 4).add_(1)

@@ -105,6 +105,8 @@ void launch_behind(const c10::OperatorHandle& op, Call call, const Foreseen& for
 /// A CPU tensor that an operator made here, on the device.
 at::Tensor carried_up(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, "the pretend GPU holds strided tensors only, not ",
+                              tensor.layout(), " ones");
   at::Tensor made = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), &allocator(),
                                                       c10::DispatchKeySet(kKey), tensor.scalar_type());
   run_for_free_on(current_stream(-1), [operand = operand_of(made, Access::write), tensor] {
