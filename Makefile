@@ -71,6 +71,7 @@ test-all: googletest sanitize test-modules
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)
 
 googletest: all
+	@$(CMAKE) build/current >/dev/null  # GoogleTest may have been installed since
 	@test -n "$$($(BIN)/ninja -C build/current -t query cpp_tests 2>/dev/null)" || \
 	  { echo "the C++ tests need GoogleTest: apt-get install libgtest-dev"; exit 1; }
 	$(CMAKE) --build build/current --target cpp_tests --parallel $(JOBS)

@@ -1,4 +1,4 @@
-"""The parts of the first hour on a GPU, one after the other: benchmarks/gpu_all.md. Run by gpu_all.sh.
+"""The parts of the first run on a GPU, one after the other: benchmarks/gpu_all.md. Run by gpu_all.sh.
 
 Each part has a log, a time limit and a verdict: ok, FAILED or skipped, with the reason. A part may say more in a line
 that begins with "verdict: ". All verdicts stand together at the end, and in verdicts.json, which is written after each

@@ -139,8 +139,8 @@ def verdict_of(measure: str, samples: Sequence[float], is_of_ranks: bool = False
 
 
 def own_bytes(samples: Sequence[dict[str, float]], measure: str) -> list[float]:
-    """`measure` without the bytes of pretend events, and without what torch keeps of groups. In each earlier cycle three
-    sets of groups were made: noria's, and the two that were made to compare."""
+    """`measure` without the bytes of pretend events and what torch keeps of groups. Each earlier cycle has made
+    three sets of groups: noria's, and two to compare."""
     of_groups = median(each.get(OF_GROUPS, 0.0) for each in samples)
     return [
         each[measure] - BYTES_OF_A_PRETEND_EVENT * each.get("runtime: events", 0) - 3 * number * of_groups
