@@ -11,8 +11,8 @@ for so many hours, and at least ten cycles:
 - cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu);
 - ranks: two ranks that share each model, over gloo. Torch keeps some bytes of each process group, even when the group
   is gone. They are torch's, so they are measured and subtracted: after each cycle, the script makes and drops as many
-  groups as noria made in it, with torch alone, twice; the second round's growth is what one cycle's groups leave. The
-  estimate is good to some 600 bytes a cycle, so this arm shows a leak from about 1 KB a cycle on.
+  groups as noria made in it, with torch alone, twice; the second round's growth is what one cycle's groups leave. In
+  an hour that estimate was 1.3 KB a cycle too high, so this arm shows a leak from about 1.5 KB a cycle on.
 
 The first fifth of the samples is warm-up. A measure is flat if it rises by less than its bound from the fifth after it
 to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles. Bytes
