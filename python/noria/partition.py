@@ -77,7 +77,7 @@ def partition(
     for root, prefix in zip(roots, prefixes, strict=True):
         for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-    _refuse_immovable(names)
+    _refuse_immovable(names, roots)
     builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
     for root, prefix in zip(roots, prefixes, strict=True):
         builder.add_root(root, prefix)
@@ -184,17 +184,15 @@ def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Modu
             yield module
 
 
-def _refuse_immovable(names: dict[nn.Parameter, list[str]]) -> None:
+def _refuse_immovable(names: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> None:
     places: dict[torch.device, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():
         flaw = _flaw(parameter)
         if flaw is not None:
             found, remedy = flaw
             raise usage_error("dense parameters in ordinary memory", f'"{name}" {found}', remedy)
-        start = parameter.data_ptr()
-        if parameter.numel() and parameter.device.type != "meta":
-            span = (start, start + parameter.numel() * parameter.element_size(), name)
-            places.setdefault(parameter.device, []).append(span)
+        if _has_memory(parameter):
+            places.setdefault(parameter.device, []).append((*_span(parameter), name))
     for spans in places.values():
         spans.sort()
         for (_, end, name), (start, _, other) in itertools.pairwise(spans):
@@ -204,6 +202,27 @@ def _refuse_immovable(names: dict[nn.Parameter, list[str]]) -> None:
                     f'"{name}" and "{other}", two Parameters over the same bytes',
                     "tie them by assigning the same Parameter to both names, or clone one",
                 )
+    for buffer_name, buffer in (each for root in roots for each in root.named_buffers()):
+        if not _has_memory(buffer):
+            continue
+        begin, end = _span(buffer)
+        for start, stop, name in places.get(buffer.device, []):
+            if begin < stop and start < end:  # buffers are not moved with units: it would not follow the parameter
+                raise usage_error(
+                    "buffers and parameters that share no memory",
+                    f'"{buffer_name}", a buffer over bytes of the parameter "{name}"',
+                    "use the parameter itself in forward, or clone the buffer",
+                )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:

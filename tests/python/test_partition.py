@@ -447,6 +447,22 @@ def test_two_parameters_over_the_same_bytes_are_refused():
         partition(model)
 
 
+def test_a_buffer_over_bytes_of_a_parameter_is_refused():
+    model = Toy()
+    model.register_buffer("decoder", model.embed.weight.detach().t()[:, 1:])
+    with pytest.raises(UsageError, match=r'"decoder", a buffer over bytes of the parameter "embed.weight"'):
+        partition(model)
+
+
+def test_buffers_may_share_memory_among_themselves_and_lie_beside_a_parameter():
+    model = Block()
+    flat = torch.randn(64)
+    model.up.weight = nn.Parameter(flat[:32].view(8, 4))
+    model.register_buffer("beside", flat[32:])
+    model.register_buffer("within", flat[40:48].expand(3, 8))
+    check(partition(model), [model])
+
+
 def test_parameters_side_by_side_in_one_storage_of_any_dtype_and_order_of_strides_are_fine():
     model = Block()
     flat = torch.randn(64)
