@@ -503,6 +503,23 @@ def test_hyperparameters_edited_after_step_affect_the_next_step_only(kernel, ten
     both(journey, optimizer=optimizer, kernel=kernel, hostility=LATE_UPDATES)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_betas_that_are_tensors_may_be_edited_in_place_after_step(kernel):
+    def journey(side):
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        side.optimizer.param_groups[0]["betas"] = betas
+        for number in range(4):
+            loss_of(side.model, number).backward()
+            side.optimizer.step()
+            betas[0].mul_(0.5)
+            side.optimizer.zero_grad()
+
+    def optimizer(parameters):
+        return adamw(parameters, lr=torch.tensor(1e-2), foreach=False)
+
+    both(journey, optimizer=optimizer, kernel=kernel, hostility=LATE_UPDATES)
+
+
 SCHEDULERS = {
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),

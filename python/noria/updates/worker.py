@@ -90,11 +90,15 @@ def dtype_at_home(slot: HomeParameter, value: torch.Tensor) -> torch.dtype:
 
 def hyper_of(group: dict[str, Any]) -> dict[str, Any]:
     """A snapshot of a group's hyperparameters, for updates on the CPU: later edits affect the next step."""
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.copy(value)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    return {key: _snapshot(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (tuple, list):  # betas may be tensors
+        return type(value)(map(_snapshot, value))
+    return copy.copy(value)
 
 
 def worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
