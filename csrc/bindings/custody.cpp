@@ -829,7 +829,7 @@ void Custody::write_scales(const std::vector<int>& indices) {
       to.push_back(tensor_over(backend_->device_address(memory), sizeof(float), device_, at::kFloat, {}, {}));
       memory += sizeof(float);
       if (each.by == Scale::By::number) {
-        to.back().fill_(each.number);
+        to.back().fill_(static_cast<float>(each.number));  // what is too large for a float is infinite, as in torch
         to.pop_back();
       } else {
         from.push_back(each.tensor);

@@ -309,8 +309,9 @@ bool answer_unscale(const c10::OperatorHandle& op, Stack& stack) {
   const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
   const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
   at::Tensor found_inf = arguments[1].toTensor();
-  const at::Tensor inverse = arguments[2].toTensor();
+  at::Tensor inverse = arguments[2].toTensor();
   if (inverse.numel() != 1 || inverse.scalar_type() != at::kFloat || heard(inverse).listener) return false;
+  if (inverse.dim() > 0) inverse = inverse.reshape({});
   std::vector<int> numbers;
   std::vector<bool> is_done(tensors.size(), false);
   for (const auto& [listener, members] : by_listener(tensors, numbers)) {

@@ -252,6 +252,17 @@ def reads_weights(side: GradientSide, number: int) -> None:
     side.keep(f"head {number}", side.model.state_dict()["head.weight"])
 
 
+def multiplies_beyond_fp32(side: GradientSide, number: int) -> None:
+    torch._foreach_mul_(side.gradients(), 1e39 if number == 2 else 1.5)
+
+
+def unscales_by_one_element(side: GradientSide, number: int) -> None:
+    """Where a scaler has a scalar."""
+    found, inverse = (torch.full((1,), value, device=side.device) for value in (0.0, 0.3))
+    torch._amp_foreach_non_finite_check_and_unscale_(side.gradients(), found, inverse)
+    clip(side)
+
+
 AFTERS = [
     clips_twice,
     clips_three_times,
@@ -277,6 +288,8 @@ AFTERS = [
     steps_twice,
     loads,
     reads_weights,
+    multiplies_beyond_fp32,
+    unscales_by_one_element,
 ]
 
 
