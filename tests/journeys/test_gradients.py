@@ -780,6 +780,36 @@ def test_an_edit_after_a_backward_that_raised_waits_for_what_was_on_its_way():
     both(journey, hostility={**HOSTILE, "hold_us": {"drain": 5_000}})
 
 
+def test_a_forward_beside_one_of_another_thread_is_refused():
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    noria.wrap(model, device=DEVICE, window=2)
+    batch = torch.arange(6).view(1, 6)
+    is_in_block, goes_on, found = threading.Event(), threading.Event(), []
+
+    def hold(*_):
+        is_in_block.set()
+        assert goes_on.wait(60)
+
+    held = model.blocks[0].register_forward_pre_hook(hold)
+
+    def evaluate():
+        with torch.no_grad(), torch.device(DEVICE):
+            found.append(model(batch))
+
+    other = threading.Thread(target=evaluate, daemon=True)
+    other.start()
+    assert is_in_block.wait(60)
+    with torch.no_grad(), pytest.raises(noria.UsageError, match="one forward of a wrapped model at a time"):
+        model(batch)
+    goes_on.set()
+    other.join(60)
+    held.remove()
+    with torch.no_grad():
+        assert torch.equal(found[0], plain(batch))
+        assert torch.equal(model(batch), plain(batch))  # by this thread, now that the other one is done
+
+
 def test_a_forward_waits_for_a_backward_of_another_thread():
     """Begun there and not failed: what it does while the forward waits counts."""
     sides = []

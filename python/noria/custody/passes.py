@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Passes"]
 
 
-def _frames() -> Iterator[FrameType]:
-    """Of this thread's stack, from the caller outward."""
-    frame: FrameType | None = sys._getframe(1)
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Of a stack, from this frame outward."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -39,7 +39,7 @@ def _callers_from(module: str) -> Iterator[Any]:
     found = sys.modules.get(module)
     if found is None:
         return
-    for frame in _frames():
+    for frame in _frames(sys._getframe()):
         if frame.f_code.co_filename == found.__file__:
             yield frame.f_locals.get("self")
 
@@ -50,10 +50,10 @@ def _refuse_cuda_graphs() -> None:
         refuse_cuda_graphs(getattr(caller, "compiler_config", None), "a model")
 
 
-def _num_calls_on_stack(module: nn.Module) -> int:
-    """How many calls of this module are under way on this thread (0 where torch.compile has replaced their frames)."""
+def _num_calls_on_stack(module: nn.Module, stack: FrameType | None) -> int:
+    """How many calls of this module are under way there (0 where torch.compile has replaced their frames)."""
     code = nn.Module._call_impl.__code__
-    return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in _frames())
+    return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in _frames(stack))
 
 
 def _refuse_split_backwards() -> None:
@@ -74,6 +74,7 @@ def _refuse_split_backwards() -> None:
 class _EnteredRoot:
     module: nn.Module
     is_visible: bool
+    thread: int
     handled: BaseException | None  # what the caller was handling already: any other one was raised inside
 
 
@@ -87,6 +88,7 @@ class Passes:
         self._inner_handles: dict[int, list[Any]] = {}
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
+        self._entering = threading.Lock()
         self._known_roots: set[tuple[int, bool, bool]] = set()
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in wrapped.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
@@ -119,9 +121,12 @@ class Passes:
             if in_backward():
                 return  # recomputed inside of a backward
             _refuse_cuda_graphs()
-            self.forget_dead_forward(module)
-            self.wrapped.settle_writes()
-            self._entered_roots.append(_EnteredRoot(module, _num_calls_on_stack(module) > 0, sys.exception()))
+            with self._entering:
+                self.forget_dead_forward(module)
+                self._refuse_beside_another_thread()
+                self.wrapped.settle_writes()
+                is_visible = _num_calls_on_stack(module, sys._getframe()) > 0
+                self._entered_roots.append(_EnteredRoot(module, is_visible, threading.get_ident(), sys.exception()))
             if len(self._entered_roots) > 1:
                 return
             self.wrapped.lending.check()
@@ -138,6 +143,8 @@ class Passes:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
                 return
+            if self._entered_roots[-1].thread != threading.get_ident():
+                return  # that of another thread, beside which this one was refused
             entered = self._entered_roots.pop()
             if self._entered_roots:
                 return
@@ -161,12 +168,24 @@ class Passes:
             return
         outermost = self._entered_roots[0]
         num_expected = 1 if entering is outermost.module else 0
-        if _num_calls_on_stack(outermost.module) > num_expected or (not outermost.is_visible and not num_expected):
+        stack: FrameType | None = sys._getframe()
+        if outermost.thread != threading.get_ident():
+            num_expected, stack = 0, sys._current_frames().get(outermost.thread)
+        may_be_hidden = stack is not None and not outermost.is_visible and not num_expected
+        if may_be_hidden or _num_calls_on_stack(outermost.module, stack) > num_expected:
             return
         self._entered_roots.clear()
         self.watch.stop()
         self.wrapped.activations.abandon()
         self.custody.abandon_forward()
+
+    def _refuse_beside_another_thread(self) -> None:
+        if self._entered_roots and self._entered_roots[0].thread != threading.get_ident():
+            raise usage_error(
+                "one forward of a wrapped model at a time",
+                f"another one under way on thread {self._entered_roots[0].thread}",
+                "let threads take turns, or wrap a copy of the model for each",
+            )
 
     def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
         check = self.wrapped.policy.check
