@@ -810,7 +810,8 @@ def test_a_backend_has_a_thread_for_each_copy_lane_and_no_other(machine):
 
     before = ours()
     backend = machine.backend()
-    backend.submit("fetch", []).wait_passed()
+    for lane, verb in (("fetch", "fetch"), ("drain", "drain"), ("peer", "stash")):  # it has its name once it has worked
+        backend.submit(lane, [], verb=verb).wait_passed()
     visit = backend.open(1)
     backend.give(visit, machine.stream(backend))
     visit.wait_passed()
