@@ -19,6 +19,7 @@ opened, not taken.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import fnmatch
 import itertools
@@ -74,10 +75,12 @@ def partition(
     roots = [models] if isinstance(models, nn.Module) else list(models)
     prefixes = [""] if len(roots) == 1 else [str(index) for index in range(len(roots))]
     names: dict[nn.Parameter, list[str]] = {}
+    buffers: list[tuple[str, torch.Tensor]] = []
     for root, prefix in zip(roots, prefixes, strict=True):
+        buffers.extend(root.named_buffers(prefix=prefix))
         for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-    _refuse_immovable(names, roots)
+    _refuse_immovable(names, buffers)
     builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
     for root, prefix in zip(roots, prefixes, strict=True):
         builder.add_root(root, prefix)
@@ -184,7 +187,7 @@ def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Modu
             yield module
 
 
-def _refuse_immovable(names: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> None:
+def _refuse_immovable(names: dict[nn.Parameter, list[str]], buffers: list[tuple[str, torch.Tensor]]) -> None:
     places: dict[torch.device, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():
         flaw = _flaw(parameter)
@@ -202,17 +205,18 @@ def _refuse_immovable(names: dict[nn.Parameter, list[str]], roots: Sequence[nn.M
                     f'"{name}" and "{other}", two Parameters over the same bytes',
                     "tie them by assigning the same Parameter to both names, or clone one",
                 )
-    for buffer_name, buffer in (each for root in roots for each in root.named_buffers()):
+    for buffer_name, buffer in buffers:
         if not _has_memory(buffer):
             continue
         begin, end = _span(buffer)
-        for start, stop, name in places.get(buffer.device, []):
-            if begin < stop and start < end:  # buffers are not moved with units: it would not follow the parameter
-                raise usage_error(
-                    "buffers and parameters that share no memory",
-                    f'"{buffer_name}", a buffer over bytes of the parameter "{name}"',
-                    "use the parameter itself in forward, or clone the buffer",
-                )
+        spans = places.get(buffer.device, [])
+        number = bisect.bisect_left(spans, (end,)) - 1  # the last one that begins before the buffer ends
+        if number >= 0 and spans[number][1] > begin:  # buffers are not moved with units: it would not follow
+            raise usage_error(
+                "buffers and parameters that share no memory",
+                f'"{buffer_name}", a buffer over bytes of the parameter "{spans[number][2]}"',
+                "use the parameter itself in forward, or clone the buffer",
+            )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
