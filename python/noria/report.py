@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -343,22 +342,25 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         sums["copied"] / steps * (2 if wrapped.device.type == "cpu" else 1),
         measured_gib_s() if gib_s is None else gib_s,
     )
-    times = {name: per_step[name] for name in _TIMES}
-    times |= {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
+    measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
+    times = {name: measured[name] for names in _LIMITS.values() for name in names}
     all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
     mode = wrapped.policy.update
     if mode == "auto":
         mode = "drafts" if all_drafted else "deferred"
-    bound_of = {"blocking": _C.blocking_bound_us, "deferred": _C.deferred_bound_us}.get(mode, _C.drafting_bound_us)
-    return Bound(
-        per_step["wall_us"],
-        _C.blocking_bound_us(_C.StepTimes(**times)),
-        _C.deferred_bound_us(_C.StepTimes(**times)),
-        _C.drafting_bound_us(_C.StepTimes(**times)),
-        mode,
-        _limit(bound_of, times),
-        host,
-    )
+
+    def bound_of(times: dict[str, float]) -> Bound:
+        step = _C.StepTimes(**times)
+        bounds = _C.blocking_bound_us(step), _C.deferred_bound_us(step), _C.drafting_bound_us(step)
+        return Bound(per_step["wall_us"], *bounds, mode, "", host)
+
+    found = bound_of(times)
+    limits = [
+        limit
+        for limit, names in _LIMITS.items()
+        if bound_of(times | {name: 1.001 * times[name] for name in names}).bound_us > found.bound_us
+    ]
+    return dataclasses.replace(found, limit=", ".join(limits))
 
 
 _LIMITS = {
@@ -371,16 +373,6 @@ _LIMITS = {
     "host memory": ["host_copies_us", "host_updates_us"],
 }
 """What may limit a step, and its times in `StepTimes`."""
-_TIMES = [time for name, times in _LIMITS.items() if name != "host memory" for time in times]
-
-
-def _limit(bound_us: Callable[[_C.StepTimes], float], times: dict[str, float]) -> str:
-    """All that would raise the bound if it took longer."""
-
-    def with_longer(names: list[str]) -> float:
-        return bound_us(_C.StepTimes(**times | {name: 1.001 * times[name] for name in names}))
-
-    return ", ".join(limit for limit, names in _LIMITS.items() if with_longer(names) > with_longer([]))
 
 
 def _update_time(sums: dict[str, int]) -> UpdateTime | None:
