@@ -9,10 +9,10 @@ for so many hours, and at least ten cycles:
 
 - cpu: device="cpu";
 - cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu);
-- ranks: two ranks that share each model, over gloo. Torch keeps some bytes of each process group, even when the group
-  is gone. They are torch's, so they are measured and subtracted: after each cycle, the script makes and drops as many
-  groups as noria made in it, with torch alone, twice; the second round's growth is what one cycle's groups leave. In
-  an hour that estimate was 1.3 KB a cycle too high, so this arm shows a leak from about 1.5 KB a cycle on.
+- ranks: two ranks that share each model, over gloo. Torch keeps some bytes of each process group that is gone. The
+  script measures these bytes and subtracts them. After each cycle it makes groups with torch alone, as many as noria
+  made, and drops them. It does so twice; the second time shows what torch keeps. In an hour that was 1.3 KB a cycle too
+  much, so this arm shows a leak from about 1.5 KB a cycle on.
 
 The first fifth of the samples is warm-up. A measure is flat if it rises by less than its bound from the fifth after it
 to the last one: between their medians, by cycle. Counts of things must not rise at all, pools not in most cycles. Bytes
@@ -96,8 +96,8 @@ RESIDENT_AT_ALL = 4 << 20
 POOLS = ("events", "runtime: events")
 # Of the pretend GPU they lie in this process, with their places in pools and maps; measured.
 BYTES_OF_A_PRETEND_EVENT = 160
-# Bytes that torch keeps of groups that are gone (their addresses in the store, an entry for each of their threads), for
-# as many groups as noria made in the cycle.
+# Torch keeps bytes of groups that are gone: their addresses in the store, and an entry for each of their threads. This
+# sample counts them for one cycle's groups.
 OF_GROUPS = "kept by torch of groups"
 
 

@@ -216,7 +216,7 @@ struct Hostility {
   std::int64_t max_delay_us = 0;  // a random delay up to this before and after each lane op, and after compute waits
   std::map<Verb, std::int64_t> hold_us;  // ops of this verb are held back by so much before they run
   bool poison = false;                   // vacated memory is overwritten with 0xFF
-  std::int64_t hold_peer_us = 0;         // ops of the peer lane are held back by so much more
+  std::int64_t hold_peer_us = 0;         // each op of the peer lane waits this long in addition
 };
 
 struct HostBackendOptions {
