@@ -700,6 +700,27 @@ def test_state_dict_gives_the_parameters_themselves_where_they_are_asked_for():
     assert torch.equal(model.state_dict()["head.bias"], torch.ones(VOCAB)), "the user's own parameter now"
 
 
+@pytest.mark.parametrize("where", ["root", "block"])
+def test_a_name_that_a_parameter_got_after_the_wrap_is_saved_and_loaded(where):
+    def journey(side: Side) -> None:
+        side.train(0, 2)
+        module = side.model if where == "root" else side.model.blocks[3].norm
+        module.alias = side.model.blocks[1].expand.weight
+        saved = side.model.state_dict()
+        for name in saved:
+            if "alias" in name or name == "blocks.1.expand.weight":
+                side.keep(f"saved {name}", saved[name])
+        loaded = {name: value.clone() for name, value in saved.items()}
+        for name in loaded:
+            if "alias" in name or name == "blocks.1.expand.weight":
+                loaded[name] += 1
+        side.model.load_state_dict(loaded)
+        del module.alias
+        side.train(2, 5)
+
+    both(journey)
+
+
 def test_loaders_that_go_around_load_state_dict_leave_a_model_that_trains():
     def journey(side):
         side.train(0, 2)

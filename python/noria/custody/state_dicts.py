@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,30 +36,25 @@ class StateDicts:
         self._handles.clear()
 
     def _install(self, module: nn.Module) -> None:
-        own = {
-            name: self.wrapped.slot_of[parameter]
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter in self.wrapped.slot_of
-        }
         if self.wrapped.ranks is not None:
             self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._compare)))
         self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._refuse_assign)))
         if module._buffers:
             self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._note_buffers)))
-        if own:
-            self._handles.append(module._register_state_dict_hook(Hook(self._give_state(own))))
-            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take_state(own))))
-            self._handles.append(module.register_load_state_dict_post_hook(Hook(self._state_taken(own))))
+        self._handles.append(module._register_state_dict_hook(Hook(self._give)))
+        self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take)))
+        self._handles.append(module.register_load_state_dict_post_hook(Hook(self._taken)))
 
-    def _give_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
-        def give(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-            for name, slot in own.items():
-                replaced = module._parameters.get(name) is not slot.parameter
-                if replaced or prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
-                    continue  # the user's own now, left out, or asked for as it is (keep_vars)
-                state_dict[prefix + name] = self.wrapped.values.current(slot)
+    def _own(self, module: nn.Module) -> dict[str, HomeParameter]:
+        """What of the home has a name there now: the user may have given one more name since the wrap."""
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        return {name: self.wrapped.slot_of[each] for name, each in own if each in self.wrapped.slot_of}
 
-        return give
+    def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, slot in self._own(module).items():
+            if prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
+                continue  # left out, or asked for as it is (keep_vars)
+            state_dict[prefix + name] = self.wrapped.values.current(slot)
 
     def _refuse_assign(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
@@ -94,35 +88,32 @@ class StateDicts:
             if isinstance(value, torch.Tensor) and value.shape == buffer.shape:  # torch copies it
                 self.wrapped.loaded.note((module, name))
 
-    def _take_state(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
-        def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-            self.wrapped.recover()
-            self.wrapped.refuse_between_steps("model.load_state_dict()", mends=True)
-            self.wrapped.together.meet(f'load "{prefix}{next(iter(own))}"')
-            units = sorted({slot.unit for slot in own.values()})
-            if self.wrapped.ranks is None:
-                self.wrapped.custody.open_home(units, True)
-                self._loads.append(units)
-            else:
-                for unit in units:
-                    self.wrapped.custody.access_home(unit, True)
-            for name, slot in own.items():
-                value = state_dict.get(prefix + name)
-                if isinstance(value, torch.Tensor) and value.shape == slot.shape:
-                    self.wrapped.values.write(slot, value)
-                    self.wrapped.loaded.note(slot.index)
-                    # torch copies it onto itself
-                    state_dict[prefix + name] = (
-                        self.wrapped.home.working(slot) if self.wrapped.ranks is None else slot.parameter
-                    )
+    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = self._own(module)
+        if not own:
+            return
+        self.wrapped.recover()
+        self.wrapped.refuse_between_steps("model.load_state_dict()", mends=True)
+        self.wrapped.together.meet(f'load "{prefix}{next(iter(own))}"')
+        units = sorted({slot.unit for slot in own.values()})
+        if self.wrapped.ranks is None:
+            self.wrapped.custody.open_home(units, True)
+            self._loads.append(units)
+        else:
+            for unit in units:
+                self.wrapped.custody.access_home(unit, True)
+        for name, slot in own.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == slot.shape:
+                self.wrapped.values.write(slot, value)
+                self.wrapped.loaded.note(slot.index)
+                # torch copies it onto itself
+                state_dict[prefix + name] = (
+                    self.wrapped.home.working(slot) if self.wrapped.ranks is None else slot.parameter
+                )
 
-        return take
-
-    def _state_taken(self, own: dict[str, HomeParameter]) -> Callable[..., None]:
-        def taken(module: nn.Module, incompatible_keys: Any) -> None:
-            self.end_loads()
-
-        return taken
+    def _taken(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.end_loads()
 
     def end_loads(self) -> None:
         """torch copies a module's own values as soon as its pre-hooks return: what is open now is done. A loader that
