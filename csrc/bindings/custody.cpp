@@ -40,6 +40,11 @@ std::string evicted_message(const std::string& unit, bool is_shared) {
          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
 }
 
+std::string ended_message(const std::string& unit) {
+  return "expected backward before noria.unwrap, or the end of the model; found one that needs weights of unit \"" +
+         unit + "\", which have left the device; remedy: call backward() first, or run the forward again";
+}
+
 // On a device, whose caller has to wait for it, a unit's bytes are compared with the home's no more often than this
 // when all that is known is that they may have been written. torch's own operators say when they do write.
 constexpr int kMostComparisons = 2;
@@ -1034,6 +1039,7 @@ void Custody::refuse_other_process() const {
 void Custody::close() {
   *self_ = nullptr;
   engine_.close();
+  for (std::size_t u = 0; u < weights_.size(); ++u) weights_[u]->end(ended_message(names_[u]));
 }
 
 void Custody::bump_versions(const std::vector<int>& indices) {

@@ -59,6 +59,12 @@ void UnitStorage::evict() {
   attached_ = false;
 }
 
+void UnitStorage::end(std::string message) {
+  evict();
+  evicted_message_ = std::move(message);
+  refuse_access(storage_, evicted_message_);
+}
+
 at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
                              c10::DispatchKeySet more) const {
   return tensor_in(storage_, offset / static_cast<std::int64_t>(c10::elementSize(dtype)), device_, dtype, sizes,

@@ -22,6 +22,8 @@ class UnitStorage {
 
   void attach(std::byte* memory);
   void evict();
+  /// Evicted for good; `message` tells whoever still wants it.
+  void end(std::string message);
   bool attached() const { return attached_; }
   /// Somebody has asked for write access since `attach`, or has written without.
   bool written() const;
@@ -46,7 +48,7 @@ class UnitStorage {
   const std::shared_ptr<bool> is_written_;  // since it was attached; the storage's callback sets it
   const c10::Storage storage_;
   const c10::Device device_;
-  const std::string evicted_message_;
+  std::string evicted_message_;
   bool attached_ = true;  // until the constructor evicts it
   bool is_told_ = false;
 };

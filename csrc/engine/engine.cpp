@@ -324,6 +324,11 @@ void Engine::close_visit(Stream stream, Visiting visiting) {
 void Engine::expect_gradient(UnitId unit, Stream stream) {
   const std::lock_guard lock(mutex_);
   continue_on(stream);
+  if (book_.position() < 0) {
+    throw UsageError("a backward through what the wrapped model has computed",
+                     "a gradient of unit \"" + unit_of(unit).facts.name + "\" before any of its modules was passed",
+                     "call the wrapped model: a graph from before noria.wrap is not followed");
+  }
   book_.note_gradient(unit);
   refuse_updated(unit, "a gradient of it came");
   if (drainer_.is_open(unit)) {

@@ -13,9 +13,10 @@ import sys
 import noria
 import pytest
 import torch
+from noria.custody import wrapped_by
 
 from tests.device import DEVICE
-from tests.journeys.pairs import Net, Side, adamw, assert_moved, both, loss_of, sgd
+from tests.journeys.pairs import Net, Side, adamw, assert_moved, both, loss_of, new_side, sgd, wrap_side
 
 FAILURES = [ValueError, MemoryError, KeyboardInterrupt, SystemExit]
 
@@ -127,6 +128,24 @@ def test_an_interrupted_forward_leaves_no_mode_of_torchs_on():
     handle.remove()
     model(torch.arange(5)[None])
     assert torch.overrides._get_current_function_mode() is before
+
+
+def test_ctrl_c_at_the_end_of_a_forward_is_forgotten(monkeypatch):
+    """While noria itself ends the pass, when the user's own code has returned."""
+
+    def journey(side: Side) -> None:
+        side.train(0, 2)
+        if side.is_wrapped:
+            watch = wrapped_by(side.model).passes.watch
+            interrupt, raised = fail_once(KeyboardInterrupt)
+            with monkeypatch.context() as patch:
+                patch.setattr(watch, "stop", interrupt)
+                expect_failure(side, KeyboardInterrupt, 50)
+            assert raised
+        side.model.load_state_dict(side.model.state_dict())
+        side.train(2, 4)
+
+    both(journey)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------
@@ -467,6 +486,29 @@ def test_a_process_ends_with_the_exit_code_it_would_have_had(end, kernel):
     assert done.returncode == expected, done.stdout + done.stderr
     for word in ("terminate called", "Fatal", "core dumped", "Exception ignored"):
         assert word not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_backward_after_unwrap_is_told_that_it_comes_too_late(steps):
+    side = wrap_side(new_side(0, adamw, Net), window=2)
+    side.train(0, steps)
+    loss = loss_of(side.model, steps)
+    noria.unwrap(side.model, side.optimizer)
+    with pytest.raises(RuntimeError, match=r"backward before noria\.unwrap.*run the forward again"):
+        loss.backward()
+    loss_of(side.model.to(DEVICE), steps).backward()
+
+
+def test_a_graph_from_before_the_wrap_is_refused_beside_one_of_the_wrapped_model():
+    side = new_side(0, adamw, Net)
+    old = loss_of(side.model, 0)
+    wrap_side(side, window=2)
+    new = loss_of(side.model, 1)
+    with pytest.raises(noria.UsageError, match=r"a graph from before noria\.wrap"):
+        old.backward()
+    assert all(each.grad is None for each in side.model.parameters())
+    del new
+    side.train(1, 3)
 
 
 def test_a_forked_child_may_read_what_was_unwrapped():

@@ -145,16 +145,21 @@ class Passes:
                 return
             if self._entered_roots[-1].thread != threading.get_ident():
                 return  # that of another thread, beside which this one was refused
-            entered = self._entered_roots.pop()
-            if self._entered_roots:
+            if len(self._entered_roots) > 1:
+                self._entered_roots.pop()
                 return
+            # The outermost stays until the pass has ended: an interrupt before that is seen by forget_dead_forward.
             self.watch.stop()
-            if sys.exception() is not entered.handled:  # it raised
+            raised = sys.exception() is not self._entered_roots[-1].handled
+            if raised:
                 self.custody.abandon_forward()
+            else:
+                self._known_roots.add((number, module.training, torch.is_grad_enabled()))
+                self._needs_watch |= self.watch.num_seen > 0
+                self.custody.end_forward(tensors_of(output))
+            self._entered_roots.clear()
+            if raised:
                 return
-            self._known_roots.add((number, module.training, torch.is_grad_enabled()))
-            self._needs_watch |= self.watch.num_seen > 0
-            self.custody.end_forward(tensors_of(output))
             if torch.is_grad_enabled():
                 for updates in self.wrapped.optimizers:
                     updates.expect()
