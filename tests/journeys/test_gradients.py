@@ -800,8 +800,10 @@ def test_a_forward_beside_one_of_another_thread_is_refused():
     other = threading.Thread(target=evaluate, daemon=True)
     other.start()
     assert is_in_block.wait(60)
-    with torch.no_grad(), pytest.raises(noria.UsageError, match="one forward of a wrapped model at a time"):
-        model(batch)
+    hidden = torch.ones(1, 16, device=DEVICE)
+    for call in (lambda: model(batch), lambda: model.blocks[0](hidden), lambda: model.blocks[2](hidden)):
+        with torch.no_grad(), pytest.raises(noria.UsageError, match="one forward of a wrapped model at a time"):
+            call()
     goes_on.set()
     other.join(60)
     held.remove()

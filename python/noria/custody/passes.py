@@ -184,11 +184,17 @@ class Passes:
         self.wrapped.activations.abandon()
         self.custody.abandon_forward()
 
+    def _other_thread(self) -> int | None:
+        """The thread that runs a forward, if it is not this one. Autograd's threads may run modules once more."""
+        outermost = self._entered_roots[:1]  # that thread may end its forward meanwhile
+        is_other = outermost and outermost[0].thread != threading.get_ident() and not in_backward()
+        return outermost[0].thread if is_other else None
+
     def _refuse_beside_another_thread(self) -> None:
-        if self._entered_roots and self._entered_roots[0].thread != threading.get_ident():
+        if (other := self._other_thread()) is not None:
             raise usage_error(
                 "one forward of a wrapped model at a time",
-                f"another one under way on thread {self._entered_roots[0].thread}",
+                f"another one under way on thread {other}",
                 "let threads take turns, or wrap a copy of the model for each",
             )
 
@@ -212,6 +218,9 @@ class Passes:
             nonlocal compiled
             self.wrapped.check_alive()
             self.wrapped.loaded.refuse_missing("a forward")
+            if self._other_thread() is not None:
+                self.forget_dead_forward()
+                self._refuse_beside_another_thread()
             if module._compiled_call_impl is not compiled:
                 refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
                 compiled = module._compiled_call_impl
@@ -228,6 +237,8 @@ class Passes:
                 watch.suspend()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._other_thread() is not None:
+                return  # it was refused
             if suspends:
                 watch.resume()
             custody.leave(entered.pop() if entered else hook, tensors_of(output))
