@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,8 @@ SHARED = "--steps 24 --save-every 6 --layers 9 --width 64 --vocab 300 --text-byt
 
 
 def shared_gpt(checkpoint: Path, *options: str, kill_at: str | None = None, rank: str = "1") -> tuple[int, str]:
-    """The README's line on two ranks, with more options for torchrun: exit status and what it printed. `kill_at`: this
-    rank is killed at this line. Each start has a store of its own, as docs/distributed.md asks for with restarts."""
+    """The line of docs/distributed.md on two ranks, with more options for torchrun: exit status and what it printed.
+    `kill_at`: this rank is killed at this line. Each start has a store of its own, as that page asks for."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     command += ["examples/04_sharded_gpt.py", *SHARED.split(), "--checkpoint", str(checkpoint)]
     printed = []
@@ -192,7 +192,7 @@ def shared_gpt(checkpoint: Path, *options: str, kill_at: str | None = None, rank
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """What the README's line printed where nobody was killed, and its checkpoint."""
+    """What that line printed where nobody was killed, and its checkpoint."""
     path = tmp_path_factory.mktemp("shared") / "whole.pt"
     status, printed = shared_gpt(path)
     assert status == 0, printed
@@ -326,22 +326,56 @@ def test_a_local_model_directory_brings_its_own_weights_and_tokenizer(run, tmp_p
     assert_same_bits(saved, {name: model.state_dict()[name] for name in saved})
 
 
-def test_every_snippet_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
+def test_every_snippet_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert snippets
     names: dict[str, object] = {}
     for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), names)
+        exec(compile(snippet, page, "exec"), names)
     assert all(fetches == planned > 0 for fetches, planned in moved(capsys.readouterr().out))
 
 
-def test_every_link_and_make_target_of_the_readme_exists():
-    readme = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", readme):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "gpu_all.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page):
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        if path.startswith("https://"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_every_make_target_of_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE))
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_every_option_and_no_other_has_a_row():
+    table = (ROOT / "docs" / "options.md").read_text().split("## All of them")[1].split("## Around")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert rows == [field.name for field in fields(noria.Policy)]
