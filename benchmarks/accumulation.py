@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: i
 import _common
 import noria
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
@@ -51,7 +51,7 @@ class Run:
 
     def finish(self) -> None:
         self.optimizer.zero_grad()
-        wrapped_by(self.model).custody.idle()
+        wrapped_by(self.model).context.engine.idle()
 
     def plain(self, tokens: torch.Tensor, count: int = 1) -> None:
         self.backward(tokens, count)

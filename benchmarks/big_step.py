@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: i
 import _common
 import noria
 import torch
-from noria.cli import TracedSpan, read_trace
-from noria.custody import wrapped_by
+from noria.trace_file import TracedSpan, read_trace
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
@@ -126,7 +126,7 @@ def measure(mode: str, args: argparse.Namespace, trace: Path) -> dict[str, Any]:
     if args.device == "cpu" and mode == "auto":
         policy["draft_memory"] = "1GiB"  # auto there: none
     noria.wrap(model, optimizer, **policy, **MODES[mode])
-    custody = wrapped_by(model).custody
+    engine = wrapped_by(model).context.engine
     marks = Marks(model.blocks, args.device)
 
     def step() -> None:
@@ -138,13 +138,13 @@ def measure(mode: str, args: argparse.Namespace, trace: Path) -> dict[str, Any]:
 
     for number in range(args.warmup + args.steps):
         if number == args.warmup:
-            custody.idle()
+            engine.idle()
             marks.is_on = True
             began = time.perf_counter()
         step()
     if args.device == "cuda":
         torch.cuda.synchronize()
-    custody.idle()
+    engine.idle()
     seconds = (time.perf_counter() - began) / args.steps
     times = marks.times()
     report = noria.report(model)  # writes the trace

@@ -37,8 +37,8 @@ import _common
 import noria
 import torch
 import torch.distributed as dist
-from noria.custody import wrapped_by
 from noria.testing import on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -225,16 +225,16 @@ class Run:
         for way in self.moved:
             self.moved[way] += after[way] - before[way]
         self.stalled_us += after["stalled"] - before["stalled"]
-        self.wrapped.custody.idle()
+        self.wrapped.context.engine.idle()
 
     def forget(self) -> None:
         self.times.clear()
         self.moved, self.stalled_us = dict.fromkeys(self.moved, 0), 0
 
     def counts(self) -> dict[str, int]:
-        stats = {lane: self.wrapped.backend.stats(lane) for lane in (*LANES, "compute")}
+        stats = {lane: self.wrapped.context.backend.stats(lane) for lane in (*LANES, "compute")}
         stalled = sum(stats["compute"]["stalled_us"].values())
-        saved = self.wrapped.custody.saved_stats()
+        saved = self.wrapped.context.engine.saved_stats()
         peers = saved["offloaded_to_peers"] + saved["reloaded_from_peers"]
         swapped = {"host": saved["offloaded"] + saved["reloaded"] - peers, "peers": peers}
         return {lane: stats[lane]["bytes"] for lane in LANES} | swapped | {"stalled": stalled}
@@ -249,7 +249,7 @@ class Run:
             "saved": report.saved,
             "recomputed": report.recomputed,
             "lent_bytes": sum(loan.bytes for loan in report.loans if loan.lender == self.rank),
-            "room": self.wrapped.policy.activation_memory,
+            "room": self.wrapped.context.policy.activation_memory,
         }
 
 
@@ -297,7 +297,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> N
     runs = {name: Run(policy_of(method, shape, grid), shape, grid, limits) for name, method in METHODS.items()}
     take_turns(runs, shape, WARMUP)
     loans = {
-        name: [dataclasses.asdict(loan) for loan in runs[name].wrapped.lending.loans]
+        name: [dataclasses.asdict(loan) for loan in runs[name].wrapped.peer_memory.loans]
         for name, method in METHODS.items()
         if method.lends
     }

@@ -20,7 +20,7 @@ from typing import Any
 import _common
 import noria
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
@@ -43,7 +43,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.wrapped is not None:
-            self.wrapped.custody.idle()  # what its threads still do is this step's, not the next run's
+            self.wrapped.context.engine.idle()  # what its threads still do is this step's, not the next run's
         return loss.item()
 
 

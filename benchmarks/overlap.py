@@ -33,8 +33,8 @@ import _common
 import noria
 import torch
 from noria import _C
-from noria.custody import wrapped_by
 from noria.testing import on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 
 Limits = dict[str, tuple[float, float]]  # by lane: GiB/s, us
@@ -129,7 +129,7 @@ class Run:
             noria.wrap(self.model, self.optimizer, device="cpu", kernel="fused", **policy)
         wrapped = wrapped_by(self.model)
         assert wrapped is not None
-        self.custody = wrapped.custody
+        self.engine = wrapped.context.engine
         self.forget()
 
     def forget(self) -> None:
@@ -149,16 +149,16 @@ class Run:
     def block(self, num_steps: int) -> None:
         """A first step fills the lanes; then each lasts from the end of the one before it to its own end."""
         self.step()
-        before, last = self.custody.step_sums(), time.perf_counter()
+        before, last = self.engine.step_sums(), time.perf_counter()
         for _ in range(num_steps):
             self.step()
             now = time.perf_counter()
-            after = self.custody.step_sums()
+            after = self.engine.step_sums()
             self.times.append(now - last)
             for name in after:
                 self.sums.setdefault(name, []).append(after[name] - before[name])
             before, last = after, now
-        self.custody.idle()
+        self.engine.idle()
 
     def per_step(self, name: str) -> float:
         return median(self.sums[name])

@@ -34,7 +34,7 @@ import noria
 import torch
 import torch.distributed as dist
 from noria import _C
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 from overlap import LATENCY_US, Chain, Limits, Run, Setting, as_dict, limits_of, transfer_us
 
 SETTING = Setting("bound by its lanes on one rank", fetch=2.5, drain=2.0, update=2.5)
@@ -74,9 +74,9 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, limits: Limits, sh
     run.forget()
     wrapped = wrapped_by(run.model)
     assert wrapped is not None
-    before = {lane: wrapped.backend.stats(lane) for lane in LANES}
+    before = {lane: wrapped.context.backend.stats(lane) for lane in LANES}
     run.block(shape.steps)
-    after = {lane: wrapped.backend.stats(lane) for lane in LANES}
+    after = {lane: wrapped.context.backend.stats(lane) for lane in LANES}
     steps = shape.steps + 1  # the one that fills the lanes too
     lanes = {
         lane: {name: (after[lane][name] - before[lane][name]) / steps for name in ("bytes", "num_ops", "busy_us")}
@@ -94,7 +94,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, limits: Limits, sh
     )
     collect_us = {name: run.per_step(name) for name in ("forward_collect_us", "backward_collect_us")}
     with_collect = _C.StepTimes(**as_dict(times), **collect_us)
-    home = sum(region.bytes for region in wrapped.plan.regions)
+    home = wrapped.context.ledger.on("host")
     answers.put(
         (
             rank,

@@ -53,8 +53,9 @@ if vehicle.asked_for():
 import noria
 import torch
 import torch.distributed as dist
-from noria import _C, groups
-from noria.custody import wrapped_by
+from noria import _C
+from noria.dist import groups
+from noria.wrapped import wrapped_by
 
 from benchmarks import _common
 from examples.gpt import GPT, GPTConfig
@@ -196,7 +197,7 @@ class Measures:
 
     def sample(self, stays: Sequence[Side], ledger_bytes: int) -> dict[str, float]:
         for each in stays:
-            wrapped_by(each.model).custody.idle()
+            wrapped_by(each.model).context.engine.idle()
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -206,9 +207,9 @@ class Measures:
             "python objects": len(gc.get_objects()),
             "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
             "ledger bytes": ledger_bytes,
-            "events": sum(wrapped_by(each.model).backend.num_events for each in stays),
-            "remembered ops": sum(wrapped_by(each.model).custody.num_remembered for each in stays),
-            "kinds of passes": sum(len(wrapped_by(each.model).custody.passes()) for each in stays),
+            "events": sum(wrapped_by(each.model).context.backend.num_events for each in stays),
+            "remembered ops": sum(wrapped_by(each.model).context.engine.num_remembered for each in stays),
+            "kinds of passes": sum(len(wrapped_by(each.model).context.engine.passes()) for each in stays),
         }
         found |= _C.living()
         if self.device == "cuda":
@@ -225,7 +226,7 @@ class Measures:
 
 
 def make_groups(count: int) -> None:
-    """By torch alone, as `noria.groups` does, each used by this thread and by one of its own. Collective."""
+    """By torch alone, as `noria.dist.groups` does, each used by this thread and by one of its own. Collective."""
 
     def use(group: Any) -> None:
         group.allreduce([torch.ones(1)]).wait()

@@ -27,8 +27,9 @@ import noria
 import torch
 import torch.distributed as dist
 from noria import _C
-from noria.custody import activations, wrapped_by
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -136,7 +137,7 @@ class Loop:
 
     def note_lending(self) -> None:
         """Before anything fails: this rank does lend or borrow, and its socket's name can be seen."""
-        lending = wrapped_by(self.model).lending
+        lending = wrapped_by(self.model).peer_memory
         assert lending.lent or self.rank != self.size - 1
         assert lending.borrowed or self.rank != 0
         if lending.lent:
@@ -149,7 +150,7 @@ class Loop:
 
     def go_on_alone(self) -> None:
         """After an error that another rank is to blame for: what noria says then, and that the model is whole."""
-        lending = wrapped_by(self.model).lending
+        lending = wrapped_by(self.model).peer_memory
         if "other" in self.orders:  # connections are closed before a process has ended
             wait_for_end(self.pid_of(self.orders["other"]))
         try:
@@ -209,7 +210,7 @@ def fork_worker() -> int:
 
 def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: float) -> None:
     torch.set_num_threads(1)
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     folder.joinpath(f"pid{rank}").write_text(str(os.getpid()))
     store = dist.FileStore(str(folder / "meeting"), size)
     timeout = datetime.timedelta(seconds=timeout_s)

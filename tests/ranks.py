@@ -157,7 +157,7 @@ def asked_for(request: pytest.FixtureRequest, acts: dict[str, Any], always: tupl
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Models wrapped here belong to this rank."""
-    with mock.patch("noria.ranks.num_ranks", return_value=1):
+    with mock.patch("noria.dist.ranks.num_ranks", return_value=1):
         yield
 
 

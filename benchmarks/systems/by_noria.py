@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import noria
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 
 from benchmarks.systems.task import PlainLoop, Task, mean
 
@@ -34,7 +34,7 @@ class Noria(PlainLoop):
         noria.wrap(self.model, self.optimizer, **self.policy)
 
     def finish(self):
-        wrapped_by(self.model).custody.idle()
+        wrapped_by(self.model).context.engine.idle()
 
     def settings(self):
         return {name: str(value) for name, value in self.policy.items()}

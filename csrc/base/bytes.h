@@ -1,4 +1,4 @@
-// An amount of memory, in bytes, that cannot be mistaken for a count of elements or an index.
+// Bytes holds an amount of memory, so that it cannot be mistaken for a count of elements or an index.
 //
 // Units: bytes everywhere; `to_string` prints binary units (KiB, MiB, GiB).
 #pragma once
@@ -26,16 +26,16 @@ struct Bytes {
   friend constexpr Bytes operator*(Bytes a, std::int64_t n) { return {a.count * n}; }
 };
 
-/// The smallest multiple of `alignment` (a power of two) that holds `amount`.
+/// Returns the smallest multiple of `alignment` (a power of two) that holds `amount`.
 constexpr Bytes align_up(Bytes amount, Bytes alignment) {
   return {(amount.count + alignment.count - 1) & -alignment.count};
 }
 
-/// Every tensor inside a lease, a gradient buffer or the home starts at a multiple of this: libraries choose kernels by
-/// the alignment of their operands, so a looser one would change bits.
+/// Every tensor inside a lease, a gradient buffer or the home starts at a multiple of this. Libraries choose kernels by
+/// the alignment of their operands, so a smaller alignment would change bits.
 inline constexpr Bytes kTensorAlignment{512};
 
-/// "812.0 MiB"; exact bytes below 1 KiB.
+/// Returns text such as "812.0 MiB". An amount below 1 KiB is printed in exact bytes.
 std::string to_string(Bytes amount);
 
 }  // namespace noria

@@ -1,7 +1,7 @@
-// The three kinds of failure: the caller's, ours, the machine's.
+// Defines the three kinds of failure: a mistake of the caller, a defect of noria, and a refusal of the machine.
 //
-// A failure on a lane or worker travels in the ticket it should have given and is thrown at the next engine call that
-// waits for it; nothing is swallowed.
+// If an op fails on a lane or a worker, its ticket carries the failure. The next engine call that waits for the ticket
+// throws it. No failure is swallowed.
 #pragma once
 
 #include <stdexcept>
@@ -9,21 +9,21 @@
 
 namespace noria {
 
-/// The caller's mistake. Raised before anything is changed. The text has three parts: what was expected, what was
-/// found, what to do about it.
+/// Reports a mistake of the caller. Thrown before anything is changed. The text has three parts: what was expected,
+/// what was found, and what to do about it.
 class UsageError : public std::runtime_error {
  public:
   UsageError(const std::string& expected, const std::string& found, const std::string& remedy)
       : std::runtime_error("expected " + expected + "; found " + found + "; remedy: " + remedy) {}
 };
 
-/// Our mistake: a promise of this code does not hold. Always checked, in release builds too.
+/// Reports a defect of noria: a promise of this code does not hold. Always checked, in release builds too.
 class InvariantError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
 
-/// The machine's refusal: names the call, the sizes and the policy in force.
+/// Reports that the machine refused a request. The text names the call, the sizes and the policy in force.
 class MachineError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

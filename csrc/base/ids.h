@@ -1,4 +1,5 @@
-// Names of things as numbers that do not convert into one another.
+// Defines ids: numbers that name units, buffers, hooks, ops and saved storages, and that do not convert into each
+// other.
 #pragma once
 
 #include <compare>
@@ -22,7 +23,7 @@ using BufferId = Id<struct BufferTag>;              // index into a BufferTable
 using HookId = Id<struct HookTag>;                  // a module that announces visits; -1: between modules
 using OpId = Id<struct OpTag, std::int64_t>;        // position in issue order, never reused
 using SavedId = Id<struct SavedTag, std::int64_t>;  // a storage that a forward has saved, never reused
-using Version = std::int64_t;                       // of the bytes in a buffer; counts writes in issue order
+using Version = std::int64_t;                       // of the bytes in a buffer: the number of writes in issue order
 using MicroBatch = std::int32_t;                    // 0 while one micro-batch is in flight
 
 }  // namespace noria

@@ -1,4 +1,4 @@
-// How many objects of a class there are in this process: for tests and soaks, which look for what is left behind.
+// Living counts the objects of a class that exist in this process. Tests and soak runs use it to find leaked objects.
 //
 // `class Backend : Living<Backend>` counts backends. Threads: any.
 #pragma once

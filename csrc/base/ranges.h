@@ -1,4 +1,4 @@
-// A set of bytes, as disjoint ranges.
+// Ranges holds a set of bytes as disjoint ranges.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class Ranges {
     }
   }
 
-  /// What of [begin, end) is in the set.
+  /// Returns the parts of [begin, end) that are in the set.
   std::vector<Range> within(Bytes begin, Bytes end) const {
     std::vector<Range> found;
     auto next = ends_.upper_bound(begin);
@@ -58,7 +58,7 @@ class Ranges {
     return found;
   }
 
-  /// What of [begin, end) is not.
+  /// Returns the parts of [begin, end) that are not in the set.
   std::vector<Range> missing(Bytes begin, Bytes end) const {
     std::vector<Range> found;
     for (const auto& [from, to] : within(begin, end)) {
@@ -70,7 +70,7 @@ class Ranges {
   }
 
  private:
-  std::map<Bytes, Bytes> ends_;  // by begin; disjoint, and no two touch
+  std::map<Bytes, Bytes> ends_;  // begin -> end; the ranges are disjoint, and no two touch
 };
 
 }  // namespace noria

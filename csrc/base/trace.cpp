@@ -38,7 +38,7 @@ std::string slice_name(const Span& span, const std::vector<std::string>& unit_na
   return name + ' ' + (index < unit_names.size() ? unit_names[index] : std::to_string(index));
 }
 
-/// `"ts":..., "pid":0, "tid":<lane>`: what every event of a lane carries.
+/// Returns `"ts":..., "pid":0, "tid":<lane>`, which every event of a lane carries.
 std::string where(std::int64_t at_us, Lane lane) {
   return "\"ts\":" + std::to_string(at_us) + ",\"pid\":0,\"tid\":" + std::to_string(static_cast<int>(lane));
 }
@@ -111,7 +111,7 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
            "}}";
     for (OpId wait : span.waits) {
       const auto giver = by_op.find(wait);
-      if (giver == by_op.end()) continue;  // older than the ring
+      if (giver == by_op.end()) continue;  // the ring has dropped this op
       // An arrow must leave from inside its slice, and a slice does not contain its own end.
       const std::int64_t leaves_us = std::max(giver->second->start_us, giver->second->end_us - 1);
       const std::string arrow = "\"name\":\"wait\",\"cat\":\"wait\",\"id\":" + std::to_string(num_arrows++) + ",";

@@ -1,8 +1,10 @@
-// What happened, or what a plan predicts: spans on lanes, the waits between them, and memory over time.
+// Trace records what happened, or what a plan predicts: spans on lanes, the waits between them, and memory over time.
 //
-// Units: microseconds since the trace began. Ownership: spans are copied in; a ring keeps the newest `capacity` of them
-// and counts what it dropped. Threads: `add` may be called from any thread. Predicted (simulate) and real traces have
-// this one type, so they can be laid over each other.
+// Units: microseconds since the trace began.
+// Ownership: the trace copies spans. A ring keeps the newest `capacity` spans, and the trace counts the dropped ones.
+// Threads: `add` may be called from any thread.
+//
+// Predicted traces (simulate) and real traces have the same type, so one can be drawn over the other.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +31,8 @@ struct Span {
   std::vector<OpId> waits;  // ops that this one waited for: arrows in the picture
 };
 
-/// Where what blocks have saved for their backwards lies at a moment, and how much of their room is lent to others.
+/// Says how many bytes of saved tensors lie in each place at one moment. `lent` is the part of their device memory that
+/// is lent to other stages.
 struct SavedMemory {
   std::int64_t at_us = 0;
   Bytes on_device, at_peers, at_home, lent;
@@ -40,19 +43,19 @@ class Trace {
   explicit Trace(std::size_t capacity);
 
   void add(Span span);
-  /// Kept as spans are, apart from them.
+  /// Keeps the newest `capacity` samples, apart from the spans.
   void sample(const SavedMemory& memory);
-  /// What has come about now, in words.
+  /// Records an event as text, at the current time.
   void note(std::string text);
   std::vector<Span> spans() const;
   std::size_t num_dropped() const;
   void clear();
 
-  /// Microseconds since this trace was made.
+  /// Returns microseconds since this trace was made.
   std::int64_t now_us() const;
 
-  /// Chrome/Perfetto JSON: one row per lane, one slice per span ("fetch blocks.3"), one flow arrow per wait; what is
-  /// saved as a counter over time, and notes as instants.
+  /// Returns Chrome/Perfetto JSON: one row per lane, one slice per span ("fetch blocks.3"), one flow arrow per wait.
+  /// Saved memory is a counter over time, and notes are instants.
   std::string chrome_json(const std::vector<std::string>& unit_names) const;
 
  private:
@@ -65,7 +68,7 @@ class Trace {
   std::size_t num_dropped_ = 0;
 };
 
-/// A monotonic clock, in microseconds; the same for every trace of a process.
+/// Returns a monotonic clock in microseconds. All traces of a process share it.
 std::int64_t clock_us();
 
 }  // namespace noria

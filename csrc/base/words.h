@@ -1,4 +1,4 @@
-// The vocabulary that plan, engine, backends and trace share: lanes and verbs.
+// Defines the words that plan, engine, backends and trace share: lanes and verbs.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace noria {
 
-/// A queue of work. All lanes run in order except `update`, the host pool, which is ordered by waits alone.
+/// A lane is a queue of work. All lanes run in order except `update`: that is the host pool, ordered by waits alone.
 enum class Lane : std::uint8_t { compute, fetch, drain, collect, peer, update };
 inline constexpr int kNumLanes = 6;
 
 enum class Verb : std::uint8_t {
   forward,   // compute lane: a visit of a forward pass
   backward,  // compute lane: a visit of a backward pass
-  user,      // compute lane: whatever the user's own loop does between passes (reads and edits p.grad)
-  fetch,     // fetch lane: home to device; peer lane: from where it is stashed
+  user,      // compute lane: what the user's own loop does between passes (reads and edits p.grad)
+  fetch,     // fetch lane: home to device; peer lane: from the peer where the unit is stashed
   drain,     // drain lane: gradients to the home
   update,    // update lane: the host optimizer on one unit
   evict,     // no lane: the lease may be reused (bookkeeping, never waits)
@@ -22,24 +22,24 @@ enum class Verb : std::uint8_t {
   load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
   draft,     // update lane: an update computed beside the state, before `step()`
   sum,       // update lane: the sum of squares of a held gradient
-  gather,    // collect lane: a unit's shards from all ranks
-  reduce,    // collect lane: a unit's gradients, summed over all ranks, to each its shard
-  save,      // compute lane: what a visit has saved for backward is there, or room for its return is
-  offload,   // drain lane: what a visit has saved, to the host
-  reload,    // fetch lane: and back
-  probe,     // peer lane: a link is measured; not among the numbers of the lane
-  stash,     // peer lane: a unit's working copy, to a peer; it is fetched from there then
+  gather,    // collect lane: all-gather of a unit's shards
+  reduce,    // collect lane: reduce-scatter of a unit's gradients: each rank gets its shard of the sum
+  save,      // compute lane: marks that saved tensors are written, or that memory for a reload is free
+  offload,   // drain lane: saved tensors to the host; peer lane: to a peer
+  reload,    // fetch lane: saved tensors back from the host; peer lane: from a peer
+  probe,     // peer lane: measures a link; not counted in the numbers of the lane
+  stash,     // peer lane: a unit's working copy to a peer; later fetches read it there
 };
 inline constexpr int kNumVerbs = 18;
 
-/// What a pass does with the units it visits.
+/// Says whether a pass or a visit belongs to forward or to backward.
 enum class Phase : std::uint8_t { forward, backward };
 
 std::string_view to_string(Lane lane);
 std::string_view to_string(Verb verb);
 std::string_view to_string(Phase phase);
 
-/// The inverse of to_string; throws UsageError that lists the known words.
+/// Returns the value that to_string prints as `text`. Throws UsageError that lists the known words if there is none.
 Lane parse_lane(std::string_view text);
 Verb parse_verb(std::string_view text);
 Phase parse_phase(std::string_view text);

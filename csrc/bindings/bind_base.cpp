@@ -1,4 +1,4 @@
-// Exceptions, the vocabulary, and traces.
+// Binds exceptions, the vocabulary, and traces.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

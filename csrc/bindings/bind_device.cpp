@@ -1,4 +1,4 @@
-// Backends and tickets, by integer addresses and stream handles.
+// Binds backends and tickets. Addresses and stream handles are integers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,6 +14,7 @@
 #include "device/backend.h"
 #include "device/cuda_runtime.h"
 #include "device/host_backend.h"
+#include "device/host_memory.h"
 #include "device/host_ticket.h"
 #include "device/link_probe.h"
 #include "device/timing.h"
@@ -26,7 +27,7 @@ namespace {
 using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
 
-constexpr std::string_view kPeerLink = "peer:";  // of limits: before the number of one link
+constexpr std::string_view kPeerLink = "peer:";  // in the names of limits, before one link's number
 
 std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
@@ -282,6 +283,7 @@ void bind_device(py::module_& m) {
   m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
         py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count,
         py::arg("runtime") = py::none(), py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
+  m.attr("DEVICE_ALIGNMENT") = kDeviceAlignment.count;
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
   m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
   m.def(

@@ -1,4 +1,4 @@
-// The update kernels by address, and the host pool that runs them.
+// Binds the update kernels, which take addresses, and the host pool that runs them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Planning from Python: the data of a plan, and the pure functions over it. Ids and byte counts are int, words are str.
+// Binds the data of a plan, and the pure functions over it. Ids and byte counts are int, words are str.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -27,7 +27,7 @@ namespace noria {
 namespace {
 
 using Ids = std::vector<std::int32_t>;
-using Release = py::call_guard<py::gil_scoped_release>;  // pure functions, but a large model's take milliseconds
+using Release = py::call_guard<py::gil_scoped_release>;  // pure functions; with a large model they take milliseconds
 
 template <class Word>
 Word parse(const char* what, const std::string& text, const std::vector<std::pair<std::string, Word>>& words) {

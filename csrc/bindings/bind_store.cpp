@@ -1,4 +1,4 @@
-// The home's ground: layouts as pure functions, and arenas; and what other processes are lent of a device's.
+// Binds layouts as pure functions, arenas, and the lending of device memory to other processes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +9,6 @@
 
 #include "bindings/home_use.h"
 #include "store/arena.h"
-#include "store/layout.h"
 #include "store/lending.h"
 
 namespace py = pybind11;
@@ -17,7 +16,7 @@ namespace py = pybind11;
 namespace noria {
 namespace {
 
-// The calling thread looks on without the GIL, and takes it to hear of Ctrl-C and to tell.
+// The calling thread watches without the GIL. It takes the GIL to check for Ctrl-C and to report progress.
 void populate_arena(Arena& arena, const py::object& told, int num_threads, bool ask_kernel) {
   const auto look_up = [&told](Bytes populated) {
     const py::gil_scoped_acquire gil;
@@ -78,51 +77,6 @@ void bind_lending(py::module_& m) {
 
 void bind_store(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
-
-  py::class_<UnitLayout>(m, "UnitLayout")
-      .def_property_readonly("slots",
-                             [](const UnitLayout& layout) {
-                               std::vector<std::pair<std::int64_t, std::int64_t>> slots;
-                               for (const TensorSlot& slot : layout.slots) {
-                                 slots.emplace_back(slot.offset.count, slot.bytes.count);
-                               }
-                               return slots;
-                             })
-      .def_property_readonly("total", [](const UnitLayout& layout) { return layout.total.count; });
-  m.def(
-      "lay_out_unit",
-      [](const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>& tensors) {
-        std::vector<TensorSpec> specs;
-        for (const auto& [elements, item_bytes, storage] : tensors) specs.push_back({elements, item_bytes, storage});
-        return lay_out_unit(specs);
-      },
-      py::arg("tensors"));
-
-  py::class_<HomeLayout>(m, "HomeLayout")
-      .def_property_readonly("slots",
-                             [](const HomeLayout& layout) {
-                               std::vector<std::tuple<std::int32_t, std::string, std::int64_t, std::int64_t>> slots;
-                               for (const HomeSlot& slot : layout.slots) {
-                                 slots.emplace_back(slot.unit.value, slot.purpose, slot.offset.count, slot.bytes.count);
-                               }
-                               return slots;
-                             })
-      .def_property_readonly("ledger",
-                             [](const HomeLayout& layout) {
-                               std::vector<std::pair<std::string, std::int64_t>> rows;
-                               for (const LedgerRow& row : layout.ledger)
-                                 rows.emplace_back(row.purpose, row.bytes.count);
-                               return rows;
-                             })
-      .def_property_readonly("total", [](const HomeLayout& layout) { return layout.total.count; });
-  m.def(
-      "lay_out_home",
-      [](const std::vector<std::tuple<std::int32_t, std::string, std::int64_t>>& arrays) {
-        std::vector<HomeArray> requests;
-        for (const auto& [unit, purpose, bytes] : arrays) requests.push_back({UnitId(unit), purpose, Bytes{bytes}});
-        return lay_out_home(requests);
-      },
-      py::arg("arrays"));
 
   m.def("num_usable_cpus", &num_usable_cpus);
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")

@@ -106,7 +106,8 @@ class C10dCollectives final : public Collectives {
         const Parts parts = all.chunk(num_shards);
         for (int each = 0; each < num_shards; ++each) {
           if (within_) reduce_to(each, parts[static_cast<std::size_t>(each)]);
-          // Here and in `take`: rows that did this at other times would wait for each other in a circle.
+          // At the same point here and in `take`. If replicas did this at different points, they would wait for each
+          // other in a circle.
           if (each == shards().rank && across_) sum_over(*across_, own);
         }
       });
@@ -120,7 +121,7 @@ class C10dCollectives final : public Collectives {
       at::Tensor part = over(taken.scratch, type, taken.shard);
       at::Tensor sum = taken.wide == nullptr ? part : over(taken.wide, at::kFloat, Bytes{4 * part.numel()});
       for (int each = 0; each < own_of.size; ++each) {
-        sum.zero_();  // another's may have been made in it
+        sum.zero_();  // another rank's sum may be in it
         if (within_) reduce_to(each, sum);
         if (each != own_of.rank) continue;
         if (across_) sum_over(*across_, sum);
@@ -151,7 +152,8 @@ class C10dCollectives final : public Collectives {
 
   using Parts = std::vector<at::Tensor>;
 
-  // `sum` does so in place: all, inside of the replica, and of that this rank's own part, over the replicas.
+  // Multiplies by 1 / size, calls `sum`, and adds what `reduced.add` names. `sum` works in place: it sums `all` inside
+  // the replica, then this rank's part `own` across replicas.
   void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& sum) const {
     for (const auto& [memory, bytes] : reduced.zero) over(memory, at::kByte, bytes).zero_();
     const Shards own_shards = shards();
@@ -164,20 +166,21 @@ class C10dCollectives final : public Collectives {
       made = over(reduced.scratch, at::kFloat, Bytes{4 * all.numel()});
       made.copy_(all);
     }
-    // Not mul_: it rounds the factor to the tensor's dtype first, where this one multiplies in fp32.
+    // Not mul_, which rounds the factor to the tensor's dtype first. mul_out multiplies in fp32.
     at::mul_out(made, made, at::native::wrapped_scalar_tensor(1.0 / size()));
     at::Tensor own = own_of(made);
     sum(made, own);
     if (reduced.scratch != nullptr) own_of(all).copy_(own);
     for (const CopySpan& each : reduced.add) {
-      // Copied, and not read by the kernel: over the link that would take as long, with the device's cores occupied.
+      // Copies first. If the kernel read over the link, it would take as long and occupy the cores of the device.
       at::Tensor held = over(reduced.part, type, each.bytes);
       held.copy_(at_home(each.from, type, each.bytes), /*non_blocking=*/true);
       over(each.to, type, each.bytes).add_(held);
     }
   }
 
-  // To those of this replica that want it, one after the other. `all`: memory for it, where this rank is one of them.
+  // Gathers to each rank of this replica that wants the whole, one after the other. `all`: memory for the whole, if
+  // this rank wants it.
   void gather_for(const Wanting& wanting, const at::Tensor& own, const at::Tensor& all) const {
     for (std::size_t root = 0; root < replica_.size(); ++root) {
       if (!wanting[static_cast<std::size_t>(replica_[root])]) continue;
@@ -197,7 +200,7 @@ class C10dCollectives final : public Collectives {
     within_->reduce(parts, options)->wait();
   }
 
-  // The home, which not every device can address.
+  // Returns a host tensor over home memory, which not every device can address.
   static at::Tensor at_home(const std::byte* memory, at::ScalarType type, Bytes bytes) {
     const auto count = bytes.count / static_cast<std::int64_t>(c10::elementSize(type));
     return at::from_blob(const_cast<std::byte*>(memory), {count}, at::TensorOptions().dtype(type));
@@ -223,8 +226,8 @@ class C10dCollectives final : public Collectives {
     }
   }
 
-  const Group within_, across_, numbers_;  // the first two null where this rank is alone in them
-  const std::vector<int> replica_;         // those of the first, as ranks of all
+  const Group within_, across_, numbers_;  // the first two are null if this rank is alone in them
+  const std::vector<int> replica_;         // the ranks of `within_`, as `numbers_` counts them
   const c10::Device device_;
   std::optional<c10::Stream> stream_;
 };

@@ -1,4 +1,4 @@
-// What ranks sum, as collectives, torch and Python call it: one table.
+// Names the element types that ranks sum, in one table: for collectives, torch and Python.
 #pragma once
 
 #include <c10/core/ScalarType.h>

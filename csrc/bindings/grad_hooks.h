@@ -1,7 +1,7 @@
-// The autograd hooks: each translates one event into one call of Custody.
+// Makes the autograd hooks: each turns one event into one call of TorchBridge.
 //
-// Hooks are C++ objects on autograd nodes, so no GIL is taken and nothing is traced. They share a pointer to the
-// Custody that is emptied when it closes: a graph may outlive it.
+// Hooks are C++ objects on autograd nodes, so they take no GIL and nothing is traced. They share a pointer to the
+// TorchBridge, which the bridge clears when it closes, because a graph may outlive it.
 #pragma once
 
 #include <memory>
@@ -10,14 +10,16 @@
 
 namespace noria {
 
-class Custody;
+class TorchBridge;
 
 /// Announces the backward of `hook` before the node runs.
-void hook_backward(const at::Tensor& output, const std::shared_ptr<Custody*>& custody, int hook, bool inner);
+void hook_backward(const at::Tensor& output, const std::shared_ptr<TorchBridge*>& bridge, int hook, bool inner);
 
-/// Catches the gradients of a parameter, before and after AccumulateGrad. Hooks of a Custody that has closed go.
-void hook_accumulator(torch::autograd::Node& accumulator, const std::shared_ptr<Custody*>& custody, int index);
-/// Somebody else has hooks on it, which would see nothing: gradients are caught before AccumulateGrad.
+/// Catches the gradients of a parameter, before and after AccumulateGrad. Removes hooks of a TorchBridge that has
+/// closed.
+void hook_accumulator(torch::autograd::Node& accumulator, const std::shared_ptr<TorchBridge*>& bridge, int index);
+/// Returns true if other code has hooks on the node. They would see nothing, because gradients are caught before
+/// AccumulateGrad.
 bool has_foreign_hooks(torch::autograd::Node& accumulator);
 
 }  // namespace noria

@@ -10,8 +10,9 @@ namespace {
 
 void delete_tensor(void* context) { delete static_cast<at::Tensor*>(context); }
 
-/// True where `num_own` references are all there are. The Python object of a tensor outlives Python's last reference to
-/// it for as long as we keep the tensor (every loop that calls `zero_grad` has made one), and counts as one more.
+/// Returns true if there are `num_own` references and no others. A tensor's Python object outlives Python's last
+/// reference for as long as we keep the tensor, and counts as one more. Every loop that calls `zero_grad` has made such
+/// an object.
 template <class Impl>
 bool is_ours_alone(const Impl* impl, std::size_t use_count, std::size_t num_own) {
   if (use_count == num_own) return true;
@@ -29,7 +30,7 @@ HeldGradient::HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Devic
       sizes_(like.sizes().vec()),
       strides_(like.strides().vec()),
       before_write_(std::make_shared<std::function<void()>>(std::move(before_write))),
-      why_dead_(num_bytes > 0 ? std::move(why_dead) : std::string()),  // nothing is lost of one that is empty
+      why_dead_(num_bytes > 0 ? std::move(why_dead) : std::string()),  // an empty gradient has no values to lose
       inner_(tensor_over(memory_, num_bytes_, device_, dtype_, sizes_, strides_)) {}
 
 HeldGradient::~HeldGradient() {
@@ -92,7 +93,7 @@ void HeldGradient::reuse(const at::Tensor& current_gradient) {
   scales_.clear();
   unwatch(storage_);
   const bool was_private = !is_taken_ && !has_python_object(storage_);
-  // Only we have `seen_`, so `tensor` may show it again: unless the user has left it in another shape.
+  // Only we have `seen_`, so `tensor` may show it again, unless the user has left it in another shape.
   if (alone && was_private && is(seen_) && !seen_.requires_grad()) return;
   stop_listening(storage_);
   seen_ = at::Tensor();

@@ -1,12 +1,13 @@
-// What the user sees as `p.grad`: a tensor on the parameter's device that views the held gradient in the home.
+// HeldGradient makes the tensor that the user sees as `p.grad`: it is on the parameter's device, and views the held
+// gradient in the home.
 //
-// Its value is the memory's bytes times what it has been multiplied by since (`scales`): on CUDA the bytes lie behind
-// the link, and most loops multiply a gradient once, by a clip, and never look at it again.
+// The gradient's value is the memory's bytes times the factors in `scales`. On CUDA the bytes lie behind the link. Most
+// loops multiply a gradient once, by a clip, and never look at it again.
 //
-// Ownership: the memory is the home's; the storage that points at it belongs to this object and to whoever keeps an
-// alias. Order: before the memory is written anew (`reuse`), an alias that the user kept is given a copy of its own.
-// While an update may still read the memory, or something is known of it, the first write must wait: operators are
-// heard (bindings/listening.h), and what goes around them is watched (`guard`).
+// Ownership: the home owns the memory. This object owns the storage that points at it, together with all aliases.
+// Order: before the memory is written anew (`reuse`), an alias that the user kept gets a copy of its own. While an
+// update may still read the memory, or something is known of it, the first write must wait. noria hears operators
+// (bindings/listening.h), and watches for other accesses (`guard`).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,37 +25,38 @@ namespace noria {
 
 class HeldGradient {
  public:
-  /// `memory` is the address under which `device` reads the held gradient. `before_write` is called without the GIL,
-  /// when something that is no operator asks for write access. `why_dead` not empty: what the user gets has no values,
-  /// and says so whenever they are asked for.
+  /// `memory` is the address at which `device` reads the held gradient. `before_write` is called without the GIL, when
+  /// something other than an operator asks for write access. If `why_dead` is not empty, the user's tensor has no
+  /// values, and raises with that text when something asks for them.
   HeldGradient(std::byte* memory, std::int64_t num_bytes, c10::Device device, const at::Tensor& like,
                std::function<void()> before_write, std::string why_dead = {});
   ~HeldGradient();
   HeldGradient(const HeldGradient&) = delete;  // its storage is listened to
   HeldGradient& operator=(const HeldGradient&) = delete;
 
-  /// Operators on what the user sees come to `listener`, by this number, unless it is empty.
+  /// Reports operators on the user's tensor to `listener`, with this number, unless the gradient is empty.
   void listen(const std::shared_ptr<Listener>& listener, int number);
 
-  /// Our own reads and writes go there from now on.
+  /// Makes noria's own reads and writes use `memory` from now on.
   void move_to(std::byte* memory);
 
-  /// The tensor to put into `p.grad`; the same one as long as nothing forced a new storage.
+  /// Returns the tensor to put into `p.grad`. It stays the same until something forces a new storage.
   const at::Tensor& tensor();
-  /// True for `tensor()` itself; a transposed or narrowed view of it is another gradient.
+  /// Returns true if `gradient` is `tensor()`. A transposed or narrowed view of it is another gradient.
   bool is(const at::Tensor& gradient) const;
-  /// A tensor over the same memory for our own reads and writes: never heard, never seen by the user.
+  /// Returns a tensor over the same memory for noria's own reads and writes. noria does not hear it, and the user never
+  /// sees it.
   const at::Tensor& inner() const { return inner_; }
   bool is_dead() const { return !why_dead_.empty(); }
-  /// False: somebody has a way to the memory that is neither heard nor watched, or has had.
+  /// Returns false if something can access the memory unheard and unwatched, or could before.
   bool is_private() const;
-  /// Something that is no operator has asked for write access.
+  /// Notes that something other than an operator has asked for write access.
   void note_taken() { is_taken_ = true; }
 
   void reuse(const at::Tensor& current_gradient);
   void guard();
   void unguard();
-  /// Its values can no longer be asked for.
+  /// Makes every access to its values raise.
   void kill(const std::string& why);
 
   // ---- what multiplies the bytes ----
@@ -64,12 +66,12 @@ class HeldGradient {
     are_told_ = false;
   }
   void drop_scales() { scales_.clear(); }
-  /// Whether updates know them all.
+  /// Returns true if updates know all scales.
   bool are_scales_told() const { return are_told_; }
   void tell_scales() { are_told_ = true; }
-  /// Multiplies the bytes themselves, on the device.
+  /// Multiplies the bytes themselves by the scales, on the device, and drops the scales.
   void apply_scales();
-  /// Multiplies `target`, of the gradient's dtype, as the user's operators would have.
+  /// Multiplies `target`, which has the gradient's dtype, as the user's operators would have.
   void scale(const at::Tensor& target) const;
 
  private:
@@ -87,8 +89,8 @@ class HeldGradient {
   std::weak_ptr<Listener> listener_;
   int number_ = 0;
   at::Tensor inner_;
-  at::Tensor seen_;       // undefined until first asked for
-  c10::Storage storage_;  // what `seen_` was made with: `p.grad.data = x` gives it another
+  at::Tensor seen_;       // undefined until `tensor` is called
+  c10::Storage storage_;  // of `seen_` when it was made: `p.grad.data = x` gives `seen_` another
   bool is_taken_ = false;
   std::vector<Scale> scales_;
   bool are_told_ = false;

@@ -1,4 +1,4 @@
-// Who touches a range of the home, by the word that Python uses for it.
+// Reads the word by which Python names who accesses a range of the home.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What a lane did, as the Python dict that every binding of it gives.
+// Makes the Python dict of lane statistics, which all bindings return.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,8 @@
 
 namespace noria {
 
-/// {"busy_us", "busy_us_by_verb": {verb: us}, "num_ops", "bytes", "stalled_us": {(giver, waiter): us}}. Needs the GIL.
+/// Returns {"busy_us", "busy_us_by_verb": {verb: us}, "num_ops", "bytes", "stalled_us": {(giver, waiter): us}}.
+/// Threads: needs the GIL.
 inline pybind11::dict stats_dict(const LaneStats& stats) {
   pybind11::dict stalled;
   for (const auto& [pair, us] : stats.stalled_us) {
@@ -27,7 +28,7 @@ inline pybind11::dict stats_dict(const LaneStats& stats) {
   return result;
 }
 
-/// Of what `ask` answers without the GIL.
+/// Returns the dict of what `ask` returns. Calls `ask` without the GIL.
 template <class Ask>
 pybind11::dict asked_stats(Ask ask) {
   LaneStats stats;

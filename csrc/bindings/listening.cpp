@@ -25,12 +25,12 @@ namespace {
 
 using torch::jit::Stack;
 
-// Note [Keys]. DeferredInit is kept by torch for libraries outside of it, and used by none that is alive. It comes
-// before autograd and autocast, so operators are met as they were called. The other key has a fall-through for its
-// fallback, which costs an operator nothing, and a kernel for those alone that write. It is one that torch keeps
-// for tests of a single process: of all keys that are free it is the only one that no kernel of torch's is registered
-// for by way of an alias (CustomRNGKeyId counts as a backend: composite kernels come in, with other bits). Both are in
-// every torch from 2.11 on, in the same order. Where another library has taken one, importing noria raises.
+// Note [Keys]. torch keeps DeferredInit for other libraries; no library that is still maintained uses it. It comes
+// before autograd and autocast, so noria sees operators as they were called. The other key has a fall-through as its
+// fallback, which costs an operator nothing, and a kernel for each operator that writes. torch keeps it for tests of a
+// single process. Of all free keys, it is the only one for which no alias key registers a torch kernel.
+// (CustomRNGKeyId, for example, counts as a backend: it gets composite kernels, which give other bits.) Both keys are
+// in every torch from 2.11 on, in the same order. If another library has taken one, importing noria raises.
 constexpr c10::DispatchKey kAll = c10::DispatchKey::DeferredInit;
 constexpr c10::DispatchKey kWrites = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
@@ -41,7 +41,7 @@ struct Entry {
 
 struct Registry {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // who listens keeps the storage
+  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // the listener keeps the storage alive
 };
 
 Registry& registry() {
@@ -49,7 +49,7 @@ Registry& registry() {
   return *the;
 }
 
-/// A tensor among an operator's arguments that somebody listens to.
+/// Describes an argument of an operator that has a listener.
 struct Heard {
   std::shared_ptr<Listener> listener;
   int number = 0;
@@ -69,7 +69,7 @@ Heard heard(const at::Tensor& tensor) {
   return heard(tensor.unsafeGetTensorImpl()->unsafe_storage());
 }
 
-/// A caller who asks for the storage may read by it, which nobody hears. So asking counts as reading.
+/// A tensor that counts a request for its storage as a read, because noria hears no read through the storage.
 class Listened final : public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;
@@ -123,7 +123,7 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-/// Returns those that the operator writes.
+/// Tells the listeners of all arguments. Returns the arguments that the operator writes.
 std::vector<Heard> tell_listeners(const c10::OperatorHandle& op, const Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const std::size_t first = stack.size() - arguments.size();
@@ -143,7 +143,7 @@ std::vector<Heard> tell_listeners(const c10::OperatorHandle& op, const Stack& st
   return written;
 }
 
-/// Runs the operator, and then tells those whose tensors it has written.
+/// Runs the operator, then tells the listeners of the tensors that it has written.
 void carry_out(const c10::OperatorHandle& op, Stack& stack, c10::DispatchKey without, std::vector<Heard> written) {
   struct End {
     std::vector<Heard> written;
@@ -160,12 +160,12 @@ void carry_out(const c10::OperatorHandle& op, Stack& stack, c10::DispatchKey wit
 
 bool records(const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
 
-/// The operator's arguments, from first to last, are taken off the stack.
+/// Takes the operator's arguments off the stack and returns them, from first to last.
 std::vector<c10::IValue> taken(const c10::OperatorHandle& op, Stack& stack) {
   return torch::jit::pop(stack, op.schema().arguments().size());
 }
 
-/// Those of a list that are whole and listened to, by listener, as indices in the list.
+/// Returns the tensors of a list that are whole and listened to, by listener, as indices in the list.
 std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>>
 by_listener(const std::vector<at::Tensor>& tensors, std::vector<int>& numbers) {
   std::vector<std::pair<std::shared_ptr<Listener>, std::vector<std::size_t>>> groups;
@@ -189,7 +189,7 @@ std::vector<int> numbers_of(const std::vector<std::size_t>& members, const std::
   return chosen;
 }
 
-/// Answers norms as far as they are known, by index in `tensors`; undefined: not known.
+/// Returns norms by index in `tensors`; undefined if not known.
 std::vector<at::Tensor> known_norms(const std::vector<at::Tensor>& tensors, const NormAsked& asked) {
   std::vector<at::Tensor> norms(tensors.size());
   std::vector<int> numbers;
@@ -236,7 +236,7 @@ bool answer_norm(const c10::OperatorHandle& op, Stack& stack) {
   return true;
 }
 
-/// What a product with `factor` is to a tensor of this dtype and device, if its rounding is known: one product in fp32,
+/// Returns the scale that a product with `factor` is for `scaled`, if noria knows its rounding: one product in fp32,
 /// rounded to the dtype.
 std::optional<Scale> scale_by(const at::Tensor& factor, const at::Tensor& scaled) {
   if (!factor.defined() || factor.numel() != 1 || factor.dim() != 0 || records(factor)) return std::nullopt;
@@ -250,7 +250,7 @@ std::optional<Scale> scale_by(const at::Tensor& factor, const at::Tensor& scaled
   return Scale{Scale::By::tensor, factor, 1};
 }
 
-/// Of 16 bits, the operators that take a number round it first on some devices: they do that themselves.
+/// Returns nothing for 16-bit tensors: on some devices the operators that take a number round it first.
 std::optional<Scale> scale_by(const c10::Scalar& factor, const at::Tensor& scaled) {
   if (factor.isComplex() || scaled.scalar_type() != at::kFloat) return std::nullopt;
   return Scale{Scale::By::number, {}, factor.toDouble()};
@@ -260,7 +260,8 @@ std::optional<Scale> scale_by(const c10::IValue& factor, const at::Tensor& scale
   return factor.isTensor() ? scale_by(factor.toTensor(), scaled) : scale_by(factor.toScalar(), scaled);
 }
 
-/// `copy`: of the factor, made at the first need, for all that one call multiplies.
+/// Returns true if the listener notes the product instead of the operator. `copy`: a copy of the factor, made at the
+/// first need and shared by all tensors of one call.
 bool multiplied(const at::Tensor& tensor, const c10::IValue& factor, std::optional<Scale>& copy) {
   if (records(tensor)) return false;
   const Heard found = heard_whole(tensor);
@@ -331,7 +332,7 @@ bool answer_unscale(const c10::OperatorHandle& op, Stack& stack) {
   return true;
 }
 
-/// They make an alias, and read nothing.
+/// Runs an operator that makes an alias and reads nothing.
 bool answer_alias(const c10::OperatorHandle& op, Stack& stack) {
   const c10::impl::ExcludeDispatchKeyGuard without(kAll);
   op.callBoxed(&stack);
@@ -379,7 +380,7 @@ bool writes(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_written);
 }
 
-torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: tensors with the key may outlive anything
+torch::Library* library(const char* of, c10::DispatchKey key) {  // never deleted: the tensors may outlive anything
   return new torch::Library(torch::Library::IMPL, of, key, __FILE__, __LINE__);
 }
 
@@ -391,8 +392,8 @@ torch::Library* library(const char* of, c10::DispatchKey key) {  // for good: te
                    "DeferredInit)");
 }
 
-/// Those of torch's operators that write, by their names in "aten". Refuses keys that others have taken; what others
-/// register later for all operators, torch refuses them.
+/// Returns the names in "aten" of torch's operators that write. Raises UsageError if another library has taken one of
+/// the keys. If a library registers a fallback for a key later, torch refuses that.
 std::vector<std::string> writing_operators() {
   const std::string of_torch = "aten::";
   std::vector<std::string> found;

@@ -1,15 +1,17 @@
-// Tensors that noria listens to: every operator that touches one comes by here before it runs.
+// Makes tensors that noria listens to: noria hears of every operator that touches such a tensor, before the operator
+// runs.
 //
-// `p.grad` shows memory of the home. Updates read that memory, so noria must know before anybody writes it. It lies
-// behind the link, so operators whose answer noria knows need not read it.
+// `p.grad` shows memory of the home. Updates read that memory, so noria must know before anything writes it. It lies
+// behind the link, so an operator should not read it if noria knows the answer.
 //
-// Such a tensor has one more dispatch key, for which noria has a fallback, as torch has for lazy conjugation. Every
-// alias that an operator or `.data` makes has the key, too; to Python the tensor is a plain torch.Tensor. Note [Keys]
-// in listening.cpp says which keys, and why. What goes around operators (numpy, `data_ptr()`, extensions) is heard by
-// the storage itself: bindings/watched.h.
+// Such a tensor has one more dispatch key, with a fallback by noria; torch does the same for lazy conjugation. Each
+// alias that an operator or `.data` makes has the key, too. To Python the tensor is a plain torch.Tensor. Note [Keys]
+// in listening.cpp says which keys, and why. Accesses without an operator (numpy, `data_ptr()`, extensions) are noticed
+// by the storage itself: bindings/watched.h.
 //
-// Ownership: a listener is borrowed, and may be gone: then operators simply run. Threads: a listener is called on
-// whatever thread runs the operator, with or without the GIL, and may run operators itself.
+// Ownership: a listener is borrowed. If it is gone, operators simply run.
+// Threads: a listener is called on the thread that runs the operator, with or without the GIL. It may run operators
+// itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,66 +25,69 @@
 
 namespace noria {
 
-/// A norm of a whole tensor, and the operator that takes it: its answer must have the bits of that operator.
+/// Describes a norm of a whole tensor, and the operator that takes it. The answer must have the bits of that operator.
 struct NormAsked {
-  bool of_list = false;  // _foreach_norm, or linalg_vector_norm
+  bool of_list = false;  // true: _foreach_norm; false: linalg_vector_norm
   double order = 2;
   std::optional<at::ScalarType> dtype;
   auto operator<=>(const NormAsked&) const = default;
 };
 
-/// What multiplies a tensor, by which operator: they round in different ways.
+/// Describes a factor of a tensor, and the operator that multiplies. Operators round differently.
 struct Scale {
   enum class By : std::uint8_t { tensor, number, unscaling } by = By::number;
   at::Tensor tensor;  // one element
   double number = 1;
 };
 
-/// Multiplies `target` as that operator does, but sets no `found_inf`: that was set when the user unscaled.
+/// Multiplies `target` as that operator does, but sets no `found_inf`: the user's unscaling has set it.
 void multiply_by(const at::Tensor& target, const Scale& scale);
 
 /// Returns the same scale, with its own copy of the tensor.
 Scale kept(const Scale& scale);
 
-/// Somebody who listens to tensors, each by a number of his. As it stands here, it answers nothing.
+/// A Listener is told what operators do with tensors, each known by a number that the listener chose. This base class
+/// answers nothing.
 class Listener {
  public:
   virtual ~Listener() = default;
 
   virtual void before_read(int /*number*/) {}
   virtual void before_write(int /*number*/) {}
-  /// The operator is through, or has raised.
+  /// Called after the operator has returned or raised.
   virtual void after_write(int /*number*/) {}
-  /// True if `tensor`, which shares memory with this one, is all of it and nothing else.
+  /// Returns true if `tensor`, which shares memory with this one, is exactly the whole of it.
   virtual bool is_whole(int /*number*/, const at::Tensor& /*tensor*/) const { return false; }
 
-  // The rest is asked of whole tensors alone. What is not answered, the operator does itself.
-  /// One for each number; undefined: not known without reading.
+  // The members below are called for whole tensors only. If the listener does not answer, the operator runs.
+  /// Returns one norm for each number; undefined if it is not known without reading.
   virtual std::vector<at::Tensor> norms(const std::vector<int>& numbers, const NormAsked& /*asked*/) {
     return std::vector<at::Tensor>(numbers.size());
   }
   virtual bool may_multiply(int /*number*/) const { return false; }
-  /// From now on the tensor counts as multiplied. The scale's own tensor will not change.
+  /// Makes the tensor count as multiplied. The scale's own tensor will not change.
   virtual void multiply(int /*number*/, const Scale& /*scale*/) {}
-  /// As `_amp_foreach_non_finite_check_and_unscale_`, of all of them or of none.
+  /// Does what `_amp_foreach_non_finite_check_and_unscale_` does, for all of the tensors or for none. Returns true if
+  /// it did.
   virtual bool unscale(const std::vector<int>& /*numbers*/, const at::Tensor& /*found_inf*/, const Scale& /*scale*/) {
     return false;
   }
 };
 
-/// Once, when the module is made.
+/// Registers the fallbacks. Order: once, when the extension module is made.
 void register_listening();
 
-/// A new tensor over all of `storage`, which can be listened to. Asking it for its storage (Python's deepcopy does)
-/// counts as reading; so does asking what `detach()` and `.data` make of it.
+/// Returns a new tensor over all of `storage`, which can be listened to. If a caller asks it for its storage (as
+/// Python's deepcopy does), that counts as reading. The same holds for results of `detach()` and `.data`.
 at::Tensor listened_tensor_in(const c10::Storage& storage, c10::Device device, at::ScalarType dtype,
                               at::IntArrayRef sizes, at::IntArrayRef strides);
-/// The keys that a tensor needs beside its device's, if only torch's operators that write are to be heard; all others
-/// cost nothing. The storage cannot tell on CUDA: multi-tensor kernels (`_foreach_*_`, fused optimizers) write without
-/// asking it, and other kernels ask it for write access and only read.
+/// Returns the keys that a tensor needs besides its device's, if only torch's writing operators are to be heard. Other
+/// operators then cost nothing more. On CUDA the storage cannot tell what was written: multi-tensor kernels
+/// (`_foreach_*_`, fused optimizers) write without asking it, and other kernels ask it for write access and only read.
 c10::DispatchKeySet written_keys();
 
-/// From now on operators on tensors in this storage come to `listener`, until it is gone or `stop_listening`.
+/// Reports operators on tensors in this storage to `listener`, until the listener is gone or `stop_listening` is
+/// called.
 void listen(const c10::Storage& storage, const std::shared_ptr<Listener>& listener, int number);
 void stop_listening(const c10::Storage& storage);
 

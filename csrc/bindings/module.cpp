@@ -1,4 +1,5 @@
-// The extension module: one bind_<concept> per room that Python sees, in the order of their dependencies.
+// Makes the extension module: one bind_<concept> for each directory that Python sees, in the order of their
+// dependencies.
 #include <pybind11/pybind11.h>
 
 namespace noria {
@@ -9,7 +10,7 @@ void bind_plan(pybind11::module_& m);
 void bind_store(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
-void bind_custody(pybind11::module_& m);
+void bind_torch_bridge(pybind11::module_& m);
 
 }  // namespace noria
 
@@ -21,5 +22,5 @@ PYBIND11_MODULE(_C, m) {
   noria::bind_store(m);
   noria::bind_optim(m);
   noria::bind_comm(m);
-  noria::bind_custody(m);
+  noria::bind_torch_bridge(m);
 }

@@ -55,8 +55,8 @@ void register_kept_python_errors() {
 }
 
 void as_python_errors(const std::function<void()>& body) {
-  // An operator holds the GIL when numpy or Python itself asked for memory; another thread may need it to let go of the
-  // engine.
+  // An operator holds the GIL if numpy or Python itself asked for memory. Another thread may need the GIL before it can
+  // release the engine.
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (PyGILState_Check() != 0) no_gil.emplace();
   try {

@@ -31,7 +31,7 @@ SavedTensors::SavedTensors(c10::Device device, Bytes least, Tells keeps, Tells i
       keeps_(std::move(keeps)),
       is_attached_(std::move(is_attached)) {}
 
-// A view of a small part of a storage would take all of it along.
+// A view of a small part of a storage does not go: it would take the whole storage along.
 bool SavedTensors::goes(const at::Tensor& tensor) const {
   if (tensor.layout() != at::kStrided || tensor.device() != device_ || tensor.is_quantized() || tensor.is_inference())
     return false;

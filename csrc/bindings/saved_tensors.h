@@ -1,17 +1,21 @@
-// What autograd keeps in the place of tensors that it saves for backward, where they go to the home meanwhile.
+// SavedTensors packs the tensors that autograd saves for backward, so that their bytes can go to the home meanwhile.
 //
-// A storage is saved once, however many tensors view it. Ownership: holds the storages that lie on the device, until
-// the engine says `left`; a handle keeps its storage from being forgotten, and outlives this object safely. Threads:
-// the one that runs forward or backward; handles may be dropped on any.
+// A storage is saved once, even if many tensors view it.
+// Ownership: holds the storages that lie on the device until the engine calls `left`. A handle keeps its storage from
+// being forgotten, and may outlive this object.
+// Threads: the thread that runs forward or backward. Handles may be dropped on any thread.
 //
-// Note [Versions of saved tensors]. Autograd does not check versions of what hooks have packed, so it is done here: the
-// copy that went to the home is of the values at the time of saving, or an error. So it is for tensors that stay.
+// Note [Versions of saved tensors]. Autograd does not check versions of tensors that hooks have packed, so `unpack`
+// does it. The copy that went to the home has the values at the time of saving, or `unpack` raises. The same holds for
+// tensors that stay.
 //
-// Note [Tensors that stay]. Autograd takes what a hook returns as it is. A node's own output would keep the node, which
-// keeps it: until a backward, and for good where none comes. So what stays is kept without its history.
+// Note [Tensors that stay]. Autograd keeps what a hook returns as it is. If that were a node's own output, it would
+// keep the node, and the node would keep it: until a backward, or for ever if none comes. A tensor that stays is
+// therefore kept without its history.
 //
-// Note [Casts of weights]. What autocast makes of a weight is not kept: where backward asks for it the weight is there
-// again, and is cast again. That holds for weights of units that the visit has attached, for its backward needs those.
+// Note [Casts of weights]. A weight that autocast has cast is not kept. In backward the weight is on the device again,
+// and is cast again. This holds for weights of units that the visit has attached, because its backward needs those
+// units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,24 +31,24 @@
 
 namespace noria {
 
-/// Storages of which no handle is left, for the next to come by.
+/// Lists saved storages whose last handle is gone. The next `forget_dropped` tells the engine.
 struct Dropped {
   std::mutex mutex;
   std::vector<SavedId> saved;
 };
 
-/// One storage. Dropped with its last handle.
+/// A handle of one saved storage. With the last one, the storage enters `Dropped`.
 struct SavedStorage {
   SavedStorage(SavedId saved, std::shared_ptr<Dropped> dropped) : saved(saved), dropped(std::move(dropped)) {}
   ~SavedStorage();
-  SavedStorage(const SavedStorage&) = delete;  // its end counts
+  SavedStorage(const SavedStorage&) = delete;  // its destructor enters it into `dropped`
   SavedStorage& operator=(const SavedStorage&) = delete;
 
   const SavedId saved;
   const std::shared_ptr<Dropped> dropped;
 };
 
-/// What autograd gets. Either `storage` is there, or `weight`, or `kept`.
+/// What autograd gets. Exactly one of `storage`, `weight` and `kept` is set.
 struct SavedTensor {
   std::shared_ptr<const SavedStorage> storage;
   at::ScalarType dtype = at::kFloat;
@@ -60,30 +64,31 @@ struct SavedTensor {
 class SavedTensors {
  public:
   using Tells = std::function<bool(const c10::Storage&)>;
-  /// `least`: smaller storages stay where they are. `keeps`: storages that must, such as those of weights.
-  /// `is_attached`: a weight's, which lies on the device now.
+  /// Storages smaller than `least` stay on the device. So do storages for which `keeps` returns true, such as those of
+  /// weights. `is_attached` returns true for the storage of a weight that is on the device now.
   SavedTensors(c10::Device device, Bytes least, Tells keeps, Tells is_attached);
 
   std::shared_ptr<SavedTensor> pack(Engine& engine, const at::Tensor& tensor);
   at::Tensor unpack(Engine& engine, const SavedTensor& saved, Stream stream);
-  /// Storages of which autograd has let go since the last call.
+  /// Tells the engine which storages autograd has dropped since the last call.
   void forget_dropped(Engine& engine);
 
-  // ---- for the custodian ----
-  /// `poisoned`: filled with NaN, so that whoever does not wait for its bytes is found out.
+  // ---- for the callbacks ----
+  /// `poisoned` fills the memory with NaN. Then a reader that does not wait for the bytes shows in the results.
   std::byte* make_room(SavedId saved, Bytes bytes, bool poisoned);
   void fill(SavedId saved, const std::byte* from, Bytes bytes);
   void left(SavedId saved) { storages_.erase(saved); }
 
  private:
-  /// By storage that is or was on the device. While it is known here its address is nobody else's.
+  /// Stored by the address of a storage that is or was on the device. The weak pointer keeps that address from being
+  /// reused.
   struct Known {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::weak_ptr<const SavedStorage> saved;
     std::uint32_t version;
   };
   bool goes(const at::Tensor& tensor) const;
-  /// The weight that this is a cast of, or a view of such a cast; none: it is something else.
+  /// Returns the weight that `tensor`, or the base that it views, is a cast of; undefined if there is none.
   at::Tensor weight_of(const at::Tensor& tensor) const;
 
   const c10::Device device_;

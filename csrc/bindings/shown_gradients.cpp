@@ -13,20 +13,20 @@
 namespace noria {
 namespace {
 
-// By it non-finite elements are found: an infinity or a NaN reaches it, and nothing that is finite becomes one.
+// Finds non-finite elements: this norm is infinite or NaN if an element is, and never otherwise.
 const NormAsked kLargest{true, std::numeric_limits<double>::infinity(), std::nullopt};
 
-// A clip asks for this norm. It is taken as a gradient arrives if its bytes will not be there when somebody asks.
+// A clip asks for this norm. noria takes it as a gradient arrives if the bytes will be gone when the loop asks.
 const NormAsked kUsual{true, 2, std::nullopt};
 
-constexpr std::size_t kMostScales = 2;  // that an update takes up: an unscaling and a clip
+constexpr std::size_t kMostScales = 2;  // of one update: an unscaling and a clip
 
 at::Tensor norm_of(const at::Tensor& value, const NormAsked& asked) {
   if (asked.of_list) return at::_foreach_norm({value}, asked.order, asked.dtype).front();
   return at::linalg_vector_norm(value, asked.order, {}, false, asked.dtype);
 }
 
-/// Of those that are defined, by one kernel: a list's product with 1 has their bits.
+/// Replaces the defined norms by copies, with one kernel: a product with 1 keeps the bits.
 void give_copies(std::vector<at::Tensor>& norms) {
   std::vector<at::Tensor> known;
   for (const at::Tensor& each : norms) {
@@ -65,7 +65,7 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
   if ((asks_.empty() && !is_dead) || value.numel() == 0) return;
   const at::NoGradGuard no_grad;
   std::set<Question> asks = asks_;
-  if (is_dead) asks.insert({{kUsual}, {kLargest}});  // there is no second chance
+  if (is_dead) asks.insert({{kUsual}, {kLargest}});  // the bytes will be gone later
   at::Tensor unscaled;
   for (const Question& asked : asks) {
     if (asked.is_unscaled && !unscaled.defined()) {
@@ -103,10 +103,10 @@ void ShownGradients::before_read(int number) {
 void ShownGradients::before_write(int number) {
   Gradient& gradient = gradients_[index(number)];
   gradient.known.clear();
-  if (gradient.held->is_dead()) return;  // says so itself
+  if (gradient.held->is_dead()) return;  // an access raises by itself
   callbacks_.before_write(number);
   gradient.held->apply_scales();
-  gradient.held->unguard();  // the operator's own access is no news
+  gradient.held->unguard();  // the operator's own access needs no callback
 }
 
 void ShownGradients::after_write(int number) { gradients_[index(number)].held->guard(); }
@@ -140,7 +140,7 @@ std::vector<at::Tensor> ShownGradients::norms(const std::vector<int>& numbers, c
     const std::vector<Scale>& scales = gradient.held->scales();
     const bool is_unscaled = scales.size() == 1 && scales.front().by == Scale::By::unscaling;
     if (!scales.empty() && !is_unscaled) {
-      norms.emplace_back();  // of what a clip has left nothing is asked ahead
+      norms.emplace_back();  // norms after a clip are never taken ahead
       continue;
     }
     const Question question{asked, is_unscaled};
@@ -157,7 +157,7 @@ at::Tensor ShownGradients::answer(const Gradient& gradient, const Question& ques
                         [&](const Known& each) { return each.question == wanted; });
   };
   auto known = find(question);
-  if (known == gradient.known.end() && gradient.held->is_dead()) {  // by whichever operator
+  if (known == gradient.known.end() && gradient.held->is_dead()) {  // the other operator's norm will do
     known = find({{!question.norm.of_list, question.norm.order, question.norm.dtype}, question.is_unscaled});
   }
   return known == gradient.known.end() ? at::Tensor() : known->norm;

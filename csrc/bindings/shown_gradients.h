@@ -1,18 +1,20 @@
-// What the user's loop does with all `p.grad` of a model, and what noria knows of them without reading the home.
+// ShownGradients follows what the user's loop does with the `p.grad` tensors of a model, and answers without reading
+// the home if it can.
 //
-// Two things are put off or taken ahead, because on CUDA the bytes lie behind the link, and both have the bits of
-// torch's own operators. *Scales*: a gradient that is multiplied (a clip, a scaler) keeps its bytes, and the update
-// multiplies. *Norms*: what the loop asked of gradients after the last backward is computed for the next ones while
-// they are in device memory, by the very operator that was used. Whatever else touches a gradient, or asks something
-// new, finds its real bytes.
+// On CUDA the gradients' bytes lie behind the link. noria therefore delays one thing and computes another ahead of
+// time; both give the bits of torch's own operators. *Scales*: if the loop multiplies a gradient (a clip, a scaler),
+// the bytes stay as they are, and the update multiplies. *Norms*: noria takes the norms that the loop asked for after
+// the last backward. It takes them with the same operator, while the next gradients are in device memory. Every other
+// operator, and every new question, finds the real bytes.
 //
-// Ownership: owns the held gradients; borrows what it calls back, which outlives it. Order: known norms are of the
-// bytes as the last backward left them: a write, or another backward, forgets them. Threads: as Custody's hooks;
-// operators of the user's come on any thread, one at a time, as in any loop.
+// Ownership: owns the held gradients; borrows what its callbacks use, which outlives it.
+// Order: a known norm is of the bytes that the last backward left. A write or another backward discards it.
+// Threads: as TorchBridge's hooks. The user's operators come on any thread, one at a time.
 //
-// Note [Rehearsals]. A norm after an unscaling is of other numbers, rounded anew. If the loop asked for one, a copy of
-// each gradient is unscaled on the way, by the inverse scale of the last step, and its norm taken. That counts only
-// where the inverse scale turns out to be the same, which is asked of the device: a scaler waits for it anyway.
+// Note [Rehearsals]. A norm after an unscaling is a norm of other numbers, rounded anew. If the loop asked for one,
+// noria copies each gradient as it arrives. It unscales the copy by the last step's inverse scale, and takes the copy's
+// norm. That norm counts only if the inverse scale turns out to be the same. noria reads the inverse scale from the
+// device to compare it; a scaler waits for the device anyway.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,39 +34,40 @@ namespace noria {
 class ShownGradients final : public Listener, public std::enable_shared_from_this<ShownGradients> {
  public:
   struct Callbacks {
-    /// Blocks until no update reads the gradient; from then on its bytes are the user's to write.
+    /// Blocks until no update reads the gradient. After that the user may write its bytes.
     std::function<void(int)> before_write;
-    /// Runs the update by torch that is put off, if there is one: it multiplies the bytes by what the gradient had been
-    /// multiplied by at `step()`.
+    /// Runs the deferred update of kernel="torch", if there is one. It multiplies the bytes by the factors that the
+    /// gradient had at `step()`.
     std::function<void(int)> before_scale;
-    /// Norms where ranks hold parts of each gradient; unset where one process has all of it.
+    /// Returns norms if ranks hold parts of each gradient. Unset if one process has all of it.
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts;
-    /// False while a backward runs, and where ranks have not summed it: what a gradient is then, only its bytes say.
+    /// Returns false while a backward runs, or if ranks have not summed the gradient. Then only the bytes tell its
+    /// value.
     std::function<bool(int)> is_settled;
   };
 
   explicit ShownGradients(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
 
-  /// In the order of their numbers; null: frozen.
+  /// Adds the next gradient; null if its parameter is frozen. Order: by number.
   void add(std::unique_ptr<HeldGradient> held);
   bool has(int number) const { return gradients_[index(number)].held != nullptr; }
   HeldGradient& operator[](int number) const { return *gradients_[index(number)].held; }
   std::size_t size() const { return gradients_.size(); }
 
   // ---- on the way ----
-  /// A backward begins. `is_last`: a step is expected to follow, so that what was asked after the last one is asked
-  /// again.
+  /// Called when a backward begins. `is_last`: a step is expected to follow, so noria takes the norms that the loop
+  /// asked for after the last backward.
   void begin_backward(bool is_last);
-  /// `value`, on the device, is what this gradient is so far.
+  /// Called when a gradient arrives. `value`, on the device, is the gradient so far.
   void arrived(int number, const at::Tensor& value);
-  /// Its bytes are others now, or may be: nothing is known of them.
+  /// Discards what is known of a gradient whose bytes have changed, or may have.
   void forget(int number) { gradients_[index(number)].known.clear(); }
 
   // ---- the step ----
   void begin_step();
-  /// Multiplies the bytes by what the gradient has been multiplied by. The caller has the right to write them.
+  /// Multiplies the bytes by the gradient's scales. Order: the caller has made sure that it may write them.
   void apply_scales(int number);
-  /// Something that is no operator is about to write.
+  /// Called before a write that no operator makes.
   void before_raw_write(int number);
 
   // ---- Listener ----
@@ -85,7 +88,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   };
   struct Known {
     Question question;
-    at::Tensor norm;  // never given away: who has it may write to it
+    at::Tensor norm;  // callers get a copy, because they may write to it
   };
   struct Gradient {
     std::unique_ptr<HeldGradient> held;
@@ -95,16 +98,17 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   bool are_settled(const std::vector<int>& numbers) const;
   static at::Tensor answer(const Gradient& gradient, const Question& question);
-  /// What is multiplied so far is exactly one unscaling, by what was rehearsed.
+  /// Returns true if the gradient's only scale, an unscaling, equals the rehearsed one. Otherwise it notes this scale
+  /// for the next step.
   bool is_as_rehearsed(const HeldGradient& held);
 
   const Callbacks callbacks_;
   std::vector<Gradient> gradients_;
-  std::set<Question> asked_, asked_last_;  // since the last step; before it
-  std::set<Question> asks_;                // of what arrives now
+  std::set<Question> asked_, asked_last_;  // since the last step; in the step before
+  std::set<Question> asks_;                // the questions to answer as gradients arrive
   at::Tensor rehearsed_by_;                // an inverse scale, on the device
   float rehearsed_by_value_ = 0;
-  at::Tensor compared_;  // the last one that was compared with it
+  at::Tensor compared_;  // the inverse scale that was compared with it last
   float compared_value_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// What differs between the torch versions that noria builds against, in one place.
+// Names what differs between the torch versions that noria builds against.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>

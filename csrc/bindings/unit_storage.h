@@ -1,10 +1,11 @@
-// One non-resizable storage whose bytes are somewhere else every moment: the parameters of a unit, or a gradient
-// buffer, live in it as ordinary tensors, and moving all of them is one pointer.
+// UnitStorage is one non-resizable storage whose bytes move. The parameters of a unit, or its gradient buffer, are
+// ordinary tensors in it. To move all of them, noria changes one pointer.
 //
-// While it is attached, a write access to it is noticed (bindings/watched.h tells what counts as one). Some operators
-// write on CUDA without asking for access; `note_write` tells of them.
-// Ownership: never owns the memory it points at. Threads: moved only by the thread that launches the unit's kernels.
-// Evicted means "throws": null alone would crash the process.
+// While the storage is attached, it notices write accesses (bindings/watched.h tells what counts as one). Some
+// operators write on CUDA without asking for access; `note_write` reports them.
+// Ownership: never owns the memory it points at.
+// Threads: moved only by the thread that launches the unit's kernels.
+// While the storage is evicted, every access raises: a null pointer alone would crash the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,18 +23,19 @@ class UnitStorage {
 
   void attach(std::byte* memory);
   void evict();
-  /// Evicted for good; `message` tells whoever still wants it.
+  /// Evicts it for good. A later access raises with `message`.
   void end(std::string message);
   bool attached() const { return attached_; }
-  /// Somebody has asked for write access since `attach`, or has written without.
+  /// Returns true if something has asked for write access since `attach`, or has written without asking.
   bool written() const;
-  /// An operator writes it.
+  /// Notes that an operator writes it.
   void note_write() { is_told_ = attached_; }
   bool is_told() const { return is_told_; }
-  /// Compares the attached memory with the same bytes elsewhere on the device; on CUDA this waits for the stream.
+  /// Compares the attached memory with the same bytes elsewhere on the device. On CUDA this waits for the stream.
   bool equals(std::byte* elsewhere) const;
 
-  /// A tensor in this storage, with a version counter of its own; `offset` in bytes, `more` keys beside its device's.
+  /// Returns a tensor in this storage, with a version counter of its own. `more`: keys besides its device's.
+  /// Units: `offset` in bytes.
   at::Tensor view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,
                   c10::DispatchKeySet more = {}) const;
   const c10::Storage& storage() const { return storage_; }
@@ -41,7 +43,7 @@ class UnitStorage {
     return storage.unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
   }
   bool holds(const at::Tensor& tensor) const { return is(tensor.storage()); }
-  /// `memory` is some of what is attached.
+  /// Returns true if the address `memory` lies in the attached memory.
   bool covers(const void* memory) const;
 
  private:

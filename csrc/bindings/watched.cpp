@@ -32,8 +32,8 @@ using c10::impl::cow::COWDeleterContext;
 
 class WatchedStorage;
 
-/// What a lazy copy takes memory from before it is written: torch counts it out as an owner of what it had, and it is
-/// given the same.
+/// The allocator that a lazy copy asks before its first write. torch releases the copy's share of the old memory, and
+/// gets the same memory from here.
 class SameMemory final : public c10::Allocator {
  public:
   explicit SameMemory(WatchedStorage& storage) : storage_(storage) {}
@@ -46,8 +46,8 @@ class SameMemory final : public c10::Allocator {
   WatchedStorage& storage_;
 };
 
-// Its data pointer owns nothing, unless it is watched as a lazy copy: then it owns one part of `shared_`, and this
-// object the other, so that torch believes that somebody has the memory, too.
+// Its data pointer owns nothing, except while it is watched as a lazy copy. Then the pointer owns one part of `shared_`
+// and this object the other part, so that torch believes that the memory has another owner.
 class WatchedStorage final : public c10::StorageImpl {
  public:
   WatchedStorage(std::byte* memory, std::int64_t num_bytes, c10::Device device, BeforeWrite before_write)
@@ -56,7 +56,7 @@ class WatchedStorage final : public c10::StorageImpl {
   ~WatchedStorage() override {
     if (shared_ != nullptr) cow_deleter(shared_);
   }
-  WatchedStorage(const WatchedStorage&) = delete;  // it is the address that is watched
+  WatchedStorage(const WatchedStorage&) = delete;  // its address is watched
   WatchedStorage& operator=(const WatchedStorage&) = delete;
 
   void watch() {
@@ -89,14 +89,14 @@ class WatchedStorage final : public c10::StorageImpl {
     set_data_ptr_noswap(std::move(memory));
   }
 
-  /// Torch wants memory to copy to.
+  /// Called when torch wants memory to copy to.
   c10::DataPtr memory_to_write() {
     is_asked_ = true;
     try {
       call_back();
     } catch (...) {
       is_asked_ = false;
-      if (is_copy()) shared_->increment_refcount();  // torch has counted it out, and now it stays
+      if (is_copy()) shared_->increment_refcount();  // torch has released it, but it stays
       throw;
     }
     is_asked_ = false;
@@ -106,7 +106,7 @@ class WatchedStorage final : public c10::StorageImpl {
 
  private:
   void call_back() const {
-    const BeforeWrite callback = before_write_;  // it may be let go of meanwhile
+    const BeforeWrite callback = before_write_;  // the member may be reset meanwhile
     if (callback) (*callback)();
   }
 
@@ -120,7 +120,7 @@ class WatchedStorage final : public c10::StorageImpl {
 #endif
   }
 
-  // While torch asks for memory, the pointer's part is counted out already.
+  // While torch asks for memory, it has released the pointer's part already.
   void be_a_copy() {
     if (shared_ == nullptr) shared_ = new COWDeleterContext({this, [](void*) {}});
     if (!is_asked_) shared_->increment_refcount();
@@ -155,7 +155,7 @@ WatchedStorage* watched(const c10::Storage& storage) {
   return dynamic_cast<WatchedStorage*>(storage.unsafeGetStorageImpl());
 }
 
-/// It keeps what it owns.
+/// Moves a storage that is not watched. It keeps what it owns.
 void move_plain(c10::StorageImpl* storage, std::byte* memory) {
   c10::DataPtr& pointer = storage->_mutable_data_ptr_no_checks();
   const c10::DeleterFnPtr deleter = pointer.get_deleter();
@@ -221,8 +221,8 @@ void allow_access(const c10::Storage& storage) { storage.unsafeGetStorageImpl()-
 
 #else
 
-// Torch 2.11 refuses access, and has no call that allows it again. Its flag is private, but the arguments of an
-// explicit instantiation may name what is private ([temp.spec.general]). No release of 2.11 will change.
+// Torch 2.11 can refuse access, but has no call that allows it again. Its flag is private, but the arguments of an
+// explicit instantiation may name private members ([temp.spec.general]). No release of 2.11 will change.
 namespace {
 
 using Flag = bool c10::StorageImpl::*;
@@ -240,7 +240,7 @@ void allow_access(const c10::Storage& storage) {
   c10::StorageImpl* const allowed = storage.unsafeGetStorageImpl();
   allowed->*refuses() = false;
   c10::DataPtr same = std::move(allowed->_mutable_data_ptr_no_checks());
-  allowed->set_data_ptr_noswap(std::move(same));  // torch looks at its flags anew
+  allowed->set_data_ptr_noswap(std::move(same));  // makes torch read its flags again
 }
 
 #endif

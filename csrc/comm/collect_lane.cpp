@@ -21,7 +21,7 @@ constexpr const char* kRemedy = "let all ranks call the same, as often and betwe
 constexpr std::size_t kNumbers = 5;
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
 
-// To whoever waits for numbers.
+// Carries the result of an exchange to the thread that waits for it.
 struct Answer {
   std::mutex mutex;
   std::condition_variable changed;
@@ -135,7 +135,7 @@ CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const Shares* 
   while (true) {
     const std::vector<Intent> heads = tell(own);
     agree_on_broken(heads);
-    const auto rank_of = [](const Intent& head) {  // what is done first
+    const auto rank_of = [](const Intent& head) {  // smallest first
       const bool backwards = head.act != Intent::Act::gather || head.phase == Phase::backward;
       return std::tuple(head.act, backwards, backwards ? -head.subject : head.subject);
     };
@@ -175,7 +175,8 @@ std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
   return heads;
 }
 
-// What the others have summed with it is of another batch than what comes next there.
+// Throws if a backward has raised on some ranks alone. What the other ranks summed in it is of another batch than what
+// comes next on the ranks where it raised.
 void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
   for (std::size_t other = 0; other < heads.size(); ++other) {
     if (heads[other].num_broken == heads[0].num_broken) continue;
@@ -186,7 +187,7 @@ void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
   }
 }
 
-// Only those who assist know whether they have that version; so each says so before anybody begins.
+// Only an assisting rank knows whether it has that version, so each rank says so before any begins.
 void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const Share* share) {
   const bool is_own = heads[static_cast<std::size_t>(rank_)].is_same_op(chosen);
   std::int64_t own = kNone;

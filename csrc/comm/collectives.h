@@ -1,9 +1,10 @@
-// What all ranks do together, over spans of device memory: the door to the others, as backend.h is to the machine.
+// Collectives declares what all ranks do together, over spans of device memory. All traffic to other ranks goes through
+// it, as all traffic to the machine goes through backend.h.
 //
-// Units: bytes. Ownership: memory is the caller's. Order: every rank calls the same members with the same sizes in the
-// same order, or the member for those that assist meanwhile; on a machine with streams each is ordered on `stream`,
-// else it is over when the call returns. Threads: one at a time. Never called with the GIL. A rank that has died or
-// hangs makes the call throw MachineError.
+// Units: bytes. Ownership: memory is the caller's.
+// Order: every rank calls the same members with the same sizes in the same order. A rank that assists calls `give` or
+// `take` instead. On a machine with streams each call is ordered on `stream`; elsewhere it is over when it returns.
+// Threads: one at a time. Never called with the GIL. A call throws MachineError if a rank has died or hangs.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +20,8 @@ namespace noria {
 
 enum class ElementType : std::uint8_t { fp32, fp64, fp16, bf16 };
 
-/// Ranks that share a home: each has one part of every unit. `rank` and `size` are among those of one replica of the
-/// model, which may be fewer than all; see engine/engine.h, Note [Shards].
+/// Describes the ranks that share a home: each has one part of every unit. `rank` and `size` count the ranks of one
+/// replica of the model, which may be fewer than all ranks; see engine/engine.h, Note [Shards].
 struct Shards {
   int rank = 0;
   int size = 1;
@@ -29,24 +30,24 @@ struct Shards {
   Bytes begin_of(Bytes whole) const { return bytes_of(whole) * rank; }
 };
 
-/// One shard of `shard` bytes for each rank of the replica, in their order; this rank's own is filled, and afterwards
-/// all are.
+/// Describes an all-gather: one shard of `shard` bytes for each rank of the replica, in rank order. This rank's own
+/// shard is filled before, and all shards are filled afterwards.
 struct Gather {
   std::byte* all = nullptr;
   Bytes shard;
 
-  /// What a rank gets from the others at least; as much it sends.
+  /// Returns the bytes that a rank receives from the others at least. It sends as many.
   Bytes received(const Shards& shards) const { return shard * (shards.size - 1); }
 };
 
-/// A set of parameters, by their number in a unit, as bits.
+/// A set of parameters of one unit: one bit for each parameter, by its number in the unit.
 class ParameterSet {
  public:
   explicit ParameterSet(std::size_t num_parameters) : words_((num_parameters + kBits - 1) / kBits, 0) {}
   void add(std::size_t parameter) { words_[parameter / kBits] |= std::int64_t{1} << (parameter % kBits); }
   bool contains(std::size_t parameter) const { return (words_[parameter / kBits] >> (parameter % kBits) & 1) != 0; }
   const std::vector<std::int64_t>& words() const { return words_; }
-  /// Those of several sets of as many parameters, behind each other.
+  /// Adds the parameters of several sets of the same size. Their words lie one set behind the other.
   void add_all(const std::vector<std::int64_t>& words) {
     for (std::size_t i = 0; i < words.size(); ++i) words_[i % words_.size()] |= words[i];
   }
@@ -56,23 +57,23 @@ class ParameterSet {
   std::vector<std::int64_t> words_;
 };
 
-/// One shard of `shard` bytes for each rank of the replica, in their order. Each element is multiplied by 1 / size and
-/// summed over them, then over the ranks of other replicas with the same shard; afterwards this rank's own shard holds
-/// its part of the sum, plus what `add` says, and the others hold anything.
+/// Describes a reduce-scatter: one shard of `shard` bytes for each rank of the replica, in rank order. Each element is
+/// multiplied by 1 / size and summed over these ranks, then over the ranks of other replicas with the same shard.
+/// Afterwards this rank's own shard holds its part of the sum, plus what `add` says. The other shards hold anything.
 struct Reduction {
   std::byte* all = nullptr;
   Bytes shard;
   ElementType type = ElementType::fp32;
-  std::byte* scratch = nullptr;  // 4 bytes for each element of `all`: multiplied and summed in fp32 there
-  std::byte* part = nullptr;     // `shard` bytes, for what `add` brings
-  std::vector<std::pair<std::byte*, Bytes>> zero;  // before all else: where no gradient has come
-  std::vector<CopySpan> add;  // after the sum, elements out of the home onto those in the own shard
-  // Whose gradients this rank has, and where those of any rank are entered before the ticket is given. Null: nobody
-  // asks; on all ranks alike.
+  std::byte* scratch = nullptr;                    // 4 bytes for each element of `all`, to multiply and sum in fp32
+  std::byte* part = nullptr;                       // `shard` bytes, for what `add` brings
+  std::vector<std::pair<std::byte*, Bytes>> zero;  // filled with zeros before all else: ranges without a gradient
+  std::vector<CopySpan> add;                       // after the sum: adds elements of the home to those in the own shard
+  // `arrived`: the parameters whose gradients this rank has. `arrived_anywhere`: those of all ranks are entered there
+  // before the ticket is given. Null if the caller does not ask; then null on all ranks.
   std::shared_ptr<const ParameterSet> arrived;
   std::shared_ptr<ParameterSet> arrived_anywhere;
 
-  /// What a rank gets from the others at least; as much it sends.
+  /// Returns the bytes that a rank receives from the others at least. It sends as many.
   Bytes received(const Shards& shards) const {
     const bool is_narrow = type == ElementType::fp16 || type == ElementType::bf16;
     const Bytes summed = shard * (scratch != nullptr && is_narrow ? 2 : 1);
@@ -81,24 +82,25 @@ struct Reduction {
   }
 };
 
-/// By rank: who wants the whole of a unit, or has gradients of it. The others assist: they need no memory for a unit.
+/// By rank: true if the rank wants the whole of a unit, or has gradients of it. The other ranks assist, and need no
+/// memory for the whole unit.
 using Wanting = std::vector<bool>;
 
-/// What an assisting rank gives to a gather: its own shard.
+/// Describes what an assisting rank gives to a gather: its own shard.
 struct Giving {
   const std::byte* own = nullptr;  // in host memory
   Bytes shard;
-  std::byte* scratch = nullptr;  // as many bytes on the device
+  std::byte* scratch = nullptr;  // `shard` bytes on the device
 };
 
-/// What an assisting rank takes from a reduction to which it adds nothing: its shard of the sum.
+/// Describes what an assisting rank takes from a reduction to which it adds nothing: its shard of the sum.
 struct Taking {
-  std::byte* to = nullptr;  // in host memory, which the device can read
+  std::byte* to = nullptr;  // in host memory that the device can read
   Bytes shard;
   ElementType type = ElementType::fp32;
   std::byte* scratch = nullptr;              // `shard` bytes on the device
-  std::byte* wide = nullptr;                 // 4 bytes for each element: the sum is one in fp32
-  std::vector<std::pair<Bytes, Bytes>> add;  // ranges of `to` that hold something to which the sum is added
+  std::byte* wide = nullptr;                 // 4 bytes for each element: the sum is in fp32; null: it is in `type`
+  std::vector<std::pair<Bytes, Bytes>> add;  // ranges of `to` whose content is added to the sum
 };
 
 class Collectives {
@@ -115,12 +117,14 @@ class Collectives {
 
   virtual void gather(const Gather& gathered) = 0;
   virtual void reduce(const Reduction& reduced) = 0;
-  // Where some ranks assist: they call `give` while the others call `gather_some`, and `take` while they `reduce_some`.
+  // If some ranks assist, they call `give` while the others call `gather_some`, and `take` while they call
+  // `reduce_some`.
   virtual void gather_some(const Gather& gathered, const Wanting& wanting) = 0;
   virtual void give(const Giving& given, const Wanting& wanting) = 0;
   virtual void reduce_some(const Reduction& reduced) = 0;
   virtual void take(const Taking& taken) = 0;
-  /// Everybody's numbers, by rank, behind each other; as many from each. Over when the call returns.
+  /// Returns the numbers of all ranks, by rank, one rank's behind the other. Every rank gives the same count. Over when
+  /// the call returns.
   virtual std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) = 0;
 };
 

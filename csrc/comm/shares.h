@@ -1,8 +1,8 @@
-// What a rank has of each unit, and what must be over before others may have it: all that the collect lane needs to
-// assist. See comm/collect_lane.h, Note [Assistance].
+// Tells what a rank holds of each unit, and what must be over before other ranks may have it. This is all that the
+// collect lane needs to assist: see comm/collect_lane.h, Note [Assistance].
 //
-// Ownership: points into the home, which outlives the lane. Threads: made anew by the launching thread whenever
-// something has changed, and never changed after that.
+// Ownership: points into the home, which outlives the lane. Threads: the launching thread makes a new object when
+// something has changed. An object never changes after that.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 
 namespace noria {
 
-/// Of one unit.
+/// Describes what this rank holds of one unit.
 struct Share {
-  std::int64_t version = 0;     // of its weights: n, as the n-th step left them; -1 - n, as loaded after it
+  std::int64_t version = 0;     // of its weights: n: as step n left them; -1 - n: as loaded after step n
   std::vector<Giving> weights;  // one for each stretch that is gathered
   std::vector<Ticket> before_read;
-  Taking gradient;  // `to` null: there is nowhere to hold it
+  Taking gradient;  // `to` null: this rank has no memory to hold it
   std::vector<Ticket> before_write;
 };
 

@@ -1,21 +1,24 @@
-// The verbs of device/backend.h on the CUDA runtime (device/cuda_runtime.h).
+// Implements device/backend.h on the CUDA runtime (device/cuda_runtime.h).
 //
-// Ownership: a non-blocking stream for each copy lane (copy engines are per direction, more streams add nothing; but
-//   each link of the peer lane has one), a host thread for each copy lane that never takes the GIL, and pools of
-//   events.
-// Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets),
-//   then queues stream waits, copies and the event; only then is its own ticket issued. So no stream is ever asked to
+// Ownership: owns a non-blocking stream and a host thread for each copy lane, and pools of events. There is one stream
+//   for each lane, because copy engines are per direction and more streams add nothing. Only the peer lane has one
+//   stream for each link. The threads never take the GIL.
+// Order: a transfer's thread waits on the host until its tickets are issued (event tickets) or passed (host tickets).
+//   Then it queues stream waits, copies and the event. Only then is its own ticket issued. So no stream ever has to
 //   wait for an event that has not been recorded.
 //
-// Note [Staged home]. Memory that the driver refuses to pin cannot be copied behind the host's back, so a lane's thread
-// carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself. Up, it writes the home
-// after the piece has arrived behind the same stream waits as any copy, and the op's event is recorded when all has
-// landed: whoever waits for the ticket to be issued waits that much longer, and for nothing that could wait for him.
-// Down, it reads the home once the transfer's tickets are issued. That is enough: the device cannot write such memory,
-// so only the host and drains do, and theirs are issued after they have written.
+// Note [Staged home]. If the driver refuses to pin memory, the device cannot copy it without the host. So a lane's
+// thread carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself.
 //
-// Note [Current device]. Threads of ours are on our device for good. On a caller's thread the device is changed only
-// where CUDA looks at it (allocation, registration, creation of events, the default stream) and put back after.
+// Up: a piece arrives behind the same stream waits as any copy, and then the thread writes it to the home. The op's
+// event is recorded when everything has landed. So a waiter for *issued* waits that much longer. There is no deadlock,
+// because nothing that the thread waits for waits for that waiter.
+//
+// Down: the thread reads the home once the transfer's tickets are issued. That is enough. The device cannot write such
+// memory, so only the host and drains write it, and their tickets are issued after they have written.
+//
+// Note [Current device]. noria's own threads stay on its device. On a caller's thread the device is changed only if
+// CUDA reads it (allocation, registration, creation of events, the default stream), and restored afterwards.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -42,8 +45,8 @@
 namespace noria {
 namespace {
 
-/// Runs on the stream: whatever comes later there comes so much later. A host function and no kernel, so that holding a
-/// stream needs no device code.
+/// Runs on the stream, and delays everything that comes later there. It is a host function and not a kernel, so that
+/// holding a stream needs no device code.
 void hold_stream(void* held) {
   const std::unique_ptr<std::int64_t> us(static_cast<std::int64_t*>(held));
   sleep_until_ns(now_ns() + *us * 1000);
@@ -105,10 +108,10 @@ class CudaBackend final : public Backend {
           thread(std::string(to_string(lane))) {}
     const cuda::CopyKind kind;
     cuda::StreamHandle stream = nullptr;
-    std::unique_ptr<StagingRing> ring;           // Note [Staged home]; made before anything is submitted that needs it
+    std::unique_ptr<StagingRing> ring;           // Note [Staged home]; made before the first transfer that needs it
     std::vector<cuda::EventHandle> ring_events;  // by piece
     Delays delays;
-    HostLane thread;  // last: it is gone before what it uses
+    HostLane thread;  // last: destroyed before what it uses
   };
   class RingLink;
 
@@ -155,7 +158,7 @@ class CudaBackend final : public Backend {
   std::int64_t num_allocations_ = 0;
 };
 
-/// How a lane's thread moves pieces of its ring.
+/// Moves pieces of the ring for a lane's thread.
 class CudaBackend::RingLink final : public StagingRing::Link {
  public:
   RingLink(CopyLane& lane, const CudaDevice& device) : lane_(lane), device_(device) {}
@@ -181,7 +184,7 @@ Bytes bytes_of(const Range& range) {
   return range.bytes;
 }
 
-/// The range that holds all of [memory, memory + bytes), or the end.
+/// Returns the range that holds all of [memory, memory + bytes), or the end.
 template <class Ranges>
 auto holder(const Ranges& ranges, const std::byte* memory, Bytes bytes) {
   auto range = ranges.upper_bound(memory);
@@ -198,7 +201,7 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<cons
       compute_delays_(options.hostility, Lane::compute),
       fetch_(Lane::fetch, cuda::kHostToDevice, options.hostility),
       drain_(Lane::drain, cuda::kDeviceToHost, options.hostility),
-      // Not cudaMemcpyDefault, which would take an address of the home for what it is and go through the host.
+      // Not cudaMemcpyDefault: given an address of the home, it would detect host memory and copy through the host.
       peer_(Lane::peer, cuda::kDeviceToDevice, options.hostility),
       links_(device_, events_) {
   OnDevice on(device_);
@@ -219,7 +222,7 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<cons
 CudaBackend::~CudaBackend() {
   try {
     close();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a caller that needs the error calls close()
   }
 }
 
@@ -238,8 +241,9 @@ std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
   if (allocated_ + bytes > options_.capacity) {
     throw MachineError("allocating " + to_string(bytes) + " on " + name() + " failed" + policy);
   }
-  // Plain cudaMalloc: a pipeline neighbour can open such memory (cudaIpcGetMemHandle), which memory of a stream-ordered
-  // pool or of an expandable segment does not allow. He opens the whole block that it is cut from: hence whole ones.
+  // Uses plain cudaMalloc, because a pipeline neighbour can open such memory (cudaIpcGetMemHandle). Memory of a
+  // stream-ordered pool or of an expandable segment cannot be opened. The neighbour opens the whole block that the
+  // memory is cut from, so shared memory takes whole blocks.
   const Bytes whole = for_others ? align_up(bytes, kDeviceAlignment) : bytes;
   void* memory = nullptr;
   const cuda::Error error = device_->Malloc(&memory, static_cast<std::size_t>(whole.count));
@@ -317,12 +321,13 @@ std::int64_t CudaBackend::num_allocations() const {
 
 std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse use) {
   OnDevice on(device_);
-  // One call a range: a copy may not span two registered ranges. Mapped, because the device reads held gradients in it.
-  // Without the lock: ranges are registered beside each other.
+  // Registers a range in one call, because a copy may not span two registered ranges. The range is mapped, because the
+  // device reads held gradients in it. The lock is not held, so that ranges can be registered in parallel.
   const cuda::Error error = device_->HostRegister(memory, static_cast<std::size_t>(bytes.count),
                                                   cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
   std::lock_guard lock(mutex_);
-  // What is registered already is our mistake, or somebody else's memory: no reason to go another way.
+  // Memory that is registered already is noria's mistake, or belongs to other code. That is an error, not a reason to
+  // stage.
   if (error == cuda::kSuccess || use == HomeUse::device || error == cuda::kHostMemoryAlreadyRegistered) {
     device_.check(error, "cudaHostRegister", bytes);
     void* on_device = nullptr;
@@ -373,7 +378,7 @@ Bytes CudaBackend::staging_bytes() const {
   return ring_memory_ == nullptr ? Bytes{} : options_.staging_bytes();
 }
 
-/// Caller holds the mutex, and is on our device.
+/// The caller holds the mutex, and is on this device.
 void CudaBackend::make_rings() {
   const Bytes bytes = options_.staging_bytes();
   std::byte* const memory = map_pages(bytes);
@@ -397,7 +402,7 @@ void CudaBackend::make_rings() {
   }
 }
 
-/// After the lanes have ended.
+/// Call it after the lanes have ended.
 cuda::Error CudaBackend::free_rings() {
   std::lock_guard lock(mutex_);
   for (CopyLane* lane : {&fetch_, &drain_}) {
@@ -412,7 +417,7 @@ cuda::Error CudaBackend::free_rings() {
   return error;
 }
 
-/// After the lanes have ended.
+/// Call it after the lanes have ended.
 cuda::Error CudaBackend::close_opened() {
   std::lock_guard lock(mutex_);
   cuda::Error first = cuda::kSuccess;
@@ -438,12 +443,12 @@ CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
   return lane == Lane::fetch ? fetch_ : lane == Lane::drain ? drain_ : peer_;
 }
 
-// Which of the copies go through the ring; empty when none does. CUDA would copy from or to pageable memory too,
-// through a buffer of its own and without overlap: silently slow, so that is a mistake here.
+// Returns which copies go through the ring; empty if none does. CUDA would also copy from or to pageable memory,
+// through a buffer of its own and without overlap. That is slow without any notice, so here it is an error.
 std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfer& transfer) const {
   std::vector<bool> staged;
   std::lock_guard lock(mutex_);
-  if (lane.kind == cuda::kDeviceToDevice) {  // no home in it
+  if (lane.kind == cuda::kDeviceToDevice) {  // no home memory is involved
     opened_.check(transfer);
     return staged;
   }
@@ -518,7 +523,8 @@ void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vect
         lane.ring->carry_up(span, link);
       }
     }
-    // Down, the ticket's event says when the device has it all; the pieces may still be on the link.
+    // Up, the home must hold everything before the event is recorded. Down, that is not needed: the ticket's event says
+    // when the device has it all, and the pieces may still be on the link.
     if (!staged.empty() && lane.kind == cuda::kDeviceToHost) lane.ring->land(link);
   } catch (...) {
     if (!staged.empty()) lane.ring->give_up();  // the next op must not land what this one carried
@@ -526,7 +532,7 @@ void CudaBackend::copy(CopyLane& lane, const Transfer& transfer, const std::vect
   }
 }
 
-// ---- ops of the caller's ----
+// ---- ops that callers give ----
 
 CudaTicket& CudaBackend::as_cuda_ticket(const Ticket& ticket) const {
   auto* on_device = dynamic_cast<CudaTicket*>(ticket.get());
@@ -553,7 +559,7 @@ void CudaBackend::give(const Ticket& ticket, Stream stream) {
     auto ended = times_.give(ticket->label, on_device.opened_ns(), on_device.bytes(), native(stream));
     on_device.record(native(stream), std::move(ended));
   } catch (...) {
-    on_device.fail(std::current_exception());  // nobody may wait for ever; the caller hears it too
+    on_device.fail(std::current_exception());  // so that no thread waits for ever; the caller gets the error too
     throw;
   }
 }
@@ -583,13 +589,13 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   if (held_up) times_.resume(*held_up, waiting);
 }
 
-// The stream is held and not the caller, who runs ahead of it as in real life.
+// Holds the stream and not the caller, which runs ahead of the stream as in normal use.
 void CudaBackend::hold_compute(cuda::StreamHandle stream, Verb verb) {
   const std::int64_t us = compute_delays_.next_us() + compute_delays_.hold_us(verb);
   if (us == 0) return;
   auto held = std::make_unique<std::int64_t>(us);
   device_.check(device_->LaunchHostFunc(stream, &hold_stream, held.get()), "cudaLaunchHostFunc");
-  (void)held.release();  // the stream's from now on
+  (void)held.release();  // the stream owns it from now on
 }
 
 bool CudaBackend::is_captured(Stream stream) const {
@@ -611,7 +617,7 @@ void CudaBackend::idle() {
       reached.record(lane->stream);
       reached.wait_passed();
     }
-  } catch (const MachineError&) {  // NOLINT(bugprone-empty-catch): tickets carry what failed
+  } catch (const MachineError&) {  // NOLINT(bugprone-empty-catch): tickets carry the failure
   }
   times_.poll();
 }
@@ -622,7 +628,7 @@ void CudaBackend::close() {
   if (std::exchange(closed_, true)) return;
   for (CopyLane* lane : copy_lanes()) lane->thread.close();
   const OnDevice on(device_);
-  // What was queued on the device is finished, whatever goes wrong on the way; the first failure is reported.
+  // Finishes what was queued on the device, even if something fails on the way. Reports the first failure.
   cuda::Error first = cuda::kSuccess;
   auto attempt = [&](cuda::Error error) {
     if (error == cuda::kSuccess) return;

@@ -1,9 +1,11 @@
-// One device, and the CUDA runtime that reaches it: every failed call becomes a MachineError that names it.
+// Names one device and the CUDA runtime that reaches it. It turns every failed call into a MachineError that names the
+// call.
 //
-// Ownership: shares the runtime. Threads: any.
+// Ownership: shares the runtime.
+// Threads: any.
 //
-// Note [Pending errors]. A failed runtime call also leaves its error behind for the next caller of cudaGetLastError,
-// which would be torch, in a place that has nothing to do with us. Every failure here takes its error away again.
+// Note [Pending errors]. A failed runtime call also leaves its error behind for the next caller of cudaGetLastError.
+// That would be torch, in unrelated code. So after every failure here noria clears the error.
 #pragma once
 
 #include <memory>
@@ -23,13 +25,13 @@ class CudaDevice {
   int index() const { return index_; }
   std::string name() const { return "cuda:" + std::to_string(index_); }
 
-  /// Throws unless `error` is success; `bytes`: what the call was about.
+  /// Throws MachineError unless `error` is success. `bytes`: the size that the call was about.
   void check(cuda::Error error, const char* call, Bytes bytes = {}) const;
   [[noreturn]] void fail(cuda::Error error, const std::string& call) const;
-  /// Takes a failure away, for who has looked at it already.
+  /// Clears the error of a failed call that the caller has handled itself.
   void forget_error() const { (void)runtime_->GetLastError(); }
 
-  /// For threads of ours: on this device, and beside all captures (Note [Captures]), for good.
+  /// Sets the device for good on a thread of noria's own, and lets it run beside all captures (Note [Captures]).
   void use_on_own_thread() const;
 
  private:
@@ -37,17 +39,17 @@ class CudaDevice {
   const int index_;
 };
 
-/// While it lives, the calling thread is on this device, and its calls do not disturb a capture of CUDA graphs that
-/// another thread makes. For threads of others: both are put back after.
+/// While it lives, puts the calling thread on this device, and keeps its calls from disturbing another thread's capture
+/// of a CUDA graph. Use it on threads that noria does not own: the destructor restores both settings.
 ///
-/// Note [Captures]. While any thread captures in mode "global" (the default of torch.cuda.graph), calls such as
-/// cudaEventQuery or cudaMalloc by other threads are refused, and break the capture. A thread that has set its own mode
-/// to "relaxed" may make them: none of noria's calls has to do with what is captured.
+/// Note [Captures]. While any thread captures in mode "global" (the default of torch.cuda.graph), CUDA refuses calls
+/// such as cudaEventQuery or cudaMalloc by other threads. Such calls also break the capture. A thread that has set its
+/// own mode to "relaxed" may make them. This is safe, because none of noria's calls touches what is captured.
 class OnDevice {
  public:
   explicit OnDevice(const CudaDevice& device);
   ~OnDevice();
-  OnDevice(const OnDevice&) = delete;  // puts back once
+  OnDevice(const OnDevice&) = delete;  // restores once
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:

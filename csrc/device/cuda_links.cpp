@@ -29,7 +29,7 @@ void CudaLinks::copy(const std::vector<CopySpan>& copies, cuda::StreamHandle lan
       device_.check(device_->EventRecord(link->joined, link->stream), "cudaEventRecord");
       device_.check(device_->StreamWaitEvent(lane, link->joined, 0), "cudaStreamWaitEvent");
     }
-  } catch (...) {  // what comes next on the lane must not meet what is still under way
+  } catch (...) {  // the lane's next op must not overlap with copies that are still under way
     for (Other* link : used) {
       if (device_->StreamSynchronize(link->stream) != cuda::kSuccess) device_.forget_error();
     }
@@ -55,7 +55,7 @@ CudaLinks::Other* CudaLinks::other(int link) {
     first_ = link;
     return nullptr;
   }
-  Other& found = others_[link];  // what could not be made is made in the next op
+  Other& found = others_[link];  // if something cannot be made, the next op tries again
   if (forked_ == nullptr) forked_ = events_->take();
   if (found.joined == nullptr) found.joined = events_->take();
   if (found.stream == nullptr) {

@@ -1,12 +1,13 @@
-// The streams of the peer lane on CUDA: one for each link, so that copies over different links go side by side.
+// Gives the peer lane on CUDA one stream for each link, so that copies over different links run in parallel.
 //
-// Note [Links]. The link that the peer lane sees first has the lane's own stream, every other one a stream of its own,
-// made when it is first used. An op that uses others forks them from the lane's stream, behind the op's waits, and
-// joins them to it before its fills and its event. So links order nothing by themselves, and whoever waits for the lane
-// waits for all of them. Fork and join are events that are recorded again in every op: a stream that waits has captured
-// the record.
+// Note [Links]. The link that the peer lane sees first uses the lane's own stream. Every other link has a stream of its
+// own, made at its first use. If an op uses other links, it forks their streams from the lane's stream after the op's
+// waits. It joins them to the lane's stream before the op's fills and event. So links order nothing by themselves, and
+// a wait for the lane is a wait for all its links. Every op records the fork and join events again. That is safe,
+// because a waiting stream has captured the earlier record.
 //
-// Ownership: owns the other links' streams, until `close`. Threads: the lane's thread alone, until `close`.
+// Ownership: owns the streams of the other links, until `close`.
+// Threads: only the lane's thread, until `close`.
 #pragma once
 
 #include <map>
@@ -23,7 +24,7 @@ class CudaLinks {
   CudaLinks(CudaDevice device, std::shared_ptr<EventPool> events);
 
   void copy(const std::vector<CopySpan>& copies, cuda::StreamHandle lane);
-  /// After the lane's stream was synchronized. Returns the first failure.
+  /// Destroys the streams. Call it after the lane's stream was synchronized. Returns the first failure.
   cuda::Error close();
 
  private:

@@ -13,11 +13,11 @@ namespace noria::cuda {
 namespace {
 
 constexpr std::string_view kLibrary = "libcudart";
-// What torch 2.11 and later are built with, and room for what comes.
+// The versions that torch 2.11 and later are built with, and room for newer ones.
 constexpr int kNewest = 16;
 constexpr int kOldest = 12;
 
-/// Looks up every call; empty, or what is missing.
+/// Looks up every call. Returns the names of missing ones, or an empty string.
 std::string look_up(void* library, Runtime& runtime) {
   std::string missing;
 #define NORIA_LOOK_UP(returns, name, parameters)                                        \
@@ -28,7 +28,7 @@ std::string look_up(void* library, Runtime& runtime) {
   return missing;
 }
 
-/// torch's wheels carry libcudart.so.13, some builds of it libcudart-<hash>.so.12.
+/// torch's wheels ship libcudart.so.13; some builds of torch ship libcudart-<hash>.so.12.
 bool is_runtime(std::string_view path) {
   const std::size_t slash = path.rfind('/');
   const std::string_view name = slash == std::string_view::npos ? path : path.substr(slash + 1);

@@ -1,18 +1,18 @@
-// The CUDA runtime as noria uses it: the few calls that it makes, declared here and looked up when a process runs.
+// Declares the few CUDA runtime calls that noria makes, and looks them up when a process runs.
 //
-// A CUDA build of torch brings the runtime along (libcudart.so.N) and has loaded it by the time noria is imported.
-// noria uses that very library. So it builds without a CUDA toolkit, and one build serves machines with a device and
-// machines without one.
+// A CUDA build of torch ships the runtime (libcudart.so.N) and has loaded it by the time noria is imported. noria uses
+// that very library. So noria builds without a CUDA toolkit, and one build serves machines with and without a device.
 //
-// Ownership: a library that was opened stays open until the process ends, because streams and events may outlive
-// whoever made them. Threads: any.
+// Ownership: an opened library stays open until the process ends, because streams and events may outlive the backend
+//   that made them.
+// Threads: any.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <string>
 
-struct CUstream_st;  // the names that the runtime itself uses, so that handles have the types torch has them by
+struct CUstream_st;  // the runtime's own names, so that handles have the types that torch uses
 struct CUevent_st;
 
 namespace noria::cuda {
@@ -20,7 +20,7 @@ namespace noria::cuda {
 using StreamHandle = CUstream_st*;
 using EventHandle = CUevent_st*;
 
-/// The values of cudaError_t that noria tells apart.
+/// The values of cudaError_t that noria distinguishes.
 enum Error : int { kSuccess = 0, kInvalidDevice = 101, kNotReady = 600, kHostMemoryAlreadyRegistered = 712 };
 
 enum CopyKind : int { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
@@ -39,7 +39,7 @@ struct IpcHandle {  // cudaIpcMemHandle_t, passed by value
   char reserved[64];
 };
 
-// Every call: what it returns, its name without "cuda", its parameters. All have been the same since CUDA 11.
+// Lists every call: its return type, its name without "cuda", its parameters. None has changed since CUDA 11.
 #define NORIA_CUDA_CALLS(CALL)                                                                                 \
   CALL(Error, GetLastError, ())                                                                                \
   CALL(const char*, GetErrorName, (Error error))                                                               \
@@ -81,10 +81,10 @@ struct Runtime {
 
   std::string path;  // of the library
 
-  /// The runtime in this library. Throws MachineError if the library cannot be opened, or lacks a call.
+  /// Opens the runtime in this library. Throws MachineError if the library cannot be opened, or lacks a call.
   static std::shared_ptr<const Runtime> open(const std::string& path);
-  /// The runtime that this process has loaded; else one that the system's linker finds. Null if there is none: then
-  /// `absent` says what was looked for. What was found once is kept.
+  /// Returns the runtime that this process has loaded; otherwise one that the system's linker finds. Returns null if
+  /// there is none, and writes to `absent` what it looked for. Keeps what it found once.
   static std::shared_ptr<const Runtime> find(std::string* absent = nullptr);
 };
 

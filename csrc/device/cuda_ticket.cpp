@@ -70,8 +70,8 @@ bool CudaTicket::passed() const {
     has_passed_ = true;
     return true;
   }
-  device_.forget_error();           // "not ready" is left behind like any error
-  return error != cuda::kNotReady;  // a broken device: wait_passed will say so
+  device_.forget_error();           // "not ready" stays behind like any error
+  return error != cuda::kNotReady;  // a broken device: wait_passed will raise
 }
 
 void CudaTicket::wait_passed() {

@@ -1,9 +1,10 @@
-// A point in a CUDA stream, marked by an event of a pool.
+// Marks a point in a CUDA stream with an event from a pool.
 //
-// Ownership: a ticket takes its event from the pool when it is recorded and gives it back when nobody has the ticket
-//   any more; it may outlive the backend. Order: a ticket is issued once its event has been recorded; before that there
-//   is no event, and no stream can be asked to wait for it (device/backend.h, Note [Two meanings of a ticket]).
-// Threads: `record` and `fail` by whoever gives the ticket, once; everything else by any.
+// Ownership: a ticket takes its event from the pool when it is recorded, and its destructor returns the event. A ticket
+//   may outlive the backend.
+// Order: a ticket is issued once its event has been recorded. Before that there is no event that a stream could wait
+//   for (device/backend.h, Note [Two meanings of a ticket]).
+// Threads: the giver calls `record` or `fail`, once. Any thread may call the other members.
 #pragma once
 
 #include <atomic>
@@ -22,9 +23,9 @@
 
 namespace noria {
 
-/// Events are made up to the steady need and used again. What comes back after `close` is destroyed. An event that
-/// comes back before the device has passed it may be recorded again at once: a stream that waits for it captured the
-/// earlier record.
+/// Keeps events for reuse, and makes new ones only until the steady need is met. An event that is returned after
+/// `close` is destroyed. An event may be returned before the device has passed it, and recorded again at once. That is
+/// safe, because a waiting stream has captured the earlier record.
 class EventPool {
  public:
   explicit EventPool(CudaDevice device, unsigned flags = cuda::kEventDisableTiming | cuda::kEventBlockingSync);
@@ -58,14 +59,15 @@ class CudaTicket final : public TicketState {
   void wait_issued() override { issued_.wait_passed(); }
   void when_issued(std::function<void()> callback) override { issued_.when_done(std::move(callback)); }
 
-  /// `timed`: when the device comes by, as far as that is measured.
+  /// Records the event in `stream`. `timed`: the point whose time tells when the device gets here; null if it is not
+  /// timed.
   void record(cuda::StreamHandle stream, std::shared_ptr<TimedPoint> timed = nullptr);
   void fail(std::exception_ptr error) { issued_.fail(std::move(error)); }
   std::int64_t opened_ns() const { return opened_ns_; }
   Bytes bytes() const { return bytes_; }
-  /// Only after `wait_issued`; none of what has failed.
+  /// Returns the timed point; null if the ticket failed. Call it only after `wait_issued`.
   const std::shared_ptr<TimedPoint>& timed() const { return timed_; }
-  /// The stream waits. Only after `wait_issued`.
+  /// Makes the stream wait. Call it only after `wait_issued`.
   void hold_back(cuda::StreamHandle stream) const;
 
  private:
@@ -80,7 +82,7 @@ class CudaTicket final : public TicketState {
   mutable std::atomic<bool> has_passed_ = false;
 };
 
-/// `stream` waits for an issued ticket. A host ticket that is issued has passed.
+/// Makes `stream` wait for an issued ticket. Does nothing for a host ticket, because an issued one has passed.
 void hold_back(cuda::StreamHandle stream, const Ticket& ticket);
 
 }  // namespace noria

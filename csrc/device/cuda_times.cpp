@@ -47,7 +47,7 @@ void CudaTimes::tie(cuda::StreamHandle stream) noexcept {
     const std::lock_guard lock(mutex_);
     anchor_ns_ = first->asked_ns;
     anchor_ = std::move(first);
-  } catch (...) {  // NOLINT(bugprone-empty-catch): the first event that is reached will do
+  } catch (...) {  // NOLINT(bugprone-empty-catch): then the first event that is reached becomes the anchor
   }
 }
 
@@ -126,7 +126,7 @@ std::optional<OpId> CudaTimes::pause(const OpLabel& waiter, bool has_waits, cuda
     Open* const open = find_open(waiter);
     if (open == nullptr) return std::nullopt;
     if (!open->begin) return open->label.op;
-    if (!has_waits) return std::nullopt;  // it goes on as it is
+    if (!has_waits) return std::nullopt;  // it continues
     part.label = open->label;
     part.begin = std::exchange(open->begin, nullptr);
   }
@@ -166,7 +166,7 @@ std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
       device_->EventElapsedTime(&elapsed_ms, is_first ? point->event : anchor_->event, point->event);
   if (error != cuda::kSuccess) device_.forget_error();
   if (error == cuda::kNotReady) return std::nullopt;
-  if (error != cuda::kSuccess) {  // the device is broken; waiting for this op raises
+  if (error != cuda::kSuccess) {  // the device is broken; a wait for this op raises
     point->reached_ns = point->asked_ns;
     return point->reached_ns;
   }
@@ -185,9 +185,10 @@ std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
   return point->reached_ns;
 }
 
-/// False if the device is not so far.
+/// Returns false if the device has not come that far.
 bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
-  // In the order in which they were reached, so that what moves the anchor does not turn it around.
+  // Looks up the times in the order in which the device reached them, so that moving the anchor does not reverse that
+  // order.
   for (const TimedOp::Wait& wait : op.waits) {
     if (wait.passed && wait.passed->events == events_ && !time_of(wait.passed)) return false;
   }
@@ -204,7 +205,7 @@ bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
   }
   lane.free_ns = free_ns;
   if (!op.end) return true;
-  // An anchor that has moved meanwhile does not let an op begin before what it comes after.
+  // The anchor may have moved meanwhile. Even then an op does not begin before what it comes after.
   const std::int64_t start_ns = std::max(begun_ns.value_or(free_ns), free_ns);
   const std::int64_t end_ns = std::max(*ended_ns, start_ns);
   if (op.num_ops == 0) {
@@ -228,7 +229,7 @@ void CudaTimes::poll() noexcept {
   try {
     const std::lock_guard lock(mutex_);
     poll_locked();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): numbers come later, or not at all
+  } catch (...) {  // NOLINT(bugprone-empty-catch): numbers come later, or never
   }
 }
 

@@ -1,20 +1,24 @@
-// When the ops of a device's lanes began and ended: timed events in their streams, and the host's clock tied to them.
+// Measures when the ops of a device's lanes began and ended: with timed events in their streams, tied to the host's
+// clock.
 //
-// Nothing here waits for the device. An op leaves two events in its stream; what the device has passed is looked up
-// later, when somebody asks for numbers or when a copy is queued. A lane has at most `kMostInFlight` ops whose times
-// are not known yet. If there are more, the newest of them is stretched over those that follow: their bytes are
-// counted, and the gaps between them count as work.
+// Nothing here waits for the device. An op leaves two events in its stream. Their times are looked up later: when a
+// caller asks for statistics, or when a copy is queued. A lane has at most `kMostInFlight` ops whose times are not
+// known yet. If there are more, the newest of them is extended over those that follow. Their bytes are counted, and the
+// gaps between them count as work.
 //
-// Units: nanoseconds of `now_ns`. Ownership: a pool of timed events; a point gives its event back when its time is
-// known, or with its last owner. Threads: any; the ops of one lane are begun and ended by one thread at a time.
+// Units: nanoseconds of `now_ns`.
+// Ownership: owns a pool of timed events. A point returns its event when its time is known, or with its last owner.
+// Threads: any; one thread at a time begins and ends the ops of one lane.
 //
-// Note [Two clocks]. CUDA tells how long after one event another one was reached, as a float of milliseconds. So times
-// are counted from an anchor, an event that is renewed every second, for a float is exact to a microsecond only over
-// so much. Where the anchor lies on the host's clock follows from what must be true of every event: it was reached
-// after the host had asked for it, and before the host saw that. What contradicts this moves the anchor. An event in
-// an idle stream is reached within microseconds, as is the first anchor, in a new stream. So an anchor that lies too
-// early is found out at the next of these; one that lies too late is not, so a new anchor is put a little early, by
-// more than clocks drift apart in a second.
+// Note [Two clocks]. CUDA tells how long after one event another one was reached, as a float of milliseconds. A float
+// is exact to a microsecond only over a limited time. So times are counted from an anchor, an event that is renewed
+// every second.
+//
+// The host must place the anchor on its own clock. Two things are true of every event: the device reached it after the
+// host had asked for it, and before the host saw that. If a time contradicts this, the anchor is moved. In an idle
+// stream an event is reached within microseconds; so is the first anchor, which is in a new stream. Such an event
+// therefore reveals an anchor that lies too early. Nothing reveals one that lies too late. So a new anchor is placed a
+// little early, by more than the clocks drift apart in a second.
 #pragma once
 
 #include <array>
@@ -36,27 +40,27 @@
 
 namespace noria {
 
-/// A place in a stream, and when the device came by.
+/// A place in a stream, and the time when the device reached it.
 struct TimedPoint {
   TimedPoint(std::shared_ptr<EventPool> pool, std::int64_t asked_ns);
   ~TimedPoint();
-  TimedPoint(const TimedPoint&) = delete;  // its event is one
+  TimedPoint(const TimedPoint&) = delete;  // owns its event
   TimedPoint& operator=(const TimedPoint&) = delete;
   void give_back() noexcept;
 
   const std::shared_ptr<EventPool> events;
-  std::int64_t asked_ns;                   // the device came by later
-  cuda::EventHandle event = nullptr;       // none once the time is known
+  std::int64_t asked_ns;                   // the device reached it later
+  cuda::EventHandle event = nullptr;       // null once the time is known
   std::optional<std::int64_t> reached_ns;  // guarded by the CudaTimes that made it
 };
 using TimedPointPtr = std::shared_ptr<TimedPoint>;
 
-/// What a lane was told to do. Without an end it only waits: the work is announced later.
+/// One instruction to a lane. Without an `end` the lane only waits, and the work is announced later.
 struct TimedOp {
   struct Wait {
     OpLabel giver;
-    std::int64_t seen_ns;  // when it had passed, or had been issued, as the host saw it
-    TimedPointPtr passed;  // when it passed on the device; none if the host gave it
+    std::int64_t seen_ns;  // when the host saw that it had passed, or had been issued
+    TimedPointPtr passed;  // when it passed on the device; null if the host gave it
   };
   static Wait wait_of(const Ticket& issued);
 
@@ -65,7 +69,7 @@ struct TimedOp {
   std::vector<Wait> waits;
   TimedPointPtr begin, end;
   Bytes bytes;
-  int num_ops = 1;  // 0: a part of an op that goes on
+  int num_ops = 1;  // 0: a part of an op that continues
 };
 
 class CudaTimes {
@@ -74,25 +78,26 @@ class CudaTimes {
 
   CudaTimes(CudaDevice device, LaneLedger& ledger);
 
-  /// The first anchor: this stream is new, so it passes an event as soon as it is asked to.
+  /// Sets the first anchor. The stream is new, so it passes an event as soon as the host asks for it.
   void tie(cuda::StreamHandle stream) noexcept;
 
-  /// The lane waits, and what it waits for is in its stream. Of an op that is open: it is busy from here on.
+  /// Records that the lane waits; the waits are already in its stream. An open op is not busy until they have passed.
   void waits(TimedOp op);
-  /// From here on in the stream, what is queued is the op's.
+  /// Marks the begin: from here on the stream works on this op.
   void begin(TimedOp& op, cuda::StreamHandle stream);
-  /// Up to here. Returns the point, for who waits for the op.
+  /// Marks the end. Returns the point, for ops that wait for this one.
   TimedPointPtr end(TimedOp op, cuda::StreamHandle stream);
 
-  /// The ops that callers give. `pause`: what waits come next in the stream are no work. Returns the op that `resume`
-  /// then lets begin, or go on. A wait of the compute lane that is no op's holds up the one that is open there.
+  /// These members handle ops that callers give. `pause`: the next waits in the stream do not count as work. It returns
+  /// the op that `resume` then begins or continues. If a wait of the compute lane belongs to no op, it pauses the op
+  /// that is open there.
   void open(const OpLabel& label);
   std::optional<OpId> pause(const OpLabel& waiter, bool has_waits, cuda::StreamHandle stream);
   void resume(OpId op, cuda::StreamHandle stream);
   TimedPointPtr give(const OpLabel& label, std::int64_t opened_ns, Bytes bytes, cuda::StreamHandle stream);
   void give_up(const OpLabel& label);
 
-  /// Looks up what the device has passed. Throws nothing: on a broken device the ops count, without a time.
+  /// Looks up what the device has passed. Throws nothing: on a broken device the ops count, but without a time.
   void poll() noexcept;
   void close() noexcept;
   std::int64_t num_events() const { return events_->num_created(); }
@@ -100,7 +105,7 @@ class CudaTimes {
  private:
   struct InFlight {
     std::deque<TimedOp> ops;
-    std::int64_t free_ns = 0;  // when the last op was over
+    std::int64_t free_ns = 0;  // when the last op ended
     std::vector<OpId> waited;  // what the lane has waited for since
   };
   struct Open {

@@ -47,8 +47,8 @@ struct HostBackend::TransferLane {
   const LaneLimit limit;
   const std::map<int, LaneLimit> links;
   Delays delays;
-  std::int64_t free_ns = 0;  // when the last op was over; lane thread only
-  HostLane thread;           // last: it is gone before what it uses
+  std::int64_t free_ns = 0;  // when the last op ended; only the lane's thread uses it
+  HostLane thread;           // last: destroyed before what it uses
 };
 
 struct HostBackend::ComputeStream {
@@ -200,7 +200,7 @@ Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<
            ticket->fail(std::current_exception());
            return;
          }
-         ticket->pass();  // last: whoever sees it passed also sees its bytes and its numbers
+         ticket->pass();  // last: a waiter that sees it passed also sees its bytes and its numbers
        },
        [ticket](std::exception_ptr error) { ticket->fail(std::move(error)); }});
   return ticket;
@@ -208,7 +208,7 @@ Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<
 
 void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& transfer,
                       const std::vector<Ticket>& waits, std::int64_t submitted_ns) {
-  // Free since, and waiting since: by when things happened, not by when this thread was scheduled to see them.
+  // Counts free and waiting time from when things happened, not from when this thread was scheduled to see them.
   std::int64_t free_ns = std::max(lane.free_ns, submitted_ns);
   for (const Ticket& ticket : waits) {
     lane.thread.await_issued(ticket);
@@ -216,7 +216,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
   }
   const bool delayed = lane.delays.sleep(label.verb);
   const std::int64_t least_ns = least_duration_ns(lane.limit, transfer, lane.links);
-  // A paced op begins at the moment it could: the lane then carries its bandwidth, however late each wake-up is.
+  // A limited op begins at the moment it could. So the lane reaches its bandwidth even if each wake-up is late.
   const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
 
   for (const CopySpan& copy : transfer.copies) {
@@ -239,7 +239,7 @@ std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waite
   return std::max(since_ns, until_ns);
 }
 
-// ---- ops of the caller's ----
+// ---- ops that callers give ----
 
 Ticket HostBackend::open(const OpLabel& label, Bytes bytes) {
   auto ticket = std::make_shared<HostTicket>(label);
@@ -290,7 +290,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   ComputeStream& compute = compute_stream(stream);
   compute.rethrow();
   for (const Ticket& ticket : tickets) {
-    if (ticket->passed()) ticket->wait_passed();  // throws what is known by now
+    if (ticket->passed()) ticket->wait_passed();  // throws a failure that is already there
   }
   enqueue(stream, [this, &compute, tickets, waiter] {
     std::int64_t idle_since_ns = now_ns();
@@ -304,7 +304,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   });
 }
 
-// A wait of the compute lane that is no op's holds up the one that is open there.
+// If a wait of the compute lane belongs to no op, it pauses the op that is open there.
 std::optional<OpId> HostBackend::paused(const OpLabel& waiter, std::int64_t at_ns, bool has_waits) {
   std::lock_guard lock(mutex_);
   auto found = open_.find(waiter.op);
@@ -314,7 +314,7 @@ std::optional<OpId> HostBackend::paused(const OpLabel& waiter, std::int64_t at_n
   }
   if (found == open_.end()) return std::nullopt;
   OpenOp& op = found->second;
-  if (op.has_begun && !has_waits) return std::nullopt;  // it goes on as it is
+  if (op.has_begun && !has_waits) return std::nullopt;  // it continues
   if (op.has_begun) ledger_.worked_in_part(op.label, op.since_ns, at_ns);
   return found->first;
 }
@@ -373,7 +373,7 @@ void HostBackend::idle() {
 }
 
 void HostBackend::close() {
-  // A forked child may have inherited our mutex locked, so nothing but the pid is looked at there.
+  // A forked child may have inherited the mutex locked. So in a child only the pid is read.
   if (fetch_->thread.is_forked()) return;
   for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.close();
   std::vector<ComputeStream*> streams;

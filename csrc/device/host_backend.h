@@ -1,12 +1,12 @@
-// The machine without a device: real memory under a real cap, real lane threads, real copies.
+// Acts as a device on a machine without one: real memory under a real cap, real lane threads, real copies.
 //
-// It is a backend in its own right (layers compute on the CPU) and the strictest place to test everything above it:
-// lanes can be slowed to a given bandwidth and latency, and the hostile setting makes everything late that may be late
-// and overwrites what was vacated. Contract: device/backend.h. Tests hold the CUDA backend to the same suite.
+// It is a full backend (layers compute on the CPU), and the strictest place to test everything above it. Lanes can be
+// slowed to a given bandwidth and latency. The hostile setting delays everything that may be late, and overwrites
+// vacated memory. Contract: device/backend.h. The CUDA backend must pass the same test suite.
 //
-// Order on the compute lane: with the null stream the calling thread computes, so `give` passes the ticket at once and
-// `wait` blocks until its tickets are passed. A stream of `create_stream` is a thread that behaves as a CUDA stream
-// does: `give` and `wait` are queued behind its work and return at once.
+// Order: with the null stream the calling thread is the compute lane. Then `give` passes the ticket at once, and `wait`
+//   blocks until its tickets are passed. A stream of `create_stream` is a thread that behaves like a CUDA stream:
+//   `give` and `wait` are queued behind its work and return at once.
 #pragma once
 
 #include <atomic>
@@ -66,7 +66,7 @@ class HostBackend final : public Backend {
   bool pins() const override { return false; }
   bool poisons() const override { return options_.hostility.poison; }
 
-  /// An asynchronous compute stream, owned by the backend until `close`.
+  /// Makes an asynchronous compute stream, which the backend owns until `close`.
   Stream create_stream();
   /// Queues work on such a stream. Work that throws breaks the stream: nothing runs on it any more, its tickets fail
   /// with that error, and waiting on it throws.
@@ -93,8 +93,8 @@ class HostBackend final : public Backend {
   mutable std::mutex mutex_;  // protects all below
   struct Allocation {
     Bytes bytes;
-    int fd = -1;      // where others may open it
-    Bytes discarded;  // of these
+    int fd = -1;      // if other processes may open it
+    Bytes discarded;  // the part of `bytes` that is discarded
   };
   std::map<std::byte*, Allocation> allocations_;
   OpenedMemory opened_;

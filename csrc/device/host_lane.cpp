@@ -18,7 +18,7 @@ struct HostLane::State {
   explicit State(std::string lane_name) : name(std::move(lane_name)) {}
 
   const std::string name;
-  std::thread::id thread_id;  // set before anybody else can see the lane
+  std::thread::id thread_id;  // set before any other thread can see the lane
   std::mutex mutex;           // protects all below
   std::condition_variable changed;
   std::deque<Work> queue;
@@ -42,7 +42,7 @@ struct HostLane::State {
       running = true;
       lock.unlock();
       work.run();
-      work = {};  // what it held is released before anybody sees an idle lane
+      work = {};  // releases what it held before any thread sees an idle lane
       lock.lock();
       running = false;
       changed.notify_all();
@@ -71,9 +71,9 @@ HostLane::HostLane(const std::string& name) : state_(std::make_shared<State>(nam
 HostLane::~HostLane() {
   close();
   if (is_forked()) {
-    [[maybe_unused]] std::thread* const parents = thread_.release();  // neither to be joined nor detached here
+    [[maybe_unused]] std::thread* const parents = thread_.release();  // must be neither joined nor detached here
   } else if (thread_->joinable()) {
-    thread_->detach();  // we are it
+    thread_->detach();  // this thread is the lane's own
   }
 }
 

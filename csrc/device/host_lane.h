@@ -1,12 +1,14 @@
-// A queue of work with one thread of its own, in the order of submission.
+// Runs queued work on one thread of its own, in the order of submission.
 //
-// Ownership: owns its thread. What the thread touches between two works is shared with it, so a lane may even be
-// destroyed by its own thread, when the last thing a work does is to release the last owner.
-// Order: first in, first out. Each work is run, or abandoned because the lane was closed first, exactly once.
-// Threads: every member from any thread, except `await_issued`, which works on the lane call. Never takes the GIL.
+// Ownership: owns its thread. The lane shares its state with the thread. So the thread may even destroy its own lane,
+//   if the end of a work releases the last owner.
+// Order: first in, first out. Each work is run exactly once, or abandoned exactly once because the lane was closed
+//   first.
+// Threads: any thread may call every member, except `await_issued`, which work on the lane calls. Never takes the GIL.
 //
-// Note [Forked children]. A child has none of our threads and inherits our locks in any state: there, work is abandoned
-// at once, closing returns at once, and nothing is joined or destroyed that a thread might have held.
+// Note [Forked children]. A child has none of noria's threads, and inherits noria's locks in any state. So in a child,
+// work is abandoned at once and closing returns at once. Nothing is joined there, and nothing is destroyed that a
+// thread might have held.
 #pragma once
 
 #include <exception>
@@ -25,25 +27,25 @@ class HostLane {
  public:
   struct Work {
     std::function<void()> run;                        // must not throw
-    std::function<void(std::exception_ptr)> abandon;  // called instead of `run` when the lane was closed first
+    std::function<void(std::exception_ptr)> abandon;  // called instead of `run` if the lane was closed first
   };
 
-  /// `name` is what debuggers and error messages call it.
+  /// `name` appears in debuggers and error messages.
   explicit HostLane(const std::string& name);
   ~HostLane();                         // closes
-  HostLane(const HostLane&) = delete;  // the thread is ours
+  HostLane(const HostLane&) = delete;  // owns a thread
   HostLane& operator=(const HostLane&) = delete;
 
   void enqueue(Work work);
 
-  /// Blocks the lane until `ticket` is issued. Throws the giver's failure, or MachineError when the lane is closed.
+  /// Blocks the lane until `ticket` is issued. Throws the giver's failure, or MachineError if the lane is closed.
   void await_issued(const Ticket& ticket);
 
-  /// Blocks until all work that was queued is done.
+  /// Blocks until all queued work is done.
   void idle();
-  /// Finishes the running work, abandons the rest, joins. Idempotent.
+  /// Finishes the running work, abandons the rest, joins the thread. Idempotent.
   void close();
-  /// True in a child of the process that made this lane.
+  /// Returns true in a child of the process that made this lane.
   bool is_forked() const;
 
  private:

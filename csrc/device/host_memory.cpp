@@ -11,13 +11,13 @@ namespace noria {
 
 static Bytes whole_pages(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGESIZE)}); }
 
-// Aligned address space, of private pages. Null when the kernel refuses.
+// Returns aligned address space of private pages. Returns null if the kernel refuses.
 static std::byte* map_aligned(std::size_t size) {
   const auto alignment = static_cast<std::size_t>(kDeviceAlignment.count);
   void* mapped =
       mmap(nullptr, size + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
-  // Only address space so far: what lies before and behind the aligned range goes back.
+  // So far this is only address space. The parts before and behind the aligned range go back to the kernel.
   const std::size_t before = (alignment - reinterpret_cast<std::uintptr_t>(mapped) % alignment) % alignment;
   auto* memory = static_cast<std::byte*>(mapped) + before;
   if (before > 0) munmap(mapped, before);
@@ -28,7 +28,7 @@ static std::byte* map_aligned(std::size_t size) {
 std::byte* map_pages(Bytes bytes) {
   const auto size = static_cast<std::size_t>(whole_pages(bytes).count);
   std::byte* memory = map_aligned(size);
-  if (memory != nullptr) madvise(memory, size, MADV_HUGEPAGE);  // advice: refusal costs speed only
+  if (memory != nullptr) madvise(memory, size, MADV_HUGEPAGE);  // advice: if it is refused, only speed is lost
   return memory;
 }
 

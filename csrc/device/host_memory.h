@@ -1,8 +1,8 @@
-// Exactly sized pages from the kernel, aligned as a device aligns its memory.
+// Maps pages from the kernel in exact size, with the alignment of device memory.
 //
-// Ownership: the caller's, from `map_pages` or `map_shared_pages` to `unmap_pages` with the same size; a descriptor is
-//   the caller's too, to be closed apart. The kernel takes shared pages back when nobody maps them and nobody has a
-//   descriptor: a killed process leaves nothing behind.
+// Ownership: the caller owns the pages from `map_pages` or `map_shared_pages` to `unmap_pages` with the same size. The
+//   caller owns a descriptor too, and closes it separately. The kernel frees shared pages when no process maps them or
+//   holds a descriptor. So a killed process leaves nothing behind.
 #pragma once
 
 #include <cstddef>
@@ -13,14 +13,15 @@ namespace noria {
 
 inline constexpr Bytes kDeviceAlignment{std::int64_t{2} << 20};
 
-/// Zeroed memory, aligned to kDeviceAlignment, sized up to whole pages. Null when the kernel refuses; errno says why.
+/// Returns zeroed memory, aligned to kDeviceAlignment, in whole pages. Returns null if the kernel refuses; see errno.
 std::byte* map_pages(Bytes bytes);
 
-/// A descriptor of new zeroed pages for all who have it; -1 when the kernel refuses; errno says why.
+/// Returns a descriptor of new zeroed pages, which all its holders share. Returns -1 if the kernel refuses; see errno.
 int make_shared_pages(Bytes bytes);
-/// Gives the whole pages of a range back to the kernel; who maps them finds zeros. How much: nothing where it refuses.
+/// Returns the whole pages of a range to the kernel; processes that map them then read zeros. Returns how many bytes
+/// were freed: 0 if the kernel refuses.
 Bytes discard_pages(int fd, Bytes offset, Bytes bytes);
-/// The pages behind a descriptor, aligned and sized likewise. Null when the kernel refuses; errno says why.
+/// Maps the pages of a descriptor, with the same alignment and size. Returns null if the kernel refuses; see errno.
 std::byte* map_shared_pages(int fd, Bytes bytes);
 
 void unmap_pages(std::byte* memory, Bytes bytes);

@@ -1,7 +1,7 @@
-// A ticket that some host thread gives: issued and passed are the same moment.
+// Is a ticket that a host thread gives: issued and passed are the same moment.
 //
-// Threads: `pass` and `fail` once, by the giver; everything else from any thread. Callbacks run on the giver's thread,
-// without locks held, in the order they were added; one added after the fact runs at once on the adding thread.
+// Threads: the giver calls `pass` or `fail`, once. Any thread may call the other members. Callbacks run on the giver's
+//   thread, without locks held, in the order they were added. A callback added later runs at once on the adding thread.
 #pragma once
 
 #include <condition_variable>
@@ -26,7 +26,7 @@ class HostTicket final : public TicketState {
   void pass();
   void fail(std::exception_ptr error);
   void when_done(std::function<void()> callback);
-  /// When it was given, as `now_ns` counts; only once it has been.
+  /// Returns when it was given, on the clock of `now_ns`. Call it only after that.
   std::int64_t done_ns() const;
 
  private:

@@ -61,7 +61,7 @@ void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::i
     trace = trace_;
   }
   if (!trace) return;
-  // The trace counts from its own origin; both clocks are read now and the span is placed by its distance from now.
+  // The trace counts from its own origin. So both clocks are read now, and the span is placed by its distance from now.
   const std::int64_t trace_now_us = trace->now_us();
   const std::int64_t now = now_ns();
   Span span{label.op, label.lane, label.verb, label.unit, 0, 0, bytes, std::move(waits)};

@@ -1,6 +1,7 @@
-// What the lanes of a backend did: time, bytes and stalls by lane, and spans into a trace.
+// Counts what the lanes of a backend did: time, bytes and stalls for each lane. It also writes spans into a trace.
 //
-// Units: nanoseconds of `now_ns` in, microseconds out. Threads: every member from any thread.
+// Units: nanoseconds of `now_ns` in, microseconds out.
+// Threads: any thread may call every member.
 #pragma once
 
 #include <array>
@@ -21,22 +22,22 @@ namespace noria {
 
 class LaneLedger {
  public:
-  /// The waiter's lane stood still for so long because of what `giver` had not done yet.
+  /// The waiter's lane stood still for `ns`, because `giver` was not done yet.
   void stalled(const OpLabel& waiter, Verb giver, std::int64_t ns);
-  /// The op that `lane` works on since `start_ns`: its share is in `stats` and `busy_us` from now on, up to `due_ns`
-  /// once that is known. It ends with `worked` (by a `due_ns`, if any was told), or with `stopped`, which counts
-  /// nothing.
+  /// Tells that `lane` works on an op since `start_ns`. From now on `stats` and `busy_us` include its share, up to
+  /// `due_ns` once that is known. The op ends with `worked` (at `due_ns` at the latest, if one was told), or with
+  /// `stopped`, which counts nothing.
   void works(Lane lane, std::int64_t start_ns, std::int64_t due_ns = std::numeric_limits<std::int64_t>::max());
   void stopped(Lane lane);
   void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops = 1);
-  /// `worked`, and a span in the trace, but for an op of the compute lane, whose spans are the caller's.
+  /// Does `worked`, and adds a span to the trace. It adds no span for ops of the compute lane: the caller does that.
   void transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
                    std::vector<OpId> waits, int num_ops = 1);
-  /// Of an op that was held up in the middle, and whose rest comes with `worked` or `transferred`.
+  /// Counts a part of an op that was paused in the middle. The rest comes with `worked` or `transferred`.
   void worked_in_part(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns);
 
   LaneStats stats(Lane lane) const;
-  /// Of the ops from `first` on, which comes next.
+  /// Makes `counted` count the ops from `first` on. `first` is the op that comes next.
   void begin_counting(OpId first);
   LaneStats counted(Lane lane) const;
   std::int64_t busy_us(Lane lane) const;
@@ -48,7 +49,7 @@ class LaneLedger {
     std::int64_t busy_until(std::int64_t time_ns) const;
     LaneStats stats() const;
 
-    std::int64_t busy_ns = 0;              // of ops that are done
+    std::int64_t busy_ns = 0;              // of finished ops
     std::map<Verb, std::int64_t> verb_ns;  // the same by verb
     std::optional<std::int64_t> start_ns;
     std::int64_t due_ns = 0;
@@ -57,7 +58,7 @@ class LaneLedger {
     std::map<std::pair<Verb, Verb>, std::int64_t> stalled_ns;
   };
   Row& row(Lane lane) { return rows_[static_cast<std::size_t>(lane)]; }
-  /// The rows that an op belongs to.
+  /// The rows in which an op counts.
   std::vector<Row*> rows_of(const OpLabel& label);
 
   mutable std::mutex mutex_;

@@ -8,7 +8,7 @@ namespace noria {
 namespace {
 
 constexpr std::int64_t kRoundNs = 1'000'000;
-constexpr Bytes kLeast{64 << 10};         // tells enough of a link that takes longer for it than a round
+constexpr Bytes kLeast{64 << 10};         // enough to measure a link that takes longer for it than a round
 constexpr std::int64_t kMostCopies = 64;  // of a round, each way
 constexpr int kRounds = 3;
 
@@ -33,7 +33,7 @@ double measure_link_gib_s(Backend& backend, std::byte* own, std::byte* peers, By
   };
   set_bytes(std::min(bytes, kLeast));
   if (const std::int64_t ns = round_ns(backend, out, back); ns > kRoundNs) {
-    const std::int64_t again_ns = round_ns(backend, out, back);  // the first may have been its start
+    const std::int64_t again_ns = round_ns(backend, out, back);  // the first may include start-up
     if (again_ns > kRoundNs) return gib_s_of(out.bytes() + back.bytes(), std::min(ns, again_ns));
   }
   set_bytes(bytes);

@@ -1,7 +1,8 @@
-// How fast a link to a peer's memory is: copies there and back on the peer lane, with nothing else on it.
+// Measures how fast a link to a peer's memory is, with copies there and back on the otherwise empty peer lane.
 //
-// Units: bytes, GiB/s. Order: the caller has nothing under way on the peer lane, nor anything else on `own`. Threads:
-// the calling thread waits.
+// Units: bytes, GiB/s.
+// Order: the caller has nothing under way on the peer lane, nor anything else that uses `own`.
+// Threads: the calling thread waits.
 #pragma once
 
 #include "base/bytes.h"
@@ -9,9 +10,12 @@
 
 namespace noria {
 
-/// GiB/s of the faster of a few rounds of about a millisecond each, both ways; the first ones, which touch pages and
-/// make streams, do not count. `own` and `peers` are both of `bytes`, and written; `peers` is opened memory. Throws
-/// what a copy fails with.
+/// Returns the GiB/s of the fastest of a few rounds of about a millisecond each, both ways. The first copies do not
+/// count, because they touch pages and make streams. If even they take longer than a round, the faster of two
+/// counts.
+///
+/// `own` and `peers` both have `bytes` bytes and are overwritten; `peers` is opened memory. Throws the error of a copy
+/// that fails.
 double measure_link_gib_s(Backend& backend, std::byte* own, std::byte* peers, Bytes bytes, int link);
 
 }  // namespace noria

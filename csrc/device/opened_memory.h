@@ -1,6 +1,7 @@
-// What a backend has opened of other processes' device memory, and what the peer lane may do with it.
+// Lists the device memory of other processes that a backend has opened, and checks what the peer lane does with it.
 //
-// Ownership: none: whoever opened it gives it back. Threads: the caller's lock.
+// Ownership: none; the code that opened memory closes it.
+// Threads: the caller holds its own lock.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +14,15 @@ namespace noria {
 
 class OpenedMemory {
  public:
-  /// A device gives the same address to what it opens twice; it is then here twice.
+  /// Adds a range. If a device returns the same address for two openings, the range is listed twice.
   void add(std::byte* memory, Bytes bytes) { ranges_.emplace(memory, bytes); }
-  /// Once; what it held.
+  /// Removes one entry. Returns its size.
   Bytes remove(std::byte* memory);
   void clear() { ranges_.clear(); }
   auto begin() const { return ranges_.begin(); }
   auto end() const { return ranges_.end(); }
 
-  /// Throws InvariantError unless of each copy one side lies in here, and the other does not.
+  /// Throws InvariantError unless exactly one side of each copy lies in opened memory.
   void check(const Transfer& transfer) const;
 
  private:

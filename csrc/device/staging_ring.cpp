@@ -10,7 +10,7 @@ namespace noria {
 
 namespace {
 
-/// Cuts a span into pieces; `carry` gets each.
+/// Cuts a span into pieces, and calls `carry` with each.
 template <class Carry>
 void in_pieces(const CopySpan& span, Bytes piece_bytes, const Carry& carry) {
   for (Bytes done; done < span.bytes; done += piece_bytes) {

@@ -1,9 +1,10 @@
-// A ring of a few pinned pieces through which a copy lane carries what it cannot reach: home memory that is not pinned.
+// Carries copies between the device and home memory that is not pinned, through a ring of a few pinned pieces.
 //
-// Ownership: borrows the ring's memory and the link. Order: pieces go round in turn. On the way down (home to device) a
-//   piece is filled once the link has read it; on the way up it is emptied into the home before the link writes it
-//   again. A transfer up has landed only after `land`.
-// Threads: the lane's thread alone.
+// Ownership: borrows the ring's memory and the link.
+// Order: pieces are used in turn. Down (home to device), a piece is filled again once the link has read it. Up (device
+//   to home), a piece is emptied into the home before the link writes it again. A transfer up has landed only after
+//   `land`.
+// Threads: only the lane's thread.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@ namespace noria {
 
 class StagingRing {
  public:
-  /// What the lane does with pieces. All may throw; the transfer is given up then, and the ring stays usable.
+  /// What the lane does with pieces. Every member may throw; then the transfer is given up, and the ring stays usable.
   class Link {
    public:
     virtual ~Link() = default;
@@ -29,20 +30,20 @@ class StagingRing {
 
   StagingRing(std::byte* memory, Bytes piece_bytes, int num_pieces);
 
-  /// Home to device. What the home holds is read before this returns.
+  /// Copies from home to device. The home has been read when this returns.
   void carry_down(const CopySpan& span, Link& link);
-  /// Device to home. The home may not hold it yet when this returns.
+  /// Copies from device to home. The home may not hold the bytes yet when this returns.
   void carry_up(const CopySpan& span, Link& link);
-  /// Blocks until the home holds all that was carried up.
+  /// Blocks until the home holds everything that was carried up.
   void land(Link& link);
-  /// What was carried up and has not landed never will.
+  /// Drops what was carried up and has not landed.
   void give_up();
 
  private:
   struct Piece {
     std::byte* memory;
     bool marked = false;
-    CopySpan landing{nullptr, nullptr, {}};  // where what it holds belongs
+    CopySpan landing{nullptr, nullptr, {}};  // where its bytes go in the home
   };
   std::size_t next_free(Link& link);
   void empty(std::size_t piece, Link& link);

@@ -28,7 +28,7 @@ void UpdateTime::worked(Lane lane, Verb verb, std::int64_t start_ns, std::int64_
   auto& others = is_update ? visits_ : updates_;
   own.push_back(work);
   if (own.size() > kMostKept) own.pop_front();
-  // What comes later on this lane lies behind this.
+  // Later work of this lane starts after this one's end, so it cannot overlap with what ended before.
   while (!others.empty() && others.front().end_ns <= end_ns) others.pop_front();
 }
 

@@ -1,9 +1,11 @@
-// Where the time of updates goes: behind a forward pass, behind a backward pass, or nowhere (exposed).
+// Splits the time of updates: hidden behind a forward pass, hidden behind a backward pass, or exposed.
 //
-// Lanes tell when they worked, after the fact and each in its own order: updates as they end, visits of the compute
-// lane as they end, which of a device is learnt later. What two of them have in common lies behind the pass.
+// Each lane reports its work after the fact, in its own order. The update lane reports updates as they end. The compute
+// lane reports visits as they end; on a device that becomes known later. The time that an update and a visit share is
+// hidden behind that pass.
 //
-// Units: nanoseconds of `now_ns`. Threads: any.
+// Units: nanoseconds of `now_ns`.
+// Threads: any.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +24,16 @@ class UpdateTime {
     std::int64_t forward_us = 0, backward_us = 0;
   };
 
-  /// Of the compute lane forwards and backwards count, of the update lane everything; other lanes do not.
+  /// Counts forwards and backwards of the compute lane, and all work of the update lane. Ignores other lanes.
   void worked(Lane lane, Verb verb, std::int64_t start_ns, std::int64_t end_ns);
-  /// An update runs since `start_ns`, until `due_ns` at most. It ends with `worked`, or with `stopped`.
+  /// Tells that an update runs since `start_ns`, until `due_ns` at the latest. It ends with `worked`, or with
+  /// `stopped`.
   void works(std::int64_t start_ns, std::int64_t due_ns);
   void stopped();
 
-  /// What was before `since_ns` does not count.
+  /// Ignores everything before `since_ns`.
   void begin_counting(std::int64_t since_ns);
-  /// With the share of the update that runs now.
+  /// Returns the hidden time, including the share of the update that runs now.
   Behind behind() const;
 
  private:
@@ -38,7 +41,7 @@ class UpdateTime {
     std::int64_t start_ns, end_ns;
     Verb verb;
   };
-  static constexpr std::size_t kMostKept = 1024;  // without anything of the other lane to compare it with
+  static constexpr std::size_t kMostKept = 1024;  // kept of one lane while the other lane reports nothing
 
   void count(const Work& visit, const Work& update);
 

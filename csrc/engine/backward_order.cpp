@@ -8,7 +8,7 @@ namespace noria {
 void BackwardOrder::begin_forward(bool is_new_round) {
   ++newest_;
   if (is_new_round) {
-    if (num_backwards_ > 0) expected_ = std::exchange(places_, {});  // else they were never meant to come
+    if (num_backwards_ > 0) expected_ = std::exchange(places_, {});  // else no backward of that round was meant to come
     places_.clear();
     num_backwards_ = 0;
     first_ = newest_;
@@ -17,7 +17,7 @@ void BackwardOrder::begin_forward(bool is_new_round) {
 }
 
 void BackwardOrder::note_backward(std::int64_t forward) {
-  if (forward < first_) return;  // a graph that was kept, once more
+  if (forward < first_) return;  // another backward through a graph that was kept
   std::int64_t& place = places_[static_cast<std::size_t>(forward - first_)];
   if (place == kNever) place = num_backwards_++;
 }

@@ -75,14 +75,14 @@ void Collector::note_assisted() {
   Op op;
   op.lane = Lane::collect;
   op.verb = Verb::gather;
-  op.unit = UnitId(0);  // any: it accesses nothing
+  op.unit = UnitId(0);  // any unit: it accesses nothing
   submit(std::move(op), {});
 }
 
 void Collector::note_taken(UnitId unit) {
   add_summed(unit);
   const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
-  Op op;  // what has been done already: from here on others wait for it, and for what it was done after
+  Op op;  // stands for what has been done: later ops wait for it, and for what it came after
   op.lane = Lane::collect;
   op.verb = Verb::reduce;
   op.unit = unit;

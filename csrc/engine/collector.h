@@ -1,11 +1,11 @@
-// The way across: ops of the collect lane, with what the lane needs to assist other ranks meanwhile, and of each unit
-// what ranks must know of each other: at which version its weights are, and of which gradients a sum is held.
+// Collector issues the ops of the collect lane, with what the lane needs to assist other ranks meanwhile. It also keeps
+// by unit what ranks must know of each other: the version of its weights, and of which gradients a sum is held.
 //
-// Ownership: borrows issuer and units from the engine, shares the lane. Order: as the fetcher. Threads: the caller
+// Ownership: borrows issuer and units from the engine, shares the lane. Order: as the fetcher's. Threads: the caller
 // serialises; nothing here blocks.
 //
-// Note [Versions]. The version of a buffer counts writes, of which ranks may make different numbers: one commits a
-// draft, the other updates in place. What ranks compare is the step or load that made the weights.
+// Note [Versions]. The version of a buffer counts writes, and ranks may make different numbers of writes: one rank
+// commits a draft, another updates in place. So ranks compare the step or load that made the weights.
 #pragma once
 
 #include <memory>
@@ -18,8 +18,9 @@
 
 namespace noria {
 
-/// Memory on the device for what ranks sum and give. `wide`, or null: 4 bytes for each element of the largest unit's
-/// gradients of 16 bits, which are then summed in fp32. `part`: the largest stretch of which a rank has one shard.
+/// Holds device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's gradients of
+/// 16 bits, which are then summed in fp32; null: no such memory. `part`: as large as the largest stretch of which a
+/// rank has one shard.
 struct CollectScratch {
   std::byte* wide = nullptr;
   std::byte* part = nullptr;
@@ -27,24 +28,25 @@ struct CollectScratch {
 
 class Collector {
  public:
-  /// `takes_sums`: of gradients that only others have. Else they raise: what is summed is used up in backward already.
+  /// `takes_sums`: this rank takes sums of gradients that only other ranks have. If false, such sums raise, because
+  /// what is summed is used up inside backward.
   Collector(Issuer& issuer, const std::vector<EngineUnit>& units, std::shared_ptr<CollectLane> lane,
             CollectScratch scratch, bool takes_sums);
 
   Shards shards() const { return lane_->shards(); }
-  /// What a sum of these elements is made in; null: their own memory.
+  /// Returns the memory that sums of this type are made in; null: the gradients' own memory.
   std::byte* wide_scratch(ElementType type) const;
-  /// For one shard.
+  /// Returns memory for one shard.
   std::byte* part_scratch() const { return scratch_.part; }
 
   /// A pass of this phase begins.
   void turn(Phase phase) { phase_ = phase; }
   void submit(Op op, Collective collective);
-  /// For whoever asks the lane itself to exchange numbers.
+  /// Returns where this rank stands, for a caller that asks the lane itself to exchange numbers.
   Standing standing();
-  /// The lane has assisted where no op of its own stands for that: from here on one does.
+  /// The lane has assisted, and no op of its own stands for that. Submits such an op.
   void note_assisted();
-  /// While it did, sums of this unit's gradients have come to the held one.
+  /// Sums of this unit's gradients have come to the held one while the lane assisted.
   void note_taken(UnitId unit);
 
   void note_update(UnitId unit) { set_version(unit, num_steps_ + 1); }
@@ -53,11 +55,11 @@ class Collector {
   /// A backward that sums has raised.
   void note_broken() { ++num_broken_; }
 
-  /// Of the unit's gradients, what this rank's shard is a part of.
+  /// Returns which of the unit's gradients a sum is held of; this rank's shard is a part of that sum.
   const Ranges& summed(UnitId unit) const { return summed_[static_cast<std::size_t>(unit.value)]; }
   void add_summed(UnitId unit);
   void forget_summed(UnitId unit, Bytes offset, Bytes bytes);
-  /// All of them have been used up.
+  /// All of the unit's sums have been used up.
   void forget_summed(UnitId unit);
 
  private:
@@ -75,7 +77,7 @@ class Collector {
   std::int64_t num_broken_ = 0;
   std::vector<std::int64_t> versions_;  // by unit; see Share
   std::vector<Ranges> summed_;          // by unit
-  std::vector<bool> is_stale_;          // by unit: `shares_` does not tell what is
+  std::vector<bool> is_stale_;          // by unit: `shares_` is out of date
   std::shared_ptr<const Shares> shares_;
 };
 

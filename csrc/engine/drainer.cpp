@@ -13,9 +13,9 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
   const BufferId buffer = issuer_.buffers().intern(
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
   Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
-  custodian_.open_gradients(unit, memory);
+  callbacks_.open_gradients(unit, memory);
   open.brought =
-      collector_ == nullptr ? custodian_.held_gradients(unit) : unsummed_[static_cast<std::size_t>(unit.value)];
+      collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[static_cast<std::size_t>(unit.value)];
   open.is_taken_up = open.brought.empty();
   if (open.is_taken_up) return accesses(unit, open);
   bring(unit, open);
@@ -24,7 +24,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
 
 Drainer::Held Drainer::held(UnitId unit) const {
   const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
-  if (collector_ == nullptr) return {owner.held, owner.facts.held};  // else the sum is added to that, by the lane
+  if (collector_ == nullptr) return {owner.held, owner.facts.held};  // else the collect lane adds the sum to that
   return {owner.unsummed, owner.unsummed_buffer};
 }
 
@@ -135,7 +135,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.scratch = collector_->wide_scratch(owner.type);
   reduction.part = collector_->part_scratch();
   Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
-  // What has arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
+  // What arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
   for (const auto& [from, to] : open.arrived) unsummed.remove(from, to);
   if (tells_arrivals_) tell_arrivals(unit, open, reduction);
   Ranges filled = open.arrived;
@@ -192,7 +192,7 @@ void Drainer::forget_sums(UnitId unit) {
 
 std::vector<UnitId> Drainer::left_unsummed() const {
   std::vector<UnitId> left;
-  for (std::size_t i = unsummed_.size(); i-- > 0 && !unsynced_;) {  // as ranks that have others left choose
+  for (std::size_t i = unsummed_.size(); i-- > 0 && !unsynced_;) {  // the order that ranks with other units left choose
     if (!unsummed_[i].empty()) left.emplace_back(static_cast<std::int32_t>(i));
   }
   return left;
@@ -218,7 +218,7 @@ void Drainer::abandon() {
 }
 
 void Drainer::close(UnitId unit, const Open& open, bool is_drained) {
-  custodian_.close_gradients(unit, is_drained);
+  callbacks_.close_gradients(unit, is_drained);
   leases_.release(open.offset);
   issuer_.poison(unit, {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}, leases_.at(open.offset),
                  units_[static_cast<std::size_t>(unit.value)].facts.gradients);

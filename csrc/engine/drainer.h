@@ -1,13 +1,16 @@
-// The way up: gradient buffers, what has arrived in them, and the drains that carry it home.
+// Drainer opens gradient buffers, notes what has arrived in them, and queues the drains that carry it home.
 //
-// Units: byte ranges inside a unit's gradient layout, which is the same on the device and in the home. Ownership: as
-// the fetcher. Order: a buffer opens with a visit and is drained when the visit ends, so a unit whose gradients come in
-// several visits is drained in several parts; only what arrived is copied. Threads: the caller serialises.
+// Units: byte ranges inside a unit's gradient layout, which is the same on the device and in the home.
+// Ownership: as the fetcher.
+// Order: a buffer opens with a visit and is drained when the visit ends. So a unit whose gradients come in several
+// visits is drained in several parts. Only what arrived is copied.
+// Threads: the caller serialises.
 //
-// Note [Accumulation]. What a visit's gradients are added to is fetched into their buffer when the visit is issued, by
-// the lane that fetches weights; the visit waits for it when the first of these gradients comes, and goes on as an op
-// of its own. So a drain is always a plain copy, and no kernel reads the home over the link. If the user writes the
-// held gradient in between, what was fetched is of no use, and the device reads the home itself.
+// Note [Accumulation]. A visit's gradients may be added to what is held. The fetch lane, which also fetches weights,
+// brings that into the buffer when the visit is issued. When the first of these gradients comes, the visit waits for
+// it, and goes on as an op of its own. So a drain is always a plain copy, and no kernel reads the home over the link.
+// If the user writes the held gradient in between, what was fetched is of no use. Then the device reads the home
+// itself.
 #pragma once
 
 #include <map>
@@ -18,7 +21,7 @@
 
 #include "base/ranges.h"
 #include "engine/collector.h"
-#include "engine/custodian.h"
+#include "engine/engine_callbacks.h"
 #include "engine/issuer.h"
 #include "engine/unit.h"
 #include "store/leases.h"
@@ -27,63 +30,65 @@ namespace noria {
 
 class Drainer {
  public:
-  /// `collector` null: nobody shares the home. Else gradients are summed over the ranks first. `tells_arrivals`: sums
-  /// say whose gradients have come.
-  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Custodian& custodian,
-          Collector* collector, bool tells_arrivals)
+  /// `collector` null: this process alone has the home. Else gradients are summed over the ranks first.
+  /// `tells_arrivals`: sums also tell which gradients have come to any rank.
+  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device,
+          EngineCallbacks& callbacks, Collector* collector, bool tells_arrivals)
       : issuer_(issuer),
         leases_(leases),
         units_(units),
         device_(device),
-        custodian_(custodian),
+        callbacks_(callbacks),
         collector_(collector),
         tells_arrivals_(tells_arrivals),
         unsummed_(units.size()),
         arrivals_(units.size()) {}
 
-  /// Leases a gradient buffer; returns what the compute op that fills it accesses.
+  /// Leases a gradient buffer. Returns what the compute op that fills it accesses.
   std::vector<Access> open(UnitId unit, Bytes offset);
-  /// The first gradient of the unit has come: what the compute op accesses from now on beside what `open` has said.
+  /// The first gradient of the unit has come. Returns what the compute op accesses from now on, beside what `open`
+  /// returned.
   std::vector<Access> take_up(UnitId unit);
-  /// True where these bytes of the buffer are what the gradient is added to.
+  /// Returns true if these bytes of the buffer are what the gradient is added to.
   bool is_brought(UnitId unit, Bytes offset, Bytes bytes) const;
   bool is_open(UnitId unit) const { return open_.contains(unit); }
 
   /// Bytes [offset, offset + bytes) of the unit's gradient have been written on the compute stream.
   void arrived(UnitId unit, Bytes offset, Bytes bytes);
 
-  /// Queues the drain of every open buffer and gives the buffers back; returns what was drained of which unit. The
+  /// Queues the drain of every open buffer and gives the buffers back. Returns by unit how many bytes were drained. The
   /// compute ticket must have been given.
   std::vector<std::pair<UnitId, Bytes>> drain_open();
-  /// From now on gradients stay this rank's own, in `unsummed`; or are summed over the ranks, with what is there.
+  /// If true, gradients stay this rank's own from now on, in `unsummed`. If false, they are summed over the ranks,
+  /// together with what lies there.
   void set_unsynced(bool unsynced) { unsynced_ = unsynced; }
-  /// From now on a drain sums up all that lies in `unsummed` of its unit, and not only what has arrived again.
+  /// If true, a drain sums from now on all that lies in `unsummed` of its unit, and not only what has arrived again.
   void set_sums_rest(bool sums_rest) { sums_rest_ = sums_rest; }
-  /// Units of which something has not been summed, though gradients are now.
+  /// Returns the units that still have something in `unsummed`, though gradients are summed now.
   std::vector<UnitId> left_unsummed() const;
   bool is_unsynced() const { return unsynced_; }
-  /// True where later gradients of these bytes are added to what is there.
+  /// Returns true if later gradients of these bytes are added to what lies in `unsummed`.
   bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
-  /// True where the next sum over the ranks is added to what earlier ones have brought.
+  /// Returns true if the next sum over the ranks is added to what earlier sums have brought.
   bool is_summed(UnitId unit, Bytes offset, Bytes bytes) const;
-  /// The user has cleared these bytes of a unit's gradient: later sums do not add to them.
+  /// The user has cleared these bytes of a unit's gradient. Later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
-  /// What was summed of a unit has been used up.
+  /// What was summed of this unit has been used up.
   void forget_sums(UnitId unit);
-  /// Whose gradients its sums since the last call have brought, from any rank; known once these are done. Null: there
-  /// was no sum.
+  /// Returns the parameters whose gradients this unit's sums since the last call have brought, from any rank. The set
+  /// is complete when these sums are done. Null: there was no sum.
   std::shared_ptr<const ParameterSet> take_arrivals(UnitId unit);
 
-  /// Gives the buffers back without draining them: what arrived is lost (the pass raised).
+  /// Gives the buffers back without a drain: what arrived is lost (the pass raised).
   void abandon();
 
-  /// Units drained since the last call, each once.
+  /// Returns the units drained since the last call, each once.
   std::vector<UnitId> take_landed();
 
   Bytes drained() const { return drained_; }
-  /// Fetched to be added to.
+  /// Returns the bytes fetched to be added to.
   Bytes brought() const { return brought_; }
-  /// From other ranks, to be summed.
+  /// Returns the bytes received from other ranks, to be summed.
   Bytes reduced() const { return reduced_; }
 
  private:
@@ -92,22 +97,22 @@ class Drainer {
     BufferId buffer;
     Ranges arrived;
     Ranges brought;
-    Version of = 0;  // what was brought is the held gradient's at this version
+    Version of = 0;  // what was brought is the held gradient at this version
     bool is_taken_up = true;
   };
-  /// What later gradients are added to.
+  /// Holds what later gradients are added to.
   struct Held {
     std::byte* memory;
     BufferId buffer;
   };
   Held held(UnitId unit) const;
-  /// Of the compute op that fills the buffer.
+  /// Returns the accesses of the compute op that fills the buffer.
   std::vector<Access> accesses(UnitId unit, const Open& open);
   void bring(UnitId unit, Open& open);
   void close(UnitId unit, const Open& open, bool is_drained);
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
-  // Under update="backward" the update may follow at once.
+  // True also under update="backward", where the update may follow at once.
   bool takes_rest() const { return !unsynced_ && (sums_rest_ || tells_arrivals_); }
   void tell_arrivals(UnitId unit, const Open& open, Reduction& reduction);
 
@@ -115,7 +120,7 @@ class Drainer {
   Leases& leases_;
   const std::vector<EngineUnit>& units_;
   const Place device_;
-  Custodian& custodian_;
+  EngineCallbacks& callbacks_;
   Collector* const collector_;
   const bool tells_arrivals_;
   std::vector<Ranges> unsummed_;                         // by unit: what lies in `unsummed`

@@ -25,13 +25,13 @@ std::vector<UnitFacts> facts_of(const std::vector<EngineUnit>& units) {
 }  // namespace
 
 Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units,
-               BufferTable buffers, Custodian& custodian, std::shared_ptr<HostOptimizer> optimizer)
+               BufferTable buffers, EngineCallbacks& callbacks, std::shared_ptr<HostOptimizer> optimizer)
     : options_(std::move(options)),
       backend_(std::move(backend)),
       units_(std::move(units)),
       facts_(facts_of(units_)),
       buffers_(std::move(buffers)),
-      custodian_(custodian),
+      callbacks_(callbacks),
       optimizer_(std::move(optimizer)),
       issuer_(*backend_, buffers_),
       leases_(backend_, options_.budget.arena),
@@ -40,7 +40,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
                                : std::nullopt),
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr, copies_),
-      drainer_(issuer_, leases_, units_, options_.device, custodian_, collector_ ? &*collector_ : nullptr,
+      drainer_(issuer_, leases_, units_, options_.device, callbacks_, collector_ ? &*collector_ : nullptr,
                options_.ring.has_value()),
       pending_(units_.size(), false),
       has_scales_(units_.size(), false),
@@ -49,7 +49,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       committed_(units_.size()) {
   backend_->set_update_time(update_time_);
   if (optimizer_) optimizer_->set_update_time(update_time_);
-  if (options_.saves) saver_.emplace(issuer_, *backend_, custodian_, options_.saved_room);
+  if (options_.saves) saver_.emplace(issuer_, *backend_, callbacks_, options_.saved_room);
   if (!options_.ring) return;
   in_backward_.emplace();
   in_backward_->ring = options_.ring;
@@ -65,11 +65,11 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
 }
 
 Engine::~Engine() {
-  try {  // before the leases go: a lane may be writing there
+  try {  // before the leases are freed: a lane may be writing there
     if (optimizer_) optimizer_->close();
     if (options_.lane) options_.lane->close();
     backend_->close();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever wants to hear of it calls close()
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a caller that wants to hear of it calls close()
   }
 }
 
@@ -87,7 +87,7 @@ void Engine::begin_pass(const Signature& signature, Stream stream) {
   const std::lock_guard lock(mutex_);
   continue_on(stream);
   if (phase_) {
-    // A backward that was still open raised; a forward that was still open has simply come to its end.
+    // A backward that is still open has raised. A forward that is still open has simply come to its end.
     if (*phase_ == Phase::backward) reset_unlocked(stream);
     else end_pass_unlocked(stream);
   }
@@ -175,8 +175,8 @@ void Engine::follow(const Visit& visit) {
 
 PassPlan Engine::plan(std::vector<Visit> visits, std::vector<Visit> next) {
   fetcher_.evict_stale();
-  // Gradients that were not foreseen come one after the other, and are then remembered together: those for which a
-  // visit has no room at once are left to come so again.
+  // Gradients that were not foreseen come one after the other, and are then remembered together. If a visit has no room
+  // for all at once, the rest is left to come unforeseen again.
   for (Visit& visit : visits) {
     while (visit.gradients.size() > 1 && smallest_budget({visit}, facts_).arena > options_.budget.arena) {
       visit.gradients.pop_back();
@@ -191,7 +191,7 @@ std::shared_ptr<const PassPlan> Engine::plan_from(ItineraryId itinerary, std::in
   const auto successor = book_.successor(itinerary);
   PlanKey key{itinerary, position, successor ? successor->itinerary : ItineraryId(),
               successor && successor->after_update, fetcher_.residents()};
-  if (plans_.size() > kMostPlans) plans_.clear();  // a loop that never repeats itself must not fill the memory
+  if (plans_.size() > kMostPlans) plans_.clear();  // a loop that never repeats itself must not fill memory
   auto& known = plans_[key];
   if (!known) {
     const auto& visits = book_.visits(itinerary);
@@ -203,7 +203,7 @@ std::shared_ptr<const PassPlan> Engine::plan_from(ItineraryId itinerary, std::in
 std::vector<Visit> Engine::visits_after(ItineraryId itinerary) const {
   const auto successor = book_.successor(itinerary);
   if (!successor) {
-    // Nothing has followed it yet. A forward that autograd records is usually followed by its mirror image.
+    // Nothing has followed it yet. Usually the mirror image of a forward that autograd records follows it.
     const auto& signature = book_.signature(itinerary);
     if (signature.phase != Phase::forward || !signature.grad_enabled) return {};
     std::vector<Visit> mirrored = book_.visits(itinerary);
@@ -212,7 +212,7 @@ std::vector<Visit> Engine::visits_after(ItineraryId itinerary) const {
   }
   std::vector<Visit> visits = book_.visits(successor->itinerary);
   if (!successor->after_update) return visits;
-  for (Visit& visit : visits) {  // after an update only frozen units are still what the home holds
+  for (Visit& visit : visits) {  // after an update only frozen units still equal what the home holds
     std::erase_if(visit.needs,
                   [&](UnitId unit) { return units_[static_cast<std::size_t>(unit.value)].facts.gradients > Bytes{0}; });
   }
@@ -254,7 +254,7 @@ void Engine::issue_visit(const Visit& visit, const Op& planned) {
   for (const Access& access : planned.accesses) {
     const Buffer buffer = buffers_[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
-    settle(buffer.unit);  // an update that still has to read what is held now, if no fetch of the unit asked for it
+    settle(buffer.unit);  // runs an update that still has to read what is held, if no fetch of the unit has run it
     if (!drainer_.is_unsynced()) hold(buffer.unit);
     for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
@@ -291,7 +291,7 @@ void Engine::enter_visit(Stream stream) {
   open.opened_us = clock_us();
   if (saver_) saver_->opened(open.opened_us);
   for (UnitId unit : open.visit.needs) {
-    custodian_.attach(unit, fetcher_.address(unit));
+    callbacks_.attach(unit, fetcher_.address(unit));
     attached_.push_back(unit);
     fetcher_.stash(unit);
   }
@@ -314,7 +314,7 @@ void Engine::close_visit(Stream stream, Visiting visiting) {
     span.waits = open.waited_on;
     trace_->add(std::move(span));
   }
-  for (UnitId unit : attached_) custodian_.evict(unit);
+  for (UnitId unit : attached_) callbacks_.evict(unit);
   attached_.clear();
   drain_open();
   if (saver_ && visiting == Visiting::ends) saver_->leave(open.op.unit, stream);
@@ -336,7 +336,7 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
     return;
   }
   NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
-  // Not foreseen: the visit goes on as a new op, with a buffer for this unit too. What is left of the pass is planned
+  // Not foreseen: the visit goes on as a new op, which has a buffer for this unit too. The rest of the pass is planned
   // again from here.
   Visit visit = visit_->visit;
   visit.gradients = {unit};
@@ -361,7 +361,8 @@ void Engine::expect_gradient(UnitId unit, Stream stream) {
   go_on(stream, drainer_.take_up(unit));
 }
 
-// With more accesses: ops of one lane end in the order of their issue, so it ends here and goes on as an op of its own.
+// Adds accesses to the open visit. Ops of one lane end in the order of their issue, so the visit's op ends here, and
+// the visit goes on as another op.
 void Engine::go_on(Stream stream, const std::vector<Access>& accesses) {
   if (accesses.empty()) return;
   backend_->give(visit_->ticket, stream);
@@ -388,7 +389,7 @@ std::vector<UnitId> Engine::end_pass(Stream stream) {
   return end_pass_unlocked(stream);
 }
 
-// What only earlier passes have brought: as if a visit without modules had come to it.
+// Sums what only earlier passes have brought, as if a visit without modules had brought it.
 void Engine::sum_rest(Stream stream) {
   drainer_.set_sums_rest(true);
   for (UnitId unit : drainer_.left_unsummed()) {
@@ -431,7 +432,7 @@ void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream)
                                             Purpose::unsummed_gradient,
                                             id});
     end += unit.facts.gradients;
-    custodian_.held_moved(id, unit.unsummed);
+    callbacks_.held_moved(id, unit.unsummed);
   }
 }
 
@@ -464,7 +465,7 @@ std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
     forgotten_passes_ += row->second.times;
     passes_.erase(row);
   }
-  if (following_.itinerary != itinerary) count_.planned.reset();  // it ended where the plan went on
+  if (following_.itinerary != itinerary) count_.planned.reset();  // it ended before the plan did
   following_ = {};
   PassStats& stats = passes_[itinerary];
   stats.itinerary = itinerary;
@@ -502,7 +503,7 @@ void Engine::land(const std::vector<UnitId>& units, Stream stream) {
   op.verb = Verb::user;
   for (UnitId unit : units) {
     const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
-    // Of what is being read early the user's loop may read; it says so before it writes.
+    // If a gradient is being read early, the user's loop may read it too. The loop says so before it writes.
     if (is_read_early(unit)) op.accesses.push_back({held, issuer_.version(held), Access::Mode::read});
     else op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
@@ -528,10 +529,10 @@ void Engine::forget(UnitId unit) {
 void Engine::reset_unlocked(Stream stream) {
   if (!phase_) return;
   if (visit_) {
-    backend_->give(visit_->ticket, stream);  // what was launched has been launched
+    backend_->give(visit_->ticket, stream);  // what was launched cannot be taken back
     visit_.reset();
   }
-  for (UnitId unit : attached_) custodian_.evict(unit);
+  for (UnitId unit : attached_) callbacks_.evict(unit);
   attached_.clear();
   drainer_.abandon();
   const bool was_backward = phase_ == Phase::backward;
@@ -544,7 +545,7 @@ void Engine::reset_unlocked(Stream stream) {
   drop_prepared();
   phase_.reset();
   if (in_backward_ && was_backward) abandon_updating();
-  if (shows_gradients()) land(landed, stream);  // what had come before the error is the user's to read and edit
+  if (shows_gradients()) land(landed, stream);  // the user may read and edit what came before the error
 }
 
 std::optional<Phase> Engine::phase() const {
@@ -570,7 +571,7 @@ std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Me
   if (met.has_assisted) collector_->note_assisted();
   for (UnitId unit : met.taken) {
     collector_->note_taken(unit);
-    drop_early(unit);  // more came than was foreseen
+    drop_early(unit);  // more gradients came than were foreseen
   }
   return std::move(met.numbers);
 }
@@ -588,7 +589,7 @@ void Engine::close() {
   if (std::exchange(closed_, true)) return;
   try {
     reset_unlocked(nullptr);
-  } catch (...) {  // NOLINT(bugprone-empty-catch): whoever had to hear of it has heard; nothing runs after this
+  } catch (...) {  // NOLINT(bugprone-empty-catch): the caller has heard of it before; nothing runs after this
   }
   if (optimizer_) optimizer_->close();
   if (options_.lane) options_.lane->close();

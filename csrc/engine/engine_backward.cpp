@@ -1,4 +1,4 @@
-// The part of the engine that updates units inside of backward; see engine.h, Note [Inside backward].
+// Updates units inside of backward, as a part of the engine; see engine.h, Note [Inside backward].
 #include <algorithm>
 #include <utility>
 
@@ -46,7 +46,7 @@ void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
     unit.facts.held = facts_[i].held =
         buffers_.intern({{Place::Kind::host, kHeldRegion}, end, bytes, Format::travel, Purpose::held_gradient, id});
     end += bytes;
-    if (!options_.lane) custodian_.held_moved(id, unit.held);
+    if (!options_.lane) callbacks_.held_moved(id, unit.held);
   }
 }
 
@@ -83,7 +83,7 @@ void Engine::forget_expected() {
 void Engine::update_held(Stream stream) {
   const std::lock_guard lock(mutex_);
   NORIA_INVARIANT(in_backward_ && !phase_, "what is held is updated between passes");
-  Op edits;  // a clip, say: the device may not have come to it
+  Op edits;  // for example a clip, which the device may not have reached yet
   edits.verb = Verb::user;
   for (std::size_t i = 0; i < units_.size(); ++i) {
     if (in_backward_->come[i].empty()) continue;
@@ -130,7 +130,7 @@ void Engine::hold(UnitId unit) {
   EngineUnit& held = unit_of(unit);
   if (!in_backward_ || held.held != nullptr) return;
   auto slot = take_slot();
-  if (!slot) {  // where the forwards' count says that more will come, the backward that is expected may know better
+  if (!slot) {  // the forwards' count may say that more will come; the expected backward may know better
     const std::int64_t position = book_.position();
     for (std::size_t i = 0; i < units_.size(); ++i) {
       const std::int64_t last = in_backward_->last_visit[i];
@@ -160,7 +160,7 @@ void Engine::hold(UnitId unit) {
                                                           Format::travel,
                                                           Purpose::held_gradient,
                                                           unit});
-  if (!options_.lane) custodian_.held_moved(unit, held.held);  // else this rank adds to what is not summed
+  if (!options_.lane) callbacks_.held_moved(unit, held.held);  // else this rank adds to what is not summed
 }
 
 Bytes Engine::held_bytes(UnitId unit) const {
@@ -183,7 +183,7 @@ void Engine::note_visits(ItineraryId forward) {
   }
 }
 
-// Another module's, inside of a visit: in the other direction it may be a visit of its own.
+// Counts a use by another module inside of a visit. In the other direction it may be a visit of its own.
 void Engine::count_use(const std::vector<UnitId>& units) {
   InBackward& mode = *in_backward_;
   for (UnitId unit : units) {
@@ -213,9 +213,9 @@ void Engine::begin_updating(std::optional<ItineraryId> expected) {
   std::fill(mode.is_updated.begin(), mode.is_updated.end(), false);
   for (std::size_t i = 0; i < units_.size(); ++i) drainer_.take_arrivals(UnitId(static_cast<std::int32_t>(i)));
   for (std::size_t i = 0; i < units_.size(); ++i) {
-    // Who accumulates takes its own part off what the forwards have made.
+    // A unit that only accumulates takes its own visits off what the forwards have made.
     if (only_accumulates(UnitId(static_cast<std::int32_t>(i)))) continue;
-    // After a backward that has taken the count along nobody knows: the unit is updated at the end.
+    // If an earlier backward has used up the count, the number is not known: the unit is updated at the end.
     const int made = std::exchange(mode.visits_made[i], 0);
     mode.visits_left[i] = made > 0 ? std::optional(made) : std::nullopt;
   }
@@ -231,8 +231,9 @@ void Engine::refuse_updated(UnitId unit, const std::string& what) {
                    name + ", of which " + what + " in the backward that had updated it already", kRemedy);
 }
 
-// Complete is what has come to its last visit by all that is known: the forwards' count, and the backward that is
-// expected. Each alone may say so too early: two losses may take different ways back through one forward.
+// Updates the units that this visit was the last for, by the forwards' count and by the expected backward. If both are
+// known, both must say so. Each alone may say so too early: two losses may take different ways back through one
+// forward.
 void Engine::update_complete(const Visit& visit, bool is_recomputed) {
   InBackward& mode = *in_backward_;
   if (phase_ != Phase::backward) return;
@@ -262,9 +263,9 @@ void Engine::update_in_backward(UnitId unit) {
   UpdateJob job = expected.job;
   job.gradient = updated.held;
   Updated& claimed = mode.unclaimed.emplace_back(Updated{unit, {}, come});
-  const bool is_known = !options_.lane || !phase_;  // else other ranks may have gradients that this one has not
+  const bool is_known = !options_.lane || !phase_;  // else other ranks may have gradients that this rank has not
   job.pieces.clear();
-  std::vector<std::optional<std::size_t>> asked;  // by piece: whose arrival decides
+  std::vector<std::optional<std::size_t>> asked;  // by piece: the parameter whose arrival decides; none: it has come
   for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
     const bool has_come = come.contains(expected.gradients[i]);
     if (is_known && !has_come) continue;
@@ -307,7 +308,8 @@ void Engine::gradients_came(const std::map<UnitId, std::set<Bytes>>& came) {
     const auto index = static_cast<std::size_t>(unit.value);
     if (!in_backward_->is_updated[index]) in_backward_->come[index].insert(offsets.begin(), offsets.end());
   }
-  // Updates of this backward have left out what nobody had: so does what is told of them.
+  // Updates of this backward have left out pieces whose gradients no rank had. Their record must leave out the same
+  // pieces.
   for (Updated& each : in_backward_->unclaimed) {
     const auto found = came.find(each.unit);
     std::erase_if(each.pieces, [&](const auto& piece) {
@@ -327,14 +329,14 @@ void Engine::update_rest(bool what_accumulates) {
 
 void Engine::abandon_updating() {
   InBackward& mode = *in_backward_;
-  if (!mode.unclaimed.empty() && torn_.empty()) {  // by it, or by those of other stages
+  if (!mode.unclaimed.empty() && torn_.empty()) {  // by it, or by backwards of other stages
     torn_ = "a backward raised after " + std::to_string(mode.unclaimed.size()) + " of " +
             std::to_string(units_.size()) + " units had been updated";
   }
   for (auto& offsets : mode.arriving) offsets.clear();
   for (std::size_t i = 0; i < units_.size() && mode.ring; ++i)
     drainer_.forget_sums(UnitId(static_cast<std::int32_t>(i)));
-  if (!mode.ring) return;  // what had been accumulated is still held
+  if (!mode.ring) return;  // what was accumulated is still held
   for (std::size_t i = 0; i < units_.size(); ++i) {
     mode.come[i].clear();
     release_held(UnitId(static_cast<std::int32_t>(i)));

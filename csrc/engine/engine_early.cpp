@@ -1,5 +1,5 @@
-// The part of the engine that works on gradients before it is asked to: drafts, and sums of squares; see engine.h, Note
-// [Drafts].
+// Works on gradients before `step` asks for it, as a part of the engine: drafts, and sums of squares; see engine.h,
+// Note [Drafts].
 #include <algorithm>
 #include <utility>
 
@@ -82,7 +82,7 @@ void Engine::end_scaling(UnitId unit, float divisor, float prefactor) {
     return;
   }
   early->is_scaled = true;
-  early->job.sums = nullptr;  // of what has been scaled since
+  early->job.sums = nullptr;  // these sums are of the gradient before it was scaled
 }
 
 bool Engine::is_read_early(UnitId unit) const {
@@ -138,11 +138,11 @@ void Engine::drain_open() {
       if (!drainer_.is_unsynced()) in_backward_->come[index].merge(arrived);
     }
     auto& expected = early_[index];
-    if (expected && expected->ticket) drop_early(unit);  // more came than was foreseen
+    if (expected && expected->ticket) drop_early(unit);  // more gradients came than were foreseen
     if (!is_early_ || (last_of_ && !(*last_of_)[index])) continue;
     landing_[index] += bytes;
     if (!expected || visit < last_gradient_[index]) continue;
-    // A shard lands as a whole, whatever its gradients are; what is of nobody's, `step` does not ask for.
+    // A shard lands as a whole, whichever gradients it contains. `step` does not ask for gradients that no rank has.
     if (!options_.lane && landing_[index] != expected->awaited) continue;
     if (expected->is_draft()) draft(unit, *expected);
     else expected->ticket = sum(unit, expected->job);
@@ -150,7 +150,8 @@ void Engine::drain_open() {
   }
 }
 
-// More urgent than any draft or update: somebody will wait for it, and it takes a fraction of their time.
+// Queues sums of squares. They are more urgent than any draft or update: a thread will block for them, and they take a
+// fraction of the time of those.
 Ticket Engine::sum(UnitId unit, UpdateJob job) {
   const EngineUnit& summed = unit_of(unit);
   Op op;
@@ -174,7 +175,7 @@ std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<Uni
   std::vector<std::pair<Ticket, GradientSums>> awaited;
   for (auto& [unit, job] : jobs) {
     const auto& early = early_of(unit);
-    // A draft that is still waiting for its turn would keep everybody waiting.
+    // A draft that still waits for its turn would keep the caller waiting.
     const bool is_known = early && early->ticket && !early->is_written && early->job.sums &&
                           early->job.gradient == job.gradient && has_same_ranges(early->job, job) &&
                           !optimizer_->is_queued(early->ticket);
@@ -204,7 +205,7 @@ void Engine::draft(UnitId unit, Early& made) {
   op.verb = Verb::draft;
   op.unit = unit;
   op.bytes = made.job.bytes();
-  // The spare becomes the version after the unit's, so that no copy on the device is taken for it.
+  // The spare becomes the version after the unit's, so no copy on the device is taken for it.
   issuer_.set_version(spare.working_buffer, issuer_.version(facts.working) + 1);
   issuer_.set_version(spare.state_buffer, issuer_.version(facts.state) + 1);
   op.accesses = {{facts.held, issuer_.version(facts.held), Access::Mode::read},
@@ -220,7 +221,7 @@ void Engine::draft(UnitId unit, Early& made) {
 void Engine::drop_early(UnitId unit) {
   auto& dropped = early_of(unit);
   if (!dropped || !dropped->ticket) return;
-  optimizer_->recall(dropped->ticket);  // if it has begun: it writes where nobody looks
+  optimizer_->recall(dropped->ticket);  // if it has begun, it writes where no op reads
   if (dropped->is_draft()) ++draft_counts_.dropped;
   dropped.reset();
 }
@@ -229,8 +230,8 @@ void Engine::drop_all_early() {
   for (std::size_t unit = 0; unit < early_.size(); ++unit) drop_early(UnitId(static_cast<std::int32_t>(unit)));
 }
 
-// What has not begun need not be waited for. Nor what others wait for: a clip writes all gradients, and would wait for
-// a draft that had begun just then at each.
+// Recalls all early work that has not begun, at the first write, so that no write waits for it. A clip writes every
+// gradient in turn. Without the recall it would wait at each one for a draft that had just begun.
 void Engine::recall_early() {
   for (std::size_t i = 0; i < early_.size(); ++i) {
     auto& early = early_[i];
@@ -253,11 +254,11 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const bool is_drafted = draft && draft->ticket && draft->is_draft();
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);
   if (is_committed) {
-    // What a draft notes of its gradient are the bytes before they were scaled: by that nobody knows them again.
+    // A draft notes the bytes of its gradient before they were scaled. The scaled bytes cannot be compared with them.
     const bool may_be_known = !draft->is_written || !draft->is_scaled;
     const bool as_expected = may_be_known && std::equal(draft->job.pieces.begin(), draft->job.pieces.end(),
                                                         job.pieces.begin(), has_same_scalars);
-    // By what the gradient is multiplied late, the device may not know yet: a job looks when it does.
+    // The device may not know yet the late scale of this gradient. A job with late scales looks when it is known.
     if (as_expected && !draft->is_written && !job.has_late_scales()) {
       ++draft_counts_.kept;
       committed_[static_cast<std::size_t>(unit.value)] = draft->ticket;
@@ -271,7 +272,7 @@ bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
     job.note = as_expected && draft->is_written ? draft->job.note : nullptr;
     if (as_expected) job.task = UpdateTask::update_if_changed;
     job.looks = looks_;
-    change_places(unit);  // the op below then writes what is the unit's from now on
+    change_places(unit);  // the op below then writes what belongs to the unit from now on
   } else if (is_drafted) {
     optimizer_->recall(draft->ticket);
     ++draft_counts_.dropped;
@@ -298,7 +299,7 @@ void Engine::change_places(UnitId unit) {
   std::swap(changed.facts.state, spare.state_buffer);
   facts_[static_cast<std::size_t>(unit.value)] = changed.facts;
   moved_[static_cast<std::size_t>(unit.value)] = !moved_[static_cast<std::size_t>(unit.value)];
-  custodian_.home_moved(unit, changed.working);
+  callbacks_.home_moved(unit, changed.working);
 }
 
 DraftCounts Engine::draft_counts() const {

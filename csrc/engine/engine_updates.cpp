@@ -1,4 +1,4 @@
-// The part of the engine that deals with updates and with the home as seen from outside; see engine.h, Note [Updates].
+// Issues updates, and gives access to the home from outside, as a part of the engine; see engine.h, Note [Updates].
 #include <algorithm>
 #include <exception>
 #include <tuple>
@@ -25,8 +25,8 @@ void Engine::end_passes(Stream stream) {
   if (phase_) end_pass_unlocked(stream);
 }
 
-// Whatever the user's loop did to the held gradients is on the stream by now. A backward asks for those alone that are
-// added to: it must not wait for updates that still read others.
+// All that the user's loop did to the held gradients is on the stream by now. Before a backward the op names only
+// gradients that are added to, because a backward must not wait for updates that still read others.
 void Engine::note_edits(Stage stage, Stream stream, const std::vector<UnitId>& scaled,
                         const std::function<void()>& scale) {
   Op op;
@@ -39,9 +39,9 @@ void Engine::note_edits(Stage stage, Stream stream, const std::vector<UnitId>& s
   for (const EngineUnit& unit : units_) {
     if (unit.held == nullptr || !shows_gradients()) continue;
     const UnitId id(static_cast<std::int32_t>(&unit - units_.data()));
-    if (stage == Stage::backward && custodian_.held_gradients(id).empty()) continue;
+    if (stage == Stage::backward && callbacks_.held_gradients(id).empty()) continue;
     const auto& early = early_of(id);
-    if (early && early->ticket && !early->is_written) continue;  // nobody has edited it, or we would know
+    if (early && early->ticket && !early->is_written) continue;  // no one has edited it, or the engine would know
     op.accesses.push_back({unit.facts.held, issuer_.next_version(unit.facts.held), Access::Mode::write});
   }
   finish_user_op(std::move(op), stream, scale);
@@ -81,10 +81,10 @@ void Engine::settle(UnitId unit) {
   issuer_.keep(op.id, ticket);
   const std::int64_t asked_us = clock_us();
   try {
-    wait_for_all(begun.waits);  // who waits for this op alone must be able to count on every one
+    wait_for_all(begun.waits);  // an op that waits for this one alone must be able to count on all of its waits
     const std::int64_t start_us = clock_us(), start_ns = now_ns();
-    pending_[static_cast<std::size_t>(unit.value)] = false;  // before: the update itself may look at the home
-    custodian_.update(unit);
+    pending_[static_cast<std::size_t>(unit.value)] = false;  // before the update, which may itself look at the home
+    callbacks_.update(unit);
     const std::int64_t end_us = clock_us();
     update_time_->worked(Lane::update, Verb::update, start_ns, now_ns());
     launching_updates_.busy_us += end_us - start_us;
@@ -105,7 +105,7 @@ void Engine::settle(UnitId unit) {
       trace_->add(std::move(span));
     }
   } catch (...) {
-    ticket->pass();  // the caller hears of it, once; nobody else can be waiting: what waits is issued after this
+    ticket->pass();  // the caller hears of it, once; no op can be waiting yet, since such ops are issued after this
     throw;
   }
   ticket->pass();
@@ -123,9 +123,9 @@ void Engine::end_step(bool blocking) {
     collector_->end_step();
     collector_->turn(Phase::forward);
     try {
-      settle_all();  // other ranks may want the weights before this one does
+      settle_all();  // other ranks may need the weights before this rank does
     } catch (...) {
-      torn_ = "an update by torch has raised, and others of the same step were not made";  // other ranks have
+      torn_ = "an update by torch has raised, and others of the same step were not made";  // other ranks have made them
       throw;
     }
   }
@@ -150,7 +150,7 @@ void Engine::end_step(bool blocking) {
   }
   last_step_us_ = now;
   if (!trace_) return;
-  Span span;  // where a step ends: of micro-batches a trace would show backward after forward, and no more
+  Span span;  // marks the end of a step: with micro-batches a trace shows only backward after forward
   span.lane = Lane::compute;
   span.verb = Verb::user;
   span.start_us = span.end_us = trace_->now_us();
@@ -205,24 +205,24 @@ void Engine::access_home(UnitId unit, bool write_weights) {
   settle(unit);
   if (auto& early = early_of(unit); early && early->is_draft()) {
     drop_early(unit);
-    if (write_weights) early.reset();  // more writes may follow, unannounced
+    if (write_weights) early.reset();  // more writes may follow without a call
   }
   const UnitFacts& facts = facts_[static_cast<std::size_t>(unit.value)];
   Op op;
-  op.lane = Lane::update;  // the calling thread itself, not its stream: only waits order it
+  op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it
   op.verb = Verb::load;
   op.unit = unit;
-  // Always a write of the state: ops of one unit on the update lane form a chain.
+  // The state is always written, so that ops of one unit on the update lane form a chain.
   op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
   if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
-  // It gives no ticket: the caller is done with the home before it calls again, so nobody ever has to wait for it.
+  // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
   try {
     wait_for_all(issuer_.begin(op).waits);
   } catch (...) {
-    if (torn().empty()) throw;  // else it is known what failed, and this may be the load that mends it
+    if (torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
   }
   if (write_weights && collector_) collector_->note_load(unit);
-  if (write_weights) following_ = {};  // inside of a pass: what is left of it is planned again without the stale copies
+  if (write_weights) following_ = {};  // inside of a pass: the rest is planned again without the stale copies
 }
 
 void Engine::access_held(UnitId unit, Stream stream) {
@@ -243,8 +243,8 @@ void Engine::write_held(UnitId unit, Stream stream) {
     finish_user_op(std::move(op), stream);
     return;
   }
-  // Inside of a visit, in a gradient hook of the user's: ops of one lane end in the order of their issue, so the visit
-  // ends here and goes on as an op of its own, which ends when the user has written.
+  // Inside of a visit, in a gradient hook of the user's. Ops of one lane end in the order of their issue, so the
+  // visit's op ends here. The visit goes on as another op, which ends when the user has written.
   const Access written = op.accesses.front();
   OpenVisit open = std::move(*visit_);
   visit_.reset();
@@ -271,7 +271,7 @@ std::int64_t busy_us(const LaneStats& stats, Verb verb) {
   return found == stats.busy_us_by_verb.end() ? 0 : found->second;
 }
 
-/// A lane counts its time as a whole; bytes say how to share it.
+/// Shares out the time of a lane by bytes: a lane counts its time only as a whole.
 std::pair<std::int64_t, std::int64_t> shared(const LaneStats& lane, Bytes one, Bytes other) {
   const Bytes all = one + other;
   if (all == Bytes{0}) return {0, 0};

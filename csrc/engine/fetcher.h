@@ -1,8 +1,8 @@
-// The way down: which units lie on the device, at which version, and the fetches that bring them there, from home or
-// from where a peer keeps them.
+// Fetcher brings units to the device, from home or from a peer that keeps them. It knows which units lie on the device,
+// and at which version.
 //
-// Ownership: borrows issuer, leases and units from the engine. Order: ops are issued in the order of the
-// calls. Threads: the caller serialises; nothing here blocks.
+// Ownership: borrows issuer, leases and units from the engine. Order: ops are issued in the order of the calls.
+// Threads: the caller serialises; nothing here blocks.
 #pragma once
 
 #include <map>
@@ -29,22 +29,24 @@ class Fetcher {
         copies_(copies),
         times_fetched_(units.size(), 0) {}
 
-  /// Leases the range that the planned op names and queues the copy of the home's newest version into it; of a shard,
-  /// and then the other ranks'. Where a peer has that version, it comes from there.
+  /// Leases the range that the planned op names, and queues the copy of the home's newest version into it. If ranks
+  /// share the home, it copies this rank's shard and then gathers the other ranks' shards. If a peer has that version,
+  /// it comes from there.
   void fetch(UnitId unit, Bytes offset);
-  /// A visit of the unit has begun: if a peer is to keep it, and does not have it yet, it is put there.
+  /// A visit of the unit has begun. If a peer is to keep the unit and does not have this version yet, queues a copy to
+  /// that peer.
   void stash(UnitId unit);
-  /// The lease may be reused. Never waits: whoever writes the range next waits for its readers.
+  /// Gives the lease back. Never waits: the op that writes the range next waits for its readers.
   void evict(UnitId unit);
   void mark_stale(UnitId unit);
-  /// Evicts what is older than the home.
+  /// Evicts units that are older than the home.
   void evict_stale();
 
   bool is_current(UnitId unit) const;
-  /// The units that lie on the device at the home's version, by unit.
+  /// Returns the units that lie on the device at the home's version, by unit.
   std::vector<Resident> residents() const;
   std::byte* address(UnitId unit) const;
-  /// What a compute op reads when it needs this unit.
+  /// Returns what a compute op reads when it needs this unit.
   Access access(UnitId unit) const;
 
   std::int64_t num_fetches() const { return num_fetches_; }

@@ -1,8 +1,9 @@
-// Gives ops their place in issue order, finds the tickets that each must wait for, and queues transfers.
+// Issuer gives ops their place in issue order, finds the tickets that each must wait for, and queues transfers.
 //
-// Ownership: borrows the backend and the table of buffers. The only caller of `Hazards` at run time: every op of the
-// engine passes through `begin`, so no wait can be forgotten or written by hand. Versions: `write` raises the version
-// of a home buffer; a read asks for the newest. Threads: the caller serialises.
+// Ownership: borrows the backend and the table of buffers.
+// Order: every op of the engine passes through `begin`, and only the issuer calls `Hazards` at run time. So no wait can
+// be forgotten or written by hand. Versions: `next_version` counts one more write of a buffer; a read asks for the
+// newest version. Threads: the caller serialises.
 #pragma once
 
 #include <exception>
@@ -27,37 +28,39 @@ class Issuer {
     OpLabel label;
     std::vector<Ticket> waits;
   };
-  /// Names `op` (sets its id) and derives its waits. Follow with `keep`, unless the op gives no ticket.
+  /// Names `op` (sets its id) and derives its waits. Call `keep` next, unless the op gives no ticket.
   Begun begin(Op& op);
   void keep(OpId id, Ticket ticket) { tickets_[id] = std::move(ticket); }
-  /// Both, for an op that is a transfer.
+  /// Begins, queues and keeps an op that is a transfer.
   Ticket submit(Op op, Transfer transfer);
-  /// Both, for an op of the compute lane that is over as soon as the stream has come so far, and `act`, called once the
-  /// stream waits for what the op waits for, has queued there what the op does.
+  /// Begins and keeps an op of the compute lane that is over as soon as the stream has come so far. First makes the
+  /// stream wait for what the op waits for. Then calls `act`, which queues on the stream what the op does.
   void pass(Op op, Stream stream, const std::function<void()>& act = {});
-  /// `leased`, whose lease ends here, is overwritten as soon as nobody reads it; nothing, on a machine that does not.
+  /// Overwrites `leased`, whose lease ends here, as soon as no op reads it any more. Does nothing on a machine that
+  /// does not poison.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 
-  /// What an access would wait for if it were made now.
+  /// Returns what an access would wait for if it were made now.
   std::vector<Ticket> before(const Access& access) const;
-  /// Units whose working copy or held gradient an op has named since the last call.
+  /// Returns the units whose working copy or held gradient an op has named since the last call.
   std::vector<UnitId> take_touched();
 
-  /// Forgets tickets that have passed. A failure found on the way is thrown, once.
+  /// Forgets tickets that have passed. Throws the last failure found on the way, once.
   void sweep();
 
   Version version(BufferId buffer) const;
-  /// The version after one more write.
+  /// Raises the version by one write and returns it.
   Version next_version(BufferId buffer);
   void set_version(BufferId buffer, Version version);
 
-  /// What the next op will be named.
+  /// Returns the id that the next op will get.
   OpId next_op() const { return OpId(next_id_); }
 
   BufferTable& buffers() { return buffers_; }
   Hazards& hazards() { return hazards_; }
   std::size_t num_remembered() const { return hazards_.num_remembered() + tickets_.size(); }
-  /// Every kind of wait that was ever derived, as `kind_of` names it: what the tests of waits must cover.
+  /// Returns every kind of wait that was ever derived, as `kind_of` names it. The tests of waits must cover all of
+  /// them.
   std::vector<std::string> wait_kinds() const;
 
  private:

@@ -1,13 +1,15 @@
-// Units' working copies at peers: put there once of each version, and fetched from there from then on.
+// PeerCopies keeps units' working copies at peers. A unit is copied there once for each version, and then fetched from
+// there.
 //
-// Which units have a place there is the caller's choice (plan/copies.h). Ownership: borrows the issuer from the engine;
-// what peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; only `shrink_peer` blocks.
+// The caller chooses which units have a place there (plan/copies.h). Ownership: borrows the issuer from the engine. The
+// memory that peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; only `shrink_peer`
+// blocks.
 //
-// Note [Stashing]. A unit is copied from its lease when it is visited first, while the visit reads it too. Where the
-// host computes it has arrived then; elsewhere the lane of the peers stands behind its fetch for as long as compute
-// does. What is fetched but not visited costs nothing. A copy is of one version. Once the unit has another one, by
-// whatever way, nobody reads the copy any more, and the next visit puts the new version in its place; a frozen unit's
-// copy stays what it is.
+// Note [Stashing]. A unit is copied from its lease at its first visit, while the visit reads it too. If the host
+// computes, the unit has arrived by then. On a device, the peer lane stands behind the unit's fetch for as long as
+// compute does. A unit that is fetched but not visited costs nothing. A copy is of one version. If the unit gets
+// another version, in any way, no fetch reads the copy any more. The next visit then puts the new version in its place.
+// The copy of a frozen unit stays valid.
 #pragma once
 
 #include <cstdint>
@@ -33,20 +35,20 @@ class PeerCopies {
 
   /// Each peer once.
   void add_peer(const PeerMemory& peer) { places_.add_peer(peer); }
-  /// From now on nothing of it is used beyond so many bytes. All copies are forgotten, and those units that still find
-  /// room are put there anew. Waits until all of its copies have passed, so not inside of a pass.
+  /// From now on uses nothing of this peer beyond `left` bytes. Forgets all copies; units that still find room are
+  /// copied anew. Waits until all copies under way have passed, so do not call it inside of a pass.
   void shrink_peer(std::int32_t rank, Bytes left);
-  /// From now on these units are kept at peers, as far as there is room, and no others. Copies are made anew.
+  /// From now on keeps these units at peers if there is room, and no others. Copies are made anew.
   void keep(std::vector<std::pair<UnitId, Bytes>> units);
 
   bool holds(UnitId unit, Version version) const;
-  /// It has a place there, in which this version is not.
+  /// Returns true if the unit has a place there that does not contain this version.
   bool lacks(UnitId unit, Version version) const;
-  /// Queues the copy of a unit that lies in `from`, which `leased` reads.
+  /// Queues the copy to peers of a unit that lies in `from`, which `leased` reads.
   void stash(UnitId unit, const Access& leased, const std::byte* from);
-  /// Queues the copy of a unit that is held there into `to`, which `leased` writes.
+  /// Queues the copy from peers of a unit into `to`, which `leased` writes.
   void fetch(UnitId unit, const Access& leased, std::byte* to);
-  /// What lies there of this unit is not what the home holds.
+  /// The copy of this unit is not what the home holds: it is not used again.
   void forget(UnitId unit);
 
   const CopyStats& stats() const { return stats_; }

@@ -9,7 +9,7 @@
 namespace noria {
 namespace {
 
-constexpr Bytes kLeastStretch{256 << 10};  // less is not worth the start of another copy
+constexpr Bytes kLeastStretch{256 << 10};  // a smaller stretch is not worth the start of another copy
 
 }  // namespace
 
@@ -30,7 +30,8 @@ bool PeerPlaces::shrink_peer(std::int32_t rank, Bytes left) {
   return lent->pool.taken_beyond() == Bytes{0};
 }
 
-// Those with the most left first, as many as the size is worth. Who has not enough in one range is left out.
+// Takes the peers with the most left first, as many as the size is worth. Leaves out a peer that has too little in one
+// range.
 Stretches PeerPlaces::take(Bytes bytes) {
   std::vector<std::size_t> peers(peers_.size());
   std::iota(peers.begin(), peers.end(), std::size_t{0});

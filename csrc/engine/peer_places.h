@@ -1,11 +1,10 @@
-// Memory that peers lend: which ranges of it are whose.
+// PeerPlaces records who uses which ranges of the memory that peers lend. It copies nothing.
 //
-// Bookkeeping alone: nothing is copied here. Units: bytes. Ownership: the memory is the caller's. Order: a range may be
-// given back before its last reader has passed: whoever writes it next waits for that one, as for any read. Threads:
-// the caller serialises.
+// Units: bytes. Ownership: the memory is the caller's. Order: a range may be given back before its last reader has
+// passed. The op that writes it next waits for that reader, as for any read. Threads: the caller serialises.
 //
-// Note [Stretches]. What goes there goes to the peers that have room for it, cut into one stretch for each link, as
-// long as the link is fast, so that all end together.
+// Note [Stretches]. What goes to peers is cut into one stretch for each peer that has room for it. The faster a peer's
+// link, the longer its stretch, so that all copies end together.
 #pragma once
 
 #include <cstddef>
@@ -18,19 +17,19 @@
 
 namespace noria {
 
-/// Memory of a peer that this process may use as it likes, and the way there.
+/// Describes memory of a peer that this process may use as it likes, and the link there.
 struct PeerMemory {
   std::int32_t rank = 0;  // of the peer
   int link = 0;           // copies over different links go side by side
-  double bandwidth = 1;   // of the link, as compared with the others'
+  double bandwidth = 1;   // of the link, relative to the other links
   std::byte* memory = nullptr;
   Bytes bytes;
-  Bytes begin = {};  // in all that this peer lends
+  Bytes begin = {};  // offset in all that this peer lends
 };
 
-/// A part of something that leaves the device, and where it goes.
+/// Describes a part of something that leaves the device, and where it goes.
 struct Stretch {
-  Bytes begin, bytes;  // of that
+  Bytes begin, bytes;  // of what leaves
   std::byte* memory = nullptr;
   BufferId copy;
   int link = 0;
@@ -44,12 +43,12 @@ class PeerPlaces {
   /// `purpose`: of the buffers there.
   PeerPlaces(BufferTable& buffers, Purpose purpose) : buffers_(buffers), purpose_(purpose) {}
 
-  /// Each peer once.
+  /// Call once for each peer.
   void add_peer(const PeerMemory& peer);
-  /// From now on nothing of it is used beyond so many bytes. False: something is still.
+  /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something beyond is still in use.
   bool shrink_peer(std::int32_t rank, Bytes left);
 
-  /// Nothing where peers have not as much.
+  /// Returns the stretches; none if peers do not have as many bytes.
   Stretches take(Bytes bytes);
   void give_back(const Stretches& stretches);
 
@@ -59,7 +58,7 @@ class PeerPlaces {
     RangePool pool;
   };
 
-  /// Nothing, and who has not enough in one range.
+  /// Cuts `bytes` over these peers. Returns the peer that has too little in one range; none if all have enough.
   std::optional<std::size_t> cut(Bytes bytes, const std::vector<std::size_t>& peers, Stretches& stretches);
   bool add_stretch(std::size_t peer, Bytes begin, Bytes bytes, Stretches& stretches);
 

@@ -1,10 +1,11 @@
-// Where what blocks save goes when it leaves the device: to peers, as long as they have room, or to the home.
+// SavedPlaces chooses where what blocks save goes when it leaves the device: to peers while they have room, or to the
+// home.
 //
-// Units, order, threads: as of peer_places.h. Ownership: the memory is the caller's; more of the home's comes from the
-// custodian.
+// Units, order, threads: as in peer_places.h. Ownership: the memory is the caller's. The callbacks give more home
+// memory.
 #pragma once
 
-#include "engine/custodian.h"
+#include "engine/engine_callbacks.h"
 #include "engine/peer_places.h"
 
 namespace noria {
@@ -13,16 +14,16 @@ inline bool is_at_peers(const Stretches& stretches) { return stretches.front().p
 
 class SavedPlaces {
  public:
-  SavedPlaces(BufferTable& buffers, Custodian& custodian)
+  SavedPlaces(BufferTable& buffers, EngineCallbacks& callbacks)
       : buffers_(buffers),
-        custodian_(custodian),
+        callbacks_(callbacks),
         peers_(buffers, Purpose::saved_copy) {}
 
   void add_peer(const PeerMemory& peer) { peers_.add_peer(peer); }
   bool shrink_peer(std::int32_t rank, Bytes left) { return peers_.shrink_peer(rank, left); }
 
-  /// All at peers, or whole at home. `of_home`: there also where peers have room. Throws UsageError where neither has
-  /// as much.
+  /// Returns places for all of it at peers, or for the whole at home. `of_home`: at home even if peers have room.
+  /// Throws UsageError if neither has as much.
   Stretches take(Bytes bytes, bool of_home);
   void give_back(const Stretches& stretches);
 
@@ -30,7 +31,7 @@ class SavedPlaces {
 
  private:
   BufferTable& buffers_;
-  Custodian& custodian_;
+  EngineCallbacks& callbacks_;
   PeerPlaces peers_;
   RangePool home_;
 };

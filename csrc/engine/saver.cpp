@@ -11,9 +11,9 @@
 namespace noria {
 namespace {
 
-constexpr std::size_t kLeastStaying = 1;  // bundles: what a backward needs first
+constexpr std::size_t kLeastStaying = 1;  // bundles: the one that a backward needs first
 constexpr std::int64_t kMostWorking = 4;  // bundles on the device without a room: one stays, one is saved, two leave
-constexpr std::size_t kMostAhead = 2;     // bundles that come before their backward has begun
+constexpr std::size_t kMostAhead = 2;     // bundles that come back before their backward has begun
 
 void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us : std::min(least, us); }
 
@@ -41,7 +41,7 @@ void Saver::begin_pass(Phase phase, bool saves) {
 bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
   let_go_forgotten();
   if (!places_.shrink_peer(rank, left)) return false;
-  // What is forgotten may be on its way still: to a visit that the stream has yet to come to.
+  // A forgotten storage may still be on its way, to a visit that the stream has not reached yet.
   if (const Ticket last = std::exchange(last_from_peers_, nullptr)) last->wait_passed();
   return true;
 }
@@ -79,7 +79,7 @@ void Saver::give_back_place(Entry& entry) {
 
 // ---- what is saved ----------------------------------------------------------------------------------------------
 
-// `memory` null: it has left.
+// `memory` null: it has left the device.
 void Saver::note_there(Entry& entry, const std::byte* memory) {
   if (entry.memory == nullptr && memory != nullptr) stats_.there += entry.bytes;
   if (entry.memory != nullptr && memory == nullptr) stats_.there -= entry.bytes;
@@ -88,7 +88,7 @@ void Saver::note_there(Entry& entry, const std::byte* memory) {
 }
 
 void Saver::share(SavedId saved) {
-  if (!open_) open_ = Bundle{HookId(), order_.newest(), {}, false};  // outside of visits: nobody foresees who needs it
+  if (!open_) open_ = Bundle{HookId(), order_.newest(), {}, false};  // outside of visits: its backward is not foreseen
   if (at(saved).forward != order_.newest()) at(saved).forward.reset();
   if (std::find(open_->saved.begin(), open_->saved.end(), saved) == open_->saved.end()) open_->saved.push_back(saved);
 }
@@ -107,7 +107,7 @@ void Saver::let_go_forgotten() {
 void Saver::let_go(SavedId saved) {
   Entry& entry = at(saved);
   note_there(entry, nullptr);
-  custodian_.left(saved);
+  callbacks_.left(saved);
   stats_.saved -= entry.bytes;
   give_back_place(entry);
   free_tokens_.push_back(static_cast<std::int32_t>(issuer_.buffers()[entry.token].offset.count));
@@ -118,7 +118,7 @@ void Saver::let_go(SavedId saved) {
 
 std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
   let_go_forgotten();
-  awaited_.clear();  // a visit that could not be opened: those come still
+  awaited_.clear();  // of a visit that could not be opened: they are still coming
   if (std::exchange(is_inside_, true)) return {};
   if (phase == Phase::forward && !saves_) return {};
   if (phase == Phase::forward) {
@@ -145,7 +145,7 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
     std::erase_if(next, [this](SavedId saved) { return at(saved).state == State::there; });
     Bytes bytes;
     for (SavedId saved : next) bytes += at(saved).state == State::away ? at(saved).bytes : Bytes{0};
-    // A forward that begins now has its place, and another bundle beside it.
+    // A forward that begins now must find room for its bundle, and for another one beside it.
     if (stats_.there + bytes + stats_.largest * 2 > room()) break;
     reload(next, unit, stream);
   }
@@ -158,7 +158,7 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   return reads;
 }
 
-// Before this, and where the visit's waits have failed, a copy may be writing there.
+// Before this call a copy may still write there, also if the visit's waits have failed.
 void Saver::opened(std::int64_t at_us) {
   entered_us_ = at_us;
   for (SavedId saved : std::exchange(awaited_, {})) {
@@ -228,13 +228,13 @@ void Saver::leave(UnitId unit, Stream stream) {
     module.bytes = std::max(module.bytes, bytes);
     note_least(module.forward_us, bundle.left_us - entered_us_);
   } else if (open_ && saves_) {
-    by_module_[open_->hook];  // saves nothing
+    by_module_[open_->hook];  // it saves nothing
   }
   open_.reset();
   end_left();
   tell_trace();
   if (!saves_) return;
-  // One bundle more is saved while one leaves; where all has had its place at once, none needs to.
+  // One more bundle is saved while one leaves. If all bundles have fitted at once, none needs to leave.
   const Bytes may_stay = !room_ ? Bytes{0} : stats_.most_saved <= *room_ ? *room_ : *room_ - stats_.largest * 2;
   while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) {
     offload_farthest(stats_.there - leaving_bytes() - may_stay, unit);
@@ -247,7 +247,7 @@ void Saver::tell_trace() const {
   trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held(), lent});
 }
 
-// Blocks are alike, until they are known.
+// A block is expected to save as much as other blocks, until its own size is known.
 Bytes Saver::expected_of(HookId hook) const {
   const auto known = by_module_.find(hook);
   return known == by_module_.end() ? stats_.largest : known->second.bytes;
@@ -276,7 +276,7 @@ Bytes Saver::leaving_bytes() const {
   return bytes;
 }
 
-// So much more will lie on the device.
+// Makes room for `bytes` more on the device.
 void Saver::make_way(Bytes bytes, UnitId unit) {
   while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() + bytes > room()) {
     offload_farthest(stats_.there - leaving_bytes() + bytes - room(), unit);
@@ -307,7 +307,7 @@ std::vector<SavedId> Saver::idle(const Bundle& bundle) const {
   return found;
 }
 
-// The largest as long as none is enough, then the smallest that is.
+// Takes the largest while no single one is enough, then the smallest that is enough.
 std::vector<SavedId> Saver::enough(std::vector<SavedId> saved, Bytes least) const {
   const auto bytes_of = [this](SavedId each) { return entries_.at(each).bytes; };
   std::stable_sort(saved.begin(), saved.end(), [&](SavedId a, SavedId b) { return bytes_of(a) < bytes_of(b); });
@@ -340,8 +340,8 @@ void Saver::await(SavedId saved, Stream stream) {
     entry.ticket->wait_passed();
     entry.ticket.reset();
   } else {
-    note_there(entry, custodian_.make_room(saved, entry.bytes));
-    custodian_.fill(saved, entry.stretches.front().memory, entry.bytes);
+    note_there(entry, callbacks_.make_room(saved, entry.bytes));
+    callbacks_.fill(saved, entry.stretches.front().memory, entry.bytes);
     give_back_place(entry);
     ++stats_.num_reloaded;
     stats_.reloaded += entry.bytes;
@@ -356,7 +356,7 @@ void Saver::await_stream(Stream stream) {
   now->wait_passed();
 }
 
-// What is in the memory of these is there on the stream from here on; or, before a reload, nobody uses it any more.
+// From here on the stream has what is in the memory of these. Before a reload: no op uses that memory any more.
 void Saver::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) {
   Op op;
   op.lane = Lane::compute;
@@ -364,7 +364,7 @@ void Saver::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) 
   op.unit = unit;
   for (SavedId each : saved) {
     Entry& entry = at(each);
-    if (std::exchange(entry.is_marked, true) && entry.state != State::away) continue;  // another bundle's too
+    if (std::exchange(entry.is_marked, true) && entry.state != State::away) continue;  // another bundle has it too
     op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
   }
   issuer_.pass(std::move(op), stream);
@@ -408,7 +408,7 @@ void Saver::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit
   }
 }
 
-// Waits for the one that was sent out first.
+// Waits for the load that was sent out first.
 void Saver::await_leaving(UnitId unit) {
   const std::int64_t since_us = clock_us();
   backend_.wait({leaving_.front().ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
@@ -427,7 +427,7 @@ void Saver::end_left() {
     std::erase_if(left.saved, [this](SavedId saved) { return !entries_.contains(saved); });
     try {
       left.ticket->wait_passed();
-    } catch (...) {  // it has not left
+    } catch (...) {  // the copy failed: it has not left
       for (SavedId saved : left.saved) at(saved).is_wanted = true;
       for (SavedId saved : left.saved) end_copy(saved);
       throw;
@@ -443,13 +443,13 @@ void Saver::end_copy(SavedId saved) {
   if (entry.is_wanted) give_back_place(entry);
   if (entry.is_wanted || entry.is_forgotten) return;
   note_there(entry, nullptr);
-  custodian_.left(saved);
+  callbacks_.left(saved);
 }
 
 void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream) {
   const std::vector<SavedId> coming = want(wanted, unit);
   if (coming.empty()) return;
-  mark(unit, coming, stream);  // that memory may have been somebody else's until now
+  mark(unit, coming, stream);  // another tensor may have used that memory until now
   bring(coming, unit);
 }
 
@@ -465,7 +465,7 @@ std::vector<SavedId> Saver::want(const std::vector<SavedId>& wanted, UnitId unit
   }
   if (coming.empty()) return coming;
   make_way(bytes, unit);
-  for (SavedId saved : coming) note_there(at(saved), custodian_.make_room(saved, at(saved).bytes));
+  for (SavedId saved : coming) note_there(at(saved), callbacks_.make_room(saved, at(saved).bytes));
   return coming;
 }
 
@@ -492,8 +492,8 @@ void Saver::bring(const std::vector<SavedId>& coming, UnitId unit) {
     for (SavedId each : saved) {
       at(each).state = State::coming;
       at(each).ticket = ticket;
-      // There is little, and the next to write it stands on the same lane. At home there is more, and the lane back
-      // may stand behind fetches: whoever had the place next would wait for those.
+      // Peers have little memory, and the op that writes it next stands on the same lane. The home has more memory, and
+      // the fetch lane may stand behind fetches: the next op to use the place would wait for those.
       if (is_from_peers) give_back_place(at(each));
     }
     stats_.num_reloaded += static_cast<std::int64_t>(saved.size());

@@ -1,4 +1,5 @@
-// A unit as the engine sees it: what the planner knows of it, where its home is, and where a draft of its update goes.
+// EngineUnit describes a unit as the engine sees it: what the planner knows of it, where its home is, and where a draft
+// of its update goes.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 
 namespace noria {
 
-/// The parts of the home, as places of buffers name them.
+/// Lists the parts of the home, as places of buffers name them.
 enum HomeRegion : std::int32_t {
   kWorkingRegion,
   kHeldRegion,
@@ -24,10 +25,10 @@ enum HomeRegion : std::int32_t {
   kRingRegion,
   kUnsummedRegion,
   kSavedRegion,       // one token for each storage
-  kSavedCopiesRegion  // and the pieces of memory behind each other
+  kSavedCopiesRegion  // the pieces of memory, one behind the other
 };
 
-/// Working copy and state of a unit once more; see engine/engine.h, Note [Drafts].
+/// Holds a second working copy and state of a unit; see engine/engine.h, Note [Drafts].
 struct Spare {
   std::byte* working = nullptr;
   BufferId working_buffer;
@@ -40,15 +41,16 @@ struct EngineUnit {
   std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null when frozen, and while the gradient
                                // ring has none of it
   std::optional<Spare> spare;  // none: the unit is never drafted
-  // Where ranks share the home: facts.gradients bytes that are not summed over them yet; null until some are wanted.
+  // If ranks share the home: facts.gradients bytes that are not summed over the ranks yet; null until some are wanted.
   std::byte* unsummed = nullptr;
   BufferId unsummed_buffer;
-  BufferId sum;                          // of the squares of what is held, as sum ops write it
-  BufferId scales;                       // what gradients have been multiplied by since they were held
+  BufferId sum;                          // the sum of the squares of what is held; sum ops write it
+  BufferId scales;                       // the late scales of gradients that are held
   ElementType type = ElementType::fp32;  // of gradients that ranks sum
-  std::vector<Bytes> gradient_offsets;   // of its trainable parameters' gradients in facts.gradients; they rise
+  std::vector<Bytes> gradient_offsets;   // of its trainable parameters' gradients in facts.gradients; ascending
 
-  /// Which of them lies there; of several, those before it are empty.
+  /// Returns which of these parameters lies at this offset. If several have this offset, all but the last are empty,
+  /// and it returns the last.
   std::size_t parameter_at(Bytes gradient_offset) const {
     const auto after = std::upper_bound(gradient_offsets.begin(), gradient_offsets.end(), gradient_offset);
     return static_cast<std::size_t>(after - gradient_offsets.begin()) - 1;

@@ -28,7 +28,7 @@ const Secret& secret() {
   return drawn;
 }
 
-// The finalizer of MurmurHash3: every bit of the input reaches every bit of the output.
+// The finalizer of MurmurHash3: every bit of the input affects every bit of the output.
 std::uint64_t mix(std::uint64_t bits) {
   bits ^= bits >> 33;
   bits *= 0xff51afd7ed558ccdULL;

@@ -1,9 +1,10 @@
-// A number for a range of gradient bytes, by which a draft is known to have read what is there now.
+// Computes a digest: a number for a range of gradient bytes. A draft notes the digest of what it has read. A later job
+// compares it with what is there now.
 //
-// Two runs of NH (Black et al. 1999, UMAC: sums of products of 32-bit halves, each with a key of its own) over blocks
-// of 8 KiB, mixed with the place of the block; keys are drawn once per process. Different bytes give the same number
-// with a chance of about 2^-64, whatever they are. Sums of digests of disjoint ranges are the digest of the whole, in
-// any order.
+// It is two runs of NH (Black et al. 1999, UMAC: sums of products of 32-bit halves, each half with its own key) over
+// blocks of 8 KiB, mixed with the place of the block. The keys are drawn once per process. Any two different byte
+// ranges have the same digest with a chance of about 2^-64. The digests of disjoint ranges, summed in any order, give
+// the digest of the whole.
 //
 // Threads: any.
 #pragma once
@@ -13,7 +14,8 @@
 
 namespace noria {
 
-/// `place`: where the range begins in the whole, in bytes; a multiple of 8 KiB, unless the range is whole by itself.
+/// `place`: where the range begins in the whole, in bytes. It is a multiple of 8 KiB, unless the range is the whole
+/// itself.
 std::uint64_t digest(const void* data, std::size_t num_bytes, std::uint64_t place);
 
 }  // namespace noria

@@ -1,6 +1,7 @@
-// FTZ and DAZ for as long as it lives; what the thread had before comes back, whatever happens.
+// Sets FTZ and DAZ (denormals become zero) while it lives. The destructor restores the thread's former setting.
 //
-// On other architectures than x86 denormals are computed: slower, and the one place where their bits may differ.
+// On architectures other than x86 it does nothing: denormals are computed. That is slower, and the one place where the
+// bits of those machines may differ.
 #pragma once
 
 #if defined(__x86_64__)

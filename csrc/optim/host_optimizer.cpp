@@ -29,11 +29,12 @@
 namespace noria {
 namespace {
 
-// Elements per task: 0.6 to 1.8 MiB of traffic, far above the cost of a task and far below a unit.
+// Elements per task: 0.6 to 1.8 MiB of traffic. That is far more than the cost of a task, and far less than a unit.
 constexpr std::int64_t kChunk = 64 * 1024;
 static_assert(kChunk % kStateBlock == 0);
 
-// The thread that launches, autograd's, and the lanes': each wakes for microseconds, and the device waits for it.
+// Left free for the launching thread, autograd's thread, and the lanes' threads. Each wakes for microseconds, and the
+// device waits for it.
 constexpr int kLeftToLaunch = 4;
 
 tbb::task_arena::constraints place_of(const HostOptimizerOptions& options) {
@@ -92,7 +93,8 @@ struct HostOptimizer::State {
         limit(options.limit),
         delays(options.hostility, Lane::update),
         arena(place_of(options).set_max_concurrency(num_threads)) {
-    // TBB starts no more workers than there are cores, unless told to: more is slower, but it is what was asked for.
+    // TBB starts no more workers than there are cores unless this allows it. More are slower, but the user asked for
+    // them.
     if (num_threads > tbb::info::default_concurrency()) {
       more_threads.emplace(tbb::global_control::max_allowed_parallelism, static_cast<std::size_t>(num_threads));
     }
@@ -100,10 +102,10 @@ struct HostOptimizer::State {
   }
 
   void serve();
-  /// In a handler: what is being handled has broken the update off.
+  /// Call it in an exception handler. Notes that the handled exception broke the update off.
   void note_torn(const OpLabel& label);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
-  /// Returns what was read and written.
+  /// Returns how many bytes it read and wrote.
   Bytes compute(UpdateJob& job, std::int64_t hold_after_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
@@ -117,13 +119,13 @@ struct HostOptimizer::State {
   mutable std::mutex torn_mutex;
   std::map<UnitId, std::string> torn;  // protected by torn_mutex
 
-  // The serving thread's own.
+  // Only the serving thread uses these.
   Delays delays;
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
-  std::vector<Chunk> chunks;         // kept between jobs: no growth in a steady state
+  std::vector<Chunk> chunks;         // kept between jobs: it does not grow in a steady state
   std::vector<double> sums;          // by chunk
-  std::vector<std::size_t> numbers;  // by piece that is wanted, its number in the job; empty: all are
+  std::vector<std::size_t> numbers;  // by wanted piece, its number in the job; empty: all are wanted
   std::atomic<bool> begun = false;
   std::atomic<std::int64_t> num_ranges = 0;
   std::int64_t free_ns = 0;  // when the job before this one was due to end; 0: it did not run
@@ -141,7 +143,7 @@ void HostOptimizer::State::serve() {
     run(*taken.item, taken.was_ready, idle_since_ns);
   }
   for (const UpdateQueue::Item& item : queue->take_rest()) {
-    item->waits.clear();  // a ticket that is never given holds the item, which must not hold the ticket
+    item->waits.clear();  // else a ticket that is never given would hold the item, and the item that ticket
     item->ticket->fail(closed_error());
   }
 }
@@ -156,7 +158,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
       wait->wait_passed();
     }
   } catch (...) {
-    if (!update.is_recalled) note_torn(update.label);  // others are updated, and it is not
+    if (!update.is_recalled) note_torn(update.label);  // other units are updated, and this one is not
     update.ticket->fail(std::current_exception());
     return;
   }
@@ -183,7 +185,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   }
 
   const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
-  // A draft is held a second time, between note and work: a gradient that is written then is used and not noted.
+  // A draft is held a second time, between note and work. If a gradient is written then, it is used but not noted.
   const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
   const std::int64_t after_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
@@ -191,8 +193,8 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     return;
   }
   try {
-    // Under a limit, jobs that are back to back start when the one before was due to end: sleeping a little too long
-    // must not add up.
+    // Under a limit, a job that directly follows another starts when that one was due to end. So sleeps that are a
+    // little too long do not add up.
     const bool is_limited = least_duration_ns(limit, update.job.bytes()) > 0;
     const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
@@ -218,7 +220,7 @@ void HostOptimizer::State::note_torn(const OpLabel& label) {
 }
 
 void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)>& body) {
-  // TBB orders all this itself, but in a library that ThreadSanitizer cannot see into: the two atomics say it again.
+  // TBB orders all this itself, but ThreadSanitizer cannot see into its library. So two atomics repeat the order.
   begun.store(true, std::memory_order_release);
   arena.execute([&] {
     tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
@@ -268,7 +270,7 @@ Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note
     for_each_chunk(update);
   } else {
     for_each_chunk([&](const Chunk& chunk) {
-      read(chunk);  // first: whatever a device writes behind our back from here on, the note is not of it
+      read(chunk);  // first: so the note never includes what a device writes from here on
       update(chunk);
     });
   }
@@ -283,7 +285,7 @@ Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note
 HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::make_unique<State>(options)) {}
 
 HostOptimizer::~HostOptimizer() {
-  // A forked child has no thread to join, and TBB's and our locks may be held by threads that it does not have.
+  // A forked child has no thread to join. Threads that it does not have may hold the locks of TBB and noria.
   if (getpid() != state_->pid) {
     (void)state_.release();  // NOLINT(bugprone-unused-return-value): leaked on purpose
     return;

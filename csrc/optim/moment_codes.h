@@ -1,10 +1,11 @@
-// Moments of 8 bits as floats, and floats as such moments; see optim/update.h, Note [State formats].
+// Converts moments of 8 bits to floats and back; see optim/update.h, Note [State formats].
 //
-// Decoding and encoding again gives the same codes and scales, of all that an update writes: state that is saved as
-// plain floats comes back to the bit. Encoding rounds to nearest, and as an update does otherwise.
+// If moments that an update has written are decoded and encoded again, codes and scales are the same. So state that is
+// saved as plain floats comes back to the bit. Encoding rounds to nearest; otherwise it works as in an update.
 //
-// Units: elements, from a parameter's beginning; a scale for each kStateBlock of them. Ownership: none; arrays are the
-// caller's and do not overlap. Threads: any.
+// Units: elements, from a parameter's beginning; one scale for each kStateBlock of them.
+// Ownership: none; the caller owns the arrays, which do not overlap.
+// Threads: any.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +13,11 @@
 
 namespace noria {
 
-/// `is_first`: of a first moment, which has a sign.
+/// `is_first`: it is a first moment, which has a sign.
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first);
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first);
 
-/// The bits that roundings take from a number, as the kernels derive them; 0 stays 0.
+/// Returns the random bits that rounding derives from a number, as the kernels do. 0 stays 0.
 std::uint32_t random_bits_of(std::uint32_t number);
 
 }  // namespace noria

@@ -15,7 +15,7 @@
 namespace noria {
 namespace {
 
-// Elements of a gradient that are multiplied at once: they stay in the first cache until the rule has read them.
+// How many elements of a gradient are multiplied at once: they stay in the first cache until the rule has read them.
 constexpr std::size_t kBlock = 2048;
 
 using NamedKernels = std::pair<std::string, const UpdateKernels*>;
@@ -64,7 +64,7 @@ int num_arrays(const MomentArray& moment) {
   return (moment.fp32 != nullptr) + (moment.bf16 != nullptr) + (moment.codes != nullptr);
 }
 
-// Bytes of `count` elements of a moment, which begin with a block.
+// Returns the bytes of `count` elements of a moment, which begin with a block.
 std::int64_t moment_bytes(StateFormat format, std::int64_t count) {
   constexpr auto kBlock = static_cast<std::int64_t>(kStateBlock);
   switch (format) {
@@ -102,13 +102,13 @@ UnitArrays at(const UnitArrays& arrays, std::size_t offset, std::size_t block) {
           at(arrays.v, offset, block)};
 }
 
-// The upper half of an element's number goes into the key, the lower half is counted by the kernel.
+// The upper half of an element's number goes into the key. The kernel counts the lower half.
 Rounding rounding_of(const UpdateScalars& scalars, std::uint64_t number) {
   return {scalars.rounding ^ random_bits_of(static_cast<std::uint32_t>(number >> 32)),
           static_cast<std::uint32_t>(number)};
 }
 
-// Streaming stores are ordered by nothing else, not even by the release of a mutex.
+// Nothing else orders streaming stores, not even the release of a mutex.
 void end_stream() {
 #if defined(__x86_64__)
   _mm_sfence();

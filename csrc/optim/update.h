@@ -1,38 +1,45 @@
-// One unit's update: which rule, on which arrays, with which hyperparameters; and the driver that carries it out on a
+// Describes one unit's update: which rule, on which arrays, with which hyperparameters. The driver here runs it on a
 // range of elements with the widest instruction set.
 //
-// Units: elements; offsets count into every array alike. Ownership: none; arrays are the caller's. Order: none; ranges
-// that do not overlap may be updated at once, with the same bits however the arrays are cut. Threads: any; nothing here
-// keeps state.
+// Units: elements; an offset counts in every array alike.
+// Ownership: none; the caller owns the arrays.
+// Order: none. Ranges that do not overlap may be updated at the same time. The bits are the same however the arrays are
+//   cut.
+// Threads: any; nothing here keeps state.
 //
-// Note [Same bits everywhere]. A rule is plain C++ with every fused multiply-add written out (optim/update_rules.inc),
-// compiled with -ffp-contract=off once per instruction set; auto-vectorised code of any width then gives the same bits.
-// Denormal moments and products are flushed by control register inside `update_elements` and never outside of it: the
-// moments of a parameter without gradient decay into denormals, which cost up to ten times the time on some processors.
-// The price: squares of gradients below 3e-18 are lost from v, which shows only where eps is below 1e-15 (with eps = 0
-// such an element divides by zero, as a zero gradient does in torch). Lion is not flushed: its step is a sign, and a
-// moment that became zero would take no step where torch takes a whole one.
+// Note [Same bits everywhere]. A rule is plain C++ with every fused multiply-add written out (optim/update_rules.inc).
+// It is compiled with -ffp-contract=off once per instruction set. So auto-vectorised code of any width gives the same
+// bits.
 //
-// Note [Drafts]. `to` equal to `from` means in place. Otherwise the update is out of place: `from` is only read, and
-// the same loop writes blocks that stay in the first cache, from where streaming stores carry them to `to`. Memory
-// traffic is that of an update in place, and so are the bits.
+// Denormal moments and products are flushed by control register, inside `update_elements` and never outside of it. The
+// reason: the moments of a parameter without gradient decay into denormals, which cost up to ten times the time on some
+// processors. The price: if a gradient is below 3e-18, its square is lost from v. That shows only if eps is below
+// 1e-15. (With eps = 0 such an element divides by zero, as a zero gradient does in torch.) Lion is not flushed, because
+// its step is a sign: a moment that became zero would take no step, but torch takes a whole one.
 //
-// Note [State formats]. Moments are floats, bf16, or codes of 8 bits with an fp32 scale for each block of 256 elements;
-// the rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and unbiased:
-// to nearest, a second moment in bf16 could not decay at beta2 = 0.999, whose step is less than half of its last bit.
-// The random bits are a hash of seed, step and the number of the element (`UpdatePiece::first`), so the result depends
-// on no schedule, thread, cut or instruction set. What is not finite: bf16 keeps it, element by element, as fp32 does.
-// In 8 bits an infinite first moment becomes NaN, and an overflowed second moment stops its whole block; a NaN stays
-// with its element. (optim/state_formats.inc.)
+// Note [Drafts]. If `to` equals `from`, the update is in place. Otherwise it is out of place, and `from` is only read.
+// The same loop then writes blocks that stay in the first cache, and streaming stores carry them to `to`. The memory
+// traffic and the bits are those of an update in place.
+//
+// Note [State formats]. Moments are floats, bf16, or codes of 8 bits with one fp32 scale for each block of 256
+// elements. The rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and
+// unbiased. With rounding to nearest, a second moment in bf16 could not decay at beta2 = 0.999: its step is less than
+// half of the last bit. The random bits are a hash of seed, step and the number of the element
+// (`UpdatePiece::first`). So the result does not depend on schedule, thread, cut or instruction set.
+//
+// Values that are not finite: bf16 keeps them, element by element, as fp32 does. In 8 bits an infinite first moment
+// becomes NaN. An overflowed second moment stops its whole block. A NaN stays with its element.
+// (optim/state_formats.inc.)
 //
 // Note [Factor]. Unscaling, clipping and the sign of maximize reach the rule as one factor on the gradient. The product
-// is rounded to the gradient's dtype, denormals and all, so that the update is that of `p.grad.mul_(factor)` to the
-// bit. Before that, in the same way, comes what a pipeline's schedule does to gradients: `p.grad.div_(divisor)`, which
-// on CUDA is `p.grad.mul_(prefactor)`.
+// is rounded to the gradient's dtype and keeps denormals. So the update has the bits of one after
+// `p.grad.mul_(factor)`. Before that, and in the same way, the job does what a pipeline's schedule does to gradients:
+// `p.grad.div_(divisor)`, which on CUDA is `p.grad.mul_(prefactor)`.
 //
-// Note [Late scales]. What a clip multiplies a gradient by is known on the device alone when the update is queued. It
-// is written to host memory before the job's waits have passed, and the job reads it there. One such scale is applied
-// where `prefactor` is, a second one where `factor` is; who wants more, multiplies the gradient itself.
+// Note [Late scales]. When an update is queued, only the device knows the number by which a clip multiplies the
+// gradient. The number is written to host memory before the job's waits have passed, and the job reads it there. The
+// first such scale is applied with `prefactor`, a second one with `factor`. If there are more, the caller multiplies
+// the gradient itself.
 #pragma once
 
 #include <atomic>
@@ -50,95 +57,98 @@
 namespace noria {
 
 std::string_view to_string(UpdateRule rule);
-/// The inverse; throws UsageError that lists the known words.
+/// Returns the rule of this name. Throws UsageError that lists the known words.
 UpdateRule parse_update_rule(std::string_view text);
-/// How many of `m`, `v` the rule keeps: 0, 1 or 2, in this order.
+/// Returns how many of `m`, `v` the rule keeps: 0, 1 or 2, in this order.
 int num_moments(UpdateRule rule);
 
-/// torch's names and meanings; a rule reads those that its torch.optim class has.
+/// Hyperparameters with torch's names and meanings. A rule reads those that its torch.optim class has.
 struct UpdateHyper {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, momentum = 0.0, dampening = 0.0;
   bool nesterov = false, maximize = false;
   double factor = 1.0, divisor = 1.0, prefactor = 1.0;
 };
 
-/// `step` counts from 1, for sgd_momentum from the making of its buffer; UsageError below. `seed` is of the rounding.
+/// `step` counts from 1; for sgd_momentum from the step that makes its buffer. Throws UsageError if `step` is below 1.
+/// `seed` is that of the rounding.
 UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int64_t step, std::uint64_t seed = 0);
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
 
-/// A contiguous run of elements that share hyperparameters (one parameter). Pieces of a job do not overlap.
+/// A contiguous run of elements with the same hyperparameters (one parameter). Pieces of a job do not overlap.
 struct UpdatePiece {
   std::int64_t offset = 0;
   std::int64_t count = 0;
   UpdateScalars scalars{};
-  // Where moments have fewer bits. Parameters are numbered through, each from a multiple of kStateBlock on; however
-  // they lie in units, an element has one number.
+  // If moments have fewer bits: all elements have numbers, and each parameter begins at a multiple of kStateBlock. An
+  // element keeps its number however parameters are grouped into units.
   std::uint64_t first = 0;             // the number of this piece's first element
-  std::int64_t first_block = 0;        // of its scales in the unit's
+  std::int64_t first_block = 0;        // the index of its first scale in the unit's scales
   const float* late_scales = nullptr;  // see the Note
   int num_late_scales = 0;
 };
 
 inline constexpr int kMostLateScales = 2;
 
-/// What a draft remembers of the gradient that it read (optim/digest.h), for whoever must know whether it is still
-/// that.
+/// The digest of the gradient that a draft has read (optim/digest.h). With it a later job finds out if the gradient is
+/// still the same.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
-/// By piece of a job as it was submitted: the sum of the squares of its gradient, before any factor; 0 where no update
-/// was wanted. Read once the job's ticket has passed.
+/// Holds for each piece of the job, as submitted, the sum of the squares of its gradient before any factor. It is 0 if
+/// the piece was not wanted. Read it once the job's ticket has passed.
 using GradientSums = std::shared_ptr<std::vector<double>>;
 
-/// What came of looking.
+/// Counts the results of jobs that look for a change (`update_if_changed`).
 struct LookCounts {
   std::atomic<std::int64_t> unchanged = 0, changed = 0;
 };
 
 enum class UpdateTask : std::uint8_t {
   update,
-  update_if_changed,  // nothing is done if no late scale changes the gradient, and it is still what was noted, if it
-                      // was
-  sum,                // arrays say no more than the gradient's dtype
+  update_if_changed,  // done only if a late scale changes the gradient, or if it differs from what was noted
+  sum,                // of the arrays only the gradient's dtype counts
 };
 
-/// `to` equal to `from`: in place, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
+/// In place if `to` equals `from`, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
 struct UpdateJob {
   UpdateTask task = UpdateTask::update;
   UpdateRule rule = UpdateRule::adamw;
   UnitArrays from, to;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
-  GradientNote note;                       // null: nobody will ask
-  GradientSums sums;                       // null: nobody will ask
-  std::shared_ptr<LookCounts> looks;       // of the jobs that look; may be null
-  std::function<bool(std::size_t)> wants;  // of a piece, asked when all waits have passed; null: all are wanted
+  GradientNote note;                       // null: not needed
+  GradientSums sums;                       // null: not needed
+  std::shared_ptr<LookCounts> looks;       // counts the jobs that look; may be null
+  std::function<bool(std::size_t)> wants;  // asked for each piece when all waits have passed; null: all wanted
 
   bool in_place() const;
   bool has_late_scales() const;
-  StateFormat state_format() const;  // fp32 where the rule keeps nothing
+  StateFormat state_format() const;  // fp32 if the rule keeps nothing
   std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
   Bytes gradient_bytes() const;
   Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments
 };
 
-/// Reads late scales into the pieces' scalars; true if any of them changes a gradient. Once the job's waits have
-/// passed.
+/// Multiplies late scales into the pieces' scalars. Returns true if any of them changes a gradient. Call it once the
+/// job's waits have passed.
 bool take_up_late_scales(UpdateJob& job);
 
 /// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping
 /// pieces.
 void check(const UpdateJob& job);
 
-/// Instruction sets that this build has and this machine can run, widest last: "baseline", "avx2", "avx512".
+/// Returns the instruction sets that this build has and this machine can run, widest last: "baseline", "avx2",
+/// "avx512".
 std::vector<std::string> instruction_sets();
 
-/// See UpdateKernels::Sum. `offset` and `count` as for `update_elements`; a sum over more is one of sums, in order.
+/// See UpdateKernels::Sum. `offset` and `count` are as for `update_elements`. The sum of a longer range is the sum of
+/// these sums, in order.
 double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set = "");
 
-/// Updates `count` elements of a piece from `offset` on, which counts as the piece's does; where moments are codes it
-/// begins a block. `instruction_set` empty: the widest. UsageError for one that is not listed above.
+/// Updates `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are codes, a block
+/// begins there. If `instruction_set` is empty, uses the widest. Throws UsageError for one that `instruction_sets` does
+/// not list.
 void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set = "");
 

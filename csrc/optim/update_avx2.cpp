@@ -1,4 +1,4 @@
-// The loops for AVX2 and FMA; an empty table where the build does not target them.
+// Compiles the loops for AVX2 and FMA. The table is empty if the build does not target them.
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

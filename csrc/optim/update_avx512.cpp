@@ -1,4 +1,4 @@
-// The loops for AVX-512 (x86-64-v4); an empty table where the build does not target it.
+// Compiles the loops for AVX-512 (x86-64-v4). The table is empty if the build does not target it.
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

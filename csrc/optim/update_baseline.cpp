@@ -1,4 +1,4 @@
-// The loops for the instruction set that every machine of this architecture has.
+// Compiles the loops for the instruction set that every machine of this architecture has.
 #include "optim/update_kernels.h"
 
 #if defined(__x86_64__)

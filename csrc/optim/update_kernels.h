@@ -1,8 +1,9 @@
-// What the translation units per instruction set share with their driver: arrays, scalars, and a table of loops.
+// Declares what the translation units for each instruction set share with their driver: arrays, scalars, and a table of
+// loops.
 //
-// Kept apart from optim/update.h, and free of the standard library, because these files are compiled for instruction
-// sets that the running machine may lack: an inline function that leaked out of them could be the copy that the linker
-// keeps for everybody.
+// It is separate from optim/update.h and does not use the standard library. The reason: these files are compiled for
+// instruction sets that the running machine may lack. If an inline function leaked out of them, the linker could keep
+// that copy for the whole program.
 #pragma once
 
 #include <cstddef>
@@ -10,25 +11,26 @@
 
 namespace noria {
 
-/// What turns a gradient into a new value; the formulas are in optim/update_rules.inc. SGD without momentum keeps no
+/// Names the formula that turns a gradient into a new value (optim/update_rules.inc). SGD without momentum keeps no
 /// state, so it is a rule of its own.
 enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion };
 inline constexpr int kNumRules = 5;
 
-/// How the fp32 master is kept: as itself (it is the working copy), or split; see optim/split_master.h.
+/// How the fp32 master is kept: whole (it is the working copy), or split; see optim/split_master.h.
 enum class MasterFormat : std::uint8_t { whole, split };
 inline constexpr int kNumMasterFormats = 2;
 
 /// How moments are kept; see optim/update.h, Note [State formats].
 enum class StateFormat : std::uint8_t { fp32, bf16, eight_bit };
 inline constexpr int kNumStateFormats = 3;
-/// Elements of a parameter that share a scale where moments are codes, counted from the parameter's beginning.
+/// How many elements of a parameter share a scale if moments are codes, counted from the parameter's beginning.
 inline constexpr std::size_t kStateBlock = 256;
 
-/// The hyperparameters as the formulas want them, each rounded once from double; made by `update_scalars`. A rule reads
-/// those that it has a name for.
+/// The hyperparameters in the form that the formulas use, each rounded once from double. `update_scalars` makes them. A
+/// rule reads those that its formula names.
 struct UpdateScalars {
-  // The gradient over the first, times the second, times the third, is what the rule sees: each rounded to its dtype.
+  // The rule sees the gradient divided by the first, times the second, times the third. Each result is rounded to the
+  // gradient's dtype.
   float divisor;
   float prefactor;
   float factor;
@@ -40,13 +42,14 @@ struct UpdateScalars {
   float eps;
   float momentum;
   float gradient_share;  // 1 - dampening
-  // 0 or 1, and floats: a loop over halves of a master is not vectorised with conditions of another size.
+  // 0 or 1, kept as floats: compilers do not vectorise a loop over halves of a master if its conditions have another
+  // size.
   float nesterov;
-  float is_first;          // of sgd_momentum: the buffer becomes the gradient, whatever it holds
+  float is_first;          // of sgd_momentum: overwrite the buffer with the gradient
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
 };
 
-/// What the random bits of a range of elements are made of: a key, and the number of its first element.
+/// The source of the random bits of a range of elements: a key, and the number of its first element.
 struct Rounding {
   std::uint32_t key;
   std::uint32_t first;
@@ -56,13 +59,13 @@ struct Rounding {
 struct MomentArray {
   float* fp32 = nullptr;
   std::uint16_t* bf16 = nullptr;
-  std::uint8_t* codes = nullptr;  // 8 bit; of a first moment with a sign
+  std::uint8_t* codes = nullptr;  // 8 bit; with a sign in a first moment
   float* scales = nullptr;        // 8 bit: one for each block
 
   bool operator==(const MomentArray&) const = default;
 };
 
-/// One unit's arrays, or one range of them; what format and rule have no use for is null.
+/// One unit's arrays, or one range of them. Arrays that format and rule do not use are null.
 struct UnitArrays {
   float* master = nullptr;           // whole
   std::uint16_t* working = nullptr;  // split: the high halves
@@ -71,21 +74,21 @@ struct UnitArrays {
   MomentArray v;                     // second moment
 };
 
-/// One instruction set's loops; null where this build has none.
+/// The loops of one instruction set; null if this build has none.
 struct UpdateKernels {
-  /// In place `to` is not looked at; a draft writes it, and it shares no element with `from`. The stores of a draft are
-  /// seen by others after a fence, which is the caller's.
+  /// Updates `count` elements. In place it does not look at `to`. A draft writes `to`, which shares no element with
+  /// `from`. Other threads see the stores of a draft only after a fence, which the caller issues.
   using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
                           const UpdateScalars& scalars, const Rounding& rounding);
-  /// `scaled` = `gradient` times `factor`, in the gradient's dtype: fp32, or bf16 rounded to nearest even.
-  /// The two may be one array. Or divided by it.
+  /// Writes `scaled` = `gradient` times `factor` (or divided by it), in the gradient's dtype: fp32, or bf16 rounded to
+  /// nearest even. The two may be the same array.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
 
-  /// The sum of the squares, in double: element i goes to the i-th of 32 sums, modulo, which are added in their order.
-  /// Squares are exact, so every instruction set gives the same bits; one that is not finite makes the sum so.
+  /// Returns the sum of the squares, in double. Element i goes to sum i modulo 32, and the 32 sums are added in order.
+  /// Squares are exact, so every instruction set gives the same bits. If a square is not finite, the sum is not.
   using Sum = double (*)(const void* gradient, std::size_t count);
 
-  /// Codes begin with a block; rules without moments have an fp32 way alone.
+  /// Codes begin with a block. Rules without moments have only the fp32 version.
   struct Ways {
     Update of[kNumStateFormats][2] = {};  // [2]: in place, draft
   };

@@ -16,7 +16,7 @@ bool have_passed(const std::vector<Ticket>& waits) {
 }  // namespace
 
 bool UpdateQueue::push(const Item& item) {
-  // Taken before the item is visible: from then on it belongs to the serving thread.
+  // Copies the waits before the item is visible, because from then on the item belongs to the serving thread.
   const std::vector<Ticket> waits = item->waits;
   item->num_unissued = static_cast<int>(waits.size());
   for (const Ticket& wait : waits) item->newest_wait = std::max(item->newest_wait, wait->label.op);
@@ -26,7 +26,7 @@ bool UpdateQueue::push(const Item& item) {
     items_.push_back(item);
     changed_.notify_all();
   }
-  // Without the lock: a ticket that is issued already calls back here and now.
+  // The lock is not held, because a ticket that is issued already calls back at once, on this thread.
   for (const Ticket& wait : waits) {
     wait->when_issued([self = shared_from_this(), item, giver = wait->label.verb] { self->issued(item, giver); });
   }
@@ -70,7 +70,7 @@ bool UpdateQueue::recall(const Ticket& ticket) {
     (*found)->is_recalled = true;
     (*found)->priority = std::numeric_limits<int>::min();
     if (!have_passed((*found)->waits)) return true;
-    item = std::move(*found);  // nobody need wait for the job that runs
+    item = std::move(*found);  // then its ticket need not wait for the job that runs
     items_.erase(found);
     changed_.notify_all();
   }

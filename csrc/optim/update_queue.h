@@ -1,9 +1,10 @@
-// Jobs that wait for their turn: the most urgent of those whose waits have passed comes out next; if there is none, the
-// one whose waits were issued first.
+// Queues jobs until their turn. The most urgent job whose waits have passed comes out next. If there is none, the job
+// whose waits were issued first comes out.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
-// Order: see optim/host_optimizer.h. Threads: `push`, `recall`, `holds`, `close` and `await_idle` from any thread, the
-// rest from the one thread that serves.
+// Order: see optim/host_optimizer.h.
+// Threads: any thread may call `push`, `recall`, `holds`, `close` and `await_idle`. Only the serving thread calls the
+//   rest.
 #pragma once
 
 #include <condition_variable>
@@ -25,35 +26,35 @@ struct QueuedUpdate {
   std::shared_ptr<HostTicket> ticket;
   int priority = 0;
   bool is_recalled = false;  // protected by the queue's mutex until it is taken
-  OpId newest_wait;          // a device passes what was issued first
+  OpId newest_wait;          // a device passes first what was issued first
   std::int64_t submitted_ns = 0;
   int num_unissued = 0;            // of `waits`; protected by the queue's mutex
-  Verb last_giver = Verb::update;  // whose ticket was the last to be issued: the one to blame for a stall
+  Verb last_giver = Verb::update;  // giver of the ticket that was issued last: a stall is counted on it
 };
 
 class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
  public:
   using Item = std::shared_ptr<QueuedUpdate>;
 
-  /// False when the queue is closed; the item is not taken then.
+  /// Returns false if the queue is closed; then the item is not taken.
   bool push(const Item& item);
 
-  /// True: the item of this ticket was queued, and keeps its place only until its waits have passed; if they have, its
-  /// ticket passes now.
+  /// Returns true if the item of this ticket was queued. It then keeps its place only until its waits have passed. If
+  /// they have passed already, its ticket passes now.
   bool recall(const Ticket& ticket);
 
-  /// True while the item of this ticket has not been taken.
+  /// Returns true while the item of this ticket has not been taken.
   bool holds(const Ticket& ticket);
 
   struct Taken {
     Item item;               // null: the queue was closed
-    bool was_ready = false;  // nobody had to wait for it
+    bool was_ready = false;  // the serving thread did not wait for it
   };
-  /// Blocks for the next item. The one before it counts as running until this is called.
+  /// Blocks until the next item. The item before it counts as running until this call.
   Taken take();
-  /// Sleeps until the clock shows `deadline_ns`, or the queue is closed: then false.
+  /// Sleeps until the clock shows `deadline_ns`. Returns false if the queue is closed.
   bool sleep_until(std::int64_t deadline_ns);
-  /// Whatever is left after closing.
+  /// Returns what is left after `close`.
   std::deque<Item> take_rest();
 
   void close();

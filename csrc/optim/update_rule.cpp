@@ -1,4 +1,5 @@
-// What the rules are called, what they keep, and their hyperparameters as the formulas want them.
+// Names the rules and the number of moments that each keeps, and computes hyperparameters in the form that the formulas
+// use.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -16,7 +17,7 @@ struct Described {
   int num_moments;
 };
 
-// S. Vigna's "splitmix64": neighbouring seeds and steps have nothing in common.
+// S. Vigna's "splitmix64": it makes neighbouring seeds and steps unrelated.
 std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -55,7 +56,7 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
   if (step < 1) throw UsageError("a step that counts from 1", std::to_string(step), "count the step before the update");
   const bool is_adam = rule == UpdateRule::adamw || rule == UpdateRule::adam;
   const bool is_decoupled = rule == UpdateRule::adamw || rule == UpdateRule::lion;
-  // Powers in double: in float they drift from torch's within a thousand steps.
+  // Computes powers in double: in float they differ from torch's within a thousand steps.
   const double bias1 = is_adam ? 1.0 - std::pow(hyper.beta1, static_cast<double>(step)) : 1.0;
   const double bias2 = is_adam ? 1.0 - std::pow(hyper.beta2, static_cast<double>(step)) : 1.0;
   UpdateScalars scalars{};

@@ -1,10 +1,18 @@
-// How long things take, for predictions; and the bound that no schedule of a mode can beat.
+// Predicts how long ops take, and computes the bound that no schedule of a mode can beat.
 //
-// Units: microseconds, GiB/s. The bounds are those of docs/journey.md: with F, B compute of forward and backward, U
-// host update, f_F and f_B fetches of each, d drains, c_F and c_B what ranks send each other, o what is offloaded, p
-// both ways to peers, h_c and h_u what copies and updates take of the host's memory, which they share. blocking:
-// max(max(F, f_F, c_F) + max(B, d, f_B, c_B), d + o, p, h_c) + max(U, h_u); deferred: the same with U inside of the
-// first max, and h_c + h_u in the second.
+// Units: microseconds, GiB/s.
+//
+// The bounds are those of docs/journey.md. Their terms are:
+// - F, B: compute of forward and backward
+// - U: updates on the host
+// - f_F, f_B: fetches of forward and backward
+// - d: drains; o: offloads of saved tensors
+// - c_F, c_B: what ranks send each other
+// - p: all work of the peer lane, in both directions
+// - h_c, h_u: the time of copies and of updates at the pace of the host's memory, which they share
+//
+// blocking: max(max(F, f_F, c_F) + max(B, d, f_B, c_B), d + o, p, h_c) + max(U, h_u).
+// deferred: the same with U inside the first inner max, and h_c + h_u in place of h_c.
 #pragma once
 
 #include <map>
@@ -15,7 +23,7 @@
 namespace noria {
 
 struct Costs {
-  std::map<Lane, double> bandwidth_gib_s;  // fetch, drain, update; absent or 0: free
+  std::map<Lane, double> bandwidth_gib_s;  // fetch, drain, update; absent or 0: takes no time
   std::map<Lane, double> latency_us;
   std::vector<double> forward_us;  // by unit
   std::vector<double> backward_us;
@@ -27,13 +35,13 @@ struct StepTimes {
   double forward_us = 0, backward_us = 0, update_us = 0;
   double forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
   double forward_collect_us = 0, backward_collect_us = 0;
-  double offload_us = 0;  // of what forwards save, on the lane of the drains; its way back is a fetch of backward
-  double peer_us = 0;     // both, where it goes to peers
-  double host_copies_us = 0, host_updates_us = 0;  // their bytes, at the pace of the host's memory alone
+  double offload_us = 0;                           // on the drain lane; reloads count in backward_fetch_us
+  double peer_us = 0;                              // all work of the peer lane
+  double host_copies_us = 0, host_updates_us = 0;  // if only the host's memory limited them
 };
 double blocking_bound_us(const StepTimes& times);
 double deferred_bound_us(const StepTimes& times);
-/// With a draft of every unit: updates and transfers have the whole step.
+/// The bound if every unit has a draft: updates and transfers may then use the whole step.
 double drafting_bound_us(const StepTimes& times);
 
 }  // namespace noria

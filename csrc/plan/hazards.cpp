@@ -9,7 +9,8 @@
 namespace noria {
 namespace {
 
-// Ops of one chain end in the order in which they were issued: a FIFO lane, the updates of one unit, or its sums.
+// Returns the chain of an op: its FIFO lane, the updates of its unit, or the sums of its unit. Ops of one chain end in
+// issue order.
 std::size_t chain_of(const Op& op) {
   if (op.lane != Lane::update) return static_cast<std::size_t>(op.lane);
   const std::size_t of_unit = 2 * static_cast<std::size_t>(op.unit.value) + (op.verb == Verb::sum ? 1 : 0);
@@ -27,11 +28,11 @@ void raise_to(Clock& clock, const Clock& other) {
   for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-using Past = std::size_t;  // an op that is still remembered
+using Past = std::size_t;  // index of a remembered op
 constexpr Past kNobody = static_cast<Past>(-1);
 
-// Ops that a later one may have to wait for, each with the clock of its end. Counted references: an op is forgotten
-// when no range names it any more, and its memory is used again.
+// Holds the ops that a later op may have to wait for, each with the clock of its end. References are counted: an op is
+// forgotten when no range names it any more, and its memory is used again.
 class PastOps {
  public:
   struct Entry {
@@ -45,7 +46,7 @@ class PastOps {
   const Entry& operator[](Past past) const { return entries_[past]; }
   std::size_t size() const { return entries_.size() - free_.size(); }
 
-  /// One reference, the caller's.
+  /// Returns the op with one reference, which the caller owns.
   Past add(OpId id, Verb verb, std::size_t chain, const Clock& clock) {
     if (free_.empty()) {
       free_.push_back(entries_.size());
@@ -74,7 +75,8 @@ class PastOps {
   std::vector<Past> free_;
 };
 
-// The bytes of one place, cut wherever an access began or ended; a write that covers several pieces joins them again.
+// Holds the bytes of one place, cut wherever an access began or ended. A write that covers several pieces joins them
+// again.
 class RangeMap {
  public:
   struct Range {
@@ -115,7 +117,7 @@ class RangeMap {
     for (; last != ranges_.end() && last->first < end; ++last) clear(last->second);
     if (first == last) {
       ranges_.emplace_hint(first, begin, Range{end, ops_->hold(op), {}});
-    } else if (first->first == begin) {  // the usual case: the very range that was written last time
+    } else if (first->first == begin) {  // the usual case: the same range as in the last write
       ranges_.erase(std::next(first), last);
       first->second.end = end;
       first->second.writer = ops_->hold(op);
@@ -236,8 +238,8 @@ std::vector<Wait> Hazards::issue(const Op& op) {
     state.collect(access);
     if (op.lane != Lane::collect) state.collect_assistance(access);
   }
-  // Newest first, because an op implies only older ones. One op may be met by several rules: a read of what was written
-  // says most, so it names the wait.
+  // Newest first, because an op implies only older ones. Several rules may find the same op. Then RAW names the wait,
+  // because it says most.
   std::sort(candidates.begin(), candidates.end(), [&](const auto& a, const auto& b) {
     return std::pair(state.ops[b.past].id, a.rule) < std::pair(state.ops[a.past].id, b.rule);
   });
@@ -246,7 +248,7 @@ std::vector<Wait> Hazards::issue(const Op& op) {
   if (state.chain_clocks.size() <= chain) state.chain_clocks.resize(chain + 1);
   Clock& chain_clock = state.chain_clocks[chain];
   Clock& clock = state.clock;
-  if (op.lane == Lane::update) clock.clear();  // no lane orders it
+  if (op.lane == Lane::update) clock.clear();  // no lane orders its ops
   else clock.assign(chain_clock.begin(), chain_clock.end());
 
   std::vector<Wait> waits;
@@ -264,7 +266,7 @@ std::vector<Wait> Hazards::issue(const Op& op) {
   clock[chain] = op.id.value;
   chain_clock.assign(clock.begin(), clock.end());
   const Past past = state.ops.add(op.id, op.verb, chain, clock);
-  for (const Access::Mode mode : {Access::Mode::read, Access::Mode::write}) {  // what it writes last is what counts
+  for (const Access::Mode mode : {Access::Mode::read, Access::Mode::write}) {  // writes last: they are what counts
     for (const Access& access : op.accesses) {
       if (access.mode != mode) continue;
       const Buffer& buffer = state.buffers[access.buffer];

@@ -1,15 +1,17 @@
-// The one place where waits come from.
+// Derives every wait from what ops read and write. No wait is written by hand anywhere else.
 //
-// Every op names what it reads and writes; `issue` takes ops in issue order and returns what each must wait for: the
-// last writer of what it reads (RAW), the last writer (WAW) and the readers since (WAR) of what it writes. What the
-// order of a lane or another wait already implies is left out. No wait is written by hand anywhere else.
+// Example: a fetch writes a range of the window, so it waits for the forward that last read this range. Every op names
+// what it reads and writes. `issue` takes ops in issue order and returns the ops that each must wait for:
+// - for what it reads: the last writer (RAW);
+// - for what it writes: the last writer (WAW), and the readers since that write (WAR).
+// A wait is left out if the order of a lane, or another wait, already implies it.
 //
-// Ownership: keeps what it needs of past ops, bounded by the number of distinct ranges in use, not by time.
+// Ownership: keeps what it needs of past ops. The number of distinct ranges in use bounds this, not time.
 // Threads: none of its own; the caller serialises.
 //
-// Note [Update lane]. The update lane is a pool: its ops are ordered by waits alone. Updates of one unit always
-// conflict (each writes the unit's state), so they form a chain and count as a lane per unit when implied waits are
-// dropped. So do its sums, which a draft need not wait for.
+// Note [Update lane]. The update lane is a pool, so only waits order its ops. Updates of one unit always conflict,
+// because each writes the unit's state. So they form a chain, and a chain counts as a lane when implied waits are
+// dropped. The sums of a unit form another chain, because a draft need not wait for them.
 #pragma once
 
 #include <cstdint>
@@ -27,30 +29,31 @@ struct Wait {
   OpId on;
   Rule rule = Rule::read_after_write;
   Verb giver = Verb::fetch;
-  Purpose purpose = Purpose::weights;  // of the waiter's buffer that made the wait necessary
+  Purpose purpose = Purpose::weights;  // of the waiter's buffer that caused the wait
 };
 
-/// "update -> fetch on working_copy (RAW)"
+/// Returns text such as "update -> fetch on working_copy (RAW)".
 std::string kind_of(const Wait& wait, Verb waiter);
 
-// Note [Assistance]. Whatever op of the collect lane is under way, the lane may meanwhile read working copies and write
-// held gradients, of any unit, for other ranks that are elsewhere (comm/collect_lane.h). So whoever writes the ones or
-// touches the others waits for the newest op of that lane. What the lane itself must wait for then is `before`.
+// Note [Assistance]. While an op of the collect lane runs, the lane may read working copies and write held gradients of
+// any unit. It does this for ranks that visit other units (comm/collect_lane.h). So an op of another lane that writes a
+// working copy, or touches a held gradient, waits for the newest op of the collect lane. `before` returns what the
+// collect lane itself must wait for when it assists.
 class Hazards {
  public:
   explicit Hazards(const BufferTable& buffers);
   ~Hazards();
 
-  /// The ops that `op` must wait for, newest first; `op.id` must grow from call to call. Verb::evict returns none.
+  /// Returns the ops that `op` must wait for, newest first; none for Verb::evict. `op.id` must grow from call to call.
   std::vector<Wait> issue(const Op& op);
 
-  /// What an access would have to wait for if it were made now: nothing is noted.
+  /// Returns the ops that `access` would have to wait for if it were made now. Records nothing.
   std::vector<OpId> before(const Access& access) const;
 
-  /// Tests only: waits of this kind (see kind_of) are silently left out from now on. Empty: none.
+  /// Tests only: leaves out waits of this kind (see kind_of) from now on. An empty string omits none.
   void omit(const std::string& kind);
 
-  /// How many ranges and past ops are remembered: a steady state must not grow it.
+  /// Returns how many ranges and past ops are remembered. This must not grow in a steady state.
   std::size_t num_remembered() const;
 
  private:
@@ -62,12 +65,16 @@ struct WaitList {
   std::vector<std::vector<std::int64_t>> waits;  // by op: indices of the ops that it waits for
 };
 
-/// All waits of a whole list of ops, by index.
+/// Returns all waits of a whole list of ops, by index.
 WaitList derive(const std::vector<Op>& ops, const BufferTable& buffers);
 
-/// Proves a list of ops with its waits: every conflicting pair is ordered by lanes and waits, the order has no circle,
-/// every read names the version last written, a lane is never asked to wait for what is queued behind it. Returns what
-/// is wrong, one sentence each; empty means proven. Quadratic, for tests and `noria plan --check`.
+/// Proves that a list of ops with its waits is correct:
+/// - lanes and waits order every conflicting pair;
+/// - the order has no cycle;
+/// - every read names the version last written;
+/// - no op waits for an op that is queued behind it on the same lane.
+/// Returns one sentence per fault; an empty result means proven. Takes quadratic time: for tests and `noria plan
+/// --check`.
 std::vector<std::string> check(const std::vector<Op>& ops, const WaitList& waits, const BufferTable& buffers);
 
 }  // namespace noria

@@ -1,4 +1,4 @@
-// The proof of a list of waits: written without any of what `hazards` is made of, so that one can judge the other.
+// Proves a list of waits. It uses nothing that `hazards` is made of, so that one can judge the other.
 #include <algorithm>
 #include <array>
 
@@ -67,7 +67,7 @@ class Proof {
     }
   }
 
-  // Ends every op after all that come before it; what then remains lies on a circle, or behind one.
+  // Sorts ops so that each comes after all that must end before it. Ops that remain lie on a circle, or behind one.
   void sort() {
     std::vector<std::size_t> num_open(ops_.size());
     std::vector<std::vector<std::size_t>> after(ops_.size());
@@ -88,7 +88,7 @@ class Proof {
     if (order_.size() == ops_.size()) return;
     std::size_t at = 0;
     while (num_open[at] == 0) ++at;
-    std::vector<std::size_t> path;  // backwards along open ops, until one is met again
+    std::vector<std::size_t> path;  // back along open ops, until it meets one again
     while (std::find(path.begin(), path.end(), at) == path.end()) {
       path.push_back(at);
       at = *std::find_if(before_[at].begin(), before_[at].end(), [&](std::size_t b) { return num_open[b] > 0; });
@@ -129,7 +129,8 @@ class Proof {
     return nullptr;
   }
 
-  // Issue order says what each read must see: the last write of every byte of it, in this buffer and of this version.
+  // Checks what each read sees: the last write that was issued before it and overlaps it. That write must be to the
+  // same buffer, and of the version that the read names.
   void check_versions() {
     for (std::size_t j = 0; j < ops_.size(); ++j) {
       if (ops_[j].verb == Verb::evict) continue;
@@ -158,7 +159,7 @@ class Proof {
   const std::vector<Op>& ops_;
   const WaitList& waits_;
   const BufferTable& buffers_;
-  std::vector<std::vector<std::size_t>> before_;  // by op: what ends before it starts
+  std::vector<std::vector<std::size_t>> before_;  // by op: the ops that end before it starts
   std::vector<std::size_t> order_;
   std::vector<std::string> faults_;
 };

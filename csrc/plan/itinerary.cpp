@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kMostOfASignature = 64;
 
-// Gradients arrive after the announcement, so a prediction cannot go by them.
+// Ignores gradients: they arrive after the announcement, so no prediction can use them.
 bool is_same_announcement(const Visit& a, const Visit& b) {
   return a.hook == b.hook && a.phase == b.phase && a.needs == b.needs;
 }
@@ -35,7 +35,7 @@ std::optional<ItineraryId> ItineraryBook::begin(const Signature& signature) {
 std::optional<ItineraryId> ItineraryBook::announce(const Visit& visit) {
   NORIA_INVARIANT(is_open_, "a visit was announced outside of a pass");
   current_.push_back({visit.hook, visit.phase, visit.needs, {}});
-  if (!expected_) return expected_;  // nothing known begins like this
+  if (!expected_) return expected_;  // no known itinerary begins like this
   const std::vector<Visit>& expected = visits(*expected_);
   if (current_.size() <= expected.size() && is_same_announcement(expected[current_.size() - 1], visit)) {
     return expected_;
@@ -117,7 +117,7 @@ std::optional<ItineraryId> ItineraryBook::expected_after_update() const {
   if (!previous_) return std::nullopt;
   const auto found = followed_by_.find({*previous_, true});
   if (found != followed_by_.end()) return found->second;
-  // Never seen. Most loops run the same forward again.
+  // This was never seen. Most loops run the same forward again.
   const Signature& last = signature(*previous_);
   if (last.phase == Phase::backward && last.forward.valid() && itineraries_.contains(last.forward)) return last.forward;
   return std::nullopt;

@@ -1,10 +1,11 @@
-// The visits of a pass in order, recorded at its first occurrence and known again at the next.
+// Records the visits of a pass in order when the pass first occurs, and recognises the pass when it occurs again.
 //
-// A pass is begun with a signature, which says what is known before its first visit; itineraries of one signature
-// (another branch, another number of layers) are told apart as their visits are announced. The book predicts, the
-// engine follows as long as the prediction holds, and what really happened is what is kept. Of one signature the newest
-// 64 are kept; older ones are forgotten, with the backward passes that belong to them, and learnt again: a loop that
-// never repeats itself fills no memory.
+// A pass begins with a signature: what is known before its first visit. Itineraries of one signature may differ, for
+// example by a branch or by the number of layers. The book tells them apart as their visits are announced. The book
+// predicts, the engine follows as long as the prediction holds, and the book keeps what really happened.
+//
+// For each signature the newest 64 itineraries are kept. Older ones are forgotten, together with the backward passes
+// that belong to them, and learnt again if they return. So a loop that never repeats itself does not fill memory.
 //
 // Threads: the caller serialises.
 #pragma once
@@ -26,51 +27,53 @@ struct Signature {
   std::int32_t root = 0;  // which model of the wrap call
   bool grad_enabled = true;
   bool training = true;
-  bool accumulating = false;  // held gradients will be added to
-  ItineraryId forward;        // of a backward pass: the last forward's itinerary
+  bool accumulating = false;  // the pass adds to held gradients
+  ItineraryId forward;        // backward passes only: the last forward's itinerary
   auto operator<=>(const Signature&) const = default;
 };
 
 class ItineraryBook {
  public:
-  /// Begins a pass. Returns the itinerary it is expected to follow: the one that followed the same predecessor last
-  /// time, else the newest of that signature, else none.
+  /// Begins a pass. Returns the itinerary that the pass is expected to follow. That is the one that followed the same
+  /// predecessor last time, else the newest of this signature, else none.
   std::optional<ItineraryId> begin(const Signature& signature);
 
-  /// The next visit as announced (gradients empty). Same id: as expected. Another id: a known itinerary with the same
-  /// beginning was found. None: unknown from here on.
+  /// Takes the next visit as announced (its gradients are empty). Returns the same id as before if the visit was
+  /// expected. Returns another id if a known itinerary has the same beginning. Returns none if no known itinerary has
+  /// it.
   std::optional<ItineraryId> announce(const Visit& visit);
 
-  /// A gradient of `unit` arrived during the current visit.
+  /// Records that a gradient of `unit` arrived during the current visit.
   void note_gradient(UnitId unit);
 
-  /// Ends the pass and keeps what happened, under a new id if it is new. The expected id stands if it was exact.
+  /// Ends the pass and keeps what happened. Returns the expected id if the prediction was exact. Returns a new id if no
+  /// known itinerary has these visits.
   ItineraryId end();
-  /// Forgets the pass that was begun (it raised).
+  /// Forgets the pass that has begun, because it raised.
   void abandon();
 
-  /// An update happened between two passes: part of what "followed" means.
+  /// Records that an update happened between two passes. A successor is remembered separately with and without one.
   void note_update();
 
-  /// What followed this itinerary last time, and whether an update lay between.
+  /// Names what followed an itinerary last time, and whether an update lay between.
   struct Successor {
     ItineraryId itinerary;
     bool after_update = false;
   };
   std::optional<Successor> successor(ItineraryId id) const;
 
-  /// The pass expected next if an update comes (or came) first: what followed this predecessor and an update last time,
-  /// else, after a backward pass, the forward it belonged to.
+  /// Returns the pass expected next if an update comes (or came) first. That is the pass that followed this predecessor
+  /// and an update last time. If there is none, it is the forward that the previous pass, a backward, belonged to.
   std::optional<ItineraryId> expected_after_update() const;
 
-  /// InvariantError for one that is forgotten.
+  /// Both throw InvariantError if the itinerary is forgotten.
   const std::vector<Visit>& visits(ItineraryId id) const;
   const Signature& signature(ItineraryId id) const;
-  /// What was forgotten since the last call.
+  /// Returns the itineraries that were forgotten since the last call.
   std::vector<ItineraryId> take_forgotten();
   std::size_t size() const { return itineraries_.size(); }
 
-  /// How far the current pass has come: index of the visit last announced, -1 before the first.
+  /// Returns the index of the visit last announced, or -1 before the first.
   std::int64_t position() const { return static_cast<std::int64_t>(current_.size()) - 1; }
 
  private:
@@ -90,7 +93,7 @@ class ItineraryBook {
   std::map<ItineraryId, Successor> successors_;
   std::optional<ItineraryId> previous_;  // the last pass that ended
   bool updated_since_previous_ = false;
-  bool is_open_ = false;  // a pass has begun; what follows belongs to it
+  bool is_open_ = false;  // a pass has begun and has not ended
   bool after_update_ = false;
   Signature current_signature_;
   std::vector<Visit> current_;

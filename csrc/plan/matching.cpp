@@ -15,7 +15,7 @@ using Counts = std::vector<std::int64_t>;  // of granules, by rank
 
 std::int64_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), std::int64_t{0}); }
 
-/// What each gets of `total` if what then remains lacking shall be as even as it can be.
+/// Divides `total` so that the remaining lack is as even as possible. Returns what each rank gets.
 Counts even_out(const Counts& needed, std::int64_t total) {
   std::int64_t low = 0, high = *std::max_element(needed.begin(), needed.end());
   const auto above = [&](std::int64_t level) {
@@ -23,14 +23,14 @@ Counts even_out(const Counts& needed, std::int64_t total) {
     for (std::int64_t need : needed) count += std::max<std::int64_t>(need - level, 0);
     return count;
   };
-  while (low < high) {  // the lowest level that all of it can be brought to
+  while (low < high) {  // finds the lowest level that `total` can bring every lack down to
     const std::int64_t level = (low + high) / 2;
     if (above(level) <= total) high = level;
     else low = level + 1;
   }
   Counts given;
   for (std::int64_t need : needed) given.push_back(std::max<std::int64_t>(need - low, 0));
-  std::int64_t left = total - sum(given);  // less than brings all of them one further down
+  std::int64_t left = total - sum(given);  // too little to bring all of them down by one more granule
   for (std::size_t i = 0; i < needed.size() && left > 0; ++i) {
     if (given[i] == needed[i] || needed[i] < low) continue;
     ++given[i];
@@ -39,7 +39,7 @@ Counts even_out(const Counts& needed, std::int64_t total) {
   return given;
 }
 
-/// What of these could be lent to whom: without those that no link leads to.
+/// Returns `amounts` without those of ranks that no link connects to a rank with something in `others`.
 Counts reached(Counts amounts, const Counts& others, const auto& has_link) {
   for (std::size_t own = 0; own < amounts.size(); ++own) {
     bool is_reached = false;
@@ -56,7 +56,7 @@ class Market {
         spare_(std::move(spare)),
         bandwidth_(bandwidth) {}
 
-  /// Until nobody wants anything that somebody has.
+  /// Deals until no rank wants memory that a linked lender still has.
   void settle() {
     while (deal()) {
     }
@@ -101,7 +101,7 @@ class Market {
     const std::int64_t all = sum(claims), had = spare;
     for (std::size_t b = 0; b < claims.size(); ++b) {
       if (claims[b] == 0) continue;
-      // Rounded up, so that a round gives something away; the last to come has what is left.
+      // Rounded up, so that every round gives something away. The last borrower gets what is left.
       const std::int64_t share = all <= had ? claims[b] : (claims[b] * had + all - 1) / all;
       const std::int64_t given = std::min(share, spare);
       spare -= given;
@@ -116,7 +116,8 @@ class Market {
   std::map<std::pair<int, int>, std::int64_t> given_;
 };
 
-/// Of what is `spare`, what each gets for what it wants, by lender and borrower. Nobody lends to itself.
+/// Divides `spare` among the ranks of `machine` by what they want. Returns granules, by lender and borrower. No rank
+/// lends to itself.
 std::map<std::pair<int, int>, std::int64_t> wanted_of(const std::vector<MemoryOffer>& offers,
                                                       const std::string& machine, const Counts& spare,
                                                       std::vector<std::vector<double>> bandwidth) {
@@ -150,7 +151,7 @@ std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
     const auto lends = [&](std::size_t lender, std::size_t borrower) { return bandwidth[lender][borrower] > 0; };
     const auto borrows = [&](std::size_t borrower, std::size_t lender) { return lends(lender, borrower); };
     std::map<std::pair<int, int>, std::int64_t> given;
-    while (true) {  // again where somebody's share was of what no link leads to
+    while (true) {  // repeats if a rank's share counted memory that no link leads to
       const Counts wanted = reached(needed, spare, borrows), had = reached(spare, needed, lends);
       Market market(even_out(wanted, std::min(sum(wanted), sum(had))), had, bandwidth);
       market.settle();

@@ -57,13 +57,14 @@ class Placer {
   }
 
  private:
-  // The arena is cut into pieces without gaps: holes, which remember when and from what they became free, and stays.
+  // The arena is cut into pieces without gaps. A piece is a stay, or a hole that remembers when and from what it became
+  // free.
   struct Piece {
     Bytes offset;
     Bytes end;
     std::size_t stay;
     std::int64_t free_at;
-    bool was_drained = false;  // last a gradient buffer: at `free_at` its drain has only begun
+    bool was_drained = false;  // a gradient buffer lay there last; its drain only begins at `free_at`
   };
 
   std::int64_t free_at(const Piece& piece) const {
@@ -102,8 +103,8 @@ class Placer {
     return true;
   }
 
-  // See Note [Choosing a range]; `earliest`: memory that was free before that is no better than memory free since then.
-  // None: what the visit needs is in the way everywhere.
+  // Chooses a range: see Note [Choosing a range]. Memory that was free before `earliest` is no better than memory free
+  // since then. Returns none if every range touches something that the visit needs.
   std::optional<Bytes> choose(Bytes bytes, std::int64_t earliest) const {
     using Score = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // smaller is better
     std::optional<Bytes> best;
@@ -111,7 +112,7 @@ class Placer {
     for (std::size_t first = 0; first < pieces_.size(); ++first) {
       const Bytes end = pieces_[first].offset + bytes;
       std::int64_t soonest_use = kNever;
-      std::int64_t ready_at = 2 * earliest;  // in halves of an opening, for the sake of drains
+      std::int64_t ready_at = 2 * earliest;  // in halves of an opening, so that a drain counts as one half
       Bytes lost;
       Bytes reached = pieces_[first].offset;
       for (std::size_t i = first; i < pieces_.size() && reached < end && !is_pinned(pieces_[i]); ++i) {
@@ -145,7 +146,7 @@ class Placer {
     given_up_.push_back(index);
   }
 
-  // Gives up what lies in the range, and leases it. Returns when it is ready to be written.
+  // Gives up the stays in the range, and leases it. Returns the opening from which it may be written.
   std::int64_t take(Bytes offset, UnitId unit, bool is_weights, std::int64_t visit) {
     const Bytes bytes = bytes_of(unit, is_weights);
     const Bytes end = offset + align_up(bytes, kTensorAlignment);
@@ -174,7 +175,8 @@ class Placer {
     return ready_at;
   }
 
-  // The cap on leases asks for a victim whatever memory is free. Returns when the last one is free.
+  // Gives up units until the cap on leases allows one more; free memory does not help here. Returns the opening at
+  // which the last of them is free.
   std::int64_t make_room_in_window() {
     std::int64_t free_at = -1;
     while (request_.budget.window > 0 && num_lying_ >= request_.budget.window) {
@@ -195,7 +197,8 @@ class Placer {
     return free_at;
   }
 
-  // Units that lie in the arena keep their places. False, and nothing done: they are in the way of the others.
+  // Places what the visit needs and the arena lacks. Units in the arena keep their places. Returns false, with nothing
+  // changed, if they are in the way.
   bool place_missing(const Visit& visit) {
     const auto lies = [&](UnitId unit) { return lying_[index_of(unit)] != kNone; };
     if (visit.gradients.empty() && std::all_of(visit.needs.begin(), visit.needs.end(), lies)) return true;
@@ -223,7 +226,7 @@ class Placer {
       lying_[index_of(stays_[i].unit)] = kNone;
       --num_lying_;
     }
-    for (std::size_t index : given_up_) {  // all of them older: what this visit needs is never given up for it
+    for (std::size_t index : given_up_) {  // all are older stays: a visit never gives up what it needs itself
       stays_[index].given_up_at = kNever;
       lying_[index_of(stays_[index].unit)] = index;
       ++num_lying_;
@@ -235,7 +238,8 @@ class Placer {
     return false;
   }
 
-  // Side by side from offset 0. Legal at any time: copies on the device are clean.
+  // Places all that the visit needs side by side from offset 0. This is legal at any time, because copies on the device
+  // are clean.
   void place_all_anew(const Visit& visit) {
     std::vector<std::tuple<UnitId, bool, Bytes>> targets;
     Bytes offset;
@@ -263,8 +267,8 @@ class Placer {
   const std::vector<UnitFacts>& units_;
   std::vector<Stay> stays_;
   std::vector<Piece> pieces_;
-  std::vector<std::size_t> lying_;       // by unit: its stay now
-  std::vector<std::int64_t> last_free_;  // by unit: when its last stay, given up by now, became free
+  std::vector<std::size_t> lying_;       // by unit: its current stay
+  std::vector<std::int64_t> last_free_;  // by unit: when its last given-up stay became free
   std::vector<std::int64_t> needed_at_;  // by unit: the last visit that needed it
   std::vector<std::vector<std::int64_t>>
       uses_;                           // by unit: the visits that need it, the next pass's following this one's

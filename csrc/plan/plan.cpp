@@ -23,7 +23,7 @@ std::string padded(std::string text, std::size_t width) {
   return text;
 }
 
-// Leases move from plan to plan, so their range is the point; the home stays where it is, so its name is.
+// Shows the range of a lease, because leases move from plan to plan. Buffers of the home stay, so their name is enough.
 std::string text_of(const Access& access, const BufferTable& buffers, const std::vector<std::string>& unit_names) {
   const Buffer& buffer = buffers[access.buffer];
   std::string text = std::string(to_string(buffer.purpose)) + "(" + name_of(buffer.unit, unit_names) + ")";

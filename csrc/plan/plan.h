@@ -1,11 +1,11 @@
-// Who is where when, as data: buffers, ops with accesses, leases, and the plan of one pass.
+// Describes as data what lies where and when: buffers, ops with accesses, leases, and the plan of one pass.
 //
-// The planner makes these, `hazards` derives every wait from them, the simulator runs them in virtual time, the engine
-// for real. They hold no pointers and know no device.
+// The planner makes these. `hazards` derives every wait from them, the simulator runs them in virtual time, and the
+// engine runs them for real. They hold no pointers and know no device.
 //
-// Order: ops are listed in issue order, and issue order is the meaning of the program: a read sees the last write that
-// was issued before it. Versions count the writes of a buffer; in a PassPlan they are relative to the version at the
-// beginning of the pass (0), so that one plan serves every step.
+// Order: ops are listed in issue order, and issue order defines what the program means. A read sees the last write that
+// was issued before it. Versions count the writes of a buffer. In a PassPlan they are relative to the version at the
+// beginning of the pass (0), so one plan serves every step.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +26,10 @@ struct Place {
   std::int32_t index = 0;  // device number, rank or file number
   auto operator<=>(const Place&) const = default;
 };
-/// "device:0", "host", "peer:3", "file:1"
+/// Returns text such as "device:0", "host", "peer:3" or "file:1".
 std::string to_string(const Place& place);
 
-/// Three roles of a unit's bytes, even where two of them have the same dtype today.
+/// Names the three roles of a unit's bytes. Roles are kept apart even if two of them have the same dtype today.
 enum class Format : std::uint8_t { master, travel, compute };
 
 enum class Purpose : std::uint8_t {
@@ -39,15 +39,15 @@ enum class Purpose : std::uint8_t {
   held_gradient,
   optimizer_state,
   gradient_sum,
-  gradient_scales,  // what held gradients are multiplied by when they are used
+  gradient_scales,  // held gradients are multiplied by these when they are used
   unsummed_gradient,
-  saved_tensor,  // what a forward saves for its backward, on the device
-  saved_copy,    // and in the home
-  peer_copy      // of a unit, at a peer
+  saved_tensor,  // on the device: what a forward saves for its backward
+  saved_copy,    // in the home: a copy of a saved tensor
+  peer_copy      // at a peer: a copy of a unit
 };
 std::string_view to_string(Purpose purpose);
 
-/// A range of a place. Two buffers conflict when their ranges overlap, whatever they are called.
+/// A buffer is a range of a place. Two buffers conflict if their ranges overlap, even if their other fields differ.
 struct Buffer {
   Place place;
   Bytes offset;
@@ -58,7 +58,7 @@ struct Buffer {
   auto operator<=>(const Buffer&) const = default;
 };
 
-/// Gives equal buffers equal ids, so that a steady state names finitely many.
+/// Gives equal buffers equal ids, so a steady state uses a finite number of ids.
 class BufferTable {
  public:
   BufferId intern(const Buffer& buffer);
@@ -88,7 +88,7 @@ struct Op {
   std::vector<Access> accesses;
 };
 
-/// The right to a range over a span of ops, by index into the plan's ops. last_op -1: still leased at the end.
+/// A lease is the right to a range from one op to another, by index into the plan's ops. last_op -1: leased to the end.
 struct Lease {
   BufferId buffer;
   Place place;
@@ -98,16 +98,17 @@ struct Lease {
   std::int64_t last_op = -1;
 };
 
-/// A unit's weights that lie on the device between two visits. `version` as in the plan: 0 is the home's version at the
-/// beginning of the pass; anything else is stale and must not be passed in.
+/// A resident is a unit whose weights lie on the device between two visits. The weights must have the home's version at
+/// the beginning of the pass (0 in the plan). The caller must not pass in stale weights.
 struct Resident {
   UnitId unit;
   Bytes offset;
   auto operator<=>(const Resident&) const = default;
 };
 
-/// One use of units in a pass: which module announced it, what must be leased while it lasts, and the units whose
-/// gradients arrive during it (each takes a gradient buffer, drained when the visit ends).
+/// A visit is one use of units in a pass. It names the module that announced it, the units that must be leased while it
+/// lasts, and the units whose gradients arrive during it. Each of the latter takes a gradient buffer, which is drained
+/// when the visit ends.
 struct Visit {
   HookId hook;
   Phase phase = Phase::forward;
@@ -120,14 +121,14 @@ struct PassPlan {
   std::vector<Visit> visits;
   std::vector<Op> ops;  // issue order; ids are 0, 1, 2...
   std::vector<Lease> leases;
-  std::vector<Resident> exit;  // what stays resident across the end of the pass
+  std::vector<Resident> exit;  // what stays resident after the pass
   std::int64_t num_fetches = 0;
   Bytes fetched;
   Bytes peak;                   // highest end of any lease
   std::int32_t peak_units = 0;  // most units leased at once
 };
 
-/// The plan as text, one op a line: for people, for tests, and to compare two plans.
+/// Returns the plan as text, one op a line: for people, for tests, and to compare two plans.
 std::string to_text(const PassPlan& plan, const BufferTable& buffers, const std::vector<std::string>& unit_names);
 
 }  // namespace noria

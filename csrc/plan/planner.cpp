@@ -21,7 +21,7 @@ Bytes room_for(const Visit& visit, const std::vector<UnitFacts>& units) {
   return room;
 }
 
-// unit "head" needs 3.0 MiB (weights 2.0 MiB, gradients 1.0 MiB)
+// Returns text such as: unit "head" needs 3.0 MiB (weights 2.0 MiB, gradients 1.0 MiB)
 std::string describe(const Visit& visit, const std::vector<UnitFacts>& units) {
   std::set<UnitId> involved(visit.needs.begin(), visit.needs.end());
   involved.insert(visit.gradients.begin(), visit.gradients.end());
@@ -59,7 +59,7 @@ void refuse_what_does_not_fit(const PlanRequest& request, const std::vector<Unit
   }
 }
 
-// Puts stays into issue order: every fetch as early as its memory and the window allow, in the order of need.
+// Puts stays into issue order. Every fetch comes as early as its memory and the window allow, in the order of need.
 class Writer {
  public:
   Writer(const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers)
@@ -135,7 +135,8 @@ class Writer {
     return found;
   }
 
-  // The next fetch in the order of need, after the evictions that it asks for; false: not at this opening.
+  // Issues the next fetch in the order of need, after the evictions that it asks for. Returns false if this opening is
+  // too early.
   bool fetch_next(std::int64_t opening) {
     const std::size_t index = fetches_[next_];
     const Stay& stay = stays_[index];
@@ -208,9 +209,9 @@ class Writer {
   std::map<std::size_t, std::size_t> lease_of_;                        // by stay: its lease in the plan
   std::map<std::int64_t, std::vector<std::size_t>> buffers_of_visit_;  // gradient buffers, by visit
   std::vector<std::size_t> fetches_;                                   // stays to be fetched, in the order of need
-  std::size_t next_ = 0;                                               // of those
+  std::size_t next_ = 0;                                               // index into fetches_
   std::map<UnitId, std::size_t> lying_;                                // units leased now, and their stays
-  std::map<BufferId, Version> versions_;                               // of what this pass writes, by writes
+  std::map<BufferId, Version> versions_;                               // by buffer: how often this pass writes it
 };
 
 }  // namespace

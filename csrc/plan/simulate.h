@@ -1,4 +1,4 @@
-// A plan in virtual time: each op starts when its lane is free and its waits have ended.
+// Runs a plan in virtual time: each op starts when its lane is free and its waits have ended.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@
 
 namespace noria {
 
-/// Spans of all ops but evictions, in issue order, starting at 0. Update ops run one after another in issue order
-/// (one host pool), each when its waits have ended.
+/// Returns the spans of all ops but evictions, in issue order, starting at 0. Update ops run one after another in issue
+/// order (one host pool), each when its waits have ended.
 std::vector<Span> simulate(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs);
 
 }  // namespace noria

@@ -7,7 +7,7 @@
 namespace noria {
 namespace {
 
-/// What is not there to be swapped if the block is computed again, of a step.
+/// Returns the bytes per step that need no swap if the block is recomputed.
 double saving_of(const SavedBlock& block) {
   return static_cast<double>((block.bytes - block.inputs).count) * block.num_visits;
 }
@@ -16,12 +16,12 @@ double price_of(const SavedBlock& block) { return block.forward_us * block.num_v
 
 double bytes_of(const SavedBlock& block) { return static_cast<double>(block.bytes.count) * block.num_visits; }
 
-/// Of one visit, whose copies take so long for each byte, both ways.
+/// Returns the stall of one visit. `both_us_per_byte`: the time of the copies of one byte, out and back.
 double stall_of(const SavedBlock& block, double both_us_per_byte) {
   return std::max(static_cast<double>(block.bytes.count) * both_us_per_byte - block.gap_us, 0.0);
 }
 
-/// What a byte of peers' room spares this block.
+/// Returns the stall that each byte at peers saves this block.
 double relief_of(const SavedBlock& block, const Swaps& swaps) {
   const double at_home = stall_of(block, swaps.host.out_us_per_byte + swaps.host.back_us_per_byte);
   const double at_peers = stall_of(block, 2 * swaps.peers.us_per_byte);
@@ -36,7 +36,8 @@ class Search {
         best_(blocks.size(), Way::peers),
         least_us_(cost_us(blocks, swaps, best_)) {}
 
-  /// With these computed again: peers for all others, for all but the one that they help least, and so on.
+  /// Tries these blocks as recomputed. All others go to peers at first, then all but the one that peers help least, and
+  /// so on.
   void look(const std::vector<std::size_t>& recomputed) {
     std::vector<Way> ways(blocks_.size(), Way::peers);
     for (std::size_t block : recomputed) ways[block] = Way::recompute;
@@ -49,7 +50,7 @@ class Search {
     }
   }
 
-  /// One block at a time, as long as that is cheaper.
+  /// Changes one block at a time, as long as that is cheaper. Returns the best ways.
   std::vector<Way> improved() {
     for (bool is_better = true; is_better;) {
       is_better = false;
@@ -96,7 +97,7 @@ class Search {
 
 double cost_us(const std::vector<SavedBlock>& blocks, const Swaps& swaps, const std::vector<Way>& ways) {
   const auto& [bytes, host, peers] = swaps;
-  double again_us = 0, saved = 0, left = 0, sent = 0;  // to peers, if they have room
+  double again_us = 0, saved = 0, left = 0, sent = 0;  // `sent`: to peers, if they have room
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     if (ways[i] == Way::recompute) again_us += price_of(blocks[i]), saved += saving_of(blocks[i]);
     else left += bytes_of(blocks[i]);
@@ -106,8 +107,8 @@ double cost_us(const std::vector<SavedBlock>& blocks, const Swaps& swaps, const 
   const double share = left > 0 ? std::min(swapped / left, 1.0) : 0.0;
   sent *= share;
   const auto room = static_cast<double>(peers.bytes.count);
-  const double there = sent > room ? room / sent : 1.0;  // of what is sent there
-  double short_us = 0;                                   // what does not fit the gaps
+  const double there = sent > room ? room / sent : 1.0;  // the part of `sent` for which peers have room
+  double short_us = 0;                                   // stalls: copies that do not fit in the gaps
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     if (ways[i] == Way::recompute) continue;
     const double at_peers = ways[i] == Way::peers ? there : 0;

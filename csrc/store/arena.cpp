@@ -29,7 +29,7 @@ Bytes round_to_page(Bytes bytes) { return align_up(bytes, Bytes{sysconf(_SC_PAGE
                      "; free host memory, or raise the limit of the process (ulimit -v, the container's memory)");
 }
 
-// mmap aligns to the small page only: take one huge page more, then give back what lies before and behind.
+// mmap aligns only to the small page. So this takes one more huge page, then gives back what lies before and behind.
 std::byte* map_aligned(Bytes bytes, Bytes mapped) {
   const Bytes reserved = mapped + kHugePage;
   void* taken = mmap(nullptr, static_cast<std::size_t>(reserved.count), PROT_READ | PROT_WRITE,
@@ -53,7 +53,7 @@ Arena::Arena(Bytes bytes) {
   const Bytes mapped = round_to_page(bytes);
   std::byte* const data = map_aligned(bytes, mapped);
   const auto size = static_cast<std::size_t>(mapped.count);
-  // Advice: a kernel without huge pages refuses it, and small pages serve as well.
+  // Only advice: a kernel without huge pages refuses it, and small pages serve as well.
   madvise(data, size, MADV_HUGEPAGE);
   data_ = data;
   process_ = getpid();
@@ -83,7 +83,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   return *this;
 }
 
-// The system call itself: libnuma would be one more thing to install, for this one line.
+// Makes the system call itself: libnuma would be one more thing to install, for this one line.
 std::string Arena::prefer_node(int node) {
   constexpr unsigned kBits = 64;
   constexpr long kPreferred = 1;  // MPOL_PREFERRED
@@ -117,7 +117,7 @@ void Arena::allow_fork() {
 }
 
 void Arena::close() {
-  struct Unmap {  // also when unregistering throws
+  struct Unmap {  // runs even if unregistering throws
     std::byte* data;
     Bytes bytes;
     ~Unmap() {

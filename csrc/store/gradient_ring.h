@@ -1,10 +1,11 @@
-// Host memory for the gradients of a few units at a time: a slot is taken when a unit's first gradient is about to
-// come, and given back when the update that reads it has been issued.
+// GradientRing hands out slots of host memory for the gradients of a few units at a time. A slot is taken just before a
+// unit's first gradient comes. It is given back when the update that reads it has been issued.
 //
-// Units: bytes; slots are as large as the largest unit that uses them, so that what is free is never cut too small.
-// Ownership: the memory is the caller's. Order: none; whoever writes a slot next waits for who still reads it, as for
-// any other memory (plan/hazards.h), so a slot that nobody reads any more comes first. Of slots that are still to be
-// read the one that was given back last: its update is the most urgent, for the next forward wants its unit first.
+// Units: bytes. Every slot is as large as the largest unit that uses the ring, so no free slot is too small.
+// Ownership: the memory is the caller's.
+// Order: none. The op that writes a slot next waits for the op that still reads it, as for any other memory
+// (plan/hazards.h). So `take` prefers a slot whose reader is done. If every free slot is still to be read, it takes the
+// one given back last. The update of that slot is the most urgent, because the next forward wants its unit first.
 // Threads: the caller serialises.
 #pragma once
 
@@ -26,7 +27,8 @@ class GradientRing {
     for (int slot = num_slots; slot > 0; --slot) free_.push_back(slot - 1);
   }
 
-  /// A free slot, see above; none: all are taken. `is_read`: of a slot that was given back, whether its reader is done.
+  /// Returns a free slot (see Order), or none if all are taken. `is_read` tells of a slot that was given back whether
+  /// its reader is done.
   std::optional<int> take(const std::function<bool(int)>& is_read);
   void release(int slot);
 
@@ -37,7 +39,7 @@ class GradientRing {
   std::byte* memory_;
   Bytes slot_;
   std::vector<bool> is_taken_;
-  std::vector<int> free_;  // given back last: at the end
+  std::vector<int> free_;  // the slot given back last is at the end
 };
 
 }  // namespace noria

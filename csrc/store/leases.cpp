@@ -17,7 +17,7 @@ Leases::~Leases() {
   if (arena_ == nullptr) return;
   try {
     backend_->free(arena_);
-  } catch (...) {  // NOLINT(bugprone-empty-catch): a device that has failed fails here too, and says so elsewhere
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a failed device fails here too, and reports it elsewhere
   }
 }
 

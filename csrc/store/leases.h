@@ -1,7 +1,7 @@
-// The window: one range of device memory, handed out by offset to weights and gradient buffers.
+// Leases owns the window: one range of device memory, handed out by offset to weights and gradient buffers.
 //
-// Who gets which offset is the planner's choice; this room owns the memory, turns offsets into addresses, and keeps the
-// account of what was leased at once, so that plan and ledger can be compared to the byte.
+// The planner chooses the offsets. This class turns them into addresses and records what was leased at once, so that
+// plan and ledger can be compared to the byte.
 // Ownership: owns the arena, which is taken once and given back at the end. Threads: the caller serialises.
 #pragma once
 
@@ -20,7 +20,7 @@ class Leases {
   Leases(const Leases&) = delete;  // owns device memory
   Leases& operator=(const Leases&) = delete;
 
-  /// Throws InvariantError when the range overlaps a live lease or leaves the arena: a plan never asks for that.
+  /// Throws InvariantError if the range overlaps a live lease or leaves the arena. A correct plan never asks for that.
   std::byte* take(Bytes offset, Bytes bytes, bool is_weights);
   void release(Bytes offset);
 

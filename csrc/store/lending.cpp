@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 std::string rank_name(std::int64_t rank) { return "rank " + std::to_string(rank); }
 
 // ---- words -------------------------------------------------------------------------------------------------------
-// Of one loan: a cache line. Note [Words that only fall].
+// Holds the words of one loan in one cache line: Note [Words that only fall].
 struct alignas(64) Line {
   std::atomic<std::uint64_t> wanted, used;  // bytes
   std::atomic<std::uint64_t> lender_closed;
@@ -83,7 +83,7 @@ Descriptor make_words(std::size_t num_lines) {
 }
 
 // ---- packets -----------------------------------------------------------------------------------------------------
-constexpr std::uint64_t kProtocol = 0x6e6f'7269'614c'0001;  // of another build: the number or the size differs
+constexpr std::uint64_t kProtocol = 0x6e6f'7269'614c'0001;  // another build has another number or packet size
 constexpr std::string_view kScheme = "noria-lender:";
 constexpr std::size_t kNameSize = 32;  // of random_name
 using Token = std::array<char, kNameSize>;
@@ -107,7 +107,7 @@ struct Hello {
   std::int64_t borrower = -1;
 };
 
-struct Offer {  // with the descriptors of the words and, if it has one, of the arena
+struct Offer {  // sent with the descriptors of the words and, if there is one, of the arena
   std::uint64_t protocol = kProtocol;
   std::int64_t lender = -1;
   std::uint64_t line = 0, num_lines = 0;
@@ -170,7 +170,7 @@ Lender::~Lender() { close(); }
 
 void Lender::close() {
   if (getpid() != process_) {
-    (void)state_.release();  // not even closed: in the child these numbers and addresses may be another's by now
+    (void)state_.release();  // leaked on purpose: in the child these numbers and addresses may be another's by now
     return;
   }
   if (state_ == nullptr) return;
@@ -184,9 +184,10 @@ Lender::State& Lender::state() const {
   return *state_;
 }
 
-// Who comes says Hello. Who says nothing is in nobody's way; who says anything else is dropped.
+// Each borrower that connects says Hello. A connection that says nothing delays no other; one that says anything else
+// is dropped.
 std::map<int, Peer> Lender::State::meet(const std::vector<Loan>& loans, milliseconds timeout) {
-  const Descriptor door = std::move(listener);  // who comes after this is refused
+  const Descriptor door = std::move(listener);  // later connections are refused
   std::map<int, Peer> come;
   std::vector<Peer> silent;
   const auto has_spoken = [&](Peer& peer) {
@@ -236,7 +237,7 @@ void Lender::lend(const SharedMemory& arena, const std::vector<Loan>& loans, mil
     const Peer& peer = found.first->second.peer;
     const Offer offer{kProtocol, self.rank, index, loans.size(), arena, loan.offset, loan.bytes};
     if (peer.ended() || !peer.send(std::as_bytes(std::span(&offer, 1)), descriptors)) {
-      self.lent.erase(found.first);  // nobody knows of it
+      self.lent.erase(found.first);  // no borrower knows of this loan
       throw MachineError(self.who(loan) + ", is gone");
     }
   }
@@ -256,7 +257,7 @@ struct Borrower::State {
   int lender;
   Peer peer;
   Words words;
-  Line* line = nullptr;  // null: nothing has come yet
+  Line* line = nullptr;  // null: no offer has come yet
   Bytes bytes;
   bool outlives_lender = false;
 
@@ -283,11 +284,11 @@ Borrower::~Borrower() { close(); }
 
 void Borrower::close() {
   if (getpid() != process_) {
-    (void)state_.release();  // as the lender's
+    (void)state_.release();  // as in Lender::close
     return;
   }
   if (state_ == nullptr) return;
-  try {  // an offer that nobody has received is a loan all the same
+  try {  // an offer that was sent, but never received, is a loan too
     const auto unread = state_->line == nullptr ? state_->take_offer() : std::nullopt;
     if (unread) const Descriptor arena(unread->arena.fd);
   } catch (const std::exception&) {  // no offer
@@ -307,7 +308,7 @@ Borrower::State& Borrower::received() const {
   return *state_;
 }
 
-// None: nothing has come yet.
+// Returns none if no offer has come yet.
 std::optional<Borrowed> Borrower::State::take_offer() {
   Offer offer;
   auto packet = peer.hear(std::as_writable_bytes(std::span(&offer, 1)));
@@ -332,7 +333,7 @@ Borrowed Borrower::receive(milliseconds timeout) {
   const Deadline deadline(timeout);
   while (true) {
     const bool is_last = deadline.left_ms() == 0;
-    const bool has_ended = self.peer.ended();  // asked before: its last packet may be there
+    const bool has_ended = self.peer.ended();  // asked first: its last packet may still be there
     if (const auto borrowed = self.take_offer()) return *borrowed;
     if (has_ended) throw MachineError(self.who() + "is gone");
     if (is_last) throw MachineError(self.who() + "has not lent within " + std::to_string(timeout.count()) + " ms");

@@ -21,7 +21,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr milliseconds kLongest{INT_MAX};  // of poll: 24 days
+constexpr milliseconds kLongest{INT_MAX};  // the limit of poll: 24 days
 constexpr long kPidfdOpen = 434;           // on every architecture; headers before Linux 5.3 do not name it
 constexpr std::size_t kMostDescriptors = 4;
 
@@ -29,7 +29,7 @@ struct SocketAddress {
   sockaddr_un address{};
   socklen_t size;
 
-  // A name that begins with a zero is of no file.
+  // A name that begins with a zero byte belongs to no file.
   explicit SocketAddress(const std::string& name) {
     NORIA_INVARIANT(name.size() < sizeof address.sun_path, "too long a name for a socket");
     address.sun_family = AF_UNIX;
@@ -117,9 +117,9 @@ std::optional<Peer> Peer::accept(const Descriptor& listener) {
 
 std::optional<Peer> Peer::connect(const std::string& name, milliseconds timeout) {
   Descriptor connection = make_socket(0);
-  // Poll does not tell of a place in the queue: the socket's own limit must do.
+  // poll does not report a free place in the queue, so the socket's own timeout is used.
   const int longest_ms = Deadline(timeout).left_ms();
-  const timeval longest{longest_ms / 1000, std::max(1, longest_ms % 1000 * 1000)};  // 0 would be for ever
+  const timeval longest{longest_ms / 1000, std::max(1, longest_ms % 1000 * 1000)};  // 0 would mean no timeout
   if (setsockopt(connection.number(), SOL_SOCKET, SO_SNDTIMEO, &longest, sizeof longest) != 0) {
     refuse_to_share("setsockopt(SO_SNDTIMEO)");
   }
@@ -184,7 +184,7 @@ std::optional<Packet> Peer::hear(std::span<std::byte> bytes) const {
 
 bool Peer::ended() const {
   if (has_ended_) return true;
-  // The hangup of a connection is told unasked.
+  // poll reports the hangup of a connection even if no event is requested.
   pollfd watched{process_ ? process_.number() : connection_.number(), static_cast<short>(process_ ? POLLIN : 0), 0};
   int ready = 0;
   while ((ready = poll(&watched, 1, 0)) < 0) {

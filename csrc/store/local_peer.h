@@ -1,18 +1,18 @@
-// Another process of this machine at the other end of a connection: packets, descriptors with them, and whether it
-// still runs.
+// Connects this process to another process of the machine. It carries packets with descriptors, and tells whether the
+// other process still runs.
 //
-// Ownership: a Peer owns its descriptors, all of them closed on exec. Sockets have random names and no file: the last
-//   process that holds one takes the name with it. Such names are of a network namespace: containers that share none
-//   do not meet.
+// Ownership: a Peer owns its descriptors, and all of them are closed on exec. Sockets have random names and no file: a
+// name goes away with the last process that holds the socket. Names belong to a network namespace, so containers that
+// do not share one cannot connect.
 // Order: packets of one connection arrive whole and in the order of sending. Threads: the caller serialises. No member
-//   blocks but `wait` and `Peer::connect`; signals end neither.
+// blocks but `wait` and `Peer::connect`; signals end neither.
 //
-// Note [Who has ended]. A connection's end of file tells that the other process is no more. But a forked child (a
-// worker of a DataLoader) holds a copy of the connection, and keeps it open for as long as it lives. So it is a pidfd
-// of the other process that is asked: it becomes readable when that process ends, whoever holds its descriptors, and
-// not before its memory and what it had opened of drivers are gone, which a closed connection does not tell. It needs
-// the other's pid, which the connection knows. Where that is of a foreign pid namespace, or a sandbox refuses pidfds,
-// the connection alone must do, and an end is known only when the children have ended too.
+// Note [Who has ended]. The end of file of a connection tells that the other process has ended. But a forked child (a
+// DataLoader worker) holds a copy of the connection, and keeps it open as long as it lives. So a Peer asks a pidfd of
+// the other process. The pidfd becomes readable when that process ends, even if others hold its descriptors. By then
+// its memory and what it had opened of drivers are gone, which a closed connection does not tell. A pidfd needs the
+// other's pid, which the connection knows. If that pid is of a foreign pid namespace, or a sandbox refuses pidfds, only
+// the connection is left. Then an end is seen only when the children have ended too.
 #pragma once
 
 #include <chrono>
@@ -56,41 +56,42 @@ class Deadline {
   std::chrono::steady_clock::time_point end_;
 };
 
-/// Until something has happened, or the deadline.
+/// Waits until a watched descriptor is ready, or until the deadline.
 void wait(std::vector<pollfd> watched, const Deadline& deadline);
 
-/// Throws MachineError with errno's text.
+/// Throws MachineError with the text of errno.
 [[noreturn]] void refuse_to_share(const std::string& call);
 
-/// 32 letters, and enough of them to be nobody else's.
+/// Returns 32 random letters, enough to be unique.
 std::string random_name();
-/// Takes connections to `name`.
+/// Returns a socket that takes connections to `name`.
 Descriptor listen_as(const std::string& name);
 
 struct Packet {
-  std::size_t size;  // as sent: more than what was made room for is cut off
+  std::size_t size;  // as sent; what exceeds the buffer of the receiver is cut off
   std::vector<Descriptor> descriptors;
 };
 
 class Peer {
  public:
-  /// The next one that waits at a listener; none: nobody does. One of another user is dropped.
+  /// Returns the next connection that waits at a listener, or none. A connection of another user is dropped.
   static std::optional<Peer> accept(const Descriptor& listener);
-  /// Does not wait to be accepted, but for a place in the queue. None: nobody listens, see errno.
+  /// Connects without waiting to be accepted, but waits for a place in the queue. Returns none if it fails, for example
+  /// if no process listens; errno says why.
   static std::optional<Peer> connect(const std::string& name, std::chrono::milliseconds timeout);
 
-  /// False: the other end is closed.
+  /// Returns false if the other end is closed.
   bool send(std::span<const std::byte> bytes, const std::vector<int>& descriptors = {}) const;
-  /// None: nothing has come. An empty packet: the other end is closed.
+  /// Returns none if nothing has come, and an empty packet if the other end is closed.
   std::optional<Packet> hear(std::span<std::byte> bytes) const;
-  /// The process has ended, see the Note; what it has sent can still be heard.
+  /// Returns true if the process has ended (see the Note). What it has sent can still be heard.
   bool ended() const;
-  /// What becomes ready when there is something to hear, or the process ends.
+  /// Returns the descriptors that become ready when there is something to hear, or when the process ends.
   std::vector<pollfd> watched() const;
 
  private:
   Peer(Descriptor connection, int pid);
-  static std::optional<Peer> of(Descriptor connection);  // none: of another user
+  static std::optional<Peer> of(Descriptor connection);  // none: another user
 
   Descriptor connection_;
   Descriptor process_;  // a pidfd; none: see the Note

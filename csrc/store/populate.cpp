@@ -25,14 +25,14 @@
 namespace noria {
 namespace {
 
-constexpr int kMostThreads = 16;  // a few already fill a node's memory bandwidth
+constexpr int kMostThreads = 16;  // a few threads already fill the memory bandwidth of a node
 constexpr std::chrono::milliseconds kTold{50};
 
 class Population {
  public:
   Population(std::byte* data, Bytes bytes, bool ask_kernel) : data_(data), bytes_(bytes), ask_kernel_(ask_kernel) {}
 
-  /// Until all is taken, or the population was stopped or has failed.
+  /// Takes slices until all is taken, or until the population was stopped or has failed.
   void work() noexcept {
     while (!stopped_) {
       const std::int64_t begin = next_.fetch_add(kPopulateSlice.count);
@@ -68,7 +68,7 @@ class Population {
     }
     const std::int64_t page = sysconf(_SC_PAGESIZE);
     for (std::int64_t offset = 0; offset < count; offset += page) {
-      // Writes the page with what it holds.
+      // Writes the page without changing what it holds.
       std::atomic_ref(*reinterpret_cast<std::uint8_t*>(at + offset)).fetch_or(0, std::memory_order_relaxed);
     }
     return 0;
@@ -82,7 +82,7 @@ class Population {
   std::atomic<bool> stopped_ = false;
 };
 
-/// Threads that work on a population; joined, after being told to stop, whatever happens.
+/// Runs threads that work on a population. The destructor tells them to stop and joins them, in every case.
 class Crew {
  public:
   Crew(Population& population, int num_threads) : population_(population) {
@@ -96,7 +96,7 @@ class Crew {
           changed_.notify_all();
         });
       }
-    } catch (const std::system_error&) {  // no more threads for this process: those that exist will do
+    } catch (const std::system_error&) {  // the process gets no more threads: the existing ones do the work
     }
   }
   ~Crew() {
@@ -107,7 +107,7 @@ class Crew {
   Crew& operator=(const Crew&) = delete;
 
   bool empty() const { return threads_.empty(); }
-  /// True once all threads have finished; looks for so long.
+  /// Waits at most `time`. Returns true if all threads have finished.
   bool finished_within(std::chrono::milliseconds time) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, time, [this] { return num_finished_ == threads_.size(); });
@@ -126,7 +126,7 @@ class Crew {
 int num_usable_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  // More than 1024 CPUs do not fit the set; then there are enough of them.
+  // More than 1024 CPUs do not fit in the set. A machine with so many has enough of them.
   return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(CPU_COUNT(&set), 1) : kMostThreads;
 }
 

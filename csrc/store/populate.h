@@ -1,10 +1,11 @@
-// Takes the pages of a range before anything needs them: in parallel, slice by slice, interruptible.
+// Takes the pages of a range before they are needed: in parallel, slice by slice, interruptible.
 //
-// A page is zeroed by whoever first writes it, one fault after the other; several threads zero at the bandwidth of the
-// memory instead, and where the machine is short of it, that is known before training begins.
+// The first write to a page zeroes it, one fault after the other. Several threads zero pages at the bandwidth of the
+// memory instead. If the machine is short of memory, this shows before training begins.
 //
-// Order: what the range already holds is kept. Threads: its own, as many as the process may use CPUs and no more; no
-//   other thread may write the range meanwhile. The calling thread only looks on.
+// Order: what the range already holds is kept. Threads: its own, by default one for each CPU that the process may use,
+// up to 16. No other thread may write the range meanwhile. The calling thread only waits, except for a range of one
+// slice.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +15,8 @@
 
 namespace noria {
 
-/// Told some times a second and once at the end, on the calling thread, how much is populated. May throw: population
-/// stops within a slice a thread.
+/// Called on the calling thread, several times a second and once at the end, with how much is populated. It may throw:
+/// then each thread stops after its current slice.
 using OnPopulated = std::function<void(Bytes populated)>;
 
 struct PopulateOptions {
@@ -23,15 +24,15 @@ struct PopulateOptions {
   bool ask_kernel = true;  // false: touch every page, as where the kernel has no MADV_POPULATE_WRITE (before 5.14)
 };
 
-/// Throws MachineError when the machine has no more pages, and what `told` throws. What was taken until then stays with
-/// the range. A range of one slice is taken by the calling thread.
+/// Throws MachineError if the machine has no more pages, and passes on what `told` throws. Pages taken until then stay
+/// with the range. The calling thread takes a range of one slice itself.
 void populate(std::byte* data, Bytes bytes, const OnPopulated& told = {}, PopulateOptions options = {});
 
-/// What one thread takes at a time. Measured on two cores under other load (docs/memory.md): threads that take smaller
-/// slices finish together, larger ones wait for the last.
+/// The bytes that one thread takes at a time. Measured on two cores under other load (docs/memory.md): with smaller
+/// slices threads finish together, with larger ones they wait for the last.
 inline constexpr Bytes kPopulateSlice{std::int64_t{8} << 20};
 
-/// CPUs that this thread, and so the threads it makes, may run on.
+/// Returns how many CPUs this thread may run on, and so the threads that it makes.
 int num_usable_cpus();
 
 }  // namespace noria

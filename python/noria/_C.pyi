@@ -65,6 +65,7 @@ class Trace:
 
 DEFAULT_STREAM: int
 STAGING_BYTES: int
+DEVICE_ALIGNMENT: int
 
 class Ticket:
     @property
@@ -471,29 +472,6 @@ class ItineraryBook:
 
 # ---- store -------------------------------------------------------------------------------------------------
 
-class UnitLayout:
-    @property
-    def slots(self) -> list[tuple[int, int]]:
-        """(offset, bytes) by tensor."""
-    @property
-    def total(self) -> int: ...
-
-def lay_out_unit(tensors: Sequence[tuple[int, int, int]]) -> UnitLayout:
-    """Of each tensor: elements, bytes per element, elements that its memory spans."""
-
-class HomeLayout:
-    @property
-    def slots(self) -> list[tuple[int, str, int, int]]:
-        """(unit, purpose, offset, bytes) by array."""
-    @property
-    def ledger(self) -> list[tuple[str, int]]:
-        """(purpose, bytes with padding), adding up to the total."""
-    @property
-    def total(self) -> int: ...
-
-def lay_out_home(arrays: Sequence[tuple[int, str, int]]) -> HomeLayout:
-    """Of each array: unit, purpose, bytes."""
-
 def num_usable_cpus() -> int: ...
 
 class Arena:
@@ -686,9 +664,9 @@ class CollectLane:
         """Everybody's, by rank. Blocks until all that was queued before is done."""
     def close(self) -> None: ...
 
-# ---- custody -----------------------------------------------------------------------------------------------
+# ---- bridge -----------------------------------------------------------------------------------------------
 
-# What there is in this process of all wrap calls: "custodies", "backends", "arena_bytes".
+# What there is in this process of all wrap calls: "bridges", "backends", "arena_bytes".
 def living() -> dict[str, int]: ...
 def tensor_in(
     arena: Arena, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
@@ -707,7 +685,7 @@ def move_tensor(tensor: torch.Tensor, address: int) -> None: ...
 
 class SavedTensor: ...
 
-class Custody:
+class TorchBridge:
     def __init__(
         self,
         units: list[Any],

@@ -1,4 +1,4 @@
-"""noria trains PyTorch models larger than the GPU: one call, your own loop, the same bits.
+"""Trains PyTorch models that are larger than the GPU: one call, your own loop, the same bits.
 
 model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
 """
@@ -14,10 +14,10 @@ _check_build(_Path(__file__).parent, _torch.__version__)  # before anything load
 
 from noria import optim, testing
 from noria._C import UsageError
-from noria.checkpoint import load, save
+from noria.checkpoint.dcp_state import sharded_state
+from noria.checkpoint.file import load, save
 from noria.policy import Policy
 from noria.report import report
-from noria.sharded import sharded_state
 from noria.wrap import materialize, plan, unwrap, wrap
 
 __all__ = [

@@ -1,8 +1,9 @@
 """Refuses to load an engine that was built against another torch.
 
-LibTorch keeps no binary interface between minor versions: members are inserted mid-vtable, structures change
-their size. Loading the wrong one crashes, at best. So this runs before `noria._C` is imported, and reads what
-the build recorded beside it.
+LibTorch's binary interface changes between minor versions: members are inserted mid-vtable, and structures change their
+size. An engine built against another version crashes, at best. So this check reads the version that the build recorded.
+
+Order: it runs before `noria._C` is imported.
 """
 
 import json

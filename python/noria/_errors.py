@@ -1,4 +1,4 @@
-"""Misuse is reported in three parts: what was expected, what was found, what to do about it."""
+"""Makes the errors for misuse. Their text says what was expected, what was found, and what to do about it."""
 
 from noria._C import UsageError
 
@@ -6,5 +6,5 @@ __all__ = ["UsageError", "usage_error"]
 
 
 def usage_error(expected: str, found: str, remedy: str) -> UsageError:
-    """The same text that the engine gives its own usage errors; to be raised before anything is changed."""
+    """Returns an error with the same form of text as the engine's. Order: raise it before anything is changed."""
     return UsageError(f"expected {expected}; found {found}; remedy: {remedy}")

@@ -1,4 +1,4 @@
-"""Models and optimizers are given one, or several in a list."""
+"""Turns one model or optimizer, or several, into a list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["as_list"]
 
 
 def as_list(value: Any) -> list[Any]:
-    """All that is given; None: nothing."""
+    """Returns the values as a list. None gives an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

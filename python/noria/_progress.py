@@ -1,4 +1,4 @@
-"""A progress bar for what takes long at wrap time: on a terminal alone, and only once it has taken a second."""
+"""Shows a progress bar for slow work inside `wrap`: only on a terminal, and only after one second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bar"]
 
 
 class Bar:
-    """Told how many bytes of `total` are done. Shows nothing where `console` is no terminal."""
+    """Shows how many bytes of `total` are done. Shows nothing if `console` is not a terminal."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Bar:
             self._progress.stop()
 
     def tell(self, before: int, now: int) -> None:
-        """Bytes done before what is under way, and of it."""
+        """Sets the progress: `before` bytes of finished work, and `now` bytes of the work under way."""
         done = before + now
-        # Asked of the file too: rich takes FORCE_COLOR for a terminal.
+        # The file is asked too: with FORCE_COLOR, rich takes every console for a terminal.
         if not (self._console.is_terminal and self._console.file.isatty()):
             return
         if self._progress is None:

@@ -1,3 +1,3 @@
-"""The version of this library, here and nowhere else."""
+"""Defines the version of this library. No other file repeats it."""
 
 __version__ = "0.1.0"

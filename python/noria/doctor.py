@@ -1,6 +1,6 @@
-"""What this machine has for noria, what it lacks, and how fast it moves bytes: `noria doctor`.
+"""Finds what this machine has and lacks for noria, and measures how fast it moves bytes (`noria doctor`).
 
-Every measurement is small (all of them together take a second or two) and takes the best of a few tries: it says what
+Every measurement is small: all of them together take a second or two. It is the best of a few tries, so it says what
 the machine can do, not what it does under load.
 """
 
@@ -22,9 +22,9 @@ import torch
 
 from noria import _C
 from noria._version import __version__
-from noria.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
-from noria.modes import await_device
+from noria.host.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
 from noria.policy import format_bytes
+from noria.torch_state import await_device
 
 __all__ = [
     "Doctor",
@@ -42,8 +42,11 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """GiB/s. Of copies: bytes copied (each is read and written); of the update: bytes read plus written, by all threads
-    that update, which is as fast as the host's memory goes for them."""
+    """Holds measured speeds.
+
+    Units: GiB/s. For `copy`, `fetch` and `drain`, each copied byte counts once, although it is read and written. For
+    `update`, bytes read and bytes written both count. All update threads run, so this is the speed of host memory.
+    """
 
     copy: float
     fetch: float
@@ -53,7 +56,7 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """`missing`: what noria could use and this machine has not, each with its remedy."""
+    """Describes this machine. `missing`: the things that noria could use and that are not there, with remedies."""
 
     versions: dict[str, str]
     backends: dict[str, str]
@@ -99,7 +102,7 @@ class Doctor:
 
 
 def _what_it_allows(gib_s: float) -> str:
-    # Of a parameter under AdamW with fp32 states and dtype=torch.bfloat16: 26 bytes for its update, 2 for each of two
+    # One parameter with AdamW, fp32 states and dtype=torch.bfloat16: 26 bytes for its update, 2 for each of two
     # fetches, 2 for the drain of its gradient.
     seconds = (26 + 2 * 2 + 2) * 1e9 / (gib_s * GIB)
     return (
@@ -181,7 +184,10 @@ def _best_s(work: Callable[[], Any], tries: int) -> float:
 
 
 def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
-    """Copies of `num_bytes`, and AdamW on four arrays that together have twice as many, or twice what caches hold."""
+    """Measures copies of `num_bytes`, and AdamW on four arrays.
+
+    The arrays together have twice as many bytes, or twice the size of the caches if that is more.
+    """
     num_bytes = -(-num_bytes // 4096) * 4096
     backend = _C.make_host_backend(num_bytes)
     home = _C.Arena(num_bytes)
@@ -195,7 +201,7 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
             "drain": lambda: backend.submit("drain", [(home.data, device, num_bytes)]).wait_passed(),
         }
         best_s = dict.fromkeys(ways, float("inf"))
-        for _ in range(tries):  # in turns, so that a busy moment hits them alike
+        for _ in range(tries):  # in turns, so that a busy moment affects all of them
             for name, work in ways.items():
                 best_s[name] = min(best_s[name], _best_s(work, 1))
         backend.free(device)
@@ -208,13 +214,16 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
 
 @functools.cache
 def host_memory_gib_s() -> float:
-    """What updates, fetches and drains share: read plus written by the fused AdamW, on arrays that no cache holds.
-    Measured once in a process; takes some tenths of a second, and their memory for that time."""
+    """Measures the speed of host memory, which updates, fetches and drains share.
+
+    It counts bytes read plus written by the fused AdamW, on arrays that no cache holds. It measures once per process.
+    This takes some tenths of a second, and the memory of the arrays for that time.
+    """
     return _measure_update(max(_cache_bytes(), 32 << 20) // 8, 3)
 
 
 def _cache_bytes() -> int:
-    """Of the last level, all that this process's cores have; 0: unknown."""
+    """Returns the bytes of all last-level caches of this process's cores. 0 means unknown."""
     found = {}
     for core in os.sched_getaffinity(0):
         place = Path(f"/sys/devices/system/cpu/cpu{core}/cache/index3")
@@ -227,7 +236,7 @@ def _cache_bytes() -> int:
 
 
 def _measure_update(count: int, tries: int) -> float:
-    # All of them are written: pages that are not are one page of zeros, which a cache would hold.
+    # All arrays are written: unwritten pages would all be one page of zeros, which a cache would hold.
     arrays = [torch.full((count,), 1e-3, device="cpu") for _ in range(4)]
     master, m, v, gradient = (array.data_ptr() for array in arrays)
     scalars = _C.update_scalars("adamw", 1, lr=1e-3)
@@ -242,7 +251,7 @@ def _measure_update(count: int, tries: int) -> float:
 
 
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Of one square product, large enough to be limited by arithmetic."""
+    """Measures one product of square matrices, large enough to be limited by arithmetic."""
     size = 8192 if device.type == "cuda" else 768
     a = torch.randn(size, size, device=device, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Optimizers that torch.optim lacks, in plain PyTorch: they train any model, wrapped or not."""
+"""Adds optimizers that torch.optim lacks. They are plain PyTorch, and train any model, wrapped or not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ __all__ = ["Lion"]
 
 
 class Lion(Optimizer):
-    """Lion, evolved sign momentum (Chen et al. 2023, "Symbolic discovery of optimization algorithms", program 1).
+    """Runs Lion, evolved sign momentum (Chen et al. 2023, "Symbolic discovery of optimization algorithms", program 1).
 
-    Each element moves by lr, in the direction of the sign of `beta1 * exp_avg + (1 - beta1) * grad`; then `exp_avg`
-    moves towards the gradient by beta2, and that is all the state there is. Decay is decoupled, as in AdamW; the paper
-    wants a learning rate 3 to 10 times smaller than AdamW's, and a decay as much larger.
+    Each element moves by lr, against the sign of `beta1 * exp_avg + (1 - beta1) * grad`. Then `exp_avg` becomes
+    `beta2 * exp_avg + (1 - beta2) * grad`. There is no other state. Weight decay is decoupled, as in AdamW. The paper
+    recommends a learning rate 3 to 10 times smaller than AdamW's, and a decay larger by the same factor.
 
-    `params`: parameters, or groups of them; `lr` may be a tensor; `betas` in [0, 1). Raises ValueError for nonsense
-    numbers and RuntimeError for sparse or complex gradients.
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate, a number or a tensor.
+        betas: Two numbers in [0, 1).
+
+    Raises:
+        ValueError: for nonsense numbers.
+        RuntimeError: in `step()`, for sparse or complex gradients.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure`, if there is one, computes the loss again, and its value is returned."""
+        """Does one step. If there is a `closure`, it computes the loss again, and `step` returns its value."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""The user's optimizer, unchanged to the eye: `step()` and its kin go to its `Updates`, and back when it is unwrapped.
+"""Sends `step()` and related calls of the user's optimizer to a `StepDriver`. The object stays the same.
 
-`facade(optimizer)` changes the class of the object to a subclass of its own class, so schedulers, scalers and trainers
-that hold it stay right. These classes are found here by name (`noria.optimizer.NoriaAdamW`), for pickles of them.
+`facade(optimizer)` changes the object's class to a subclass of its own class. So schedulers, scalers and trainers that
+hold the object still work. Pickles find these classes here by name, such as `noria.optimizer.NoriaAdamW`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch.optim import Optimizer
 
 from noria import optim
 from noria._errors import usage_error
-from noria.custody import in_backward
+from noria.model.optimizer_classes import name_original, original_class, step_of
+from noria.torch_state import refuse_inside_backward
 
 if TYPE_CHECKING:
-    from noria.updates import Updates
+    from noria.step.driver import StepDriver
 
-__all__ = ["check_optimizer", "facade", "original_class", "refuse_inside_backward", "step_of", "unfacade"]
+__all__ = ["check_optimizer", "facade", "unfacade"]
 
 
 class WrappedOptimizer(Optimizer):
-    """Mixed in before the user's optimizer class. Without `_noria` (unpickled, unwrapped) it is that class."""
+    """Overrides methods of the user's optimizer class. Without `_noria` (unpickled, unwrapped) it changes nothing."""
 
-    _noria: Updates | None = None
+    _noria: StepDriver | None = None
 
-    # Not compiled: the home changes outside of what the compiler traces.
+    # Not compiled, because the home changes outside the code that the compiler traces.
     @torch._disable_dynamo
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._noria is None:
             own = step_of(original_class(type(self)))
             return own(self) if closure is None else own(self, closure)
-        self._opt_called = True  # what LR schedulers look at
+        self._opt_called = True  # LR schedulers read this
         return self._noria.step(closure)
 
     step: Any = Optimizer.profile_hook_step(_step)
@@ -46,7 +47,7 @@ class WrappedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._noria is not None:
             refuse_inside_backward("optimizer.zero_grad()")
-            self._noria.wrapped.recover()
+            self._noria.run.recover()
             if self._noria.in_backward and not set_to_none:
                 raise usage_error(
                     'zero_grad(set_to_none=True) under update="backward"',
@@ -56,19 +57,28 @@ class WrappedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """`with optimizer.accumulate():` around each backward that no `step()` follows. Only update="backward" needs to
-        be told; the first time it takes memory for all gradients. Elsewhere it changes nothing."""
+        """Marks a backward that no `step()` follows: `with optimizer.accumulate(): loss.backward()`.
+
+        Only update="backward" needs it. The first such block takes memory for all gradients. With other values of
+        `update` it changes nothing.
+        """
         return contextlib.nullcontext() if self._noria is None else self._noria.accumulate()
 
     @torch._disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` on this optimizer's parameters, up to the order of summation, and faster:
-        the norm is taken on the host while gradients land, and gradients are written only where it exceeds `max_norm`.
+        """Clips as `torch.nn.utils.clip_grad_norm_` on this optimizer's parameters, up to the order of summation.
 
-        Returns the norm before clipping: fp32, also of gradients in bfloat16 (fp64 where some are), no dimensions.
-        Raises RuntimeError where torch does. Once unwrapped, it is torch's call in all.
+        It is faster than torch's function. The host computes the norm while gradients land, and noria writes gradients
+        only if the norm exceeds `max_norm`. After `unwrap` it is torch's function.
+
+        Returns:
+            The norm before clipping, without dimensions. It is fp32, also for gradients in bfloat16, but fp64 if some
+            gradients are fp64.
+
+        Raises:
+            RuntimeError: if torch's function would raise it.
         """
         if self._noria is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -77,7 +87,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of the gradients, before clipping, at the last `step()` under `max_grad_norm`; None without."""
+        """The norm of the gradients before clipping, at the last `step()`. None without `max_grad_norm`."""
         return None if self._noria is None else self._noria.grad_norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,11 +114,12 @@ def _facade_class(cls: type[Optimizer]) -> type[Optimizer]:
         name = f"Noria{cls.__name__}"
         made = type(name, (WrappedOptimizer, cls), {"__module__": __name__, "__doc__": cls.__doc__})
         globals()[name] = _FACADES[cls] = made
+        name_original(made, cls)
     return _FACADES[cls]
 
 
 def __getattr__(name: str) -> Any:
-    """Unpickling in a fresh process asks for NoriaAdamW and the like by name."""
+    """Returns classes such as NoriaAdamW by name, for unpickling in a new process."""
     own = name.removeprefix("Noria")
     original = getattr(torch.optim, own, None) or getattr(optim, own, None) if name.startswith("Noria") else None
     if original is None:
@@ -116,12 +127,8 @@ def __getattr__(name: str) -> Any:
     return _facade_class(original)
 
 
-def original_class(cls: type[Optimizer]) -> type[Optimizer]:
-    return cls.__mro__[cls.__mro__.index(WrappedOptimizer) + 1] if issubclass(cls, WrappedOptimizer) else cls
-
-
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what cannot be wrapped, before anything is changed."""
+    """Raises UsageError if the optimizer cannot be wrapped. Order: before anything is changed."""
     if not isinstance(optimizer, Optimizer):
         raise usage_error("a torch.optim.Optimizer", type(optimizer).__qualname__, "wrap optimizers of torch.optim")
     if isinstance(optimizer, WrappedOptimizer):
@@ -144,38 +151,25 @@ def check_optimizer(optimizer: Any) -> None:
             )
 
 
-def facade(optimizer: Optimizer, updates: Updates) -> None:
-    """From now on `optimizer.step()` and its kin go to `updates`. A scheduler's patch on the object is taken off: the
-    class's step says itself what the scheduler wants to know."""
+def facade(optimizer: Optimizer, updates: StepDriver) -> None:
+    """Sends `optimizer.step()` and related calls to `updates` from now on.
+
+    It removes a scheduler's patch of the object, because the new class's step itself tells the scheduler of each call.
+    """
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = _facade_class(
         type(optimizer) if not isinstance(optimizer, WrappedOptimizer) else original_class(type(optimizer))
     )
     optimizer._noria = updates  # type: ignore[attr-defined]
-    # Where it is False, a scaler unscales p.grad itself.
+    # If it is False, a scaler unscales p.grad itself.
     optimizer._step_supports_amp_scaling = updates.takes_factor()  # type: ignore[attr-defined]
 
 
 def unfacade(optimizer: Optimizer, state: dict[Any, Any]) -> None:
-    """A plain optimizer again, on this state."""
-    updates: Updates = optimizer._noria  # type: ignore[attr-defined]
+    """Makes the object a plain optimizer again, with this state."""
+    updates: StepDriver = optimizer._noria  # type: ignore[attr-defined]
     optimizer._step_supports_amp_scaling = updates.scaled_by_class  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = original_class(type(optimizer))
     optimizer.state = defaultdict(dict, state)
     optimizer._patch_step_function()
-
-
-def step_of(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The class's own step, without the wrapper that runs step hooks (they run once, on the facade)."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def refuse_inside_backward(call: str) -> None:
-    if in_backward():
-        raise usage_error(
-            f"{call} after backward()",
-            "it inside of one, in a hook, where gradients of other parameters are still on their way",
-            "step once the backward has returned: its memory is one gradient buffer either way",
-        )

@@ -1,7 +1,7 @@
-"""When torch's allocator finds no memory on a device where noria has some: how much that is, and what would do.
+"""Warns when torch's allocator runs out of memory on a device where noria has some.
 
-The operator that fails is the user's and may be anywhere, in a loss above all, so torch's error cannot name noria. A
-warning before it does.
+The operator that fails is the user's, often in a loss, so torch's error cannot name noria. This warning comes before
+that error. It says how much memory noria has, and what would help.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import torch
 from noria.policy import format_bytes
 
 if TYPE_CHECKING:
-    from noria.custody import Wrapped
-    from noria.plan import WrapPlan
+    from noria.planning.wrap_plan import WrapPlan
+
+from noria.runtime.state import RunState
 
 __all__ = ["advice", "tell_when_full"]
 
-_FITS = 5 / 4  # times what was asked for: memory is fragmented, and it was not the last to be asked for
-_WRAPPED: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+_FITS = 5 / 4  # times the failed request: memory is fragmented, and more requests follow
+_RUNNING: weakref.WeakSet[RunState] = weakref.WeakSet()
 _is_told: list[bool] = []
 
 
-def advice(planned: WrapPlan, wanted: int) -> str:
-    """`wanted`: the bytes that an operator asked for in vain."""
-    taken = planned.device_bytes
+def advice(planned: WrapPlan, taken: int, wanted: int) -> str:
+    """Returns the text of the warning.
+
+    `taken`: the bytes that noria has on the device. `wanted`: the bytes of the request that failed.
+    """
     left = taken - int(_FITS * wanted)
     enough = 2 * left >> 20  # MiB
     text = (
@@ -43,11 +46,11 @@ def advice(planned: WrapPlan, wanted: int) -> str:
     return f"{text}, and needs them; a smaller batch needs less of torch"
 
 
-def tell_when_full(wrapped: Wrapped) -> None:
-    """From now on, once; on CUDA alone."""
-    if wrapped.device.type != "cuda":
+def tell_when_full(run: RunState) -> None:
+    """Turns on the warning for a wrapped model on CUDA. The allocator's observer is attached only once."""
+    if run.context.device.type != "cuda":
         return
-    _WRAPPED.add(wrapped)
+    _RUNNING.add(run)
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and not _is_told:
         attach(_observe)
@@ -55,13 +58,14 @@ def tell_when_full(wrapped: Wrapped) -> None:
 
 
 def _observe(device: int, wanted: int, *_: int) -> None:
-    """Called by the allocator, which raises next: nothing may be raised here."""
+    """Warns. The allocator calls this just before it raises its own error, so nothing may be raised here."""
     try:
-        for text in _texts(_WRAPPED, device, wanted):
+        for text in _texts(_RUNNING, device, wanted):
             warnings.warn(text, stacklevel=2)
     except Exception as error:  # a filter that turns warnings into errors
         print(error, file=sys.stderr)
 
 
-def _texts(wrapped: Iterable[Wrapped], device: int, wanted: int) -> list[str]:
-    return [advice(each.plan, wanted) for each in wrapped if (each.device.index or 0) == device and not each.closed]
+def _texts(running: Iterable[RunState], device: int, wanted: int) -> list[str]:
+    found = [run.context for run in running if not run.closed and (run.context.device.index or 0) == device]
+    return [advice(each.plan, each.ledger.on(str(each.device)), wanted) for each in found]

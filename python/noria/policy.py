@@ -1,7 +1,8 @@
-"""What the caller may choose, each choice checked before anything is done.
+"""Defines and checks the options of a wrapped model, before noria does anything.
 
-A field exists here only once it works. Amounts of memory are bytes; their text form is a number and a unit
-("8GiB", "1.5 GB").
+A field exists here only once it works.
+
+Units: amounts of memory are bytes. As text they are a number and a unit ("8GiB", "1.5 GB").
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TOO_LARGE = 1 << 60  # bytes
 
 
 def parse_bytes(text: str) -> int:
-    """ "8GiB" is 8 * 1024**3, "8GB" is 8 * 1000**3; fractions of a byte are dropped."""
+    """Returns bytes: "8GiB" is 8 * 1024**3, "8GB" is 8 * 1000**3. Drops fractions of a byte."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -50,7 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """ "812.0 MiB"; exact bytes below 1 KiB."""
+    """Returns text such as "812.0 MiB". Below 1 KiB it is the exact number of bytes."""
     if abs(num_bytes) < 1024:
         return f"{num_bytes} B"
     amount, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
@@ -61,83 +62,114 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The choices of one wrapped model. Checked when made; a nonsense value raises `noria.UsageError`."""
+    """Holds the options of one wrapped model. Raises `noria.UsageError` when it is made with a nonsense value."""
 
     device: str = "auto"
-    """Where layers compute: "cuda", "cuda:N" or "cpu". "auto" is "cuda" where torch finds one, else "cpu"."""
+    """Where layers compute: "cuda", "cuda:N" or "cpu". "auto" is "cuda" if torch finds such a device, else "cpu"."""
 
     device_memory: str | int | float = "auto"
-    """Budget there for the window and the gradient buffers, and on CUDA for activations too: "8GiB", bytes,
-    or a fraction as a float up to 1. The fraction is of the device's total memory; on "cpu" it is of what
-    would keep all resident: every working copy and the gradient buffers of the two largest units."""
+    """Budget on that device for the window and the gradient buffers, and on CUDA for activations too.
+
+    "8GiB", bytes, or a fraction as a float up to 1. On CUDA the fraction is of the device's total memory. On "cpu" it
+    is of the memory that would keep all units resident: every working copy, and the gradient buffers of the two
+    largest units."""
 
     host_memory: str | int = "auto"
-    """Budget for the home: "64GiB" or bytes. "auto": what the tightest limit on this process leaves
-    free (MemAvailable, control groups, ulimit -v), less 1/16 of it and at least 256 MiB. Several ranks on one
-    machine have an equal share each of what is free."""
+    """Budget for the home: "64GiB" or bytes.
+
+    "auto" is the memory that the tightest limit on this process leaves free (MemAvailable, control groups, ulimit -v).
+    noria leaves 1/16 of that unused, and at least 256 MiB. Several ranks on one machine get equal shares of the free
+    memory."""
 
     window: str | int = "auto"
-    """Cap on how many units are leased at once, 2 or more. "auto": no cap but `device_memory`."""
+    """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
     units: str | Sequence[type[nn.Module] | str] = "auto"
-    """What moves together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*"); the
-    outermost matches count. "auto": the repeated blocks. What no unit holds is grouped by module."""
+    """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").
+
+    If matches are nested, the outermost ones count. "auto": the repeated blocks. The remaining parameters are grouped
+    by module."""
 
     dtype: torch.dtype | None = None
-    """None keeps the model's dtypes. torch.bfloat16: as `model.bfloat16()`, with an fp32 master."""
+    """None keeps the model's dtypes. torch.bfloat16 casts as `model.bfloat16()` does, and keeps fp32 masters."""
 
     kernel: str = "auto"
-    """Which code updates: "torch", the real torch optimizer on the home's tensors, bit for bit; "fused" and
-    "auto", noria's own kernels where they cover the optimizer (AdamW, Adam, SGD and noria.optim.Lion, on fp32
-    or fp32 masters), torch elsewhere. `noria.plan` and `noria.report` say which."""
+    """Which code runs the updates.
+
+    "torch": the real torch optimizer on the home's tensors, bit for bit. "fused" and "auto": noria's own kernels if
+    they cover the optimizer, else torch. They cover AdamW, Adam, SGD and noria.optim.Lion, on fp32 weights or fp32
+    masters. `noria.plan` and `noria.report` say which code it is."""
 
     state_dtype: str = "fp32"
-    """In which form noria's own kernels keep the moments: "fp32"; "bf16", half as large; "8bit", codes with a scale for
-    each 256 elements, a quarter. The last two are rounded at random, without bias; what torch updates stays fp32."""
+    """How noria's own kernels store the moments.
+
+    "fp32"; "bf16", half as large; "8bit", a quarter as large: codes with a scale for each 256 elements. "bf16" and
+    "8bit" are rounded at random, without bias. Moments that torch updates stay fp32."""
 
     rounding_seed: int = 0
-    """What that rounding draws from, with the step and the element's place in the optimizer: the same bits each run."""
+    """The seed of that rounding, so that each run gives the same bits.
+
+    The step and the element's place in the optimizer enter the random numbers too."""
 
     activations: str = "keep"
-    """What happens to what backward needs of a block's forward: "keep" leaves it to autograd, on the device;
-    "offload" moves it to the home and back ahead of the block's backward, but for small tensors; "recompute" keeps the
-    block's inputs only, and its backward runs the forward again; "auto" keeps as much as `activation_memory` has room
-    for, and offloads the rest, or recomputes it where that is measured to be cheaper. Same bits. What is offloaded
-    takes host memory in the first forwards, rows "saved for backward" of the ledger, held against `host_memory`. Under
-    all but "keep", a `PipelineStage` that was wrapped keeps no inputs and outputs of micro-batches in flight."""
+    """What noria does with the activations that a block saves for its backward. All values give the same bits.
+
+    - "keep": autograd keeps them on the device.
+    - "offload": they move to the home, and come back ahead of the block's backward. Small tensors stay.
+    - "recompute": only the block's inputs are kept, and its backward runs the forward again.
+    - "auto": as many are kept as `activation_memory` has room for. The rest is offloaded, or recomputed if that is
+      measured to be cheaper.
+
+    Offloading takes host memory during the first forwards. The ledger shows it as "saved for backward", and
+    `host_memory` limits it. Unless the value is "keep", a wrapped `PipelineStage` keeps no inputs and outputs of
+    micro-batches in flight."""
 
     activation_memory: str | int = "auto"
-    """Under activations="auto": device memory for what blocks save, at most, where backwards come in the order of their
-    forwards: "4GiB" or bytes. "auto": on CUDA a quarter of `device_memory`, for the window has half of it and the rest
-    of the computation needs some; on "cpu" no limit."""
+    """With activations="auto": the most device memory for the activations that blocks save. "4GiB" or bytes.
+
+    The limit holds if backwards come in the order of their forwards. "auto" is a quarter of `device_memory` on CUDA:
+    the window has half of it, and the rest of the computation needs some too. On "cpu" there is no limit."""
 
     update: str = "auto"
-    """When the host optimizer runs: "blocking" inside `step()`; "auto" earlier or later. "backward": each unit in place
-    as soon as its gradients are complete, which are then gone: the smallest home, and no `p.grad`. The caller promises
-    that `step()` follows every backward, with the hyperparameters of its beginning; a backward that shall only
-    accumulate goes inside `with optimizer.accumulate():`. Of a `PipelineStage` that was wrapped it is known which
-    backward is the last: `step()` follows each step of its schedule. All give the same bits."""
+    """When the host optimizer runs. All values give the same bits.
+
+    - "blocking": inside `step()`.
+    - "auto": earlier or later than `step()`.
+    - "backward": each unit is updated in place as soon as its gradients are complete, and they are then dropped. This
+      makes the smallest home, and there is no `p.grad`.
+
+    With "backward" the caller promises that `step()` follows every backward. The hyperparameters must not change
+    between the start of that backward and its `step()`. A backward that only accumulates goes inside
+    `with optimizer.accumulate():`. For a wrapped `PipelineStage` noria knows which backward is the last: the caller
+    calls `step()` after each step of its schedule."""
 
     draft_memory: str | int = "auto"
-    """Host memory for drafts, updates computed during backward into spare buffers: "8GiB", bytes, or 0 for none.
-    "auto" takes what is left of `host_memory` for a device of its own, and nothing on "cpu", where layers and updates
-    share cores and memory."""
+    """Host memory for drafts, which are updates computed during backward into spare buffers.
+
+    "8GiB", bytes, or 0 for none. "auto" takes what is left of `host_memory` if the device has its own memory. On "cpu"
+    it takes nothing, because layers and updates share cores and memory."""
 
     max_grad_norm: float | None = None
-    """`step()` clips the gradients of its optimizer to this norm, as `torch.nn.utils.clip_grad_norm_` before it would,
-    up to the order of summation; `optimizer.grad_norm` is what it found. Where noria's kernels update, `p.grad` itself
-    stays as it was. Several optimizers: each clips by the norm of its own parameters."""
+    """`step()` clips the gradients of its optimizer to this norm.
+
+    The result is that of `torch.nn.utils.clip_grad_norm_` before `step()`, up to the order of summation.
+    `optimizer.grad_norm` is the norm that `step()` found. If noria's kernels update, `p.grad` itself stays unclipped.
+    Each of several optimizers clips by the norm of its own parameters."""
 
     reduce_dtype: torch.dtype | None = None
-    """Where ranks share the model, in which dtype their gradients of 16 bits are multiplied by 1 / N and summed: None,
-    their own; torch.float32, in device memory of its own, 4 bytes for each element of the largest unit's."""
+    """The dtype in which ranks that share the model multiply their 16-bit gradients by 1 / N and sum them.
+
+    None: the dtype of the gradients. torch.float32 takes extra device memory: 4 bytes per element of the largest
+    unit's gradients."""
 
     check: str = "auto"
-    """How closely use of evicted units is watched. "operators" sees every operator outside the blocks, in
-    every pass; "auto" does so until the model's passes are known; "off" never."""
+    """How closely noria watches for uses of evicted units.
+
+    "operators" checks every operator outside the blocks, in every pass. "auto" does so until noria knows the model's
+    passes. "off" never does."""
 
     trace: str | os.PathLike[str] | None = None
-    """A file to which a Chrome/Perfetto trace of what really happened is written."""
+    """The path of a file to which noria writes a Chrome/Perfetto trace of the real run."""
 
     def __post_init__(self) -> None:
         if isinstance(self.device, torch.device):
@@ -181,7 +213,8 @@ class Policy:
 
 
 def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
-    """What a call such as `wrap(model, optimizer, policy, **fields)` asks for: a Policy or fields of one."""
+    """Returns the Policy of a call such as `wrap(model, optimizer, policy, **fields)`. Raises UsageError if the call
+    gives both, or a field that does not exist."""
     known = [field.name for field in dataclasses.fields(Policy)]
     for name in fields:
         if name not in known:
@@ -202,7 +235,7 @@ def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
 
 
 def compute_device(policy: Policy) -> torch.device:
-    """The device that `policy.device` means on this machine; raises where this machine has no such device."""
+    """Returns the device that `policy.device` means on this machine. Raises UsageError if there is no such device."""
     if policy.device == "cpu" or (policy.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -219,24 +252,24 @@ def compute_device(policy: Policy) -> torch.device:
 
 
 def device_budget(policy: Policy, whole: int) -> int | None:
-    """`device_memory` in bytes; None for "auto". `whole`: the bytes that a fraction of 1.0 stands for."""
+    """Returns `device_memory` in bytes, or None for "auto". `whole`: the bytes that a fraction of 1.0 stands for."""
     if isinstance(policy.device_memory, float):
         return int(policy.device_memory * whole)
     return _budget(policy.device_memory)
 
 
 def draft_budget(policy: Policy) -> int | None:
-    """`draft_memory` in bytes; None for "auto"."""
+    """Returns `draft_memory` in bytes, or None for "auto"."""
     return _budget(policy.draft_memory)
 
 
 def activation_budget(policy: Policy) -> int | None:
-    """`activation_memory` in bytes; None for "auto"."""
+    """Returns `activation_memory` in bytes, or None for "auto"."""
     return _budget(policy.activation_memory)
 
 
 def host_budget(policy: Policy) -> int | None:
-    """`host_memory` in bytes; None for "auto"."""
+    """Returns `host_memory` in bytes, or None for "auto"."""
     return _budget(policy.host_memory)
 
 
@@ -339,7 +372,10 @@ def _check_trace(value: Any) -> None:
 
 
 def refuse_lost_trace(policy: Policy) -> None:
-    """It is written when training is over: too late to hear that it cannot be."""
+    """Raises UsageError if the trace file cannot be written.
+
+    noria writes it after training, when the error would come too late.
+    """
     if policy.trace is None:
         return
     path = os.path.abspath(os.fspath(policy.trace))

@@ -1,4 +1,4 @@
-"""`report`: what a wrapped model's engine did, in numbers that can be compared with its plan."""
+"""Reports what a wrapped model's engine did, in numbers that can be compared with its plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from noria import _C
-from noria.custody import Wrapped, wrapped_together
 from noria.doctor import host_memory_gib_s as measured_gib_s
-from noria.lending import Loan
-from noria.plan import STAGING_RING
+from noria.pipeline.peer_memory import Loan
+from noria.planning.wrap_plan import STAGING_RING
 from noria.policy import format_bytes
+from noria.wrapped import Wrapped, wrapped_together
 
 __all__ = ["Bound", "HostMemory", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
 
@@ -21,13 +21,15 @@ _GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class LaneReport:
-    """Microseconds since the wrap call. `stalled_us`: by "giver -> waiter", time that ops of this lane lost waiting.
+    """Counts the work of one lane since the wrap call.
 
-    `collect` is there where ranks share the model. Its `bytes` are what this rank got from the others at least, and
-    so what it sent; it is busy from when all ranks are ready for an op until the op is over. `peer` is there where
-    other stages lend memory: both ways.
+    `stalled_us` holds the time that ops of this lane lost by waiting, by "giver -> waiter".
 
-    On a device the times are its own: of events in the streams. What it has not yet done is not in them.
+    The lane `collect` exists if ranks share the model. Its `bytes` are the least that this rank got from the others,
+    and it sent as many. It is busy from the moment when all ranks are ready for an op until the op is over. The lane
+    `peer` exists if other stages lend memory, and counts both directions.
+
+    Units: microseconds. On a device they come from events in its streams, so unfinished work is not counted yet.
     """
 
     lane: str
@@ -39,7 +41,7 @@ class LaneReport:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerRow:
-    """Bytes that noria takes: as planned, and as taken."""
+    """Compares the bytes that noria planned for one purpose with the bytes that it took."""
 
     place: str
     purpose: str
@@ -49,7 +51,11 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """A kind of pass. `planned_fetches` and `fetches` are of its last occurrence; None: it had no plan, or left it."""
+    """Counts the passes of one kind.
+
+    `planned_fetches` and `fetches` are of the last such pass. `planned_fetches` is None if that pass had no plan, or
+    left it.
+    """
 
     phase: str
     training: bool
@@ -63,11 +69,11 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """Bytes of an average step that go through the host's memory, which updates, fetches and drains share.
+    """Counts the bytes of an average step that go through host memory. Updates, fetches and drains share its bandwidth.
 
-    `updated`: read and written by updates (of AdamW with fp32 moments and a bfloat16 model 26 for each parameter).
-    `copied`: between home and device, both ways; twice as many where the device is the host, which reads and writes
-    them. What layers read and write themselves on "cpu" is not in it, nor what ranks send each other.
+    `updated`: bytes that updates read and write. For AdamW with fp32 moments and a bfloat16 model these are 26 for each
+    parameter. `copied`: bytes between home and device, in both directions. On "cpu" they count twice, because the host
+    both reads and writes them. Neither counts traffic between ranks, nor the memory that layers use on "cpu".
     """
 
     updated: float
@@ -76,7 +82,7 @@ class HostMemory:
 
     @property
     def updated_us(self) -> float:
-        """What `updated` takes at the pace of the memory alone."""
+        """Returns the time of `updated` if only the memory limits it."""
         return self.updated / (self.gib_s * _GIB) * 1e6
 
     @property
@@ -90,10 +96,13 @@ class HostMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Microseconds of an average step, and what no schedule of the mode can beat (docs/journey.md, "The bound").
+    """Compares an average step with the lower bound of each update mode (docs/journey.md, "The bound").
 
-    `limit`: what would raise the bound of the mode in use if it took longer, "host memory" for example, or "updates,
-    compute" where updates take longest in the forward and compute in the backward.
+    No schedule of a mode is faster than its bound. `limit` names the resources that set the bound of the mode in use:
+    if one of them took longer, the bound would rise. For example, it is "host memory". It is "updates, compute" if
+    updates take longest in the forward and compute takes longest in the backward.
+
+    Units: microseconds.
     """
 
     step_us: float
@@ -106,7 +115,7 @@ class Bound:
 
     @property
     def ratio(self) -> float:
-        """Measured step over the bound of the mode in use."""
+        """Returns the measured step divided by the bound of the mode in use."""
         return self.step_us / self.bound_us if self.bound_us else float("nan")
 
     @property
@@ -118,18 +127,21 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateTime:
-    """Microseconds of an average step in which the host updated, by what the compute lane did meanwhile.
+    """Splits the update time of an average step by what the compute lane did meanwhile.
 
-    Counted from the pool's busy time (drafts, looks at gradients and their norms included, and the share of a job that
-    runs). The three sum to the total; the first step, which is unlike the others, is left out.
+    The time is the pool's busy time. It includes drafts, comparisons of gradients, norms, and the finished part of a
+    running job. The three parts add up to the total. The first step is left out, because it is unlike the others.
 
-    - `behind_forward_us`, `behind_backward_us`: the compute lane was at a visit of such a pass.
-    - `exposed_us`: it was not. It waited (for a fetch, and so for the update before it; for drains at the end of
-      backward; for the home), or no pass was open: inside `step()`, and in what the loop does between passes, a loss
-      outside of the model included. On "cpu" the lane is the launching thread, so what that updates by itself
-      (`kernel="torch"`) is exposed; a device computes on meanwhile.
+    - `behind_forward_us`, `behind_backward_us`: the compute lane was at a visit of a forward or a backward.
+    - `exposed_us`: the compute lane waited, or no pass was open.
 
-    What a device did is known from its own clock, once it has done it: of the last steps a report may miss some.
+    The compute lane waits for a fetch (and so for the update before it), for drains at the end of backward, or for the
+    home. No pass is open inside `step()` and between passes, for example in a loss outside the model. On "cpu" the
+    compute lane is the launching thread, so the updates that this thread runs itself (`kernel="torch"`) are exposed.
+    A device continues to compute during them.
+
+    Units: microseconds. A device's work is timed by its own clock once it is done, so a report may miss some of the
+    last steps.
     """
 
     total_us: float
@@ -140,7 +152,7 @@ class UpdateTime:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Prints well; `to_dict()` for programs."""
+    """Holds all numbers of a wrapped model. `print` shows them as text; `to_dict()` is for programs."""
 
     device: str
     num_units: int
@@ -148,22 +160,22 @@ class Report:
     num_steps: int
     lanes: list[LaneReport]
     passes: list[PassReport]
-    forgotten_passes: int  # of kinds that are no longer told apart: only so many are
+    forgotten_passes: int  # passes of kinds that noria has forgotten: it remembers a limited number of kinds
     ledger: list[LedgerRow]
     num_fetches: int
-    drafts: dict[str, int]  # kept, looked_at (of these by now unchanged, changed), redone, dropped; docs/drafts.md
-    saved: dict[str, int]  # by blocks: storages and bytes that left, of these to peers, came back, and were there
-    recomputed: list[str]  # blocks that compute their activations again, in backward
-    loans: list[Loan]  # between the stages of a pipeline: memory of one's device for what has no room on another one's
-    row_name: str  # what lenders and borrowers are called: "stage", or "rank" where this one has several stages
-    copies: dict[str, int]  # of units at other stages: how many are kept there, were stashed and fetched, and bytes
-    unclaimed_fetches: int  # of those: made by `step()` for a forward that did not come next
+    drafts: dict[str, int]  # kept, looked_at (split into unchanged and changed so far), redone, dropped; docs/drafts.md
+    saved: dict[str, int]  # saved by blocks: storages and bytes offloaded, put at peers, reloaded, kept on the device
+    recomputed: list[str]  # blocks that compute their activations again in backward
+    loans: list[Loan]  # device memory that one stage of a pipeline lends to another one, which has no room
+    row_name: str  # the word for lenders and borrowers: "stage", or "rank" if this one has several stages
+    copies: dict[str, int]  # copies of units at other stages: number kept there, stashed, fetched, and bytes
+    unclaimed_fetches: int  # fetches that `step()` issued for a forward that did not come next
     peak_lease_bytes: int
     peak_units: int
     resident: list[str]
     bound: Bound | None
     updates: UpdateTime | None  # None: no step yet
-    advice: str | None  # what would hide updates that hold up the step
+    advice: str | None  # options that would hide the updates which delay the step
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,24 +260,29 @@ class Report:
 
 
 def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: float | None = None) -> Report:
-    """What has happened since `model` was wrapped. Waits for nothing; also writes the trace, if the policy asks for one
-    (`write_trace=False` leaves that out, for who asks many times a second).
+    """Reports what has happened since `model` was wrapped. It waits for nothing.
 
-    `host_memory_gib_s`: what the host's memory reads and writes, which bounds updates, fetches and drains together.
-    None: what it is measured to be, once in a process, in the first report after a step. That takes some tenths of a
-    second, and 64 MiB for that time, or twice what the caches hold.
-    `model`: also what else `wrap` was given, as a list of stages. Raises UsageError for a model that is not wrapped.
+    Args:
+        model: The wrapped model, or anything else that `wrap` was given, such as a list of stages.
+        write_trace: False does not write the trace file, for callers that report many times a second. True writes it
+            if the policy asks for one.
+        host_memory_gib_s: GiB/s that host memory reads and writes. Updates, fetches and drains share it. None: the
+            first report after a step measures it, once per process. That takes some tenths of a second. During it, it
+            takes 64 MiB, or twice the size of the caches if that is more.
+
+    Raises:
+        UsageError: if the model is not wrapped.
     """
     wrapped = wrapped_together(model)
     if write_trace:
-        wrapped.write_trace()
-    custody, sums = wrapped.custody, wrapped.custody.step_sums()
+        wrapped.context.write_trace()
+    engine, sums = wrapped.context.engine, wrapped.context.engine.step_sums()
     bound, updates = _bound(wrapped, sums, host_memory_gib_s), _update_time(sums)
     return Report(
-        device=str(wrapped.device),
-        num_units=len(wrapped.units),
-        kernels=list(wrapped.plan.kernel_names),
-        num_steps=max((updates.num_steps for updates in wrapped.optimizers), default=0),
+        device=str(wrapped.context.device),
+        num_units=len(wrapped.context.units),
+        kernels=list(wrapped.context.plan.kernel_names),
+        num_steps=max((updates.num_steps for updates in wrapped.drivers), default=0),
         lanes=_lanes(wrapped),
         passes=[
             PassReport(
@@ -278,55 +295,57 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
                 each["fetches"],
                 each["unplanned_visits"],
             )
-            for each in custody.passes()
+            for each in engine.passes()
         ],
-        forgotten_passes=custody.num_forgotten_passes,
+        forgotten_passes=engine.num_forgotten_passes,
         ledger=_ledger(wrapped),
-        num_fetches=custody.num_fetches,
-        drafts=custody.draft_counts(),
-        saved=custody.saved_stats(),
+        num_fetches=engine.num_fetches,
+        drafts=engine.draft_counts(),
+        saved=engine.saved_stats(),
         recomputed=wrapped.activations.recomputed(),
-        loans=[loan for loan in wrapped.lending.loans if loan.bytes],
-        row_name=wrapped.lending.row_name,
-        copies=custody.copy_stats(),
-        unclaimed_fetches=custody.num_unclaimed_fetches,
-        peak_lease_bytes=custody.peak_bytes,
-        peak_units=custody.peak_units,
-        resident=[wrapped.units[unit].name for unit in custody.resident_units()],
+        loans=[loan for loan in wrapped.peer_memory.loans if loan.bytes],
+        row_name=wrapped.peer_memory.row_name,
+        copies=engine.copy_stats(),
+        unclaimed_fetches=engine.num_unclaimed_fetches,
+        peak_lease_bytes=engine.peak_bytes,
+        peak_units=engine.peak_units,
+        resident=[wrapped.context.units[unit].name for unit in engine.resident_units()],
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
-        notes=[*wrapped.plan.unpredicted, *wrapped.home.notes, *wrapped.lending.notes],
+        notes=[*wrapped.context.notes, *wrapped.context.home.notes, *wrapped.peer_memory.notes],
     )
 
 
 def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     lanes = []
     names = ["compute", "fetch", "drain", "collect", "peer", "update"]
-    if wrapped.ranks is None:
+    if wrapped.context.ranks is None:
         names.remove("collect")
-    if not wrapped.lending.borrowed:
+    if not wrapped.peer_memory.borrowed:
         names.remove("peer")
     for lane in names:
-        stats = wrapped.custody.update_stats() if lane == "update" else wrapped.backend.stats(lane)
-        busy = wrapped.custody.compute_us if lane == "compute" else stats["busy_us"]
+        stats = wrapped.context.engine.update_stats() if lane == "update" else wrapped.context.backend.stats(lane)
+        busy = wrapped.context.engine.compute_us if lane == "compute" else stats["busy_us"]
         stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
         lanes.append(LaneReport(lane, busy, stats["num_ops"], stats["bytes"], stalled))
     return lanes
 
 
 def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
-    taken = {("host", purpose): arena.bytes for purpose, arena in wrapped.home.arenas.items()}
-    if wrapped.backend.staging_bytes:
-        taken[("host", STAGING_RING)] = wrapped.backend.staging_bytes
-    device = str(wrapped.device)
-    taken[(device, "window and gradient buffers")] = wrapped.custody.arena_bytes
-    taken |= {(device, purpose): amount for purpose, amount in wrapped.beside.taken.items()}
-    if rest := wrapped.backend.allocated - wrapped.custody.arena_bytes - sum(wrapped.beside.taken.values()):
+    context = wrapped.context
+    backend, arena_bytes, beside = context.backend, context.engine.arena_bytes, context.device_buffers.taken
+    taken = {("host", purpose): arena.bytes for purpose, arena in context.home.arenas.items()}
+    if backend.staging_bytes:
+        taken[("host", STAGING_RING)] = backend.staging_bytes
+    device = str(context.device)
+    taken[(device, "window and gradient buffers")] = arena_bytes
+    taken |= {(device, purpose): amount for purpose, amount in beside.items()}
+    if rest := backend.allocated - arena_bytes - sum(beside.values()):
         taken[(device, "what no plan has")] = rest
     rows = [
         LedgerRow(place, purpose, planned, taken.pop((place, purpose), 0))
-        for place, purpose, planned in wrapped.plan.rows()
+        for place, purpose, planned in context.ledger.rows()
     ]
     rows += [LedgerRow(place, purpose, 0, amount) for (place, purpose), amount in taken.items()]
     return rows
@@ -338,14 +357,14 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         return None
     per_step = {name: value / steps for name, value in sums.items() if name.endswith("_us")}
     host = HostMemory(
-        sums["updated"] / steps + sum(updates.bytes_by_torch() for updates in wrapped.optimizers),
-        sums["copied"] / steps * (2 if wrapped.device.type == "cpu" else 1),
+        sums["updated"] / steps + sum(updates.bytes_by_torch() for updates in wrapped.drivers),
+        sums["copied"] / steps * (2 if wrapped.context.device.type == "cpu" else 1),
         measured_gib_s() if gib_s is None else gib_s,
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
     times = {name: measured[name] for names in _LIMITS.values() for name in names}
-    all_drafted = len(wrapped.plan.drafted) == len([unit for unit in wrapped.units if unit.gradients])
-    mode = wrapped.policy.update
+    all_drafted = len(wrapped.context.plan.drafted) == len([unit for unit in wrapped.context.units if unit.gradients])
+    mode = wrapped.context.policy.update
     if mode == "auto":
         mode = "drafts" if all_drafted else "deferred"
 
@@ -372,7 +391,7 @@ _LIMITS = {
     "copies between stages": ["peer_us"],
     "host memory": ["host_copies_us", "host_updates_us"],
 }
-"""What may limit a step, and its times in `StepTimes`."""
+"""The resources that may limit a step, and the fields of `StepTimes` with their times."""
 
 
 def _update_time(sums: dict[str, int]) -> UpdateTime | None:
@@ -383,26 +402,26 @@ def _update_time(sums: dict[str, int]) -> UpdateTime | None:
     return UpdateTime(sum(shares), *shares)
 
 
-_SUBSTANTIAL = 0.1  # of a step: what is less is not worth anybody's memory or hyperparameters
+_SUBSTANTIAL = 0.1  # share of a step: less is not worth more memory or other hyperparameters
 
 
 def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: UpdateTime) -> str | None:
-    """Where updates hold up the step: what would hide them. None: they do not, or nothing that a policy can change."""
+    """Returns what would hide updates that delay the step. None if they do not, or if no option would help."""
     if updates.exposed_us < _SUBSTANTIAL * bound.step_us:
         return None
     found = f"updates are exposed for {updates.exposed_us / 1e3:.1f} of {bound.step_us / 1e3:.1f} ms"
-    plan = wrapped.plan
-    if wrapped.policy.update == "blocking":
+    plan = wrapped.context.plan
+    if wrapped.context.policy.update == "blocking":
         return f'{found}: update="auto" lets them run behind the next forward'
     compute_us = (sums["forward_us"] + sums["backward_us"]) / sums["num_steps"]
     remedies = []
-    if set(plan.draftable) > plan.drafted and wrapped.drafts.pay:
+    if set(plan.draftable) > plan.drafted and wrapped.draft_policy.pay:
         needed = sum(plan.draftable.values())
         remedies.append(
             f"draft_memory={needed} ({format_bytes(needed)}) lets all {len(plan.draftable)} units be updated behind "
             f"backward as well, not {len(plan.drafted)}"
         )
-    if plan.fused and wrapped.policy.state_dtype == "fp32":
+    if plan.fused and wrapped.context.policy.state_dtype == "fp32":
         remedies.append('state_dtype="bf16" makes an update move a third less memory')
     if updates.total_us > compute_us:
         remedies.append("a larger batch, or more micro-batches for each step, gives them more to hide behind")

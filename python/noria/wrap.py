@@ -1,7 +1,7 @@
-"""`wrap` and its inverse: an ordinary model and optimizer go in, the same two objects come out, trained from the home.
+"""Wraps and unwraps an ordinary model and optimizer: they stay the same objects, and train from the home.
 
-Everything is checked and planned before anything is changed; then the home is taken, unit by unit the parameters move
-into it, and hooks and facades are put in place. No random numbers are drawn and no global torch state is touched.
+Order: `wrap` checks and plans everything before it changes anything. Then it takes the home, moves the parameters into
+it unit by unit, and installs hooks and facades. It draws no random numbers and touches no global torch state.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
-from noria.beside import ASSIST_SCRATCH, REDUCE_SCRATCH, Beside
-from noria.custody import Wrapped, activations, wrapped_by, wrapped_together
-from noria.custody.hooks import compiler_config_of, refuse_cuda_graphs
-from noria.home import GRADIENT_RING, Home
-from noria.kernels import SEPARABLE
-from noria.lending import Stages
-from noria.limits import find, least, numa_node
-from noria.modes import await_device, plainly
-from noria.optimizer import check_optimizer, facade, unfacade
+from noria.dist.ranks import Ranks, grid_of, raised_by_all
+from noria.dist.stage_group import StageGroup
+from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuffers
+from noria.host.home import Home
+from noria.host.limits import find, least, numa_node
+from noria.host.machine import machine
+from noria.model.layout import GRADIENT_RING
+from noria.model.update_rules import SEPARABLE
+from noria.optimizer import check_optimizer, unfacade
 from noria.out_of_memory import tell_when_full
-from noria.plan import WrapPlan, fingerprint, make_plan
+from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
+from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
-from noria.ranks import Ranks, grid_of, raised_by_all
-from noria.stages import check_stage, module_of, modules_of, stages_of
-from noria.stand_ins import refuse_out_of_reach
-from noria.testing._machine import machine
-from noria.updates import Updates
-from noria.updates.gradient_parts import GradientParts
+from noria.runtime.context import Context
+from noria.runtime.hooks import compiler_config_of, refuse_cuda_graphs
+from noria.runtime.state import RunState
+from noria.step.parameter_swap import refuse_out_of_reach
+from noria.torch_state import await_device, plainly
+from noria.wrapped import Wrapped, wrapped_by, wrapped_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,13 +50,16 @@ Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
-_LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Frees wrap calls that nobody has any more. Their parts refer to each other, and Python's collector counts objects
-    and not bytes: by itself it comes many homes later."""
-    if _C.living()["custodies"]:
+    """Frees wrap calls that no caller refers to any more.
+
+    Their parts refer to each other, so only the garbage collector frees them. It counts objects, not bytes: without
+    this call it would run many homes later.
+    """
+    if _C.living()["bridges"]:
         gc.collect()
 
 
@@ -89,7 +93,10 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimi
 
 
 def _refuse_parallel(module: nn.Module) -> None:
-    """By name: the classes of what this torch has not, or nobody has imported, need not be there."""
+    """Raises UsageError if torch has already made the module parallel.
+
+    The check is by name, because a class may be missing from this torch or not imported.
+    """
     for cls in type(module).__mro__:
         if cls.__name__ in _PARALLEL and cls.__module__.startswith("torch."):
             raise usage_error(
@@ -108,11 +115,14 @@ def plan(
     mesh: DeviceMesh | None = None,
     **policy_fields: Any,
 ) -> WrapPlan:
-    """What `wrap` with the same arguments would do: units, memory to the byte, fetches per pass. Nothing is changed.
+    """Returns what `wrap` with the same arguments would do: units, memory to the byte, fetches per pass.
 
-    A model made under `torch.device("meta")` is enough, so a plan takes no memory. Raises UsageError where `wrap`
-    would, but for that. Where ranks share the model, of what this one would take, by what it finds itself; not
-    collective.
+    It changes nothing. A model built under `torch.device("meta")` is enough, so a plan takes no memory. If ranks share
+    the model, the plan is of this rank alone, from the limits that it finds itself. The call is not collective.
+
+    Raises:
+        UsageError: if `wrap` would refuse the same arguments. But if a meta model does not fit into this machine's
+            memory, the plan only gets a note.
     """
     grid = grid_of(mesh)
     roots, updaters = _checked(model, optimizer)
@@ -131,32 +141,45 @@ def wrap(
     stages: DeviceMesh | None = None,
     **policy_fields: Any,
 ) -> Any:
-    """Moves the model's weights, gradients and optimizer state to host memory, and streams them through a window of
-    device memory from now on. Edits both objects in place and returns what it was given.
+    """Moves weights, gradients and optimizer state to host memory, and streams them through a window of device memory.
 
-    `model`: a module or a `PipelineStage`, or a list of them; `optimizer`: one, a list, or None (inference, a frozen
-    teacher); `policy`: a `Policy`, or its fields by name: `wrap(model, optimizer, device_memory="8GiB")`. `mesh`: which
-    ranks share the model, as `fully_shard` takes it: a DeviceMesh of one dimension, or of two, (replicas, shards);
-    without it all ranks of the default process group do, where there is one. `stages`: where the model is one stage of
-    a pipeline, the DeviceMesh of one dimension of all of its stages' ranks, which lend each other memory; then without
-    `mesh` the model is this rank's alone. A `PipelineStage` of torch.distributed.pipelining is given in the place of
-    its module, and followed until `unwrap`: updates inside backward and drafts are made in its last backward of a step,
-    its gradients are scaled as its schedule says, and but for activations="keep" it keeps no inputs and outputs.
-    Returns `(model, optimizer)` as given, or the model alone without an optimizer. Raises UsageError before anything is
-    changed: nonsense policy, a budget that is too small (with what would fit), an optimizer with parameters that no
-    wrapped model has, a model that is wrapped already, a mesh without this rank; and what one of the ranks that share
-    refuses, all of them do (but for a mesh that is wrong on one of them: there the others wait for the process group's
-    timeout). The home is taken before anything moves, but for the optimizer's state, in parallel and with a progress
-    bar where that takes long; Ctrl-C until then leaves all as it was, and after that, while the rest is taken, what it
-    interrupts is a model that is wrapped. What of a model was built under `torch.device("meta")` gets its values by a
-    load, and until all have come the model cannot be used.
+    Example: `model, optimizer = wrap(model, optimizer, device_memory="8GiB")`. Both objects are edited in place.
+
+    Parameters built under `torch.device("meta")` get their values by a load. Until all of them have values, the model
+    cannot be used.
+
+    A `PipelineStage` of torch.distributed.pipelining takes the place of its module, and noria follows it until
+    `unwrap`. Drafts and updates inside backward then run in its last backward of a step. Its schedule says how its
+    gradients are scaled. It keeps no inputs and outputs, unless activations="keep".
+
+    Order: noria takes the home before it moves anything, in parallel, with a progress bar if that takes long. Only the
+    memory for optimizer state comes later, once the weights have moved. Ctrl-C before the move leaves everything as it
+    was. Ctrl-C after the move leaves a wrapped model.
+
+    Args:
+        model: A module or a `PipelineStage`, or a list of them.
+        optimizer: One optimizer, a list, or None (inference, a frozen teacher).
+        policy: A `Policy`. Instead, its fields may be given by name.
+        mesh: The ranks that share the model, as in `fully_shard`: a DeviceMesh of one dimension, or of two, (replicas,
+            shards). None: all ranks of the default process group, if there is one.
+        stages: The ranks of all stages, if the model is one stage of a pipeline: a DeviceMesh of one dimension. These
+            ranks lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
+
+    Returns:
+        `(model, optimizer)` as given, or the model alone if there is no optimizer.
+
+    Raises:
+        UsageError: before anything is changed. Reasons: a nonsense policy; a budget that is too small (the error says
+            what would fit); an optimizer parameter that no wrapped model has; a model that is already wrapped; a mesh
+            without this rank. If one of the ranks that share the model refuses, all of them raise. Exception: if the
+            mesh is wrong on one rank only, the others wait for the process group's timeout.
     """
-    _let_go()  # of models that were dropped without `unwrap`: what they take is not there for this one
+    _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
-    pipeline: Stages | None = None
+    pipeline: StageGroup | None = None
     met: list[Any] = [] if ranks is None else [ranks]
     try:
-        pipeline = Stages.meet(stages)
+        pipeline = StageGroup.meet(stages)
         if pipeline is not None:
             met.append(pipeline)
         with raised_by_all(met, "noria.wrap"):
@@ -186,26 +209,29 @@ def wrap(
                 ranks.agree(lines)  # raises on all of them alike
         with plainly():
             wrapped = _carry_out(planned, roots, updaters, ranks, pipeline)
-        wrapped.following.follow(stages_of(model))
+        wrapped.stages.follow(stages_of(model))
     except BaseException:
         for each in met:
             each.close()
         raise
-    _LIVE.add(wrapped)
-    tell_when_full(wrapped)
+    _LIVE.add(wrapped.run)
+    tell_when_full(wrapped.run)
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
-            wrapped.home.take_rest()
-        except KeyboardInterrupt as error:  # of this rank alone: the others are met first
+            wrapped.context.home.take_rest()
+        except KeyboardInterrupt as error:  # only this rank has it: meet the others before raising
             interrupt = error
     if interrupt is not None:
         raise interrupt
     return (model, optimizer) if optimizer is not None else model
 
 
-def _check_line(own: list[Any], everybodys: list[list[tuple[int, int]]], pipeline: Stages | None) -> None:
-    """`everybodys`: by rank that shares the model, number and count of each of its stages."""
+def _check_line(own: list[Any], everybodys: list[list[tuple[int, int]]], pipeline: StageGroup | None) -> None:
+    """Raises UsageError if the stages differ between ranks, or do not match the stage group.
+
+    `everybodys`: for each rank that shares the model, the (index, number of stages) of each of its stages.
+    """
     if any(each != everybodys[0] for each in everybodys):
         raise usage_error(
             "the same stages of the pipeline on all ranks that share the model",
@@ -223,33 +249,22 @@ def _check_line(own: list[Any], everybodys: list[list[tuple[int, int]]], pipelin
 
 
 def _carry_out(
-    planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None, stages: Stages | None
+    planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None, stages: StageGroup | None
 ) -> Wrapped:
     policy, device, units = planned.policy, planned.device, planned.units
-    settings = machine()
     pool = None
     capacity = planned.device_bytes
     if stages is not None:
-        capacity += planned.saved_room or 0  # what of it is spare may be lent
+        capacity += planned.saved_room or 0  # its unused part may be lent
     met: list[Any] = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
-        if device.type == "cuda":
-            backend = _C.make_cuda_backend(device.index, capacity, settings.hostility)
-        else:
-            backend = _C.make_host_backend(capacity, settings.backend_limits(), settings.hostility)
+        backend = machine().backend(device, capacity)
         if planned.fused:
-            node = numa_node(backend.pci_bus_id)
-            pool = _C.HostOptimizer(
-                settings.update_threads,
-                is_beside_device=device.type == "cuda",
-                numa_node=-1 if node is None else node,
-                **settings.pool_settings(),
-            )
+            pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
         home = Home(units, planned.regions, backend)
-        beside = Beside(backend, planned.beside_the_arena())
-    planned.staging_bytes = _C.STAGING_BYTES if home.staged else 0
+        device_buffers = DeviceBuffers(backend, planned.beside_the_arena())
 
-    # Values first: a parameter's old memory is free as soon as it has moved.
+    # Values move first: a parameter's old memory is free as soon as it has moved.
     values = [(slot, slot.parameter.data) for unit in units for slot in unit.parameters]
     for slot, value in values:
         if value.is_meta:
@@ -258,7 +273,7 @@ def _carry_out(
     missing = [value.is_meta for _, value in values] + [buffer.is_meta for _, _, _, buffer in buffers]
     if ranks is not None:
         missing = ranks.word_of_first(missing)
-    custody = _C.Custody(
+    engine = _C.TorchBridge(
         units=units,
         backend=backend,
         optimizer=pool,
@@ -269,38 +284,30 @@ def _carry_out(
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
-        reduce_scratch=beside.address(REDUCE_SCRATCH),
-        assist_scratch=beside.address(ASSIST_SCRATCH),
-        least_saved=activations.LEAST_SAVED if activations.leave(planned) else None,
+        reduce_scratch=device_buffers.address(REDUCE_SCRATCH),
+        assist_scratch=device_buffers.address(ASSIST_SCRATCH),
+        least_saved=planned.least_saved,
         saved_room=planned.saved_room,
     )
-    wrapped = Wrapped(planned, home, custody, backend, beside, pool, ranks, stages)
+    trace = None if policy.trace is None else _C.Trace(1 << 18)
+    context = Context(planned, home, engine, backend, device_buffers, pool, ranks, trace)
+    if home.staged:
+        context.ledger.expect("host", STAGING_RING, _C.STAGING_BYTES)
+    wrapped = Wrapped(context, stages)
     while values:
         slot, value = values.pop(0)
         if missing.pop(0):
-            wrapped.loaded.missing[slot.index] = slot.name
+            wrapped.loads.missing[slot.index] = slot.name
         else:
-            wrapped.values.write(slot, value if ranks is None else ranks.from_first(value))
+            wrapped.weights.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
-    wrapped.loaded.missing |= {
+    wrapped.loads.missing |= {
         (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
     }
-    for updater, kernel, predicted in zip(updaters, planned.kernels, planned.states, strict=True):
-        arena = home.arenas.get("optimizer state")
-        updates = Updates(wrapped, updater, kernel, predicted, arena)
-        wrapped.optimizers.append(updates)
-        facade(updater, updates)
-    custody.set_update_callback(wrapped.weakly(Wrapped.run_update))
-    if ranks is not None:
-        parts = GradientParts(wrapped)
-        custody.set_parts_callbacks(parts.norms, parts.multiply)
-    if policy.update == "backward":
-        custody.set_backward_callback(wrapped.weakly(_begin_backward))
-    if policy.trace is not None:
-        wrapped.trace = _C.Trace(1 << 18)
-        custody.set_trace(wrapped.trace)
+    for updater, kernel, places in zip(updaters, planned.kernels, planned.states, strict=True):
+        wrapped.take_optimizer(updater, kernel, places)
     return wrapped
 
 
@@ -310,19 +317,8 @@ def _slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
     return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
 
 
-def _begin_backward(wrapped: Wrapped) -> None:
-    told = {index for updates in wrapped.optimizers for index in updates.expect_in_backward()}
-    for slot in wrapped.slots:
-        if slot.trainable and slot.parameter.requires_grad and slot.index not in told:
-            raise usage_error(
-                'every trainable parameter in an optimizer under update="backward"',
-                f'"{slot.name}", which none holds any more',
-                'freeze it, or wrap with update="auto"',
-            )
-
-
 def _leave_meta(parameter: nn.Parameter) -> None:
-    """The same object, on the CPU, still without memory."""
+    """Puts a meta parameter on the CPU, still without memory. It stays the same object."""
     data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
     data.untyped_storage().resize_(0)
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -332,15 +328,18 @@ def _leave_meta(parameter: nn.Parameter) -> None:
 
 
 def _buffers_of(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Module, name in it, name in the model, buffer."""
+    """Yields (module, name in the module, name in the model, buffer)."""
     for path, module in root.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             yield module, name, f"{path}.{name}" if path else name, buffer
 
 
 def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None, ranks: Ranks | None = None) -> None:
-    """Buffers are not streamed: they live on the device, in the dtype that `model.bfloat16()` would give them; where
-    ranks share the model, with rank 0's values. Those without values get some memory."""
+    """Moves buffers to the device, where they stay: noria does not stream them.
+
+    Their dtype is the one that `model.bfloat16()` would give them. If ranks share the model, all ranks get rank 0's
+    values. Buffers without values get uninitialized memory.
+    """
     for module, name, _, buffer in list(_buffers_of(root)):
         wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
         if buffer.is_meta:
@@ -352,13 +351,14 @@ def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def unwrap(model: Any, optimizer: Any = None) -> Any:
-    """Gives back plain CPU tensors and the optimizer's own class; returns what it was given.
+    """Gives back plain CPU tensors and the optimizer's own class. Returns what it was given.
 
-    Parameters, gradients and optimizer state keep their values (views of the home's memory, which lives as long as any
-    of them); a bfloat16 policy leaves bfloat16 parameters, the low bits of the masters stay in the optimizer's state.
-    Where ranks share the model, all of them call this; each gets all values, and no gradients.
-    Moments stay fp32 beside them, so that a model which is wrapped again goes on exactly. No form of torch's Adam and
-    AdamW steps with fp32 moments of bfloat16 parameters: to train on without noria, let torch cast them first,
+    Parameters, gradients and optimizer state keep their values. They are views of the home's memory, which lives as
+    long as any of them. If ranks share the model, all of them call this; each gets all values, and no gradients.
+
+    A bfloat16 policy leaves bfloat16 parameters; the low bits of the masters stay in the optimizer's state. Moments
+    stay fp32 beside them, so a model that is wrapped again continues exactly. torch's Adam and AdamW cannot step
+    bfloat16 parameters with fp32 moments. To train on without noria, let torch cast the moments first:
     `optimizer.load_state_dict(optimizer.state_dict())`.
     """
     _unwrap(as_list(modules_of(model)), wrapped_together(model))
@@ -367,64 +367,71 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
 
 
 def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
-    missing = [root for root in wrapped.partition.roots if all(root is not given for given in roots)]
+    missing = [root for root in wrapped.context.partition.roots if all(root is not given for given in roots)]
     if missing:
         raise usage_error(
             "all models of the wrap call", f"{len(missing)} of them missing", "unwrap all that wrap was given"
         )
-    wrapped.refuse_when_busy("noria.unwrap")
-    wrapped.recover()
-    wrapped.refuse_between_steps("noria.unwrap")
-    wrapped.together.meet("unwrap")
-    wrapped.custody.settle_all()
-    wrapped.custody.idle()
-    held_back = {slot.index for slot in wrapped.slots if wrapped.custody.is_held_back(slot.index)}
-    if wrapped.ranks is not None:
-        held_back.clear()  # each rank has a part
-    for slot in wrapped.slots:
-        if wrapped.shows_gradients or slot.index in held_back:
-            wrapped.custody.apply_scales(slot.index)
-    await_device(wrapped.device)  # it may still write gradients, which become the host's to read
-    gradients = [(slot, slot.parameter.grad, wrapped.custody.gradient_is(slot.index)) for slot in wrapped.slots]
-    values = {slot.index: wrapped.together.values(slot) for slot in wrapped.slots}
-    states = [updates.plain() for updates in wrapped.optimizers]
-    for updates, state in zip(wrapped.optimizers, states, strict=True):
-        unfacade(updates.optimizer, state)
+    context, engine = wrapped.context, wrapped.context.engine
+    wrapped.run.refuse_when_busy("noria.unwrap")
+    wrapped.run.recover()
+    wrapped.run.refuse_between_steps("noria.unwrap")
+    wrapped.sync.meet("unwrap")
+    engine.settle_all()
+    engine.idle()
+    held_back = {slot.index for slot in context.slots if engine.is_held_back(slot.index)}
+    if context.ranks is not None:
+        held_back.clear()  # each rank has only a part of them
+    for slot in context.slots:
+        if context.shows_gradients or slot.index in held_back:
+            engine.apply_scales(slot.index)
+    await_device(context.device)  # the device may still write gradients, which the host reads from now on
+    gradients = [(slot, slot.parameter.grad, engine.gradient_is(slot.index)) for slot in context.slots]
+    values = {slot.index: wrapped.sync.values(slot) for slot in context.slots}
+    states = [driver.plain() for driver in wrapped.drivers]
+    for driver, state in zip(wrapped.drivers, states, strict=True):
+        unfacade(driver.optimizer, state)
     wrapped.remove_hooks()
     with plainly():
         for slot, gradient, kind in gradients:
             slot.parameter.grad = None
-            wrapped.custody.release(slot.index, values[slot.index])
-            if gradient is not None and (kind != "held" or wrapped.shows_gradients or slot.index in held_back):
-                slot.parameter.grad = wrapped.home.held(slot) if kind == "held" else gradient.to("cpu")
+            engine.release(slot.index, values[slot.index])
+            if gradient is not None and (kind != "held" or context.shows_gradients or slot.index in held_back):
+                slot.parameter.grad = context.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
-    wrapped.shutdown()
-    wrapped.home.let_go()
-    _LIVE.discard(wrapped)
+    wrapped.run.shutdown()
+    context.home.let_go()
+    _LIVE.discard(wrapped.run)
 
 
 @contextlib.contextmanager
 def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Module]:
-    """Inside the block the parameters of `module` (a wrapped model or a module inside of one) have their real values.
+    """Gives the parameters of `module` their real values inside the `with` block, to read or edit.
 
-    They are the home itself, so nothing is copied to the device. Edits are kept, also in fp32 masters (an element that
-    changed becomes that value). `read_only=True` says that there will be none and keeps copies on the device valid; a
-    write then raises at the end of the block. Between passes only; raises UsageError inside one, and for a module that
-    is not wrapped.
+    The parameters then view the home itself, so nothing is copied to the device. Edits are kept, also in fp32 masters:
+    an element that changed becomes the new value.
 
-    Where ranks share the model no home has whole weights: all ranks enter and leave the block, with the same module,
-    and each takes host memory for all of it, until the block ends (a row of the ledger, "materialized weights"; held
-    against `host_memory` first). Then each keeps its part of what has changed. Raises UsageError on all ranks, and
-    drops the edits, where they have made different ones.
+    If ranks share the model, no home has whole weights. All ranks then enter and leave the block with the same module.
+    Each takes host memory for all of its weights until the block ends, which the ledger shows as "materialized
+    weights". noria checks this amount against `host_memory` first. At the end each rank keeps its part of the edits.
+
+    Args:
+        module: A wrapped model, or a module inside one.
+        read_only: True promises that there will be no edits, so copies on the device stay valid. A write then raises
+            at the end of the block.
+
+    Raises:
+        UsageError: inside a pass, or if the module is not wrapped. Also on all ranks if ranks made different edits;
+            the edits are then dropped.
     """
     wrapped = wrapped_together(module)
-    units = {unit for each in as_list(module) for unit in wrapped.unit_indices(module_of(each))}
-    with wrapped.values.materialized(sorted(units), read_only):
+    units = {unit for each in as_list(module) for unit in wrapped.context.unit_indices(module_of(each))}
+    with wrapped.weights.materialized(sorted(units), read_only):
         yield module
 
 
 @atexit.register
 def _shutdown() -> None:
-    for wrapped in list(_LIVE):
-        wrapped.shutdown()
+    for run in list(_LIVE):
+        run.shutdown()

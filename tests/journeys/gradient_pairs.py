@@ -17,8 +17,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,8 +96,8 @@ class GradientSide:
         wrapped = wrapped_by(self.model) if self.is_plain else None
         if wrapped is None:
             return
-        for slot in wrapped.slots:
-            if slot.parameter.grad is not None and wrapped.custody.gradient_is(slot.index) == "held":
+        for slot in wrapped.context.slots:
+            if slot.parameter.grad is not None and wrapped.context.engine.gradient_is(slot.index) == "held":
                 slot.parameter.grad = slot.parameter.grad.clone()
 
     def backward(self, number: int, scale: float = 1.0) -> None:

@@ -13,10 +13,11 @@ import noria
 import torch
 import torch.distributed as dist
 from noria import _C
-from noria.custody import activations, wrapped_by
-from noria.custody.recompute import Recomputation
-from noria.schedules import name_of_schedule, orders
+from noria.forward.recompute import Recomputation
+from noria.pipeline.schedules import name_of_schedule, orders
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -84,7 +85,7 @@ class Case:
 
 def train_as_told(rank: int, size: int, case: Case) -> None:
     """To the bits of the whole model on one device, and each stage within its budget, at every step."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     stage, replica = rank // case.replicas, rank % case.replicas
     lent, faults = [0], []
 
@@ -125,8 +126,8 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
     holds = {
         "the ledger agrees with the plan": report.ledger_agrees,
         "what is lent is taken": taken.get("lent to other stages", 0) == lent,
-        "all that is taken is in the ledger": wrapped.backend.allocated == sum(taken.values()),
-        "the device has as much as planned": sum(taken.values()) <= wrapped.plan.device_bytes + lent,
+        "all that is taken is in the ledger": wrapped.context.backend.allocated == sum(taken.values()),
+        "the device has as much as planned": sum(taken.values()) <= wrapped.context.plan.device_bytes + lent,
         "no more lies at other stages than they lend": saved["most_at_peers"] <= borrowed,
         "who borrows uses it": not borrowed or step == 0 or saved["offloaded_to_peers"] > 0,
     }
@@ -135,7 +136,7 @@ def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Re
         holds["what has no room leaves"] = saved["most_saved"] <= room or saved["num_offloaded"] > 0
     if room is not None and case.ways and step == CHOSEN - 1:
         # A device's blocks are not timed: there none is chosen.
-        names = [hook.name for hook in wrapped.partition.hooks if hook.is_block]
+        names = [hook.name for hook in wrapped.context.partition.hooks if hook.is_block]
         again = [name for name, way in zip(names, case.ways_of(names), strict=True) if way == "recompute"]
         holds["who leaves computes again as chosen"] = report.recomputed == (
             again if saved["num_offloaded"] and DEVICE == "cpu" else []

@@ -17,10 +17,11 @@ import noria
 import pytest
 import torch
 from noria import _C
-from noria.custody import activations, wrapped_by
-from noria.custody.copies import PeerCopies
-from noria.custody.recompute import Recomputation
+from noria.forward.recompute import Recomputation
+from noria.pipeline.peer_cache import PeerCache
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits, omit_wait, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def least_saved(monkeypatch):
-    monkeypatch.setattr(activations, "LEAST_SAVED", 64)
+    monkeypatch.setattr(wrap_plan, "LEAST_SAVED", 64)
 
 
 class Dropping(Net):
@@ -298,7 +299,7 @@ def crammed(drain_gib_s: float | None) -> tuple[Wide, torch.optim.Optimizer]:
 def saved_of(model: nn.Module) -> dict[str, int]:
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    return wrapped.custody.saved_stats()
+    return wrapped.context.engine.saved_stats()
 
 
 def step_of(model: nn.Module, optimizer: Any) -> None:
@@ -366,7 +367,7 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
 def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_links():
     """Those that are tried at other stages."""
     model, optimizer = crammed(1e-3)
-    with mock.patch.object(PeerCopies, "is_settled", False):
+    with mock.patch.object(PeerCache, "is_settled", False):
         for _ in range(4):
             step_of(model, optimizer)
         assert not noria.report(model).recomputed
@@ -388,7 +389,7 @@ def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_th
     with mock.patch.object(_C, "choose_ways", choose):
         for _ in range(3):
             model(torch.randn(4, 64, WIDTH)).square().mean().backward()
-            sums.append(wrapped.custody.step_sums())
+            sums.append(wrapped.context.engine.step_sums())
             optimizer.step()
             optimizer.zero_grad()
     [(_, _, out_free_us, back_free_us)] = offered
@@ -450,8 +451,8 @@ def test_what_forward_and_backward_wait_for_what_leaves_is_among_their_stalls():
     waited = []
     for _ in range(3):
         step_of(model, optimizer)
-        waited.append(wrapped.backend.stats("compute")["stalled_us"][("offload", "save")])
-    sums = wrapped.custody.step_sums()  # but for the first step
+        waited.append(wrapped.context.backend.stats("compute")["stalled_us"][("offload", "save")])
+    sums = wrapped.context.engine.step_sums()  # but for the first step
     assert waited[2] > waited[0]
     assert sums["forward_stall_us"] + sums["backward_stall_us"] >= waited[2] - waited[0] - 2 * 12  # whole microseconds
 
@@ -565,7 +566,7 @@ class Remembered(torch.autograd.Function):
 
 @pytest.mark.parametrize("least", [64, 1 << 20])  # bytes that go: all, or none
 def test_a_graph_ends_without_a_backward(least, monkeypatch):
-    monkeypatch.setattr(activations, "LEAST_SAVED", least)
+    monkeypatch.setattr(wrap_plan, "LEAST_SAVED", least)
 
     class Remembering(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -612,7 +613,7 @@ def test_the_first_pieces_grow_and_then_no_more():
 
 @pytest.mark.parametrize("least", [64, 1 << 20])  # bytes that go: all, or none
 def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_torch(least, monkeypatch):
-    monkeypatch.setattr(activations, "LEAST_SAVED", least)
+    monkeypatch.setattr(wrap_plan, "LEAST_SAVED", least)
 
     class Changed(Net):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -725,10 +726,10 @@ def test_a_backward_waits_for_what_its_forward_saved(omitted):
         for _ in range(2):
             loss = model(torch.randn(4, 64, WIDTH)).square().mean()
             loss.backward(retain_graph=True)
-            wrapped.custody.idle()  # what nobody has waited for must not come into memory that is gone
+            wrapped.context.engine.idle()  # what nobody has waited for must not come into memory that is gone
             del loss
         found.append({name: value.grad.clone() for name, value in model.named_parameters()})
         if not kind:
-            assert {omitted} - {""} <= set(wrapped.custody.wait_kinds())
+            assert {omitted} - {""} <= set(wrapped.context.engine.wait_kinds())
     same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert same == (omitted == "")

@@ -8,8 +8,8 @@ import copy
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -322,9 +322,9 @@ def test_a_run_goes_on_in_another_mode_from_its_checkpoint():
 def test_the_home_has_no_held_gradients_until_something_accumulates():
     model, optimizer = wrapped()
     rows = {row.purpose: row for row in noria.report(model).ledger}
-    largest = max(unit.gradients for unit in wrapped_by(model).units)
+    largest = max(unit.gradients for unit in wrapped_by(model).context.units)
     assert "held gradients" not in rows and rows["gradient ring"].taken == 4 * largest
-    held = sum(unit.gradients for unit in wrapped_by(model).units)
+    held = sum(unit.gradients for unit in wrapped_by(model).context.units)
     assert rows["gradient ring"].taken < held
     with optimizer.accumulate():
         loss_of(model, 0).backward()
@@ -922,7 +922,7 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     model, optimizer = wrapped(update=update, draft_memory=0)
     train_on(model, optimizer, 0)
     saved = weights_of(model)
-    wrapped_by(model).pool.break_next_update()
+    wrapped_by(model).context.pool.break_next_update()
     with pytest.raises(RuntimeError, match="told to break off"):
         train_on(model, optimizer, 1, 2, 3)
     for _ in range(20):  # whoever else waits for it hears of it too, each once
@@ -942,7 +942,7 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
 def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
     with on_machine(hostility={"hold_us": {"draft": 20_000}}):
         model, optimizer = wrapped(update="auto", draft_memory="64MiB")
-    pool = wrapped_by(model).pool
+    pool = wrapped_by(model).context.pool
     train_on(model, optimizer, *range(3))
     saved = weights_of(model)
     loss_of(model, 3).backward()

@@ -15,8 +15,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -675,24 +675,25 @@ def test_a_factor_that_is_left_to_the_update_is_what_the_update_uses(policy, dev
         side.backward(0)
         clip(side)
         wrapped = wrapped_by(model)
-        slot = wrapped.slot_of[model.head.weight]
-        held = wrapped.home.held(slot)
+        slot = wrapped.context.slot_of[model.head.weight]
+        held = wrapped.context.home.held(slot)
         if device != "cpu":
             torch.cuda.synchronize()
         before = held.clone()
-        assert wrapped.custody.scale_values(slot.index)
+        assert wrapped.context.engine.scale_values(slot.index)
         if poke:
-            own = wrapped.custody.begin_step
+            own = wrapped.context.engine.begin_step
 
             def begin_step() -> None:
                 own()
                 if device != "cpu":
                     torch.cuda.synchronize()
-                address, count = wrapped.custody.late_scales(slot.index)
+                address, count = wrapped.context.engine.late_scales(slot.index)
                 assert count == 1
                 ctypes.c_float.from_address(address).value *= 2
 
-            wrapped.custody = Forwarding(wrapped.custody, begin_step=begin_step)
+            forwarding = Forwarding(wrapped.context.engine, begin_step=begin_step)
+            object.__setattr__(wrapped.context, "engine", forwarding)
         side.optimizer.step()
         weight = model.state_dict()["head.weight"].clone()
         return weight, int(torch.equal(before, held))
@@ -756,12 +757,12 @@ def test_a_plain_loop_moves_no_gradient_over_the_link(way, policy):
 
     for number in range(3):  # the first asks for norms that nobody expects
         step(number)
-    wrapped_by(model).custody.idle()
+    wrapped_by(model).context.engine.idle()
     torch.cuda.synchronize()
     machine.reset_counters()
     for number in range(3, 6):
         step(number)
-    wrapped_by(model).custody.idle()
+    wrapped_by(model).context.engine.idle()
     torch.cuda.synchronize()
     counted = machine.counters()
     crossed = counted["link_bytes_read"] + counted["link_bytes_written"]

@@ -11,8 +11,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.nn import functional as F
 
@@ -211,16 +211,16 @@ def test_the_report_knows_what_the_device_did_and_when(update):
         loss_of(model, number).backward()
         optimizer.step()
         optimizer.zero_grad()
-    custody = wrapped_by(model).custody
-    custody.settle_all()
-    custody.idle()
+    engine = wrapped_by(model).context.engine
+    engine.settle_all()
+    engine.idle()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     report = noria.report(model, host_memory_gib_s=1e6)
     bound, updates, lanes = report.bound, report.updates, {lane.lane: lane for lane in report.lanes}
     assert bound is not None and updates is not None
     assert min(lanes[lane].busy_us for lane in ("compute", "fetch", "drain", "update")) > 0
-    sums = custody.step_sums()
+    sums = engine.step_sums()
     assert 0 < sums["forward_us"] + sums["backward_us"] < lanes["compute"].busy_us  # without the first step
     shares = (updates.behind_forward_us, updates.behind_backward_us, updates.exposed_us)
     assert min(shares) >= 0 and sum(shares) == updates.total_us > 0

@@ -13,8 +13,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.journeys.pairs import adamw
@@ -43,7 +43,7 @@ def clipped(drafted_first: bool = False, **policy: Any) -> dict[str, torch.Tenso
         losses.append(loss_of(model, number))
         losses[-1].backward()
         if drafted_first:  # the drafts have read the gradients when the clip writes them
-            wrapped_by(model).custody.idle()
+            wrapped_by(model).context.engine.idle()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), BITES).item() > BITES
         optimizer.step()
         optimizer.zero_grad()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import on_machine
+from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
@@ -43,7 +43,7 @@ def loop(between=lambda side, number: None, *, steps=6, micro_batches=1, settled
                 loss = loss_of(side.model, 10 * number + micro)
                 loss.backward()
             if settled:
-                wrapped_by(side.model).custody.idle()
+                wrapped_by(side.model).context.engine.idle()
             between(side, number)
             side.optimizer.step()
             side.optimizer.zero_grad()
@@ -62,7 +62,7 @@ def both_drafting(
 
     def counted(side):
         journey(side)
-        wrapped_by(side.model).custody.idle()
+        wrapped_by(side.model).context.engine.idle()
         counts.update(counts_of(side))  # the twin goes first
 
     both(counted, optimizer=optimizer, kernel="fused", window=3, hostility=hostility, **policy)

@@ -13,7 +13,7 @@ import sys
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
 from tests.journeys.pairs import Net, Side, adamw, assert_moved, both, loss_of, new_side, sgd, wrap_side
@@ -136,7 +136,7 @@ def test_ctrl_c_at_the_end_of_a_forward_is_forgotten(monkeypatch):
     def journey(side: Side) -> None:
         side.train(0, 2)
         if side.is_wrapped:
-            watch = wrapped_by(side.model).passes.watch
+            watch = wrapped_by(side.model).hooks.watch
             interrupt, raised = fail_once(KeyboardInterrupt)
             with monkeypatch.context() as patch:
                 patch.setattr(watch, "stop", interrupt)

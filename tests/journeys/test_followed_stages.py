@@ -11,9 +11,10 @@ from unittest import mock
 import noria
 import pytest
 import torch
-from noria.custody import activations, wrapped_by
-from noria.stages import FOLLOWED
+from noria.pipeline.pipelining_compat import FOLLOWED
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def like_plain(rank: int, size: int, schedule: str, policy: dict[str, Any], scale_grads: bool) -> None:
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
     how: dict[str, Any] = {"scale_grads": scale_grads, "num_micro_batches": NOT_A_POWER_OF_TWO}
 
@@ -88,7 +89,7 @@ def storages_of(stage: Any) -> list[torch.UntypedStorage]:
 def lets_go(rank: int, size: int, schedule: str, activations_are: str) -> None:
     """Whenever a backward begins, of all micro-batches in flight only this one's gradient has memory that is torch's to
     keep; and once they are offloaded, inputs and outputs of those that went are nowhere on the device."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     policy = {"kernel": "torch", "activations": activations_are}
     seen: list[tuple[int, int]] = []  # micro-batches in flight, those with an input or output that still exists
 
@@ -124,7 +125,7 @@ def lets_go(rank: int, size: int, schedule: str, activations_are: str) -> None:
 
 
 def keeps_to_its_room(rank: int, size: int) -> None:
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     ours = trained(
         "1F1B",
         {"kernel": "torch", **AUTO},
@@ -138,7 +139,7 @@ def keeps_to_its_room(rank: int, size: int) -> None:
 
 def goes_on_unwrapped(rank: int, size: int) -> None:
     """The buffers in which torch receives have memory again."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     left = []
     for policy in ({"kernel": "torch", "activations": "offload"}, None):
         torch.manual_seed(rank)
@@ -164,7 +165,7 @@ def goes_on_unwrapped(rank: int, size: int) -> None:
 
 def keeps_what_the_user_has(rank: int, size: int) -> None:
     """Hooks that take a stage's input, output and gradients have them until they let go."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
 
     def run(policy: dict[str, Any] | None) -> list[torch.Tensor]:
         taken: list[torch.Tensor] = []
@@ -195,7 +196,7 @@ TIMES_EVALUATED = [3, 0, 1]  # after each step
 
 def evaluates_between(rank: int, size: int, policy: dict[str, Any]) -> None:
     """A batch that is only looked at is none of those that come before a step: drafts go on. Nothing of it stays."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
 
     def look(report: noria.Report) -> None:
@@ -339,7 +340,7 @@ OF_LOOPS = ["torch updates", "offloaded", "drafts", "inside backward"]
 
 
 def goes(rank: int, size: int, which: int, policy: dict[str, Any]) -> None:
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
     ours, theirs = Loop(policy, make_optimizer), Loop(None, make_optimizer)
     if LOOPS[which] is goes_on_after_an_error and policy.get("update") == "backward":
@@ -364,7 +365,7 @@ def scales_back(rank: int, size: int) -> None:
             scale_grads = stage.scale_grads
 
             def drafted_first(factor: int, own: Callable[[int], None] = scale_grads) -> None:
-                wrapped.custody.idle()
+                wrapped.context.engine.idle()
                 own(factor)
 
             stage.scale_grads = drafted_first

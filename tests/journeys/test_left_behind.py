@@ -145,7 +145,7 @@ def again_and_again(
         noria.unwrap(side.model, side.optimizer)
         assert hooks_on(side.model) == num_hooks
         left.append(_C.living())
-        assert left[-1]["custodies"] == before["custodies"]
+        assert left[-1]["bridges"] == before["bridges"]
     assert left[1:] == left[:-1]  # what weights and state lie in
 
 
@@ -185,7 +185,7 @@ def test_a_loss_that_is_kept_keeps_one_graph(policy, living):
         keeps_a_loss(side)
         noria.unwrap(side.model, side.optimizer)
         left.append(_C.living())
-        assert left[-1]["custodies"] == living["custodies"]
+        assert left[-1]["bridges"] == living["bridges"]
     assert left[1:] == left[:-1]
 
 
@@ -201,7 +201,7 @@ def test_a_model_that_is_dropped_makes_room_for_the_next(policy, unwraps, living
         steps(side)
         if unwraps:
             noria.unwrap(side.model, side.optimizer)
-            assert _C.living()["custodies"] == living["custodies"]
+            assert _C.living()["bridges"] == living["bridges"]
         del side
         if unwraps:
             assert _C.living() == living
@@ -230,7 +230,7 @@ def test_a_wrap_that_fails_leaves_nothing_behind(monkeypatch, living):
         ("HostOptimizer", _C, 0),
         ("Arena", _C, 0),
         ("Arena", _C, 2),
-        ("Custody", _C, 0),
+        ("TorchBridge", _C, 0),
     ]:
         model = Net()
         optimizer = adamw(model.parameters())

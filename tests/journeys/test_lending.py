@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from noria import _C
-from noria.beside import Beside
-from noria.custody import activations
-from noria.custody.recompute import Recomputation
-from noria.lending import Lending
-from noria.links import Handover, Source
+from noria.forward.recompute import Recomputation
+from noria.host.device_buffers import DeviceBuffers
+from noria.pipeline.peer_links import Handover, Source
+from noria.pipeline.peer_memory import PeerMemory
+from noria.planning import wrap_plan
+from noria.step.driver import StepDriver
 from noria.testing import assert_same_bits
-from noria.updates import Updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -41,7 +41,7 @@ KIB64 = 65_536
 def lends(
     rank: int, size: int, schedule: str, policy: dict[str, Any], look: Callable[[int, int, noria.Report], None]
 ) -> None:
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     policy = {"kernel": "torch", **policy}
     ours = trained(schedule, policy, adamw, length=LENGTH, look=lambda report: look(rank, size, report))
     assert_same_bits(ours, trained(schedule, None, adamw, length=LENGTH))
@@ -71,7 +71,7 @@ ROOM = 5 * BUNDLE
 
 def is_lent_all_it_needs(rank: int, size: int, borrower: dict[str, Any]) -> None:
     """The last stage has room for all; after the first step, in which nobody has lent yet, nothing goes to the host."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     policy = {"kernel": "torch", **(borrower if rank == 0 else {**AUTO, "activation_memory": "1GiB"})}
     reports: list[noria.Report] = []
 
@@ -116,7 +116,7 @@ BEFORE, AFTER = 3, 6
 def grows(rank: int, size: int, length: int) -> None:
     """The lender's own need grows: it gets memory back, all at once where a device can only do that, and then all that
     its blocks save stays with it again."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     reports: list[noria.Report] = []
     lengths = [LENGTH] * BEFORE + [length] * AFTER
     policy = {"kernel": "torch", **AUTO}
@@ -144,7 +144,7 @@ def grows(rank: int, size: int, length: int) -> None:
 
 # Which rank fails in which part of the first step.
 PARTS: dict[str, tuple[int, Any, str]] = {
-    "an arena": (1, Beside, "take_shared"),
+    "an arena": (1, DeviceBuffers, "take_shared"),
     "a connection": (0, _C, "Borrower"),
     "an offer": (1, _C.Lender, "lend"),
     "a loan that has come": (0, _C.Borrower, "receive"),
@@ -154,7 +154,7 @@ PARTS: dict[str, tuple[int, Any, str]] = {
 
 def goes_without(rank: int, size: int, part: str) -> None:
     """What a machine refuses is no link: nobody raises, all say why, and what has no room goes to the host."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     failing, where, what = PARTS[part]
 
     def look(report: noria.Report) -> None:
@@ -174,9 +174,9 @@ def goes_without(rank: int, size: int, part: str) -> None:
 def opens_nothing_after_the_probe(rank: int, size: int) -> None:
     """The link has been measured, and then the arena cannot be opened: its lender has its memory back at once, however
     late the other one closes."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     opened, own = [], _C.Backend.open_shared
-    close, take_back = Handover._close, Lending._take_back
+    close, take_back = Handover._close, PeerMemory._take_back
     store = dist.PrefixStore("taken back", dist.distributed_c10d._get_default_store())
 
     def open_shared(backend: _C.Backend, told: Any) -> int:
@@ -191,7 +191,7 @@ def opens_nothing_after_the_probe(rank: int, size: int) -> None:
                 store.wait(["begun"], datetime.timedelta(seconds=0.5))
         close(handover, source)
 
-    def take_back_now(lending: Lending) -> None:
+    def take_back_now(lending: PeerMemory) -> None:
         store.set("begun", "")
         take_back(lending)
 
@@ -200,7 +200,7 @@ def opens_nothing_after_the_probe(rank: int, size: int) -> None:
     with (
         mock.patch.object(_C.Backend, "open_shared", open_shared),
         mock.patch.object(Handover, "_close", close_late),
-        mock.patch.object(Lending, "_take_back", take_back_now if rank == 1 else take_back),
+        mock.patch.object(PeerMemory, "_take_back", take_back_now if rank == 1 else take_back),
     ):
         ours = trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, after_step=look)
     assert len(opened) == (2 if rank == 0 else 0)
@@ -213,33 +213,33 @@ def opens_nothing_after_the_probe(rank: int, size: int) -> None:
 
 def are_apart(rank: int, size: int) -> None:
     """Stages of different machines."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
 
     def look(report: noria.Report) -> None:
         assert not report.loans
         assert [note for note in report.notes if note.endswith("alone: [0], [1]")], str(report)
 
-    with mock.patch("noria.lending._machine", lambda: f"machine {rank}"):
+    with mock.patch("noria.pipeline.peer_memory._machine", lambda: f"machine {rank}"):
         trained("1F1B", {"kernel": "torch", **AUTO}, adamw, length=LENGTH, look=look)
 
 
 # Once all has been handed over: what the engine is told.
 TOLD: dict[str, tuple[int, Any, str]] = {
-    "a place for what is saved": (0, _C.Custody, "add_peer"),
-    "a place for units": (0, _C.Custody, "add_copy_peer"),
+    "a place for what is saved": (0, _C.TorchBridge, "add_peer"),
+    "a place for units": (0, _C.TorchBridge, "add_copy_peer"),
 }
 
 
 def fails_to_lend(rank: int, size: int, part: str) -> None:
     """What is no word of the machine raises on all; the step that is made again is made without lending."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     failing, where, what = {**PARTS, **TOLD}[part]
     policy = {"kernel": "torch", **AUTO}
     if part in TOLD and rank == 1:
         policy["activation_memory"] = "1GiB"  # some is left for units
-    step, failures = Updates.step, []
+    step, failures = StepDriver.step, []
 
-    def twice(self: Updates, closure: Any) -> Any:
+    def twice(self: StepDriver, closure: Any) -> Any:
         if not failures:
             with pytest.raises(Exception, match="no such luck") as caught, failing_there():
                 step(self, closure)
@@ -256,7 +256,7 @@ def fails_to_lend(rank: int, size: int, part: str) -> None:
         assert all(row.purpose != "lent to other stages" for row in report.ledger), str(report)
         assert report.saved["most_there"] <= ROOM, str(report)
 
-    with mock.patch.object(Updates, "step", twice):
+    with mock.patch.object(StepDriver, "step", twice):
         ours = trained("1F1B", policy, adamw, length=LENGTH, look=look)
     told = f"noria's lending between stages on rank {failing} failed: ValueError: no such luck"
     assert failures == ["no such luck" if rank == failing else told]
@@ -280,7 +280,7 @@ def keeps_room_for_two(rank: int, size: int) -> None:
         assert loan.bytes == (ROOM - 2 * BUNDLE) // KIB64 * KIB64, str(report)
         assert rank == 0 or report.saved["most_saved"] == BUNDLE, str(report)
 
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     make_stage = OneBlock if rank == 1 else Stage
     policy = {"kernel": "torch", "units": [Block], **AUTO}
     trained("1F1B", policy, adamw, length=LENGTH, make_stage=make_stage, look=look)
@@ -355,7 +355,7 @@ OF_TWO["stages that would share a model"] = (refuses_stages_that_would_share_a_m
 
 def lends_by_links(rank: int, size: int, links: dict[str, tuple[float, float]], shares: list[int]) -> None:
     """The first stage needs fourteen granules, and both others have it to spare."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
 
     def look(report: noria.Report) -> None:
         loans = [loan for loan in report.loans if loan.for_saved]
@@ -385,7 +385,7 @@ class CountedStage(Stage):
 def goes_as_chosen(rank: int, size: int, ways: list[str]) -> None:
     """Where lenders have room for some alone: in the steps after the third, which is looked at, each block's
     activations go where they shall, or are computed again."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     described: list[Any] = []
     choose = _C.choose_ways
 
@@ -471,14 +471,16 @@ def test_lender_that_has_back_only_the_whole_asks_for_what_it_lacks_of_all_that_
     """One of two loans has come to nothing: a device has its part of the arena back with the other one."""
     asked: list[tuple[int, int]] = []
     of_arena = 8 * KIB64
-    wrapped: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         device=torch.device("cuda"),
-        plan=SimpleNamespace(saved_room=2 * of_arena, lent_bytes=of_arena),
-        custody=SimpleNamespace(saved_stats=lambda: {"most_saved": of_arena + KIB64, "largest": KIB64}),
+        plan=SimpleNamespace(saved_room=2 * of_arena),
+        ledger=SimpleNamespace(expected=lambda *_: of_arena),
+        engine=SimpleNamespace(saved_stats=lambda: {"most_saved": of_arena + KIB64, "largest": KIB64}),
     )
     stages: Any = SimpleNamespace(rank=0, group=SimpleNamespace(ranks=[0, 1, 2]))
     lender: Any = SimpleNamespace(ask_back=lambda *told: asked.append(told))
-    lending = Lending(wrapped, stages)
+    run: Any = SimpleNamespace(on_close=[])
+    lending = PeerMemory(context, run, stages)
     lending._lender, lending._asked = lender, {1: 0, 2: of_arena // 2}
     lending._ask_back()
     lending._ask_back()

@@ -9,7 +9,7 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import activations
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +68,7 @@ def trained(rank: int, size: int, **limits: Any) -> tuple[dict[str, torch.Tensor
 
 def swaps_to_the_other(rank: int, size: int) -> None:
     """The first stage saves of two micro-batches at once, and has room for less; the last one of one."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     ours, report = trained(rank, size, activations="auto", activation_memory=5 * BUNDLE)

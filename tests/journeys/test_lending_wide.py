@@ -12,11 +12,13 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
-from noria import _C, pipeline
-from noria.custody import activations, wrapped_by
-from noria.partition import partition
-from noria.pipeline import plan_pipeline, saved_by_block
+from noria import _C
+from noria.model.partition import partition
+from noria.pipeline import pipeline_plan as pipeline
+from noria.pipeline.pipeline_plan import plan_pipeline, saved_by_block
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits, first_difference, omit_wait
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -70,7 +72,7 @@ GROWN = 220
 def asks_back_of_those_who_have_it(rank: int, size: int) -> None:
     """The first stage lends to both others, one of which cannot come to it when links have been measured. Later its
     own need grows."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     made: list[int] = []
     reports: list[noria.Report] = []
     own = _C.Borrower
@@ -173,7 +175,7 @@ def saves_and_lends_as_planned(rank: int, size: int, schedule: str, bundles: int
     trained(schedule, None, adamw, length=LENGTH, make_stage=counted)
     assert counter.most == own.saved, (counter.most, own)
 
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     for memory in ("1GiB", room):
         reports: list[noria.Report] = []
         policy = {"kernel": "torch", "activations": "auto", "activation_memory": memory}
@@ -195,7 +197,7 @@ PLANNED: Acts = {
 def is_wrong_without(rank: int, size: int, kind: str) -> None:
     """On the first stage, of which all that leaves goes to the last one once that has lent. The calling thread computes
     here, so that only what the lanes give can be late (tests/csrc/engine/saver_test.cpp has the other kinds)."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     policy: dict[str, Any] = {"kernel": "torch", "activations": "offload"}
     if rank > 0:
         policy |= {"activations": "auto", "activation_memory": "1GiB"}
@@ -205,7 +207,7 @@ def is_wrong_without(rank: int, size: int, kind: str) -> None:
         def after_step(step: int, models: list[nn.Module]) -> None:
             wrapped = wrapped_by(models[0])
             assert wrapped is not None
-            kinds.update(wrapped.custody.wait_kinds() if rank == 0 else ())
+            kinds.update(wrapped.context.engine.wait_kinds() if rank == 0 else ())
             if rank == 0 and step == 0:
                 omit_wait(models[0], omitted)
 

@@ -13,7 +13,7 @@ MIB = 1 << 20
 PROGRAM = """
 import ctypes, gc, json, sys
 import psutil, torch, noria
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 from noria.testing import on_machine
 from torch import nn
 

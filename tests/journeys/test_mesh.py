@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from noria.limits import Limit
+from noria.host.limits import Limit
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -296,7 +296,7 @@ def goes_by_the_least(rank: int, size: int) -> None:
     ring = noria._C.STAGING_BYTES if DEVICE == "cuda" else 0
     free = 4 * (ring + (257 << 20)) if rank == 1 else 64 << 30  # a quarter, less ring and margin, is 1 MiB
     model, optimizer = made(adamw)
-    with mock.patch("noria.limits.host_limits", return_value=[Limit("what is left", "the test", free)]):
+    with mock.patch("noria.host.limits.host_limits", return_value=[Limit("what is left", "the test", free)]):
         noria.wrap(model, optimizer, mesh=mesh, device=DEVICE)
         found = message_of(lambda: noria.wrap(*made(adamw, width=256), mesh=mesh, device=DEVICE))
         noria.wrap(*made(adamw, width=256), mesh=mesh, device=DEVICE, host_memory="200MiB")

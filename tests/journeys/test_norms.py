@@ -10,8 +10,8 @@ import math
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
@@ -76,7 +76,7 @@ def both_clipping(journey, max_norm, **options):
     if twin.optimizer.state:
         assert_same_bits(state_tensors(side.optimizer), state_tensors(twin.optimizer))
     assert_moved(side.model, 3)
-    wrapped_by(side.model).custody.idle()
+    wrapped_by(side.model).context.engine.idle()
     return noria.report(side.model).drafts
 
 
@@ -347,10 +347,10 @@ def test_drafts_come_back_when_the_clip_stops_biting():
     steps(3)
     updates.max_grad_norm = 1e-3
     steps(10)
-    assert not wrapped.drafts.pay and any("drafts have stopped" in note for note in noria.report(model).notes)
+    assert not wrapped.draft_policy.pay and any("drafts have stopped" in note for note in noria.report(model).notes)
     updates.max_grad_norm = 1e3
     steps(12)
-    assert wrapped.drafts.pay and not any("drafts have stopped" in note for note in noria.report(model).notes)
+    assert wrapped.draft_policy.pay and not any("drafts have stopped" in note for note in noria.report(model).notes)
     kept = noria.report(model).drafts["kept"]
     steps(2)
     assert noria.report(model).drafts["kept"] > kept

@@ -9,8 +9,8 @@ import copy
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
 from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, assert_moved, both, loss_of, state_tensors
@@ -444,7 +444,9 @@ class WithScale(Net):
 
 
 UNKNOWN = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps look at values, which a plan does not have
-SEPARABLE = sorted((cls for cls in noria.kernels.SEPARABLE if cls.__name__ != "Muon"), key=lambda cls: cls.__name__)
+SEPARABLE = sorted(
+    (cls for cls in noria.model.update_rules.SEPARABLE if cls.__name__ != "Muon"), key=lambda cls: cls.__name__
+)
 
 
 @pytest.mark.sampled(3)
@@ -459,8 +461,8 @@ def test_state_without_dimensions_is_planned_for_where_the_parameter_has_none(cl
             with on_machine(hostility=HOSTILE):
                 noria.wrap(side.model, side.optimizer, device=DEVICE, window=2, kernel="torch")
             assert len(noria.report(side.model).notes) == (cls in UNKNOWN)
-            scale = wrapped_by(side.model).slot_of[side.model.scale]
-            places = wrapped_by(side.model).plan.states[0]
+            scale = wrapped_by(side.model).context.slot_of[side.model.scale]
+            places = wrapped_by(side.model).context.plan.states[0]
             planned = {key: place.shape for (index, key), place in places.items() if index == scale.index}
             kept = {} if cls in UNKNOWN else dict(side.optimizer.state.get(side.model.scale, {}))
             assert planned == {key: () for key, value in kept.items() if value is not None and key not in counters}

@@ -13,9 +13,9 @@ from unittest import mock
 import noria
 import pytest
 import torch
-from noria.custody import activations
-from noria.custody.copies import PeerCopies
-from noria.links import Loan
+from noria.pipeline.peer_cache import PeerCache
+from noria.pipeline.peer_links import Loan
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits, on_machine
 
 from tests.device import DEVICE, finish
@@ -37,9 +37,9 @@ STEPS = 6  # in the first stages agree, the second is measured, two are tried
 
 def as_slow_as(limits: Limits) -> AbstractContextManager[Any]:
     """What is looked at to choose. A device's links cannot be slowed down: there it looks as if they were."""
-    see = PeerCopies._see
+    see = PeerCache._see
 
-    def seen(copies: PeerCopies) -> Any:
+    def seen(copies: PeerCache) -> Any:
         found = see(copies)
         home_us, peer_us = (
             num_bytes / 2**30 / limits[lane][0] * 1e6
@@ -47,7 +47,7 @@ def as_slow_as(limits: Limits) -> AbstractContextManager[Any]:
         )
         return dataclasses.replace(found, home_us=home_us, peer_us=peer_us, stalled_us=home_us, wall_us=home_us)
 
-    return mock.patch.object(PeerCopies, "_see", see if DEVICE == "cpu" else seen)
+    return mock.patch.object(PeerCache, "_see", see if DEVICE == "cpu" else seen)
 
 
 def reports_of(
@@ -58,7 +58,7 @@ def reports_of(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
 ) -> list[noria.Report]:
     """After each step, of stages whose bits are those of the same pipeline without noria."""
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     reports: list[noria.Report] = []
 
     def look(step: int, models: list[Any]) -> None:
@@ -171,23 +171,19 @@ class Steps:
         self._lanes = {lane: {"busy_us": 0.0, "bytes": 0, "stalled_us": {}} for lane in ("fetch", "peer", "compute")}
         self._copies = {"stashed": 0, "fetched": 0}
         loan = Loan(1, 0, 0, 2 << 20, 2 << 20)
-        self.copies = PeerCopies(
-            cast(
-                Any,
-                SimpleNamespace(
-                    ranks=None,
-                    device=torch.device("cpu"),
-                    units=[SimpleNamespace(weights=1 << 20) for _ in range(3)],
-                    custody=SimpleNamespace(
-                        times_fetched=lambda: list(self._times),
-                        copy_stats=lambda: dict(self._copies),
-                        keep_copies=lambda units: setattr(self, "kept", units),
-                    ),
-                    backend=SimpleNamespace(stats=lambda lane: dict(self._lanes[lane])),
-                    lending=SimpleNamespace(borrowed=[loan], stop_wanting=lambda: setattr(self, "has_stopped", True)),
-                ),
-            )
+        context = SimpleNamespace(
+            ranks=None,
+            device=torch.device("cpu"),
+            units=[SimpleNamespace(weights=1 << 20) for _ in range(3)],
+            engine=SimpleNamespace(
+                times_fetched=lambda: list(self._times),
+                copy_stats=lambda: dict(self._copies),
+                keep_copies=lambda units: setattr(self, "kept", units),
+            ),
+            backend=SimpleNamespace(stats=lambda lane: dict(self._lanes[lane])),
         )
+        peer_memory = SimpleNamespace(borrowed=[loan], stop_wanting=lambda: setattr(self, "has_stopped", True))
+        self.copies = PeerCache(cast(Any, context), cast(Any, peer_memory))
 
     def step(self, from_home: int, from_peers: int) -> None:
         """Units that come from there; a unit takes 10 ms from home and 0.1 ms from the other stage."""

@@ -9,7 +9,7 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
-from noria.custody import activations
+from noria.planning import wrap_plan
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.distributed import pipelining
@@ -198,7 +198,7 @@ def unpipelined(
 
 
 def like_plain(rank: int, size: int, schedule: str, policy: dict[str, Any]) -> None:
-    activations.LEAST_SAVED = 64
+    wrap_plan.LEAST_SAVED = 64
     make_optimizer = adamw if policy.get("kernel") == "torch" else sgd
     assert_same_bits(trained(schedule, policy, make_optimizer), trained(schedule, None, make_optimizer))
 

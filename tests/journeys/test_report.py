@@ -12,10 +12,10 @@ import noria
 import pytest
 import torch
 from noria import doctor
-from noria.custody import wrapped_by
-from noria.lending import Loan
+from noria.pipeline.peer_memory import Loan
 from noria.report import Bound, HostMemory, UpdateTime
 from noria.testing import on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -83,22 +83,22 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_three_shares_are_all_that_the_pool_did(policy):
     model = trained(SLOW, steps=1, **policy)
-    custody = wrapped_by(model).custody
-    custody.settle_all()
-    custody.idle()
-    optimizer = wrapped_by(model).optimizers[0].optimizer
-    sums, busy_us = custody.step_sums(), custody.update_stats()["busy_us"]
+    engine = wrapped_by(model).context.engine
+    engine.settle_all()
+    engine.idle()
+    optimizer = wrapped_by(model).drivers[0].optimizer
+    sums, busy_us = engine.step_sums(), engine.update_stats()["busy_us"]
     for _ in range(4):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        now = custody.step_sums()  # while updates run
+        now = engine.step_sums()  # while updates run
         shares = ("update_behind_forward_us", "update_behind_backward_us", "update_exposed_us")
         assert now["update_us"] == sum(now[each] for each in shares)
-    custody.settle_all()
-    custody.idle()
-    grown_us = custody.step_sums()["update_us"] - sums["update_us"]
-    assert grown_us == custody.update_stats()["busy_us"] - busy_us > 0
+    engine.settle_all()
+    engine.idle()
+    grown_us = engine.step_sums()["update_us"] - sums["update_us"]
+    assert grown_us == engine.update_stats()["busy_us"] - busy_us > 0
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_drafts_hide_behind_backward_too():
 def test_the_first_step_is_left_out():
     model = trained(SLOW, steps=1, update="blocking")
     assert noria.report(model).updates is None
-    assert wrapped_by(model).custody.update_stats()["busy_us"] >= SLOW * BLOCKS
-    assert wrapped_by(model).custody.step_sums()["update_us"] == 0
+    assert wrapped_by(model).context.engine.update_stats()["busy_us"] >= SLOW * BLOCKS
+    assert wrapped_by(model).context.engine.step_sums()["update_us"] == 0
 
 
 # ---- the memory of the host -----------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ UNIT_BYTES = WIDTH * WIDTH * 4 + 512  # of fp32, as it is fetched: biases fill 5
 
 
 def host_memory_of(model: nn.Module, gib_s: float) -> tuple[Bound, HostMemory]:
-    custody = wrapped_by(model).custody
-    custody.settle_all()
-    custody.idle()
+    engine = wrapped_by(model).context.engine
+    engine.settle_all()
+    engine.idle()
     bound = noria.report(model, host_memory_gib_s=gib_s).bound
     assert bound is not None
     return bound, bound.host_memory
@@ -232,7 +232,7 @@ def advice_of(model: nn.Module) -> str:
 
 def test_where_updates_hold_up_the_step_more_drafts_are_advised_with_their_bytes():
     model = trained(5 * SLOW, draft_memory=0)  # more than all compute
-    needed = sum(wrapped_by(model).plan.draftable.values())
+    needed = sum(wrapped_by(model).context.plan.draftable.values())
     assert f"draft_memory={needed} " in advice_of(model)
 
 
@@ -268,7 +268,7 @@ def test_nothing_is_advised_where_updates_are_hidden():
 def test_who_lends_is_called_a_rank_where_it_has_several_stages(num_stages, row_name):
     models = [nn.Sequential(Block(), Block()) for _ in range(num_stages)]
     noria.wrap(models, torch.optim.AdamW([p for model in models for p in model.parameters()]), device=DEVICE)
-    lending = wrapped_by(models[0]).lending
+    lending = wrapped_by(models[0]).peer_memory
     lending.loans = [Loan(lender=1, borrower=0, offset=0, bytes=1 << 20)]
     lending._note_failed({(2, 0): "no such luck"})
     lines = str(noria.report(models)).splitlines()

@@ -11,8 +11,9 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.kernels import SEPARABLE
+from noria.model.update_rules import SEPARABLE
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -166,7 +167,7 @@ def test_lbfgs_with_its_closure_has_the_bits_of_torch(window: str, search: str |
     assert_same_bits(ours.model.state_dict(), twin.model.state_dict())
     assert all(not torch.equal(first[name], p) for name, p in twin.model.named_parameters())
     report = noria.report(ours.model)
-    check_memory(noria.custody.wrapped_by(ours.model), report)
+    check_memory(wrapped_by(ours.model), report)
     assert report.num_fetches > report.num_units * case.steps
     end(ours, twin)
 

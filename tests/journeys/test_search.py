@@ -19,7 +19,7 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE

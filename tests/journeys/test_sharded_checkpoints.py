@@ -12,8 +12,8 @@ import noria
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -187,9 +187,9 @@ def loads_folders(rank: int, size: int, root: str) -> None:
             if key in found:
                 assert_same_bits({key: found[key]}, {key: value.to(found[key].dtype)})
         wrapped = wrapped_by(model)
-        for slot in wrapped.slots if kept == "adamw" else ():  # masters have all of a value
+        for slot in wrapped.context.slots if kept == "adamw" else ():  # masters have all of a value
             part = {"part": slot.part_of(expected[slot.name])}
-            assert_same_bits({"part": wrapped.values.masters.whole(slot)}, part)
+            assert_same_bits({"part": wrapped.weights.masters.whole(slot)}, part)
         together(model, updater, [rank], size, range(1))
 
 

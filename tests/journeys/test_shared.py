@@ -21,9 +21,9 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
-from noria.custody import wrapped_by
-from noria.home import Home
+from noria.host.home import Home
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -531,9 +531,9 @@ def unwraps(rank: int, size: int) -> None:
         if shared:
             loss_of(model, rank).backward()
             wrapped = wrapped_by(model)
-            assert wrapped is not None and set(wrapped.beside.taken) == {"parts for other ranks"}
+            assert wrapped is not None and set(wrapped.context.device_buffers.taken) == {"parts for other ranks"}
             noria.unwrap(model, optimizer)
-            assert wrapped.backend.allocated == wrapped.custody.arena_bytes
+            assert wrapped.context.backend.allocated == wrapped.context.engine.arena_bytes
             assert type(optimizer) is torch.optim.SGD
             assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
             go_on_here(model, optimizer)
@@ -549,7 +549,7 @@ def keeps_its_state(rank: int, size: int, kernel: str) -> None:
     wrapped = wrapped_by(model)
     assert wrapped is not None
     usual_loop(model, optimizer, rank)
-    kept = [(slot, optimizer.state[slot.parameter]["exp_avg"]) for slot in wrapped.slots]
+    kept = [(slot, optimizer.state[slot.parameter]["exp_avg"]) for slot in wrapped.context.slots]
     assert any(slot.like.shape == slot.shape and slot.like.numel() for slot, _ in kept)
     usual_loop(model, optimizer, rank)
     for slot, moment in kept:

@@ -11,8 +11,8 @@ import noria
 import pytest
 import torch
 import torch.distributed as dist
+from noria.step.sharded_norms import ShardedNorms
 from noria.testing import assert_same_bits, on_machine
-from noria.updates.gradient_parts import GradientParts
 from torch import nn
 
 from tests.device import DEVICE
@@ -141,12 +141,12 @@ def uses_the_norms_that_it_is_told(rank: int, size: int, kernel: str) -> None:
     """Wrong ones change the weights."""
 
     def trained(wrong: bool) -> torch.Tensor:
-        own = GradientParts.norms
+        own = ShardedNorms.norms
 
-        def norms(self: GradientParts, *args: Any) -> Any:
+        def norms(self: ShardedNorms, *args: Any) -> Any:
             return [None if each is None else each * (2 if wrong else 1) for each in own(self, *args)]
 
-        with mock.patch.object(GradientParts, "norms", norms):
+        with mock.patch.object(ShardedNorms, "norms", norms):
             pair = Pair(rank, size, kernel=kernel)
             pair.backward(0)
             clip(pair.model.parameters(), BITES)

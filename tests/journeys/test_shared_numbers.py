@@ -13,10 +13,10 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.cli import read_trace
-from noria.custody import wrapped_by
 from noria.report import _bound
 from noria.testing import on_machine
+from noria.trace_file import read_trace
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -43,12 +43,12 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
     model.state_dict()  # collective: after it, all lanes are idle
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    sums, busy_us = wrapped.custody.step_sums(), wrapped.backend.stats("collect")["busy_us"]
+    sums, busy_us = wrapped.context.engine.step_sums(), wrapped.context.backend.stats("collect")["busy_us"]
     assert busy_us > 0 and abs(sums["forward_collect_us"] + sums["backward_collect_us"] - busy_us) <= 2
     lanes = {lane.lane: lane for lane in noria.report(model).lanes}
     fetch, drain, collect = (lanes[name] for name in ("fetch", "drain", "collect"))
     assert fetch.num_ops > drain.num_ops, lanes
-    assert drain.num_ops == len(wrapped.units), lanes
+    assert drain.num_ops == len(wrapped.context.units), lanes
     assert collect.num_ops == fetch.num_ops + drain.num_ops, lanes
     doubled = 2 if "reduce_dtype" in policy else 1
     assert collect.bytes == (size - 1) * (fetch.bytes + doubled * drain.bytes)
@@ -62,7 +62,7 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
     for number in range(2):
         loss_of(model, number).backward()
         optimizer.step()
-    slowed = wrapped.custody.step_sums() | {"forward_collect_us": 3_000_000, "backward_collect_us": 4_000_000}
+    slowed = wrapped.context.engine.step_sums() | {"forward_collect_us": 3_000_000, "backward_collect_us": 4_000_000}
     found, steps = _bound(wrapped, slowed, 1e6), slowed["num_steps"]
     assert found is not None and found.deferred_us == found.drafting_us == 7e6 / steps
     assert "collect " in str(noria.report(model))
@@ -134,7 +134,7 @@ def takes_its_part(rank: int, size: int, dtype: torch.dtype | None, width: int) 
         train(model, optimizer, width, unsynced=unsynced)
         wrapped = wrapped_by(model)
         assert wrapped is not None
-        wrapped.custody.idle()
+        wrapped.context.engine.idle()
         growth, report = resident() - before, noria.report(model)
         assert report.ledger_agrees, str(report)
         host = {row.purpose: row.taken for row in report.ledger if row.place == "host"}

@@ -14,8 +14,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -130,9 +130,9 @@ def says_what_it_takes(rank: int, size: int) -> None:
         }
 
     def weights(*units: int) -> int:
-        return sum(unit.weights for unit in wrapped.units if not units or unit.index in units)
+        return sum(unit.weights for unit in wrapped.context.units if not units or unit.index in units)
 
-    unit = wrapped.unit_indices(model.blocks[1])
+    unit = wrapped.context.unit_indices(model.blocks[1])
     with noria.materialize(model.blocks[1]):
         assert rows() == {"materialized weights": (weights(*unit),) * 2}
         with noria.materialize(model):
@@ -146,7 +146,7 @@ def finds_no_room(rank: int, size: int) -> None:
     model, _ = wrapped_net()
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    weights = sum(unit.weights for unit in wrapped.units)
+    weights = sum(unit.weights for unit in wrapped.context.units)
     home = sum(row.taken for row in noria.report(model).ledger if row.place == "host")
     tight, other = wrapped_net(host_memory=home + weights // 2)
     with pytest.raises(noria.UsageError, match="materialized weights"), noria.materialize(tight):

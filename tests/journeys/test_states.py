@@ -10,8 +10,8 @@ import pickle
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import assert_same_bits
+from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
 from tests.journeys.pairs import (
@@ -68,7 +68,7 @@ def test_any_window_units_and_drafts_give_the_same_bits(optimizer, dtype, state_
         side = new(0, optimizer, state_dtype=state_dtype, dtype=dtype, **policy)
         before = {key: value.clone() for key, value in side.model.state_dict().items()}
         side.train(0, 5)
-        wrapped_by(side.model).custody.idle()
+        wrapped_by(side.model).context.engine.idle()
         results.append(all_bits(side))
         assert sum(not torch.equal(before[key], results[-1][key]) for key in before) > len(before) / 2
         report = noria.report(side.model)
@@ -100,7 +100,7 @@ def test_what_the_user_does_between_backward_and_step_counts(state_dtype):
         weight = side.model.blocks[2].expand.weight
         for number in range(9):
             loss_of(side.model, number).backward()
-            wrapped_by(side.model).custody.idle()
+            wrapped_by(side.model).context.engine.idle()
             state = side.optimizer.state
             if number == 2:
                 torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05)
@@ -235,7 +235,7 @@ def test_moments_take_a_half_and_a_quarter_to_the_byte(dtype, draft_memory):
         assert report.ledger_agrees, str(report)
         rows[state_dtype] = {row.purpose: row.taken for row in report.ledger}
         assert ("with moments in" in report.kernels[0]) == (state_dtype != "fp32")
-        assert report.kernels[0] in str(wrapped_by(side.model).plan)
+        assert report.kernels[0] in str(wrapped_by(side.model).context.plan)
     for purpose in ("first moments", "second moments"):
         assert rows["fp32"][purpose] == 2 * rows["bf16"][purpose] == 4 * rows["8bit"][purpose] > 0
         scales = purpose.removesuffix("s") + " scales"
@@ -243,7 +243,7 @@ def test_moments_take_a_half_and_a_quarter_to_the_byte(dtype, draft_memory):
         copies = 2 if draft_memory else 1
         sizes = [
             -(-4 * sum(-(-p.numel() // 256) for p in members) // 512) * 512
-            for members in ([s.parameter for s in unit.parameters] for unit in wrapped_by(side.model).units)
+            for members in ([s.parameter for s in unit.parameters] for unit in wrapped_by(side.model).context.units)
         ]
         assert rows["8bit"][scales] == copies * sum(sizes)
 

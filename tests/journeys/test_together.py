@@ -13,7 +13,7 @@ import noria
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from noria.custody.together import Together
+from noria.runtime.rank_sync import RankSync
 from noria.testing import assert_same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +47,7 @@ def gathers_on_first(rank: int, size: int, folder: str) -> None:
     step(model, optimizer, rank)
     path = os.path.join(folder, "tied")
     gathered: list[str] = []
-    whole = Together.whole
+    whole = RankSync.whole
 
     def watched(self: Any, slot: Any, part: torch.Tensor, what: str) -> torch.Tensor:
         found = whole(self, slot, part, what)
@@ -55,7 +55,7 @@ def gathers_on_first(rank: int, size: int, folder: str) -> None:
         gathered.append(f"{what} of {slot.name}")
         return found
 
-    with mock.patch.object(Together, "whole", watched):
+    with mock.patch.object(RankSync, "whole", watched):
         noria.save(path, model, optimizer)
     assert len(gathered) == len(set(gathered)) == 4 * sum(1 for _ in model.parameters())
     saved = torch.load(path)["model"]  # it is there as soon as save has returned, on all ranks
@@ -80,7 +80,7 @@ def saves_several(rank: int, size: int, folder: str) -> None:
     step(first, of_first, rank)
     step(second, of_second, rank)
     gathered: list[bool] = []
-    whole = Together.whole
+    whole = RankSync.whole
 
     def watched(*args: Any) -> torch.Tensor:
         found = whole(*args)
@@ -88,7 +88,7 @@ def saves_several(rank: int, size: int, folder: str) -> None:
         return found
 
     path = os.path.join(folder, "several")
-    with mock.patch.object(Together, "whole", watched), mock.patch.object(torch, "save", wraps=torch.save) as written:
+    with mock.patch.object(RankSync, "whole", watched), mock.patch.object(torch, "save", wraps=torch.save) as written:
         noria.save(path, [nn.Linear(2, 2), first, second], [of_first, of_second])
     assert gathered and set(gathered) == {rank != 0} and written.call_count == (rank == 0)
     assert_same_bits(second.state_dict(), torch.load(path)["model"][2])

@@ -12,8 +12,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
 from noria.testing import first_difference, omit_wait, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -139,7 +139,7 @@ def run(case: Case, omitted: str, hold_us: dict[str, int]) -> tuple[Kept, list[s
     case.journey(model, optimizer, kept)
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    kinds = wrapped.custody.wait_kinds()
+    kinds = wrapped.context.engine.wait_kinds()
     kept |= {name: value.clone() for name, value in model.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         kept |= {f"{number}.{key}": value.clone() for key, value in state.items()}

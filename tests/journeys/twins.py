@@ -20,8 +20,8 @@ from typing import Any
 
 import noria
 import torch
-from noria.custody import Wrapped, wrapped_by
 from noria.testing import MasterTwin, assert_same_bits, on_machine
+from noria.wrapped import Wrapped, wrapped_by
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -352,7 +352,7 @@ def end(*sides: Side) -> None:
     """Threads of this run must not slow down the next."""
     for side in sides:
         if (wrapped := wrapped_by(side.model)) is not None:
-            wrapped.shutdown()
+            wrapped.run.shutdown()
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -382,18 +382,18 @@ def check_moved(case: Case, ours: Side, report: noria.Report, first: Mapping[str
     assert wrapped is not None
     check_memory(wrapped, report)
     assert report.num_steps == case.steps
-    assert wrapped.backend.poisons == case.hostile
+    assert wrapped.context.backend.poisons == case.hostile
     assert all(("fused" in kernel) == (case.kernel == "fused") for kernel in report.kernels)
     check_values_moved(ours, first)
     check_passes(case, ours, wrapped)
-    window = wrapped.policy.window
+    window = wrapped.context.policy.window
     if case.window == "two":
         assert isinstance(window, int)
         assert report.peak_units <= window < report.num_units
     if case.window in ("least", "half"):
-        budget = wrapped.policy.device_memory
-        assert isinstance(budget, int) and wrapped.backend.allocated <= budget // SHARES
-        assert budget // SHARES < sum(unit.weights for unit in wrapped.units)
+        budget = wrapped.context.policy.device_memory
+        assert isinstance(budget, int) and wrapped.context.backend.allocated <= budget // SHARES
+        assert budget // SHARES < sum(unit.weights for unit in wrapped.context.units)
 
 
 def check_values_moved(ours: Side, first: Mapping[str, torch.Tensor]) -> None:
@@ -412,7 +412,7 @@ def check_values_moved(ours: Side, first: Mapping[str, torch.Tensor]) -> None:
 def check_passes(case: Case, ours: Side, wrapped: Wrapped) -> None:
     """From the fourth step on: fetches as planned in every pass of training, and no pass is learnt twice. After an
     update something must be fetched in the first forward; where less fits than a pass visits, in every pass."""
-    fits = wrapped.plan.arena_bytes >= sum(unit.weights for unit in wrapped.units)
+    fits = wrapped.context.plan.arena_bytes >= sum(unit.weights for unit in wrapped.context.units)
     last_interlude = -case.steps
     num_checked = 0
     for step, number, each in ours.passes:
@@ -432,7 +432,7 @@ def check_passes(case: Case, ours: Side, wrapped: Wrapped) -> None:
             assert each.fetches > 0, (step, number, each)
     assert num_checked > 2 * case.micro_batches * (case.steps - 8)
     held = {p for group in ours.optimizer.param_groups for p in group["params"]}
-    num_updated = sum(any(slot.parameter in held for slot in unit.parameters) for unit in wrapped.units)
+    num_updated = sum(any(slot.parameter in held for slot in unit.parameters) for unit in wrapped.context.units)
     assert noria.report(ours.model).num_fetches >= num_updated * case.steps
 
 
@@ -440,5 +440,5 @@ def check_memory(wrapped: Wrapped, report: noria.Report) -> None:
     """Device memory taken is device memory planned, and leases stay inside of it."""
     assert report.ledger_agrees, str(report)
     planned = sum(row.planned for row in report.ledger if row.place == report.device)
-    assert wrapped.backend.allocated == wrapped.backend.capacity == planned
-    assert 0 < report.peak_lease_bytes <= wrapped.plan.arena_bytes
+    assert wrapped.context.backend.allocated == wrapped.context.backend.capacity == planned
+    assert 0 < report.peak_lease_bytes <= wrapped.context.plan.arena_bytes

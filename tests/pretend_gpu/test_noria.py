@@ -8,7 +8,7 @@ import _pretend_gpu
 import noria
 import pytest
 import torch
-from noria.custody import wrapped_by
+from noria.wrapped import wrapped_by
 
 from tests.journeys.pairs import Net, adamw
 from tests.pretend_gpu.machine import machine
@@ -19,7 +19,7 @@ MIB = 1 << 20
 def _taken(model):
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    return wrapped.plan.device_bytes
+    return wrapped.context.plan.device_bytes
 
 
 @pytest.fixture

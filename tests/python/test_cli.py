@@ -8,10 +8,12 @@ import types
 import noria
 import pytest
 import torch
-from noria import _C, cli
-from noria.cli import main, read_trace
+from noria import _C
+from noria.cli import main
 from noria.doctor import diagnose
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.testing import on_machine
+from noria.trace_file import covered, read_trace
 from torch import nn
 
 SPEEDS = ["--fetch-gib-s", "2", "--drain-gib-s", "3", "--update-gib-s", "5", "--tflops", "1", "--tokens", "512"]
@@ -110,7 +112,7 @@ def test_plan_without_waits_is_found_wanting(capsys, factories, monkeypatch):
 def test_every_kind_of_wait_in_the_planned_step_is_missed_when_it_is_left_out(factories):
     model = Chain()
     planned = noria.plan(model, torch.optim.AdamW(model.parameters()), window=2, device="cpu")
-    step = cli.PlannedStep(planned, 512, cli.PlanSpeeds(2, 3, 5, 1, ()))
+    step = PlannedStep(planned, 512, PlanSpeeds(2, 3, 5, 1, ()))
     assert step.check() == []
     pairs = {(step.ops[giver].verb, step.ops[i].verb) for i, on in enumerate(step.waits) for giver in on}
     assert {("update", "fetch"), ("fetch", "forward"), ("fetch", "backward"), ("backward", "drain")} <= pairs
@@ -128,7 +130,7 @@ def test_simulated_step_takes_the_time_of_its_bytes_and_is_never_shorter_than_th
     fetched = {name: each.fetched for name, each in planned.passes.items()}
     gradients = sum(unit.gradients for unit in planned.units)
     for fetch, drain, update, tflops in ((1e-3, 1, 1, 1), (1, 1e-3, 1, 1), (1, 1, 1e-3, 1), (1, 1, 1, 1e-6)):
-        step = cli.PlannedStep(planned, 512, cli.PlanSpeeds(fetch, drain, update, tflops, ()))
+        step = PlannedStep(planned, 512, PlanSpeeds(fetch, drain, update, tflops, ()))
         times = step.times()
         ops = len(step.ops)  # each span is rounded to microseconds
         assert abs(times.forward_fetch_us - 1e6 * fetched["forward"] / (fetch * 2**30)) <= ops
@@ -282,7 +284,7 @@ def test_trace_says_who_waited_for_whom_and_how_long(capsys, tmp_path):
 
 def test_trace_counts_what_a_lane_covers_not_what_overlaps(tmp_path):
     path = written(tmp_path, [(0, "update", "update", 0, 0, 100), (1, "update", "update", 1, 50, 200)])
-    assert cli._covered(read_trace(path)) == 200
+    assert covered(read_trace(path)) == 200
 
 
 def test_trace_of_a_training_run_shows_as_many_fetches_per_step_as_the_report(capsys, tmp_path):

@@ -11,13 +11,16 @@ import types
 import noria
 import pytest
 import torch
-from noria import _C, home
+from noria import _C
 from noria._progress import Bar
-from noria.custody import wrapped_by
-from noria.home import Home, Region
-from noria.limits import Limit
-from noria.plan import STAGING_RING
-from noria.report import _ledger
+from noria.host import home
+from noria.host.home import Home
+from noria.host.limits import Limit
+from noria.model.layout import Region
+from noria.planning.wrap_plan import STAGING_RING
+from noria.report import LedgerRow, _ledger
+from noria.runtime.ledger import Ledger
+from noria.wrapped import wrapped_by
 from rich.console import Console
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -128,21 +131,96 @@ def test_gradients_that_are_not_pinned_are_refused_and_nothing_is_kept(arenas, m
     assert all(arena.did[-1] == "close" for arena in arenas) and len(arenas) == 3
 
 
-def test_the_ring_is_a_line_of_plan_and_ledger():
+def ledger_with(staging_bytes: int) -> list[LedgerRow]:
+    """Of a home that the driver has refused to pin, with so many bytes of staging ring."""
     planned = noria.plan(nn.Linear(3, 3), device="cpu")
-    assert not any(purpose == STAGING_RING for _, purpose, _ in planned.rows())
-    planned.staging_bytes = _C.STAGING_BYTES
-    assert ("host", STAGING_RING, _C.STAGING_BYTES) in planned.rows()
-    wrapped = types.SimpleNamespace(
-        plan=planned,
+    ledger = Ledger(planned)
+    ledger.expect("host", STAGING_RING, _C.STAGING_BYTES)
+    context = types.SimpleNamespace(
+        ledger=ledger,
         device=planned.device,
         home=types.SimpleNamespace(arenas={}),
-        beside=types.SimpleNamespace(taken={}),
-        custody=types.SimpleNamespace(arena_bytes=planned.arena_bytes),
-        backend=types.SimpleNamespace(staging_bytes=32 * MIB, allocated=planned.device_bytes),
+        device_buffers=types.SimpleNamespace(taken={}),
+        engine=types.SimpleNamespace(arena_bytes=planned.arena_bytes),
+        backend=types.SimpleNamespace(staging_bytes=staging_bytes, allocated=planned.device_bytes),
     )
-    (row,) = [row for row in _ledger(wrapped) if row.purpose == STAGING_RING]
+    return _ledger(types.SimpleNamespace(context=context))
+
+
+def test_the_staging_ring_is_in_the_ledger_if_and_only_if_there_is_one():
+    planned = noria.plan(nn.Linear(3, 3), device="cpu")
+    assert not any(purpose == STAGING_RING for _, purpose, _ in planned.rows())
+    (row,) = [row for row in ledger_with(32 * MIB) if row.purpose == STAGING_RING]
     assert row.planned == row.taken == 32 * MIB
+    (row,) = [row for row in ledger_with(33 * MIB) if row.purpose == STAGING_RING]
+    assert row.planned != row.taken, "a ring of another size is not what was planned"
+
+
+# ---- planned and taken ----
+
+
+def larger_arenas(monkeypatch, of_bytes):
+    """From now on an arena of this size is a page larger than it was asked to be."""
+    arena = _C.Arena
+    monkeypatch.setattr(_C, "Arena", lambda size: arena(size + 4096 if size == of_bytes else size))
+
+
+def test_a_home_that_takes_more_than_was_planned_is_told_in_capitals(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = {purpose: size for place, purpose, size in noria.plan(model, optimizer, device="cpu").rows()}
+    larger_arenas(monkeypatch, planned["first moments"])
+    noria.wrap(model, optimizer, device="cpu")
+    report = noria.report(model)
+    wrong = {row.purpose: row.taken - row.planned for row in report.ledger if row.taken != row.planned}
+    of_that_size = [purpose for purpose, size in planned.items() if size == planned["first moments"]]
+    assert wrong == dict.fromkeys(of_that_size, 4096)
+    assert not report.ledger_agrees and "PLAN AND LEDGER DIFFER" in str(report)
+
+
+def test_memory_that_is_taken_late_is_planned_first(monkeypatch):
+    """`optimizer.accumulate()` takes memory for all gradients."""
+    for is_wrong in (False, True):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        noria.wrap(model, optimizer, device="cpu", update="backward")
+        held = sum(unit.gradients for unit in wrapped_by(model).context.units)
+        assert all(row.purpose != "held gradients" for row in noria.report(model).ledger)
+        if is_wrong:
+            larger_arenas(monkeypatch, held)
+        with optimizer.accumulate():
+            model(torch.ones(2, 64)).sum().backward()
+        report = noria.report(model)
+        (row,) = [row for row in report.ledger if row.purpose == "held gradients"]
+        assert row.planned == held and row.taken == held + (4096 if is_wrong else 0)
+        assert report.ledger_agrees is not is_wrong
+        optimizer.step()
+
+
+def test_late_memory_that_cannot_be_taken_leaves_no_row(monkeypatch):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    noria.wrap(model, optimizer, device="cpu", update="backward")
+    before = noria.report(model).ledger
+
+    def refuse(size: int) -> None:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(_C, "Arena", refuse)
+    with pytest.raises(MemoryError, match="on purpose"), optimizer.accumulate():
+        pass
+    assert noria.report(model).ledger == before
+
+
+def test_a_ledger_has_the_rows_that_it_was_told_of_the_hosts_first():
+    planned = noria.plan(nn.Linear(3, 3), device="cpu")
+    ledger = Ledger(planned)
+    assert ledger.rows() == sorted(planned.rows(), key=lambda row: row[0] != "host")
+    ledger.expect("host", "later", 5)
+    assert ("host", "later", 5) in ledger.rows() and ledger.expected("host", "later") == 5
+    assert ledger.on("host") == planned.home_bytes + 5 and ledger.on("cpu") == planned.device_bytes
+    ledger.expect("host", "later", 0)
+    assert ledger.rows() == sorted(planned.rows(), key=lambda row: row[0] != "host")
 
 
 # ---- limits --------------------------------------------------------------------------------------------------------
@@ -150,7 +228,7 @@ def test_the_ring_is_a_line_of_plan_and_ledger():
 
 def test_what_the_machine_does_not_have_is_refused_before_anything_is_changed(monkeypatch):
     limit = Limit("the memory limit of the control group", "/sys/fs/cgroup/memory.max", 300 * MIB)
-    monkeypatch.setattr("noria.limits.host_limits", lambda: [limit])
+    monkeypatch.setattr("noria.host.limits.host_limits", lambda: [limit])
     model = nn.Linear(4096, 4096)  # 64 MiB; with AdamW the home has 256 MiB
     optimizer = torch.optim.AdamW(model.parameters())
     before = model.weight.data_ptr()
@@ -264,7 +342,7 @@ def test_a_bar_is_shown_on_a_terminal_after_a_second(terminal, seconds, shown):
 def test_a_wrapped_model_has_taken_its_home():
     model = nn.Linear(1024, 1024, bias=False)
     noria.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
-    arenas = dict(wrapped_by(model).home.arenas)
+    arenas = dict(wrapped_by(model).context.home.arenas)
     assert arenas.pop("gradient scales").bytes == 8 and len(arenas) == 4
     for arena in arenas.values():  # nothing but its weights has been written
         assert arena.bytes == 4 * MIB

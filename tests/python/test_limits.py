@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from noria import _C
 from noria.doctor import diagnose
-from noria.limits import (
+from noria.host.limits import (
     Found,
     Limit,
     check_fits,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from noria import _C
-from noria.lending import Stages
-from noria.links import measured
+from noria.dist.stage_group import StageGroup
+from noria.pipeline.peer_links import measured
 
 from tests.python.device.conftest import fake_runtime, import_fake_cuda
 from tests.ranks import assert_fine, in_turn_on_ranks
@@ -20,7 +20,7 @@ PAIRS = [(1, 0)]
 
 def of_host(rank: int, size: int) -> None:
     """No faster than the link is, nothing of it among the lane's numbers, and all memory is back."""
-    stages = Stages([0, 1])
+    stages = StageGroup([0, 1])
     backend = _C.make_host_backend(8 * MIB, {"peer": (8.0, 0.0), "peer:1": (0.25, 0.0)})
     trace = _C.Trace(100)
     backend.set_trace(trace)
@@ -57,7 +57,7 @@ class FakeDevice:
 
 def of_devices(rank: int, size: int, call: str, nth: int, on: int) -> None:
     """A call of the runtime that fails in one process."""
-    stages, backend = Stages([0, 1]), FakeDevice()
+    stages, backend = StageGroup([0, 1]), FakeDevice()
     if call and rank == on:
         backend.module.fail_next(call, nth)
     bandwidth, failed = measured(stages, backend, torch.device("cpu"), PAIRS, SPARE)  # type: ignore[arg-type]

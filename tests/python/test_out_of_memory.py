@@ -5,32 +5,32 @@ import types
 import pytest
 import torch
 from noria.out_of_memory import advice
-from noria.plan import room_on_device
+from noria.planning.wrap_plan import room_on_device
 from noria.policy import Policy
 
 MIB = 1 << 20
 
 
-def planned(device_bytes, least, activations="keep"):
+def told(taken, least, wanted, activations="keep"):
     policy = types.SimpleNamespace(activations=activations)
-    return types.SimpleNamespace(device="cuda:0", device_bytes=device_bytes, least_device=least, policy=policy)
+    return advice(types.SimpleNamespace(device="cuda:0", least_device=least, policy=policy), taken, wanted)
 
 
 def test_a_smaller_window_is_named_by_what_leaves_a_quarter_more_than_was_wanted():
-    text = advice(planned(8000 * MIB, 1000 * MIB), 2000 * MIB)
+    text = told(8000 * MIB, 1000 * MIB, 2000 * MIB)
     assert "out of memory for 2.0 GiB" in text and "noria has 7.8 GiB" in text
     assert f'device_memory="{2 * (8000 - 2500)}MiB"' in text  # half of it is the window's
 
 
 def test_what_is_named_is_enough_though_it_is_rounded():
     kib = 1 << 10
-    text = advice(planned(8000 * MIB, 5500 * MIB - 200 * kib), 2000 * MIB + 100 * kib)
+    text = told(8000 * MIB, 5500 * MIB - 200 * kib, 2000 * MIB + 100 * kib)
     assert "device_memory" not in text  # what is left is 5500 MiB - 125 KiB: 10999 MiB are less than is needed
 
 
 @pytest.mark.parametrize(("activations", "remedy"), [("keep", 'activations="auto"'), ("offload", "a smaller batch")])
 def test_a_window_that_cannot_be_smaller_is_not_to_be(activations, remedy):
-    text = advice(planned(8000 * MIB, 7000 * MIB, activations), 2000 * MIB)
+    text = told(8000 * MIB, 7000 * MIB, 2000 * MIB, activations)
     assert "device_memory" not in text and remedy in text
 
 

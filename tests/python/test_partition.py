@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria._errors import UsageError
-from noria.partition import Partition, partition, split_units
+from noria.model.partition import Partition, partition, split_units
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

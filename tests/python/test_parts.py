@@ -6,7 +6,7 @@ import math
 import noria
 import pytest
 import torch
-from noria.parts import Part, boxes
+from noria.dist.shard_tensor import ShardTensor, boxes
 
 SHAPES = [(), (1,), (7,), (0, 3), (3, 0), (4, 5), (1, 5), (5, 1), (3, 1, 4), (2, 3, 4), (2, 2, 3, 2)]
 
@@ -20,7 +20,7 @@ def test_boxes_are_the_elements_of_the_range_in_the_order_of_storage(shape):
         for first, end in itertools.combinations_with_replacement(range(count + 1), 2):
             found = boxes(tensor.shape, tensor.stride(), first, end - first)
             assert len(found) <= max(2 * len(shape) - 1, 1)
-            part = Part.of(
+            part = ShardTensor.of(
                 tensor.shape,
                 tensor.stride(),
                 tensor.dtype,
@@ -36,7 +36,7 @@ def test_boxes_are_the_elements_of_the_range_in_the_order_of_storage(shape):
 
 
 def test_no_operator_works_on_a_part():
-    part = Part.of((2, 3), (3, 1), torch.float32, read=lambda: torch.zeros(6), write=lambda flat: None)
+    part = ShardTensor.of((2, 3), (3, 1), torch.float32, read=lambda: torch.zeros(6), write=lambda flat: None)
     assert part.shape == (2, 3) and "6 of (2, 3)" in repr(part)
     with pytest.raises(noria.UsageError, match=r"torch\.distributed\.checkpoint"):
         part + 1

@@ -9,10 +9,10 @@ import noria
 import pytest
 import torch
 from noria.cli import main
-from noria.custody import wrapped_by
-from noria.lending import Loan
-from noria.partition import partition
-from noria.pipeline import drawing, plan_pipeline, run_without_memory, saved_by_block
+from noria.model.partition import partition
+from noria.pipeline.peer_memory import Loan
+from noria.pipeline.pipeline_plan import drawing, plan_pipeline, run_without_memory, saved_by_block
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.journeys.pairs import WIDTH, Net
@@ -45,7 +45,7 @@ def test_what_blocks_will_save_is_known_to_the_byte(name, dtype):
     real = MODELS[name]()
     noria.wrap(real, device="cpu", activations="auto", activation_memory="4GiB", dtype=dtype)
     real(torch.zeros(1, LENGTH, dtype=torch.int64))
-    assert wrapped_by(real).custody.saved_stats()["most_saved"] == sum(together.values())
+    assert wrapped_by(real).context.engine.saved_stats()["most_saved"] == sum(together.values())
 
 
 class OfReLUs(nn.Module):

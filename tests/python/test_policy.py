@@ -11,15 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from noria._errors import UsageError
-from noria.policy import (
-    Policy,
-    compute_device,
-    device_budget,
-    format_bytes,
-    host_budget,
-    make_policy,
-    parse_bytes,
-)
+from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget, make_policy, parse_bytes
 from torch import nn
 
 FACTORS = {

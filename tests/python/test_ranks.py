@@ -9,10 +9,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria import _C
-from noria.groups import Group
-from noria.home import describe_units
-from noria.partition import partition
-from noria.ranks import Ranks
+from noria.dist.groups import Group
+from noria.dist.ranks import Ranks
+from noria.model.layout import describe_units
+from noria.model.partition import partition
 from torch import nn
 
 SHAPES = st.one_of(
@@ -95,7 +95,7 @@ def test_one_rank_has_the_home_that_it_always_had(parameters, dtypes):
 
 
 def test_without_a_process_group_nobody_shares(monkeypatch):
-    monkeypatch.setattr("noria.ranks.Group", None)  # none can be made
+    monkeypatch.setattr("noria.dist.ranks.Group", None)  # none can be made
     assert Ranks.meet() is None
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import noria
 import pytest
 import torch
-from noria.schedules import (
+from noria.pipeline.schedules import (
     SCHEDULES,
     SPLIT_BACKWARDS,
     Action,

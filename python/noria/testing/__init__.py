@@ -1,4 +1,4 @@
-"""For tests and benchmarks of code that uses noria: machines with limits and hostility, twins, bit comparison.
+"""Helps tests and benchmarks of code that uses noria: machines with limits and hostility, twins, bit comparison.
 
 with noria.testing.on_machine(limits={"fetch": (1.0, 0)}, hostility={"seed": 1, "max_delay_us": 500, "poison": True}):
     model, optimizer = noria.wrap(model, optimizer, device="cpu")

@@ -1,50 +1,59 @@
-"""Settings of the machine that tests and benchmarks may choose, and training code never does."""
+"""Lets tests and benchmarks choose a machine. Training code never does."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["Machine", "machine", "on_machine"]
+import torch
+
+from noria import _C
+from noria.host import machine
+
+__all__ = ["Machine", "on_machine"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """Rate limits by lane ("fetch", "drain", "peer": of each link, "peer:1": of the link to stage 1 alone, "update"),
-    as (GiB/s, latency in us), 0 meaning unlimited; hostility as the backends take it (`seed`, `max_delay_us`,
-    `hold_us`, `poison`); threads of the host pool, 0 meaning all but one."""
+class Machine(machine.Machine):
+    """Describes a machine with limits and hostility.
+
+    Args:
+        limits: by lane, (GiB/s, latency in us); 0 means unlimited. The lanes are "fetch", "drain", "update", "peer" for
+            each link to another stage, and "peer:1" for the link to stage 1 alone.
+        hostility: as the backends take it: `seed`, `max_delay_us`, `hold_us`, `poison`.
+        update_threads: threads of the host pool; 0 means all but one.
+    """
 
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     hostility: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     update_threads: int = 0
 
-    def backend_limits(self) -> dict[str, tuple[float, float]]:
-        return {lane: limit for lane, limit in self.limits.items() if lane != "update"}
+    def backend(self, device: torch.device, capacity: int) -> _C.Backend:
+        if device.type == "cuda":
+            return _C.make_cuda_backend(device.index, capacity, self.hostility)
+        lanes = {lane: limit for lane, limit in self.limits.items() if lane != "update"}
+        return _C.make_host_backend(capacity, lanes, self.hostility)
 
-    def pool_settings(self) -> dict[str, Any]:
+    def pool(self, *, is_beside_device: bool, numa_node: int | None) -> _C.HostOptimizer:
         bandwidth, latency = self.limits.get("update", (0.0, 0.0))
-        settings = {name: self.hostility.get(name, 0) for name in ("seed", "max_delay_us")}
         holds = self.hostility.get("hold_us", {})
-        held = max(holds.get(verb, 0) for verb in ("update", "draft"))
-        return {"bandwidth_gib_s": bandwidth, "latency_us": latency, "hold_us": held, **settings}
-
-
-_PLAIN = Machine()
-_MACHINE: contextvars.ContextVar[Machine] = contextvars.ContextVar("noria_machine", default=_PLAIN)
-
-
-def machine() -> Machine:
-    return _MACHINE.get()
+        return _C.HostOptimizer(
+            self.update_threads,
+            bandwidth_gib_s=bandwidth,
+            latency_us=latency,
+            seed=self.hostility.get("seed", 0),
+            max_delay_us=self.hostility.get("max_delay_us", 0),
+            hold_us=max(holds.get(verb, 0) for verb in ("update", "draft")),
+            is_beside_device=is_beside_device,
+            numa_node=-1 if numa_node is None else numa_node,
+        )
 
 
 @contextlib.contextmanager
 def on_machine(**settings: Any) -> Iterator[Machine]:
-    """Models wrapped inside this block live on a machine with these settings (fields of `Machine`)."""
-    token = _MACHINE.set(Machine(**settings))
-    try:
-        yield _MACHINE.get()
-    finally:
-        _MACHINE.reset(token)
+    """Puts models that are wrapped inside this block on a machine with these settings (fields of `Machine`)."""
+    chosen = Machine(**settings)
+    with machine.on(chosen):
+        yield chosen

@@ -1,6 +1,6 @@
-"""The plain-PyTorch twin of a bfloat16 run with fp32 masters, and comparison to the bit.
+"""Trains the plain-PyTorch twin of a bfloat16 run with fp32 masters, and compares bits.
 
-Slow and obvious on purpose: whatever noria does to memory and order, the bits must be those of this loop.
+It is slow and obvious on purpose: noria may change memory and order, but the bits must be those of this loop.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
-    """float32 to bfloat16, to nearest, ties away from zero; torch's own cast differs on ties and on NaNs.
+    """Rounds float32 to bfloat16: to nearest, ties away from zero. torch's own cast differs on ties and on NaNs.
 
-    The rule is `(u + 0x8000) >> 16` on the bits, in 32 bits with wrap-around, so that the result and the 16
-    low bits of `u` rebuild the master exactly.
+    The rule is `(u + 0x8000) >> 16` on the bits, in 32 bits with wrap-around. The result and the 16 low bits of `u`
+    then rebuild the master exactly.
     """
     if master.dtype is not torch.float32:
         raise TypeError(f"round_to_bfloat16 takes float32, not {master.dtype}")
@@ -27,13 +27,13 @@ def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
 
 
 class MasterTwin:
-    """A bfloat16 model that an ordinary optimizer trains through fp32 masters.
+    """Trains a bfloat16 model through fp32 masters, with an ordinary optimizer.
 
-    `model` may come in float32, whose values then are the first masters, or in bfloat16; it is converted in
-    place as by `model.bfloat16()`, trainable parameters rounded like every later step's; a frozen one is what
-    torch's cast makes of it. `make_optimizer` gets the masters as a list of nn.Parameter in the order of
-    `model.parameters()`. The caller's loop runs forward and backward on `model`, may edit `p.grad`, and calls
-    `step()`.
+    `model` may be float32: its values are then the first masters. It may be bfloat16, too. It is converted in place as
+    by `model.bfloat16()`. Trainable parameters are rounded as in every later step; frozen ones get torch's cast.
+
+    `make_optimizer` gets the masters as a list of nn.Parameter in the order of `model.parameters()`. The caller's loop
+    runs forward and backward on `model`, may edit `p.grad`, and calls `step()`.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
@@ -48,7 +48,7 @@ class MasterTwin:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates each master whose parameter has a gradient, rounds into the model, clears its gradients."""
+        """Updates each master whose parameter has a gradient, rounds into the model, and clears gradients."""
         for name, p in self.model.named_parameters():
             self.masters[name].grad = None if p.grad is None else p.grad.float()
         self.optimizer.step()
@@ -63,7 +63,7 @@ class MasterTwin:
 
 
 def first_difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
-    """About the first pair of tensors whose bits differ (NaN payloads and -0.0 count); None if none do."""
+    """Describes the first pair of tensors whose bits differ (NaN payloads and -0.0 count). Returns None if none do."""
     for name, x, y in zip(names, a, b, strict=True):
         if x.dtype != y.dtype or x.shape != y.shape:
             return f"{name}: {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
@@ -79,7 +79,7 @@ def assert_same_bits(
     named_a: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     named_b: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Same names, and under each name the same dtype, shape and bits; nothing to compare is an error too."""
+    """Asserts the same names, and for each name the same dtype, shape and bits. No tensors at all is an error too."""
     a, b = dict(named_a), dict(named_b)
     assert a, "nothing to compare"
     assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())}"
@@ -88,7 +88,7 @@ def assert_same_bits(
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The integers behind every element, in a new last dimension: one, or two for complex numbers."""
+    """Returns the bits of each element as integers, in a new last dimension: one, or two for complex numbers."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)

@@ -6,9 +6,10 @@
 //
 // A unit is a row of slots of 512 bytes (128 floats), of which the first may be trained; a slot stands for a parameter.
 // A visit enqueues on the compute stream: mix the leased weights, bit by bit, into the unit's result. A gradient is a
-// function of that result and a running number, written into the open buffer as `Custody` does it. Updates are AdamW on
-// the pool, or a momentum step on the launching thread. So whatever was read too early, too late, twice or not at all
-// shows in the bits of results, weights, moments or held gradients: tests/python/engine/twin.py computes them slowly.
+// function of that result and a running number, written into the open buffer as `TorchBridge` does it. Updates are
+// AdamW on the pool, or a momentum step on the launching thread. So whatever was read too early, too late, twice or not
+// at all shows in the bits of results, weights, moments or held gradients: tests/python/engine/twin.py computes them
+// slowly.
 //
 // Units: slots and elements. Ownership: owns home, results and engine; shares the backend. Order: the calls are the
 // program. Threads: one call at a time.
@@ -48,7 +49,7 @@ struct BareUnit {
   int num_trainable = 1;  // the first ones; 0: frozen
 };
 
-class BareEngine final : public Custodian {
+class BareEngine final : public EngineCallbacks {
  public:
   /// `drafts`: units that are trained as a whole have spare buffers. `ring_slots`: for gradients; if there are any,
   /// updates run inside backward. `collectives`: of the ranks that share the home, if any.
@@ -123,7 +124,7 @@ class BareEngine final : public Custodian {
   std::vector<std::uint8_t> arena() const;
   const Backend& backend() const { return *machine_.backend; }
 
-  // ---- Custodian ----
+  // ---- EngineCallbacks ----
   void attach(UnitId unit, std::byte* weights) override { of(unit).attached = weights; }
   void evict(UnitId unit) override { of(unit).attached = nullptr; }
   void open_gradients(UnitId unit, std::byte* buffer) override;

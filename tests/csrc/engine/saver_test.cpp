@@ -42,7 +42,7 @@ Hostility hostility_of(const Setting& setting) {
   return hostility;
 }
 
-class Machine final : public Custodian {
+class Machine final : public EngineCallbacks {
  public:
   explicit Machine(const Setting& setting)
       : block_(setting.block),
@@ -206,7 +206,7 @@ class Machine final : public Custodian {
   void forget(SavedId saved) { saver_.forget(saved); }
   void add_peer(int rank) { saver_.add_peer({rank, 0, 1.0, nullptr, Bytes{0}}); }
 
-  // ---- Custodian ----
+  // ---- EngineCallbacks ----
   void attach(UnitId, std::byte*) override {}
   void evict(UnitId) override {}
   void open_gradients(UnitId, std::byte*) override {}

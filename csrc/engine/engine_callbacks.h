@@ -1,0 +1,45 @@
+// EngineCallbacks is implemented by the holder of the parameters. The engine tells it where a unit's bytes are now.
+//
+// Threads: called on the thread that announces visits (or settles updates), without the GIL. Order: between `attach`
+// and `evict` of a unit the range holds the unit's weights at the home's version, as the compute stream sees it.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/ids.h"
+#include "base/ranges.h"
+
+namespace noria {
+
+class EngineCallbacks {
+ public:
+  virtual ~EngineCallbacks() = default;
+
+  virtual void attach(UnitId unit, std::byte* weights) = 0;
+  virtual void evict(UnitId unit) = 0;
+  virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
+  /// `is_drained`: what was written there is on its way to the held gradient, and replaces it.
+  virtual void close_gradients(UnitId unit, bool is_drained) = 0;
+  /// Returns the held parts of the unit's gradients that new gradients are added to, and that no one writes without
+  /// telling the engine.
+  virtual Ranges held_gradients(UnitId unit) const = 0;
+  /// A draft was committed: the unit's working copy now lies here, where the spare one was.
+  virtual void home_moved(UnitId unit, std::byte* working) = 0;
+  /// The unit's gradients are held here from now on, until the next call (update="backward").
+  virtual void held_moved(UnitId unit, std::byte* held) = 0;
+  /// Returns at least `least` more bytes of home memory, for what is saved and leaves the device. Throws UsageError if
+  /// there is none.
+  virtual std::pair<std::byte*, Bytes> more_home(Bytes least) = 0;
+  /// Returns device memory for what was saved and has left. The callbacks keep it until `left` is called for it.
+  virtual std::byte* make_room(SavedId saved, Bytes bytes) = 0;
+  /// Fills that memory from the home, on the compute stream. Blocks until it is done.
+  virtual void fill(SavedId saved, const std::byte* from, Bytes bytes) = 0;
+  /// What was saved now lies only at home or at a peer, or will not be asked for. Its memory on the device may go.
+  virtual void left(SavedId saved) = 0;
+  /// Runs the unit's deferred update now, on the calling thread (kernel="torch").
+  virtual void update(UnitId unit) = 0;
+};
+
+}  // namespace noria

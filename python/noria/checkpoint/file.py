@@ -1,0 +1,187 @@
+"""Saves and loads a wrapped run as one file of plain tensors: what torch would save, under the original names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria._errors import usage_error
+from noria._lists import as_list
+from noria.checkpoint.dcp_load import describe_folder, load_folder
+from noria.dist.load_fingerprint import lines_of_model, lines_of_optimizer, refuse_others
+from noria.dist.ranks import Ranks, raised_by_all
+from noria.optimizer import WrappedOptimizer
+from noria.pipeline.pipelining_compat import modules_of
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.wrapped import wrapped_by
+
+__all__ = ["load", "save"]
+
+_GIVE = "give what noria.save has written, or torch.save of a dict with the entries 'model' and 'optimizer'"
+
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None, **extra: Any) -> None:
+    """Writes `model.state_dict()`, `optimizer.state_dict()` and `extra` into one file, by `torch.save`.
+
+    For lists of models or optimizers, as `noria.wrap` takes them, it writes a list of state dicts.
+
+    Wrapped and plain objects can both be saved, and both can load the file. It is written beside its name and then
+    moved there, so an interrupted save leaves the old file.
+
+    Raises UsageError, and leaves the old file, if `load` would refuse the contents. `load` reads plain values and
+    tensors, and runs no code from a file.
+
+    If ranks share the model, all of them call this, and rank 0 writes the same file as one process would. So any number
+    of ranks may load it. Only rank 0 gathers all values in host memory. When this returns, the file exists for all
+    ranks. If rank 0 fails, all ranks raise.
+    """
+    model = modules_of(model)
+    shared = _shared(model, optimizer)
+    with contextlib.ExitStack() as on_first:
+        for _, sync, _ in shared:
+            on_first.enter_context(sync.on_first())
+        contents = {**extra, "model": _state_of(model)}
+        if optimizer is not None:
+            contents["optimizer"] = _state_of(optimizer)
+    if not shared:
+        _write(path, contents)
+        return
+    with raised_by_all([ranks for _, _, ranks in shared], "noria.save"):
+        if shared[0][2].rank == 0:
+            _write(path, contents)
+
+
+def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState, RankSync, Ranks]]:
+    """Returns the wrap calls behind these models and optimizers, each once, if ranks share their models."""
+    owners = [(owner.run, owner.sync) for each in as_list(model) if (owner := wrapped_by(each)) is not None]
+    drivers = [each._noria for each in as_list(optimizer) if isinstance(each, WrappedOptimizer)]
+    owners += [(driver.run, driver.services.sync) for driver in drivers if driver is not None]
+    return [(run, sync, run.context.ranks) for run, sync in dict.fromkeys(owners) if run.context.ranks is not None]
+
+
+def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
+    temporary = f"{os.fspath(path)}.part"
+    torch.save(contents, temporary)
+    try:
+        _read(temporary)
+    except pickle.UnpicklingError:
+        os.remove(temporary)
+        name, reason = _unreadable(contents)
+        raise usage_error(
+            "values that torch.load(weights_only=True) reads: numbers, strings, containers and tensors",
+            f"{name!r}: {reason}",
+            "convert them first: float(x), x.tolist(), or torch.as_tensor(x)",
+        ) from None
+    os.replace(temporary, path)
+
+
+def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
+    """Reads a checkpoint into the model, then into the optimizer (or into lists of them, as saved).
+
+    Returns the other saved entries. The file is mapped, not read as a whole: values stream into the home.
+
+    A folder must come from `torch.distributed.checkpoint.save` of `noria.sharded_state`. Then model and optimizer must
+    be wrapped, and each rank reads what it has at home.
+
+    Raises UsageError if the path is no checkpoint, or the file has no model. Raises it too if an optimizer is given and
+    the file has none, or if the file has another number of models or optimizers. For a folder, it raises before
+    anything is changed if names or shapes differ.
+
+    If ranks share the model, all of them call this, with a path that all can read. If one rank cannot read it, or
+    finds another checkpoint there, all ranks raise before anything is changed.
+    """
+    model = modules_of(model)
+    shared = _shared(model, optimizer)
+    for run, sync, _ in shared:
+        run.recover()
+        sync.meet("load a checkpoint")
+    everybody = [ranks for _, _, ranks in shared]
+    with raised_by_all(everybody, "noria.load"):
+        contents = None if os.path.isdir(path) else _checked(path)
+        pairs = [] if contents is None else _pairs(path, contents, model, optimizer)
+        lines = [describe_folder(path)] if contents is None else ["a file", *_lines(pairs)] if shared else []
+    refuse_others(everybody, lines)
+    if contents is None:
+        return load_folder(path, model, optimizer, everybody)
+    for target, state in pairs:
+        target.load_state_dict(state)
+    return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+
+
+def _pairs(
+    path: str | os.PathLike[str], contents: dict[str, Any], model: Models, optimizer: Optimizers | None
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns pairs: a model or optimizer, and the state dict to load into it."""
+    pairs: list[tuple[Any, dict[str, Any]]] = []
+    for name, wanted in (("model", model), ("optimizer", optimizer)):
+        if wanted is None:
+            continue
+        if name not in contents:
+            raise usage_error(f"a checkpoint with {name!r}", f"{sorted(contents)} in {path}", "save it with noria.save")
+        targets, states = as_list(wanted), as_list(contents[name])
+        if len(targets) != len(states):
+            raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")
+        for state in states:
+            if not isinstance(state, Mapping):
+                raise usage_error(f"{name!r} in {path} to be a state_dict()", type(state).__qualname__, _GIVE)
+        pairs += zip(targets, states, strict=True)
+    return pairs
+
+
+def _lines(pairs: list[tuple[Any, dict[str, Any]]]) -> list[str]:
+    """Returns lines about what ranks share, for the ranks to compare."""
+    lines: list[str] = []
+    for target, state in pairs:
+        if isinstance(target, WrappedOptimizer) and target._noria is not None:
+            slot_of = target._noria.context.slot_of
+            names = [slot_of[p].name for group in target.param_groups for p in group["params"]]
+            lines += lines_of_optimizer(names, state)
+        elif isinstance(target, nn.Module) and wrapped_by(target) is not None:
+            lines += lines_of_model(target, state)
+    return lines
+
+
+def _state_of(value: Any) -> Any:
+    return [each.state_dict() for each in value] if isinstance(value, list | tuple) else value.state_dict()
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return contents
+
+
+def _checked(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As `_read`. Raises UsageError if the file is no checkpoint."""
+    expected = f"a checkpoint of one file in {path}"
+    try:
+        contents = _read(path)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise usage_error(expected, f"{type(error).__name__}: {error}", _GIVE) from error
+    if not isinstance(contents, dict):
+        raise usage_error(expected, f"one {type(contents).__qualname__}", _GIVE)
+    return contents
+
+
+def _unreadable(contents: dict[str, Any]) -> tuple[str, str]:
+    """Returns the entry that `load` would refuse, and the reason."""
+    for name, value in contents.items():
+        with contextlib.suppress(pickle.UnpicklingError):
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, map_location="meta", weights_only=True)
+            continue
+        return name, type(value).__qualname__ if name not in ("model", "optimizer") else "an entry of its state_dict()"
+    return "the whole", "each entry can be read by itself"

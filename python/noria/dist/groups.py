@@ -1,0 +1,175 @@
+"""Makes noria's own process groups over some ranks of the world. The other ranks take no part.
+
+torch's `new_group` does not work here. Without `use_local_synchronization`, the whole world must call it. With it, a
+group's name is the number of groups in the process, which differs between ranks. Also, torch reuses the name of a
+destroyed group while the store still has its socket addresses. So noria's names count the groups that exactly these
+ranks have made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from noria import _C
+from noria._errors import UsageError, usage_error
+from noria.policy import format_bytes
+
+__all__ = ["Group", "num_made", "timeout"]
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def num_made() -> int:
+    """Returns the number of groups that this process has made so far."""
+    return _made.total()
+
+
+class Group:
+    """A process group of some ranks of the world, with the timeout of the default group.
+
+    `ranks`: in rising order. `device`: the device of the memory that the group moves. gloo moves host memory, and NCCL
+    moves CUDA memory.
+
+    Order: all of its ranks make the group, equally often.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device | None = None) -> None:
+        c10d: Any = dist.distributed_c10d
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        _made[self.ranks] += 1
+        self.name = f"noria/{'_'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        store = dist.PrefixStore(f"{self.name}/", c10d._get_default_store())
+        self._group: Any = c10d.ProcessGroup(store, self.rank, self.size)
+        self._is_nccl = device is not None and device.type == "cuda"
+        types = c10d.ProcessGroup.BackendType
+        if self._is_nccl:
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = _timeout() or options._timeout
+            backend = c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+        else:
+            backend = self._meet_by_gloo(c10d, store)
+        kind = types.NCCL if self._is_nccl else types.GLOO
+        backend._set_sequence_number_for_group()
+        self._group._set_default_backend(kind)
+        self._group._register_backend(torch.device("cuda" if self._is_nccl else "cpu"), kind, backend)
+        self._group._set_group_name(self.name)
+        c10d._register_process_group(self.name, self._group)  # C++ finds it by this name
+
+    def _meet_by_gloo(self, c10d: Any, store: Any) -> Any:
+        patience = timeout()
+        try:
+            return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
+        except RuntimeError as error:
+            raise _C.MachineError(
+                f"ranks {list(self.ranks)} of the world did not all meet within {patience}; they call noria.wrap "
+                f"together, with mesh= or stages= of the same ranks ({error})"
+            ) from error
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of all ranks, by rank. They have the same shape and dtype. Collective."""
+        everybodys = [torch.empty_like(own) for _ in self.ranks]
+        with self._together(f"an all-gather of {format_bytes(own.nbytes * self.size)}"):
+            self._group.allgather([everybodys], [own]).wait()
+        return everybodys
+
+    def gather_on_first(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what `gather` does on the first rank, and an empty list on the others. Collective."""
+        everybodys = [torch.empty_like(own) for _ in self.ranks] if self.rank == 0 else []
+        with self._together(f"a gather of {format_bytes(own.nbytes * self.size)}"):
+            self._group.gather([everybodys] if everybodys else [], [own], _to_first()).wait()
+        return everybodys
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Returns the objects of all ranks, by rank. Collective."""
+        data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        counts = [int(count) for count in self.gather(torch.tensor([data.numel()], device="cpu"))]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
+        padded[: data.numel()] = data
+        everybodys = zip(self.gather(padded), counts, strict=True)
+        return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]
+
+    def agree(self, lines: Sequence[str], *, expected: str, remedy: str) -> None:
+        """Raises UsageError on all ranks if a line differs from rank 0's. The error names the first one. Collective."""
+        everybodys = self.gather_objects(list(lines))
+        for rank, its in enumerate(everybodys):
+            if its == everybodys[0]:
+                continue
+            number = next(
+                (n for n, (a, b) in enumerate(zip(everybodys[0], its, strict=False)) if a != b),
+                min(len(everybodys[0]), len(its)),
+            )
+            first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
+            raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
+
+    def first_failure(self, own: Exception | None, call: str) -> Exception | None:
+        """Returns this rank's failure, else that of the first rank that has one. Collective."""
+        is_usage = isinstance(own, UsageError)
+        everybodys = self.gather_objects(own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}"))
+        if own is not None:
+            return own
+        for rank, its in enumerate(everybodys):
+            if its is not None:
+                is_usage, text = its
+                told = f"{call} on rank {rank} failed: {text}"
+                return UsageError(told) if is_usage else RuntimeError(told)
+        return None
+
+    def broadcast(self, value: torch.Tensor) -> None:
+        """Copies the first rank's values into the tensors of all ranks. Collective."""
+        with self._together(f"a broadcast of {format_bytes(value.nbytes)}"):
+            self._group.broadcast(value, 0).wait()
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Runs a collective. If it fails, the error names the rank and the collective, as in the collect lane."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _C.MachineError(
+                f"rank {self.rank} of {self.size}: {what} failed; a rank has died, raised, or hung for longer than "
+                f"the process group's timeout ({error})"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the group without waiting for other ranks, so it also works after a failure and at process exit."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        with contextlib.suppress(Exception):  # torch has destroyed all groups, or is shutting down
+            dist.distributed_c10d._unregister_process_group(self.name)  # type: ignore[arg-type]
+        if self._is_nccl:
+            group.abort()
+
+
+def _to_first() -> Any:
+    options: Any = dist.distributed_c10d.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
+def timeout() -> datetime.timedelta:
+    """Returns the timeout of the default group."""
+    return _timeout() or dist.distributed_c10d.default_pg_timeout
+
+
+def _timeout() -> datetime.timedelta | None:
+    """Returns how long the default group waits for a rank. A new group would get torch's default instead."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for this device
+            options = getattr(world._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                timeout: datetime.timedelta = options._timeout
+                return timeout
+    return None

@@ -1,0 +1,119 @@
+"""Handles what forwards save for their backwards, if the policy says that it must not stay on the device.
+
+- "offload": tensors that autograd saves inside of a block go to the home when the block is left, and come back ahead of
+  its backward. The engine moves them (csrc/engine/saver.h).
+- "auto": only tensors for which the device has no room are moved.
+- "recompute": a block saves its inputs only, and its backward computes the rest again, by torch.utils.checkpoint.
+
+Values and random numbers are the same in each case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria._errors import usage_error
+from noria.forward.recompute import Recomputation, is_checkpointed
+from noria.model.layout import Region
+from noria.pipeline.peer_cache import PeerCache
+from noria.runtime.context import Context
+from noria.runtime.hooks import Hook
+from noria.runtime.late_allocations import LateAllocations
+from noria.runtime.state import weakly_asked
+from noria.torch_state import in_backward
+
+__all__ = ["Activations"]
+
+_LEAST_PIECE = 16 * 1024 * 1024
+
+
+class Activations:
+    """Moves what blocks save, or makes their backward compute it again."""
+
+    def __init__(self, context: Context, late: LateAllocations, peer_cache: PeerCache) -> None:
+        self.context = context
+        self.late = late
+        self._handles: list[Any] = []
+        self._inside: list[contextlib.AbstractContextManager[Any] | None] = []  # innermost last
+        self._taken = 0  # bytes at home
+        self._num_pieces = 0
+        self._saving = _saving_hooks(weakref.ref(self.context.engine))
+        self._recomputation: Recomputation | None = None
+        if self.context.policy.activations == "recompute" or self.context.plan.saved_room is not None:
+            self._recomputation = Recomputation(context, peer_cache, chooses=self.context.plan.saved_room is not None)
+        if context.plan.least_saved is not None:
+            blocks = [spec.module for spec in self.context.partition.hooks if spec.is_block]
+            self.context.engine.set_saved_callback(weakly_asked(self.more_home))
+            for block in blocks:
+                self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
+                self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._recomputation is not None:
+            self._recomputation.remove()
+
+    def recomputed(self) -> list[str]:
+        """Returns the names of the blocks that compute their activations again."""
+        return [] if self._recomputation is None else self._recomputation.names()
+
+    def begin_step(self) -> None:
+        if self._recomputation is not None:
+            self._recomputation.begin_step()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward() or not torch.is_grad_enabled() or is_checkpointed():
+            self._inside.append(None)
+            return
+        saving = torch.autograd.graph.saved_tensors_hooks(*self._saving)
+        saving.__enter__()
+        self._inside.append(saving)
+        if self._recomputation is not None:
+            self._recomputation.enter(module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside and (saving := self._inside.pop()) is not None:
+            saving.__exit__(None, None, None)
+            if self._recomputation is not None:
+                self._recomputation.leave(module)
+
+    def abandon(self) -> None:
+        """Cleans up after a forward that ended without calling its hooks."""
+        while self._inside:
+            if (saving := self._inside.pop()) is not None:
+                saving.__exit__(None, None, None)
+
+    def more_home(self, least: int) -> tuple[int, int]:
+        """Takes more memory at home for a storage of `least` bytes that finds no room. Returns address and bytes."""
+        size = max(least, _LEAST_PIECE, self._taken // 4)
+        name = "saved for backward" if not self._num_pieces else f"saved for backward, piece {self._num_pieces + 1}"
+        units = len(self.context.units)
+        [address, *_] = self.late.take(Region.of(name, [size, *[0] * (units - 1)]), together=False)
+        self._num_pieces += 1
+        self._taken += size
+        return address, size
+
+
+def _saving_hooks(engine: weakref.ref[_C.TorchBridge]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Returns hooks that autograd graphs keep. They hold the engine weakly: a graph may outlive it."""
+
+    def found() -> _C.TorchBridge:
+        alive = engine()
+        if alive is None:
+            raise usage_error(
+                "a backward while its model is wrapped",
+                "one after noria.unwrap, or after the model was dropped",
+                "call backward() first",
+            )
+        return alive
+
+    return lambda tensor: found().pack(tensor), lambda saved: found().unpack(saved)

@@ -1,0 +1,313 @@
+"""Hooks a wrapped model's modules: the hooks announce passes, and the use of parameters, to the engine.
+
+Hooks are thin: they translate, call one verb, and return.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria._errors import usage_error
+from noria.forward.activations import Activations
+from noria.forward.operator_watch import OperatorWatch, tensors_of
+from noria.model.partition import HookSpec
+from noria.runtime.context import Context
+from noria.runtime.hooks import Hook, compiler_config_of, refuse_cuda_graphs
+from noria.runtime.load_tracker import LoadTracker
+from noria.runtime.state import RunState
+from noria.runtime.step_boundary import StepBoundary
+from noria.torch_state import in_backward
+
+__all__ = ["ModuleHooks"]
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields the frames of a stack, from this frame outward."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _callers_from(module: str) -> Iterator[Any]:
+    """Yields the object of each call on this thread's stack whose code is in this module; None if it is no method."""
+    found = sys.modules.get(module)
+    if found is None:
+        return
+    for frame in _frames(sys._getframe()):
+        if frame.f_code.co_filename == found.__file__:
+            yield frame.f_locals.get("self")
+
+
+def _refuse_cuda_graphs() -> None:
+    """Refuses CUDA graphs of a torch.compile that is calling now; the user may have compiled after the wrap."""
+    for caller in _callers_from("torch._dynamo.eval_frame"):
+        refuse_cuda_graphs(getattr(caller, "compiler_config", None), "a model")
+
+
+def _num_calls_on_stack(module: nn.Module, stack: FrameType | None) -> int:
+    """Counts the calls of this module that are under way on the stack. 0 if torch.compile replaced their frames."""
+    code = nn.Module._call_impl.__code__
+    return sum(frame.f_code is code and frame.f_locals.get("self") is module for frame in _frames(stack))
+
+
+def _refuse_split_backwards() -> None:
+    """Refuses a pipeline schedule that is calling now and splits backwards.
+
+    It would take gradients by torch.autograd.grad, where no hook catches them. It would also compute gradients of
+    weights after the weights have been evicted.
+    """
+    for caller in _callers_from("torch.distributed.pipelining.schedules"):
+        order = getattr(caller, "pipeline_order", None) or {}  # None: the schedule does not tell its order
+        actions = [each for row in order.values() for each in row if each is not None]
+        if any(each.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for each in actions):
+            raise usage_error(
+                "a schedule whose backwards are whole, such as GPipe, 1F1B or interleaved 1F1B",
+                f"{type(caller).__name__}, whose backwards of inputs and of weights are apart",
+                "choose another schedule",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _EnteredRoot:
+    module: nn.Module
+    is_visible: bool
+    thread: int
+    handled: BaseException | None  # was being handled before the call; any other one was raised inside
+
+
+class ModuleHooks:
+    """Installs the hooks and notes which forward is under way. `keeps_alive` lives as long as the hooks."""
+
+    def __init__(
+        self,
+        context: Context,
+        run: RunState,
+        loads: LoadTracker,
+        step: StepBoundary,
+        activations: Activations,
+        check_peers: Callable[[], None],
+        expect_updates: Callable[[], None],
+    ) -> None:
+        """`check_peers` runs before a forward, `expect_updates` after a forward that may train."""
+        self.context = context
+        self.run = run
+        self.loads = loads
+        self.step = step
+        self.activations = activations
+        self.engine = context.engine
+        self.keeps_alive: object = None
+        self._check_peers = check_peers
+        self._expect_updates = expect_updates
+        run.in_forward = self.in_forward
+        run.on_recover.append(self.forget_dead_forward)
+        self._handles: list[Any] = []
+        self._inner_handles: dict[int, list[Any]] = {}
+        self._operator_hooks: dict[tuple[int, ...], int] = {}
+        self._entered_roots: list[_EnteredRoot] = []
+        self._entering = threading.Lock()
+        self._known_roots: set[tuple[int, bool, bool]] = set()
+        storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
+        self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
+        self._needs_watch = False
+        for spec in self.context.partition.hooks:
+            self._install_hook(spec)
+        # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.
+        for number, root in enumerate(self.context.partition.roots):
+            enter, leave = self._root_hooks(number)
+            self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True))
+            self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
+
+    def in_forward(self) -> bool:
+        self.forget_dead_forward()
+        return bool(self._entered_roots)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for handles in self._inner_handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        self._inner_handles.clear()
+
+    def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.run.check_alive()
+            self.loads.refuse_missing("a forward")
+            if in_backward():
+                return  # a checkpoint computes again inside of a backward
+            _refuse_cuda_graphs()
+            with self._entering:
+                self.forget_dead_forward(module)
+                self._refuse_beside_another_thread()
+                self.run.settle_writes()
+                is_visible = _num_calls_on_stack(module, sys._getframe()) > 0
+                self._entered_roots.append(_EnteredRoot(module, is_visible, threading.get_ident(), sys.exception()))
+            if len(self._entered_roots) > 1:
+                return
+            self._check_peers()
+            if torch.is_grad_enabled():
+                self.step.expect()
+            self._forget_inner_hooks()
+            training, grad = module.training, torch.is_grad_enabled()
+            if (number, training, grad) not in self._known_roots:
+                _refuse_split_backwards()
+            self.engine.begin_forward(number, training, grad)
+            if self._wants_watch(number, training, grad):
+                self.watch.start()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
+                return
+            if self._entered_roots[-1].thread != threading.get_ident():
+                return  # another thread's forward; this one was refused beside it
+            if len(self._entered_roots) > 1:
+                self._entered_roots.pop()
+                return
+            # The outermost entry stays until the pass has ended: forget_dead_forward must see an interrupt before that.
+            self.watch.stop()
+            raised = sys.exception() is not self._entered_roots[-1].handled
+            if raised:
+                self.engine.abandon_forward()
+            else:
+                self._known_roots.add((number, module.training, torch.is_grad_enabled()))
+                self._needs_watch |= self.watch.num_seen > 0
+                self.engine.end_forward(tensors_of(output))
+            self._entered_roots.clear()
+            if raised:
+                return
+            if torch.is_grad_enabled():
+                self._expect_updates()
+
+        return enter, leave
+
+    def forget_dead_forward(self, entering: nn.Module | None = None) -> None:
+        """Forgets a forward that KeyboardInterrupt or SystemExit has ended: it called no hook.
+
+        Such a forward is missing on the call stack. `entering`: a root that is being called just now.
+        """
+        if not self._entered_roots:
+            return
+        outermost = self._entered_roots[0]
+        num_expected = 1 if entering is outermost.module else 0
+        stack: FrameType | None = sys._getframe()
+        if outermost.thread != threading.get_ident():
+            num_expected, stack = 0, sys._current_frames().get(outermost.thread)
+        may_be_hidden = stack is not None and not outermost.is_visible and not num_expected
+        if may_be_hidden or _num_calls_on_stack(outermost.module, stack) > num_expected:
+            return
+        self._entered_roots.clear()
+        self.watch.stop()
+        self.activations.abandon()
+        self.engine.abandon_forward()
+
+    def _other_thread(self) -> int | None:
+        """Returns the thread that runs a forward, if it is another one.
+
+        Returns None on autograd's threads: a checkpoint may run modules again there.
+        """
+        outermost = self._entered_roots[:1]  # a copy: that thread may end its forward meanwhile
+        is_other = outermost and outermost[0].thread != threading.get_ident() and not in_backward()
+        return outermost[0].thread if is_other else None
+
+    def _refuse_beside_another_thread(self) -> None:
+        if (other := self._other_thread()) is not None:
+            raise usage_error(
+                "one forward of a wrapped model at a time",
+                f"another one under way on thread {other}",
+                "let threads take turns, or wrap a copy of the model for each",
+            )
+
+    def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
+        check = self.context.policy.check
+        if check == "off":
+            return False
+        return check == "operators" or self._needs_watch or (number, training, grad) not in self._known_roots
+
+    def _install_hook(self, spec: HookSpec) -> None:
+        engine, watch = self.engine, self.watch
+        hook = engine.add_hook(spec.name, list(spec.needs))
+
+        # A module around blocks may use its own parameters at any time: inside such a module the watch stays on.
+        suspends = set(self.context.unit_indices(spec.module)) <= set(spec.needs)
+        entered: list[int] = []
+        compiled: Any = None  # the in-place compiled call that was checked last
+        with_more: dict[frozenset[int], int] = {}  # hooks for calls whose arguments are parameters of other units
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal compiled
+            self.run.check_alive()
+            self.loads.refuse_missing("a forward")
+            if self._other_thread() is not None:
+                self.forget_dead_forward()
+                self._refuse_beside_another_thread()
+            if module._compiled_call_impl is not compiled:
+                refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
+                compiled = module._compiled_call_impl
+            chosen = hook
+            handed = watch.units_handed((*args, *kwargs.values()))
+            if handed and not handed.issubset(spec.needs):
+                key = frozenset(handed)
+                if key not in with_more:
+                    with_more[key] = engine.add_hook(spec.name, sorted(handed.union(spec.needs)))
+                chosen = with_more[key]
+            entered.append(chosen)
+            engine.enter(chosen)
+            if suspends:
+                watch.suspend()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._other_thread() is not None:
+                return  # this forward was refused
+            if suspends:
+                watch.resume()
+            engine.leave(entered.pop() if entered else hook, tensors_of(output))
+
+        self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
+        self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))
+        if self.context.policy.check == "off" or not spec.is_block:
+            return
+
+        def inner(module: nn.Module, args: Any, output: Any) -> None:
+            engine.inner_outputs(hook, tensors_of(output))
+
+        for module in spec.module.modules():
+            if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
+                self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(Hook(inner)))
+
+    def _forget_inner_hooks(self) -> None:
+        """Removes hooks inside of blocks after the first backward.
+
+        A block needs none if its own outputs announce its backward.
+        """
+        if not self._inner_handles or self.context.policy.check == "operators":
+            return
+        if not any(done["phase"] == "backward" for done in self.engine.passes()):
+            return
+        for hook, handles in self._inner_handles.items():
+            if self.engine.inner_was_first(hook):
+                self._handles += handles  # they stay until `remove`
+                continue
+            for handle in handles:
+                handle.remove()
+        self._inner_handles.clear()
+
+    def _visit_for_operator(self, units: tuple[int, ...]) -> int:
+        hook = self._operator_hooks.get(units)
+        if hook is None:
+            name = "operator on " + ", ".join(self.context.units[unit].name for unit in units)
+            hook = self._operator_hooks[units] = self.engine.add_hook(name, list(units))
+        self.engine.visit_for_operator(hook)
+        return hook
+
+    def _hook_operator_outputs(self, hook: int, outputs: list[torch.Tensor]) -> None:
+        self.engine.inner_outputs(hook, outputs)

@@ -1,0 +1,235 @@
+"""Makes blocks compute their activations again in backward: all blocks, or those for which it is cheaper than swapping.
+
+activations="auto" measures before it chooses. The first step shows which activations have no room, and how much other
+stages lend. The third step is measured, or a later one if units at other stages are tried first. Times are by the
+host's clock, so this works only if the host computes. If the other stages lack room for all, the choice also says which
+activations go there and which go to the host (csrc/plan/swap.h).
+
+Bursts and other stages add waits that the measurement cannot show, so they are found by trying. If a step waits longer
+for copies than it takes to compute one more block again, one more block computes again. This ends when such a trial has
+not paid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from noria import _C
+from noria.forward.operator_watch import tensors_of
+from noria.pipeline.peer_cache import PeerCache, stalled_us
+from noria.runtime.context import Context
+
+__all__ = ["Recomputation", "Recomputed", "is_checkpointed"]
+
+_LOOKED_AT = 3  # the number of the step that is measured
+_UNKNOWN_US = 1e6  # for each byte, of a link that no copy has used: too slow to be tried
+_ALIKE = 1.1  # times whose ratio is smaller count as equal
+
+
+def is_checkpointed() -> bool:
+    """Returns True if a checkpoint of torch handles the tensors that are saved now.
+
+    It counts these tensors. When it computes again, at any later time, it must save the same ones.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+class Recomputed:
+    """Replaces the `forward` of a block: it saves the inputs only. A copy of the block gets its own forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._module = module
+        self._forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or is_checkpointed():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self.own if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module, "forward"))
+
+
+@dataclasses.dataclass
+class _Block:
+    hook: int
+    module: nn.Module
+    input_bytes: int = 0
+    versions: int = 0
+    """Sum of its buffers' versions, before the forward that is under way."""
+    is_pure: bool = True
+    """False once a forward has written a buffer, as BatchNorm does: computing it again would write it again."""
+    price_us: float = 0.0
+    """Time in a step to compute it again."""
+    saving: int = 0
+    """Bytes in a step that are then not swapped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Holds counters as they are when a step begins."""
+
+    saved: dict[str, int]
+    by_hook: dict[int, tuple[int, int, int, int]]
+    lanes: dict[str, tuple[int, int]]  # busy us, bytes
+    forward_us: int
+    backward_us: int
+    stalled_us: int  # how long compute has waited for offloads and reloads
+
+
+class Recomputation:
+    """Chooses blocks and replaces their `forward`."""
+
+    def __init__(self, context: Context, peer_cache: PeerCache, *, chooses: bool) -> None:
+        """`chooses`: measure first, then choose blocks; False: take all."""
+        self.context = context
+        self.peer_cache = peer_cache
+        self._blocks = {
+            id(spec.module): _Block(hook, spec.module)
+            for hook, spec in enumerate(self.context.partition.hooks)
+            if spec.is_block
+        }
+        self._is_looking = chooses and self.context.device.type == "cpu"
+        self._num_steps = 0
+        self._before: _Seen | None = None
+        self._offered: list[_Block] | None = None  # after the choice: the blocks that it was made from
+        self._tried: tuple[_Block, int] | None = None  # the block, and the wait in us before it was tried
+        self._recomputed: list[_Block] = []
+        if not chooses:
+            self._recompute(self._blocks.values())
+
+    def names(self) -> list[str]:
+        """Returns the names of the blocks that compute again."""
+        return [self.context.partition.hooks[block.hook].name for block in self._recomputed]
+
+    def _recompute(self, blocks: Iterable[_Block]) -> None:
+        for block in blocks:
+            block.module.__dict__["forward"] = Recomputed(block.module)
+            self._recomputed.append(block)
+
+    def _keep(self, block: _Block) -> None:
+        self._recomputed.remove(block)
+        forward = block.module.__dict__.pop("forward")
+        if forward.own is not None:
+            block.module.__dict__["forward"] = forward.own
+
+    # ---- measuring ----
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Runs before a forward of a block after which a backward may come."""
+        if self._is_looking:
+            block = self._blocks[id(module)]
+            block.input_bytes = max(block.input_bytes, sum(each.nbytes for each in tensors_of((args, kwargs))))
+            block.versions = _versions(module)
+
+    def leave(self, module: nn.Module) -> None:
+        if self._is_looking:
+            block = self._blocks[id(module)]
+            block.is_pure &= _versions(module) == block.versions
+
+    def begin_step(self) -> None:
+        if not self._is_looking:
+            return
+        self._num_steps += 1
+        if self._num_steps < _LOOKED_AT - 1 or not self.peer_cache.is_settled:
+            return
+        if self._before is None:
+            self._before = self._see()
+            return
+        now = self._see()
+        if now.saved["saved"]:
+            return  # something is saved: its backward is still to come
+        before, self._before = self._before, now
+        if self._offered is None:
+            self._choose(before, now)
+        else:
+            self._look_again(now.stalled_us - before.stalled_us)
+
+    def _see(self) -> _Seen:
+        engine, stats = self.context.engine, self.context.backend.stats
+        lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
+        sums = engine.step_sums()
+        compute = (sums["forward_us"], sums["backward_us"])
+        stalled = stalled_us(self.context.backend, "offload", "reload")
+        return _Seen(engine.saved_stats(), engine.saved_by_module(), lanes, *compute, stalled)
+
+    def _choose(self, before: _Seen, now: _Seen) -> None:
+        def more(name: str) -> int:
+            return now.saved[name] - before.saved[name]
+
+        def busy(lane: str) -> tuple[int, int]:
+            (us, moved), (us_before, moved_before) = now.lanes[lane], before.lanes[lane]
+            return us - us_before, moved - moved_before
+
+        self._offered = []
+        if not more("offloaded") or not more("reloaded"):
+            self._is_looking = False
+            return
+        forward_us, backward_us = now.forward_us - before.forward_us, now.backward_us - before.backward_us
+        compute_us = forward_us + backward_us
+        to_peers, from_peers = more("offloaded_to_peers"), more("reloaded_from_peers")
+        speeds, free = [], []
+        out, back = more("offloaded") - to_peers, more("reloaded") - from_peers
+        for lane, own, behind_us in (("drain", out, forward_us), ("fetch", back, backward_us)):
+            busy_us, moved = busy(lane)
+            speeds.append(busy_us / moved if moved else _UNKNOWN_US)
+            free.append(max(min(behind_us, compute_us - speeds[-1] * (moved - own)), 0.0) if moved else 0.0)
+        peer_us, peer_moved = busy("peer")
+        peer_us_per_byte = peer_us / max(peer_moved, 1)
+        of_units = peer_moved - to_peers - from_peers
+        peers = (to_peers, peer_us_per_byte, max(compute_us - peer_us_per_byte * of_units, 0.0))
+        described = []
+        for block in self._blocks.values():
+            num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
+            num_visits -= before.by_hook.get(block.hook, (0,))[0]
+            if num_visits:
+                self._offered.append(block)
+                kept = block.input_bytes if block.is_pure else size  # size: nothing would be saved
+                block.price_us, block.saving = num_visits * forward_us, num_visits * (size - kept)
+                described.append((size, kept, num_visits, forward_us, gap_us))
+        host = (speeds[0], speeds[1], free[0], free[1])
+        ways = _C.choose_ways(described, more("offloaded"), host, peers)
+        chosen = list(zip(self._offered, ways, strict=True))
+        self._recompute(block for block, way in chosen if way == "recompute")
+        if to_peers:
+            self.context.engine.send_saved_home({block.hook for block, way in chosen if way == "host"})
+
+    def _look_again(self, stalled_us: int) -> None:
+        """Tries one more block, or ends the trials. `stalled_us`: waits for copies in the last step."""
+        if self._tried is not None:
+            block, without_us = self._tried
+            if without_us - stalled_us < block.price_us:
+                self._keep(block)
+                self._is_looking = False
+                return
+        others = [block for block in self._offered or () if block not in self._recomputed and block.saving > 0]
+        cheapest = min((block.price_us / block.saving for block in others), default=0.0)
+        first = next((block for block in others if block.price_us / block.saving <= _ALIKE * cheapest), None)
+        if first is None or stalled_us <= first.price_us:
+            self._is_looking = False
+            return
+        self._tried = (first, stalled_us)
+        self._recompute([first])
+
+    def remove(self) -> None:
+        for block in list(self._recomputed):
+            self._keep(block)
+
+
+def _versions(module: nn.Module) -> int:
+    return sum(buffer._version for buffer in module.buffers())

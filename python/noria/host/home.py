@@ -1,0 +1,246 @@
+"""Takes the home in host memory, and makes the tensors that view it.
+
+The home is one arena of exact size for each purpose. `noria.model.layout` gives each parameter's place in its unit.
+
+Order: the plan is checked against `host_memory` and the machine's limits first. Then all arenas are mapped at once,
+next to the device, and those that the copy engines touch are registered with it. Pages for optimizer state are taken
+after the weights have moved and their old memory is free. So the model and its whole home never exist together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import torch
+
+from noria import _C
+from noria._errors import usage_error
+from noria._progress import Bar
+from noria.host.limits import numa_node
+from noria.model.layout import GRADIENT_RING, GRADIENT_SCALES, HomeParameter, HomeUnit, Region
+from noria.model.moment_formats import MOMENTS, SCALES
+from noria.policy import format_bytes
+from noria.torch_state import plainly
+
+__all__ = ["Home"]
+
+# Arenas that the copy engines touch. "device": the device's own kernels do too, as p.grad is a device tensor over them.
+_USES = {
+    "working copies": "copies",
+    "held gradients": "device",
+    GRADIENT_SCALES: "device",
+    GRADIENT_RING: "device",
+}
+
+# Purposes whose pages are taken after the weights have moved.
+_LATE = (*MOMENTS, *SCALES, "optimizer state")
+
+
+class Home:
+    """Holds the arenas of one `wrap` call.
+
+    `notes` says what the machine did not grant, although nothing depends on it. `staged` lists the purposes whose
+    memory the driver refused to pin. Raises UsageError if the driver refuses memory that must be pinned. After this or
+    any other exception (Ctrl-C), nothing is taken.
+
+    Ownership: an arena lives as long as any tensor in it.
+    """
+
+    def __init__(self, units: list[HomeUnit], regions: list[Region], backend: _C.Backend) -> None:
+        self.units = units
+        self.regions = {region.purpose: region for region in regions}
+        self.arenas: dict[str, _C.Arena] = {}
+        self.notes: list[str] = []
+        self.staged: list[str] = []
+        self.is_moved: Callable[[int], bool] = lambda unit: (
+            False
+        )  # True: the unit's data lies in the spare now. `Wrapped` puts the engine's here
+        try:
+            self._take(backend)
+        except BaseException:
+            for arena in self.arenas.values():
+                arena.close()
+            raise
+        for unit in units:
+            unit.working_address = self.address("working copies", unit.index)
+            if unit.index in self.regions["working copies"].spares:
+                unit.spare_address = self.address("working copies", unit.index, spare=True)
+            unit.scales_address = self.address(GRADIENT_SCALES, unit.index)
+            for purpose in ("held gradients", GRADIENT_RING):
+                if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:
+                    unit.held_address = self.address(purpose, unit.index)
+
+    def _take(self, backend: _C.Backend) -> None:
+        for region in self.regions.values():
+            if region.bytes:
+                self._map(region, backend)
+        self._populate([purpose for purpose in self.arenas if purpose not in _LATE])
+        self._register_all([purpose for purpose in _USES if purpose in self.arenas], backend)
+
+    def take_rest(self) -> None:
+        """Takes the pages that are not needed before the weights have moved.
+
+        If it is interrupted, each remaining page is taken by the first write to it.
+        """
+        self._populate([purpose for purpose in self.arenas if purpose in _LATE])
+
+    def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
+        """Maps an arena next to the device. It has no pages yet, and is not registered."""
+        arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
+        node = numa_node(backend.pci_bus_id)
+        if node is not None and (refused := arena.prefer_node(node)):
+            self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
+        return arena
+
+    def _populate(self, purposes: list[str]) -> None:
+        done = 0
+        with Bar("taking the home", sum(self.arenas[purpose].bytes for purpose in purposes)) as bar:
+            for purpose in purposes:
+                self.arenas[purpose].populate(functools.partial(bar.tell, done))
+                done += self.arenas[purpose].bytes
+
+    def _register_all(self, purposes: list[str], backend: _C.Backend) -> None:
+        """Registers the arenas in parallel, because the driver looks up every page on the calling thread.
+
+        Each arena is one registration, because a copy may not span two.
+        """
+        done = 0
+        with (
+            Bar("registering the home", sum(self.arenas[purpose].bytes for purpose in purposes)) as bar,
+            ThreadPoolExecutor(max(len(purposes), 1), thread_name_prefix="noria-register") as threads,
+        ):
+            under_way = {threads.submit(self._register, each, _USES[each], backend): each for each in purposes}
+            for registered in as_completed(under_way):
+                registered.result()
+                done += self.arenas[under_way[registered]].bytes
+                bar.tell(done, 0)
+
+    def _register(self, purpose: str, use: str, backend: _C.Backend) -> None:
+        arena = self.arenas[purpose]
+        try:
+            refused = arena.register_with(backend, use)
+        except _C.MachineError as error:
+            raise usage_error(
+                f"{format_bytes(arena.bytes)} of pinned host memory for {purpose}, which the device reads as p.grad",
+                f"the driver's refusal: {error}",
+                "allow this process to pin more memory (ulimit -l unlimited, or the container's --ulimit memlock=-1), "
+                "or freeze parameters",
+            ) from error
+        if refused:
+            self.staged.append(purpose)
+            self.notes.append(
+                f"{purpose} are not pinned and go through a staging ring of {format_bytes(backend.staging_bytes)}, "
+                f"at the pace of one host thread's copies: {refused}"
+            )
+
+    def take_later(self, region: Region, backend: _C.Backend) -> list[int]:
+        """Takes one more arena after training has begun. The device's own kernels may use it too.
+
+        Returns an address for each unit, or 0 if the unit has no part in it.
+        """
+        self.regions[region.purpose] = region
+        try:
+            self._map(region, backend).populate(lambda done: None)
+            self._register(region.purpose, "device", backend)
+        except BaseException:
+            del self.regions[region.purpose]
+            if (taken := self.arenas.pop(region.purpose, None)) is not None:
+                taken.close()
+            raise
+        return [self.address(region.purpose, unit) if size else 0 for unit, size in enumerate(region.sizes)]
+
+    def let_go(self) -> None:
+        """Leaves the memory to the user. Forked child processes have it too from now on."""
+        for arena in self.arenas.values():
+            arena.allow_fork()
+
+    def give_back(self, purpose: str) -> None:
+        self.regions.pop(purpose)
+        self.arenas.pop(purpose).close()
+
+    def address(self, purpose: str, unit: int, spare: bool = False) -> int:
+        """Returns the current address of the unit's part of an arena, or 0 if there is no such arena.
+
+        `spare`: the address where a draft of that part is written.
+        """
+        if purpose not in self.arenas:
+            return 0
+        return self.arenas[purpose].data + self._offset(purpose, unit, spare)
+
+    def _offset(self, purpose: str, unit: int, spare: bool = False) -> int:
+        region = self.regions[purpose]
+        other = unit in region.spares and self.is_moved(unit) != spare
+        return region.spares[unit] if other else region.offsets[unit]
+
+    def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part."""
+        base = self._offset(purpose, unit)
+        with plainly():  # the tensor may be kept, so the caller's torch modes must not affect it
+            return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
+
+    def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
+        """Returns the tensor of `working` for use by the caller. After `_C.watch`, its first write calls
+        `before_write`."""
+        offset = self._offset("working copies", slot.unit) + slot.home_offset
+        with plainly():
+            return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.like, slot.dtype, before_write)
+
+    def working(self, slot: HomeParameter) -> torch.Tensor:
+        return self.tensor("working copies", slot.unit, slot.home_offset, slot.like, slot.dtype)
+
+    def held(self, slot: HomeParameter) -> torch.Tensor:
+        return self.tensor("held gradients", slot.unit, slot.home_offset, slot.like, slot.dtype)
+
+    def master(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the plain fp32 master, which exists if torch updates under a bfloat16 policy."""
+        scale = 4 // slot.dtype.itemsize
+        return self.tensor("masters", slot.unit, slot.home_offset * scale, slot.like, torch.float32)
+
+    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the low 16 bits of a split master, as int16."""
+        return self.tensor("low bits", slot.unit, slot.home_offset, slot.like, torch.int16)
+
+    def has(self, purpose: str, unit: int) -> bool:
+        """Returns True if the unit has a part in this arena."""
+        return purpose in self.arenas and self.regions[purpose].sizes[unit] > 0
+
+    def moment(
+        self,
+        purpose: str,
+        slot: HomeParameter,
+        dtype: torch.dtype,
+        before_write: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Returns a moment of the fused kernels. It has the parameter's element offset. `before_write` is as in
+        `watched`."""
+        return self._state(purpose, slot, self.moment_offset(slot, dtype), slot.like, dtype, before_write)
+
+    def scales(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
+        """Returns the scales of a moment that is stored as codes, one for each block."""
+        like = torch.empty(slot.num_blocks, device="meta")
+        return self._state(purpose, slot, self.scales_offset(slot), like, torch.float32, before_write)
+
+    @staticmethod
+    def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:
+        return slot.home_offset // slot.dtype.itemsize * dtype.itemsize
+
+    @staticmethod
+    def scales_offset(slot: HomeParameter) -> int:
+        return slot.first_block * torch.float32.itemsize
+
+    def _state(
+        self,
+        purpose: str,
+        slot: HomeParameter,
+        offset: int,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        before_write: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        if before_write is None:
+            return self.tensor(purpose, slot.unit, offset, like, dtype)
+        offset += self._offset(purpose, slot.unit)
+        with plainly():
+            return _C.watched_tensor_in(self.arenas[purpose], offset, like, dtype, before_write)

@@ -1,0 +1,300 @@
+"""Lays out the parameters of each unit in bytes, before any memory is taken.
+
+A unit's parameters follow each other, trainable ones first, each at a multiple of 512 bytes. Held gradients have the
+layout of the trainable parameters, so one offset serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria.model.partition import UnitSpec
+
+__all__ = [
+    "GRADIENT_RING",
+    "GRADIENT_SCALES",
+    "SHOWN",
+    "UNSUMMED",
+    "HomeParameter",
+    "HomeUnit",
+    "Region",
+    "Ring",
+    "StatePlace",
+    "describe_units",
+    "held_region",
+    "scales_region",
+    "travel_dtype",
+]
+
+GRADIENT_RING = "gradient ring"
+"""The purpose of the arena that update="backward" uses instead of held gradients."""
+
+UNSUMMED = "unsummed gradients"
+"""The purpose of the arena for whole gradients of one rank, which `model.no_sync()` needs."""
+
+GRADIENT_SCALES = "gradient scales"
+"""The purpose of the arena for late scales: the factors that held gradients have been multiplied by since then."""
+
+SHOWN = "materialized weights"
+"""The purpose of the arena for whole weights that ranks share, while a block of `noria.materialize` is open."""
+
+
+@dataclasses.dataclass
+class HomeParameter:
+    """Describes one parameter's place in its unit.
+
+    - `like`: a meta tensor with the planned shape and strides of the parameter's tensors at home. The parameter itself
+      has other ones if the user gave it other data.
+    - `gradient_offset`: -1 if the parameter is frozen.
+    - `is_split`: the master consists of the working copy and the low bits. Otherwise a master is plain.
+    - `first_block`, `num_blocks`: the blocks that share a scale if moments are codes. They are counted per unit.
+    - `scales_offset`: in the unit's part of the arena GRADIENT_SCALES; -1 if the parameter is frozen.
+
+    If ranks share the model, the home has one part of the parameter:
+
+    - `like` has one dimension.
+    - `first`: the number of the part's first element in storage order.
+    - `home_offset`: the part's offset in the unit's part of the home. Without ranks it equals `offset`.
+    - `cuts`: for each rank, the number of the element behind its part.
+
+    Units: offsets are in bytes.
+    """
+
+    parameter: nn.Parameter
+    like: torch.Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    name: str
+    names: tuple[str, ...]
+    index: int
+    unit: int
+    dtype: torch.dtype
+    offset: int
+    gradient_offset: int
+    has_master: bool
+    is_split: bool = False
+    first_block: int = 0
+    num_blocks: int = 0
+    home_offset: int = 0
+    scales_offset: int = -1
+    first: int = 0
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        return self.gradient_offset >= 0
+
+    def count_on(self, rank: int) -> int:
+        """Returns how many elements of the parameter this rank has at home."""
+        return self.cuts[rank] - (self.cuts[rank - 1] if rank else 0)
+
+    @staticmethod
+    def flat(value: torch.Tensor) -> torch.Tensor:
+        """Returns a dense tensor's elements in storage order."""
+        return value.as_strided((value.numel(),), (1,)) if value.numel() else value.flatten()
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the part of a whole value that the home has."""
+        if not self.cuts:
+            return value
+        dense = value
+        if value.stride() != self.strides or value.device.type != "cpu":
+            dense = torch.empty_strided(self.shape, self.strides, dtype=value.dtype, device="cpu").copy_(value)
+        return self.flat(dense)[self.first : self.first + self.like.numel()]
+
+
+@dataclasses.dataclass
+class HomeUnit:
+    """Tells the engine what it needs about a unit. Sizes are in bytes. Addresses are 0 until the home is taken."""
+
+    name: str
+    index: int
+    is_block: bool
+    weights: int
+    gradients: int
+    parameters: list[HomeParameter]
+    num_parts: int = 1
+    working_address: int = 0
+    held_address: int = 0
+    scales_address: int = 0
+    spare_address: int = 0  # of the working copy, for drafts; 0 if the unit has no drafts
+
+    @property
+    def home_weights(self) -> int:
+        """Returns the bytes of weights at home: all of them, or one part if ranks share the unit."""
+        return self.weights // self.num_parts
+
+    @property
+    def home_gradients(self) -> int:
+        return self.gradients // self.num_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePlace:
+    """Describes a place in the arena "optimizer state", and the tensor that it was planned for."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Describes one arena: its purpose as the ledger names it, and each unit's offset and size in bytes.
+
+    `spares`: for each drafted unit, the offset of its spare, which has the same size.
+    """
+
+    purpose: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    spares: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes) + self.spare_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(self.sizes[unit] for unit in self.spares)
+
+    @staticmethod
+    def of(purpose: str, sizes: Iterable[int], drafted: Iterable[int] = ()) -> Region:
+        sizes = tuple(sizes)
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += size
+        spares = {}
+        for unit in drafted:
+            if sizes[unit]:
+                spares[unit] = end
+                end += sizes[unit]
+        return Region(purpose, tuple(offsets), sizes, spares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Describes the arena GRADIENT_RING.
+
+    Units whose gradients come in parts have places of their own. Slots for the other units follow. Each slot is as
+    large as the largest of these units.
+    """
+
+    region: Region  # the units' own places; the last entry is for the slots
+    slot_bytes: int
+    num_slots: int
+
+    @staticmethod
+    def of(units: Sequence[HomeUnit], in_parts: Container[int], num_slots: int) -> Ring:
+        """Builds the ring. If places for all units take no more memory than the slots, there are no slots."""
+        sizes = [unit.home_gradients if unit.index in in_parts else 0 for unit in units]
+        slot_bytes = max((unit.home_gradients for unit in units if unit.index not in in_parts), default=0)
+        if sum(sizes) + num_slots * slot_bytes >= sum(unit.home_gradients for unit in units):
+            sizes, num_slots = [unit.home_gradients for unit in units], 0
+        return Ring(Region.of(GRADIENT_RING, [*sizes, num_slots * slot_bytes]), slot_bytes, num_slots)
+
+
+def held_region(units: Iterable[HomeUnit]) -> Region:
+    return Region.of("held gradients", (unit.home_gradients for unit in units))
+
+
+def scales_region(units: Iterable[HomeUnit]) -> Region:
+    """Returns the arena for late scales: factors, of a scaler or a clip for example, that updates apply to held
+    gradients."""
+    return Region.of(GRADIENT_SCALES, (_SCALES_BYTES * _num_trainable(unit) for unit in units))
+
+
+def _num_trainable(unit: HomeUnit) -> int:
+    return sum(slot.trainable for slot in unit.parameters)
+
+
+def describe_units(
+    units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_parts: int = 1
+) -> list[HomeUnit]:
+    """Lays out the units.
+
+    `dtype` is `Policy.dtype`, in which floating parameters travel. `num_parts` is the number of ranks that share the
+    units, and `rank` is this one.
+    """
+    described: list[HomeUnit] = []
+    index = 0
+    # No part ends inside a block of codes, so moments are the same for any number of ranks.
+    alignment = _C.TENSOR_ALIGNMENT if num_parts == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
+    for spec in units:
+        order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
+        parameters: list[HomeParameter] = []
+        gradients = weights = 0
+        for trainable in (True, False):
+            members = [i for i in order if spec.parameters[i].requires_grad == trainable]
+            begin = weights
+            for i in members:
+                parameter, names = spec.parameters[i], spec.names[i]
+                travels_in = travel_dtype(parameter, dtype)
+                parameters.append(
+                    HomeParameter(
+                        parameter=parameter,
+                        like=torch.empty_strided(parameter.shape, parameter.stride(), device="meta"),
+                        shape=parameter.shape,
+                        strides=parameter.stride(),
+                        name=names[0],
+                        names=names,
+                        index=index,
+                        unit=len(described),
+                        dtype=travels_in,
+                        offset=weights,
+                        gradient_offset=weights if trainable else -1,
+                        has_master=trainable and dtype is not None and parameter.is_floating_point(),
+                        home_offset=weights,
+                    )
+                )
+                index += 1
+                weights = _align(weights + parameter.numel() * travels_in.itemsize, alignment)
+            if trainable and members:
+                weights = max(weights, _C.TENSOR_ALIGNMENT)  # a unit of empty parameters has bytes too
+            weights = begin + _align(-(-(weights - begin) // num_parts), alignment) * num_parts
+            if trainable:
+                gradients = weights
+            if num_parts > 1:
+                part = (weights - begin) // num_parts
+                _cut(parameters[-len(members) :] if members else [], begin, part, rank, num_parts)
+        first_block = 0
+        for number, slot in enumerate(slot for slot in parameters if slot.trainable):
+            slot.scales_offset = number * _SCALES_BYTES
+        for slot in parameters:
+            slot.first_block = first_block
+            slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
+            first_block += slot.num_blocks
+        weights = max(weights, alignment * num_parts)
+        described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_parts))
+    return described
+
+
+def _cut(slots: list[HomeParameter], begin: int, part: int, rank: int, num_parts: int) -> None:
+    """Splits the bytes from `begin` on over the ranks: each gets `part` bytes."""
+    for slot in slots:
+        itemsize, count = slot.dtype.itemsize, slot.shape.numel()
+        ends = [begin + (number + 1) * part - slot.offset for number in range(num_parts)]
+        slot.cuts = tuple(min(max(end // itemsize, 0), count) for end in ends)
+        slot.first = slot.cuts[rank - 1] if rank else 0
+        slot.like = torch.empty(slot.count_on(rank), device="meta")
+        inside = slot.offset + slot.first * itemsize - begin - rank * part
+        slot.home_offset = begin // num_parts + min(max(inside, 0), part)
+
+
+def travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _align(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+_SHARED_ALIGNMENT = _C.STATE_BLOCK * torch.float32.itemsize
+
+_SCALES_BYTES = _C.MOST_LATE_SCALES * torch.float32.itemsize  # for one parameter

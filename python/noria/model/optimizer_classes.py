@@ -1,0 +1,27 @@
+"""Finds the class that an optimizer had before it was wrapped, and that class's own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["name_original", "original_class", "step_of"]
+
+_ORIGINALS: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def name_original(facade: type[Optimizer], original: type[Optimizer]) -> None:
+    _ORIGINALS[facade] = original
+
+
+def original_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return _ORIGINALS.get(cls, cls)
+
+
+def step_of(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Returns the class's own step, without the wrapper that runs step hooks: they run once, on the facade."""
+    step: Callable[..., Any] = cls.step
+    own: Callable[..., Any] = getattr(step, "__wrapped__", step)
+    return own if getattr(step, "hooked", False) else step

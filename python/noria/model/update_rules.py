@@ -1,0 +1,233 @@
+"""Chooses the code that updates each unit, and describes the rules of noria's own kernels.
+
+A rule names the state that an optimizer keeps, and makes the scalars of a step.
+
+Note [Who updates a unit]. For each optimizer of a wrap call, noria chooses the first of these that is possible:
+
+- noria's fused kernels, if they cover the optimizer;
+- the real torch optimizer unit by unit, if its class is separable;
+- the real torch optimizer as a whole.
+
+A unit is fused if its dtypes allow it, all optimizers that hold parts of it are fused, and no parameter is held twice.
+Otherwise torch updates the unit for all of its optimizers. The reason: under dtype=bfloat16 a unit's masters are either
+split (fused) or plain (torch). A unit that no optimizer holds yet is treated as if all optimizers held it, because any
+of them could take it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from noria import _C
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter, HomeUnit
+from noria.model.moment_formats import ROUNDING_STEP, SCALES_KEY
+from noria.optim import Lion
+
+__all__ = [
+    "AS_IT_IS",
+    "ELEMENTWISE",
+    "SEPARABLE",
+    "STATELESS",
+    "FusedRule",
+    "Scaling",
+    "choose",
+    "fused_units",
+    "keeps_state",
+    "no_number_in",
+    "rule_of",
+    "why_not_fused",
+]
+
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
+    )
+    if hasattr(torch.optim, name)
+) | {Lion}
+"""Classes that run unit by unit. They are compared by identity, because a subclass may read other units too."""
+
+ELEMENTWISE = SEPARABLE - {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+"""Separable classes whose update of an element depends on that element alone, so each rank can run them on its part.
+
+Adafactor takes means over rows and columns, and Muon multiplies matrices, so these two are missing."""
+
+
+Scaling = tuple[float, float]
+"""The divisor of a gradient, then its multiplier, both applied before a step. See update.h, Note [Factor]."""
+
+AS_IT_IS: Scaling = (1.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedRule:
+    """Describes a rule of csrc/optim, and the state that torch's optimizer keeps for it."""
+
+    name: str
+    keys: tuple[str, ...]  # tensors, in the order of moments.MOMENTS
+    counts_steps: bool = False  # in state["step"]
+    begins_anew: bool = False  # True: an incomplete state begins anew. False: torch raises
+
+    def bytes_per_element(self, is_split: bool, state_dtype: str = "fp32") -> float:
+        """Returns the bytes per element that an update reads and writes."""
+        moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
+        return 8 + (2 if is_split else 4) + moment * len(self.keys)
+
+    def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, Any]) -> None:
+        """Raises UsageError if torch's own step would raise: entries are missing, or not of the parameter's shape."""
+        remedy = "give the state that this optimizer has made for this model, or none, to begin anew"
+        missing = ["step"] if self.counts_steps and values.get("step") is None else []
+        shape = slot.like.shape
+        for key in self.keys:
+            value = values.get(key)
+            if value is None:
+                missing.append(key)
+            elif not isinstance(value, torch.Tensor) or value.shape != shape:
+                raise usage_error(*_of_shape(slot, key, shape, value), remedy)
+            scales = values.get(SCALES_KEY[key])
+            if scales is not None and (not isinstance(scales, torch.Tensor) or scales.shape != (slot.num_blocks,)):
+                raise usage_error(*_of_shape(slot, SCALES_KEY[key], (slot.num_blocks,), scales), remedy)
+        if missing and not self.begins_anew and any(key not in _NORIAS_OWN for key in values):
+            needed = [*self.keys, *(["step"] if self.counts_steps else [])]
+            present = [str(key) for key, value in values.items() if value is not None]
+            raise usage_error(
+                f'{_quoted(needed)} of "{slot.name}" in the optimizer\'s state, or nothing',
+                f"{_quoted(present) or 'nothing'} without {_quoted(missing)}",
+                remedy,
+            )
+
+    def scalars(
+        self,
+        hyper: dict[str, Any],
+        step: int,
+        factor: float = 1.0,
+        seed: int = 0,
+        scaling: Scaling = AS_IT_IS,
+    ) -> _C.UpdateScalars:
+        """Makes the scalars of one update.
+
+        Args:
+            hyper: The hyperparameters of a parameter group. Tensors among them are read now.
+            step: The number of the step, from 1.
+            factor: A multiplier of the gradient, applied after `scaling`.
+            seed: The seed of the rounding.
+            scaling: See `Scaling`.
+        """
+        divisor, prefactor = scaling
+        numbers: dict[str, Any] = {key: float(hyper[key]) for key in _ANY_NUMBER if key in hyper}
+        if "betas" in hyper:
+            numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
+        flags = {key: bool(hyper[key]) for key in ("nesterov", "maximize") if key in hyper}
+        return _C.update_scalars(
+            self.name, step, **numbers, **flags, factor=factor, divisor=divisor, prefactor=prefactor, seed=seed
+        )
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
+
+
+def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: Any) -> tuple[str, str]:
+    """Returns what was expected and what was found, for an error about a wrong shape."""
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return f'{key} of "{slot.name}" in the optimizer\'s state with shape {tuple(shape)}', found
+
+
+_NORIAS_OWN = ("low_bits", ROUNDING_STEP)  # noria's entries in a state, beside torch's
+_ANY_NUMBER = ("lr", "eps", "weight_decay", "momentum", "dampening")
+_NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.SGD: ("lr", "momentum", "dampening", "weight_decay"),
+    Lion: ("lr", "betas", "weight_decay"),
+}
+_ADAMW = FusedRule("adamw", ("exp_avg", "exp_avg_sq"), counts_steps=True)
+_ADAM = FusedRule("adam", ("exp_avg", "exp_avg_sq"), counts_steps=True)
+_SGD = STATELESS = FusedRule("sgd", ())
+_SGD_MOMENTUM = FusedRule("sgd_momentum", ("momentum_buffer",), begins_anew=True)
+_LION = FusedRule("lion", ("exp_avg",))
+
+
+def rule_of(cls: type[Optimizer], group: dict[str, Any]) -> FusedRule:
+    """Returns the rule of one parameter group. The kernels must cover the class."""
+    if cls is torch.optim.SGD:
+        return _SGD_MOMENTUM if float(group["momentum"]) != 0 else _SGD
+    if cls is Lion:
+        return _LION
+    decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
+    return _ADAMW if decoupled else _ADAM
+
+
+def why_not_fused(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str | None:
+    """Returns in a word what noria's kernels do not cover of this optimizer. None if they cover it."""
+    if cls not in _NUMBERS_OF:
+        return f"{cls.__name__} has none"
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(option) for group in groups):
+            return option
+    return None
+
+
+def no_number_in(cls: type[Optimizer], group: dict[str, Any]) -> str | None:
+    """Returns the first key of a group whose value is not the number (for betas: two numbers) that the kernels need.
+
+    Returns None if all values are right. The kernels must cover the class.
+    """
+    for key in _NUMBERS_OF[cls]:
+        try:
+            values = [group[key]] if key != "betas" else [*group[key]]
+            if any(isinstance(value, str) for value in values):
+                return key
+            numbers = [float(value) for value in values]
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+            return key
+        if key == "betas" and len(numbers) != 2:
+            return key
+    return None
+
+
+def keeps_state(cls: type[Optimizer], group: dict[str, Any]) -> bool:
+    """Returns False if torch makes no entry in `optimizer.state` at all."""
+    return cls is not torch.optim.SGD or float(group["momentum"]) != 0
+
+
+def choose(optimizer: Optimizer, wanted: str) -> str:
+    """Returns "fused", "torch" or "whole". `wanted` is `Policy.kernel`. See Note [Who updates a unit]."""
+    if type(optimizer) not in SEPARABLE:
+        return "whole"
+    covered = wanted != "torch" and why_not_fused(type(optimizer), optimizer.param_groups) is None
+    return "fused" if covered else "torch"
+
+
+def fused_units(
+    units: Sequence[HomeUnit], optimizers: Sequence[Optimizer], kernels: Sequence[str]
+) -> dict[int, tuple[FusedRule, ...]]:
+    """Returns the rules that may update each fused unit, by unit index. See Note [Who updates a unit]."""
+    held: dict[Any, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
+    for optimizer, kernel in zip(optimizers, kernels, strict=True):
+        for group in optimizer.param_groups:
+            rule = rule_of(type(optimizer), group) if kernel == "fused" else None
+            for parameter in group["params"]:
+                held.setdefault(parameter, []).append(rule)
+    everybody = [rule for rules in held.values() for rule in rules]
+    found = {}
+    for unit in units:
+        trainable = [slot for slot in unit.parameters if slot.trainable]
+        if any(len(held.get(slot.parameter, ())) > 1 for slot in trainable):
+            continue  # the home has room for the moments of one optimizer per parameter
+        holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or everybody
+        rules = tuple(dict.fromkeys(rule for rule in holders if rule is not None))
+        if rules and None not in holders and all(map(_dtype_allows, trainable)):
+            found[unit.index] = rules
+    return found
+
+
+def _dtype_allows(slot: HomeParameter) -> bool:
+    return slot.has_master or slot.dtype is torch.float32

@@ -1,0 +1,1 @@
+"""Supports stages of `torch.distributed.pipelining`: follows their schedules, and lets them lend device memory."""

@@ -1,0 +1,387 @@
+"""Lets pipeline stages lend each other spare device memory.
+
+Borrowed memory first holds tensors that blocks save for backward. The rest of it holds copies of units that a small
+window evicts.
+
+The stages agree on loans inside of the first `optimizer.step()`, after the first backwards. By then each stage knows
+how much memory it lacks or has to spare, and all stages exchange these numbers. They measure the links between them
+(`peer_links`). Each rank then computes the same loans from these numbers (csrc/plan/matching.h).
+
+A lender exports one arena, once. After that, a borrower copies to and from its range by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from noria import _C
+from noria.dist.ranks import raised_by_all
+from noria.dist.stage_group import StageGroup
+from noria.host.device_buffers import LENT
+from noria.pipeline.peer_links import CALL, Handover, Loan, Pair, Source, free_left, measured, retire
+from noria.runtime.context import Context
+from noria.runtime.state import RunState
+
+__all__ = ["Loan", "PeerMemory", "need_and_spare"]
+
+
+class PeerMemory:
+    """Lends and borrows device memory between stages. Without stages it does nothing.
+
+    A lender keeps the memory that its own blocks need. If that need grows, the lender asks for the missing bytes
+    (Note [Words that only fall] in csrc/store/lending.h).
+
+    Order: giving back takes three step boundaries. At its own boundary the lender asks. At its next boundary the
+    borrower gives back, if nothing lies there any more. At its own next boundary the lender gets the memory. Until
+    then its blocks have less room, and more of their saved tensors go to the host.
+    """
+
+    def __init__(self, context: Context, run: RunState, stages: StageGroup | None) -> None:
+        free_left()
+        self.context = context
+        run.on_close.append(self.close)
+        self.stages = stages
+        self.loans: list[Loan] = []  # all loans; those of this stage at their current size
+        self.notes: list[str] = []
+        """Sentences for the report: which stage lends nothing to which, and why."""
+        self._has_met = False
+        self._lender: _C.Lender | None = None
+        self._asked: dict[int, int] = {}  # by borrower: bytes that it may keep
+        self._wants = True  # whether loans for units are still wanted
+        self._sources: list[Source] = []
+
+    @property
+    def lent(self) -> list[Loan]:
+        return [loan for loan in self.loans if self.stages is not None and loan.lender == self.stages.rank]
+
+    @property
+    def borrowed(self) -> list[Loan]:
+        return [loan for loan in self.loans if self.stages is not None and loan.borrower == self.stages.rank]
+
+    @property
+    def row_name(self) -> str:
+        """Returns the word for one member of `stages` in texts: "rank" if a rank holds several stages."""
+        return "stage" if len(self.context.partition.roots) == 1 else "rank"
+
+    def check(self) -> None:
+        """Raises MachineError if a lender has died."""
+        for source in self._sources:
+            source.borrower.check()
+
+    def begin_step(self) -> None:
+        """Makes loans at the first step, and gives back or takes back memory at later steps.
+
+        Collective over the stages at the first step after a backward. Later steps wait for no other stage.
+        """
+        free_left()
+        self.check()
+        if self.stages is None:
+            return
+        if not self._has_met and all(each["phase"] != "backward" for each in self.context.engine.passes()):
+            return  # nothing was saved yet, e.g. a step before a checkpoint load
+        if self._has_met:
+            self._give_back()
+            self._take_back()
+            self._ask_back()
+            return
+        self._has_met = True
+        try:
+            self._meet(self.stages)
+        except BaseException:
+            self._abandon()
+            raise
+
+    # ---- once ----
+
+    def _meet(self, stages: StageGroup) -> None:
+        ranks = list(stages.group.ranks)
+        try:
+            with raised_by_all([stages], CALL):
+                wanted = self._wanted()
+                offer = (f"{_machine()} {self.context.device.type}", *self._need_and_spare(), wanted)
+            offers = stages.group.gather_objects(offer)
+        except _C.MachineError as error:
+            raise _C.MachineError(
+                f"the stages of a pipeline, ranks {ranks}, did not all come to their first optimizer.step(), where "
+                f"they agree on who lends memory to whom; let each of them step as often as the others, or wrap all "
+                f"without stages= ({error})"
+            ) from error
+        spare = [have for _, _, have, _ in offers]
+        pairs = self._pairs(offers)
+        if not pairs:
+            return
+        bandwidth, failed = measured(stages, self.context.backend, self.context.device, pairs, spare)
+        self._note_failed(failed)
+        links = _C.link_classes(bandwidth)
+        if self._take_arena(stages, offers, links):
+            self._trade(stages, links)
+
+    def _pairs(self, offers: list[tuple[str, int, int, int]]) -> list[Pair]:
+        """Returns pairs of a stage with memory to spare and a stage that needs or wants some, on the same machine."""
+        wanted = [
+            (lender, borrower)
+            for borrower, (_, needed, _, also) in enumerate(offers)
+            for lender, (_, own_need, spare, _) in enumerate(offers)
+            if (needed or also) and lender != borrower and not own_need and spare >= _C.LOAN_GRANULE
+        ]
+        pairs = [(lender, borrower) for lender, borrower in wanted if offers[lender][0] == offers[borrower][0]]
+        if len(pairs) < len(wanted):
+            places = list(dict.fromkeys(machine for machine, *_ in offers))
+            groups = [[rank for rank, offer in enumerate(offers) if offer[0] == place] for place in places]
+            self.notes.append(
+                f"{self.row_name}s lend each other memory inside of one machine, one container and one user alone: "
+                + ", ".join(map(str, groups))
+            )
+        return pairs
+
+    def _note_failed(self, failed: dict[Pair, str]) -> None:
+        for (lender, borrower), why in sorted(failed.items()):
+            self.notes.append(f"{self.row_name} {borrower} borrows nothing of {self.row_name} {lender}: {why}")
+
+    def _wanted(self) -> int:
+        """Returns the bytes of all units that were fetched more than once in the first step.
+
+        Returns 0 if ranks share the units, because these ranks gather them together.
+        """
+        if self.context.ranks is not None:
+            return 0
+        times = self.context.engine.times_fetched()
+        return sum(unit.weights for unit, count in zip(self.context.units, times, strict=True) if count > 1)
+
+    def _own_need(self) -> int:
+        saved = self.context.engine.saved_stats()
+        return own_need(saved["most_saved"], saved["largest"])
+
+    def _need_and_spare(self) -> tuple[int, int]:
+        saved, room = self.context.engine.saved_stats(), self.context.plan.saved_room
+        if room is None and self.context.policy.activations != "offload":
+            return 0, 0
+        return need_and_spare(saved["most_saved"], saved["largest"], room)
+
+    def _take_arena(
+        self, stages: StageGroup, offers: list[tuple[str, int, int, int]], links: list[list[float]]
+    ) -> bool:
+        """Allocates the arena for this stage's loans. Collective. Returns False if no stage lends.
+
+        If a device cannot allocate its arena, that stage lends nothing, and all stages match again without its offer.
+        """
+        beside = self.context.device_buffers
+        while True:
+            self.loans = [Loan(*each) for each in _C.match_memory(offers, links)]
+            if not self.loans:
+                return False
+            why = ""
+            with raised_by_all([stages], CALL):
+                try:
+                    if arena := sum(loan.bytes for loan in self.lent):
+                        self._expect_lent(arena)
+                        beside.take_shared(LENT, arena)
+                except _C.MachineError as error:
+                    self._expect_lent(0)
+                    why = str(error)
+            reasons = stages.group.gather_objects(why)
+            if not any(reasons):
+                return True
+            for lender, why in enumerate(reasons):
+                if why:
+                    machine, _, _, wanted = offers[lender]
+                    offers[lender] = (machine, 0, 0, wanted)
+                    self.notes.append(f"{self.row_name} {lender} lends nothing: {why}")
+            if beside.address(LENT):
+                beside.free(LENT)
+                self._expect_lent(0)
+
+    def _trade(self, stages: StageGroup, links: list[list[float]]) -> None:
+        handover = Handover(stages, self.context.backend)
+        self._sources = handover.sources  # the same list, so it has what arrived also if `make` raises
+        try:
+            handover.make(self.loans, lambda: self.context.device_buffers.address(LENT))
+        finally:
+            self._lender = handover.lender
+        handover.together(lambda: None)  # after this, failed borrowers have closed, and their ranges count as free
+        self._note_failed(handover.failed)
+        self._asked = {loan.borrower: loan.bytes for loan in self.lent if loan.pair not in handover.failed}
+        self._take_back()
+        self.loans = [loan for loan in self.loans if loan.pair not in handover.failed]
+        for loan in self.loans:
+            self._trace(loan)
+        with raised_by_all([stages], CALL):
+            for source in self._sources:
+                loan = source.loan
+                link = links[loan.lender][loan.borrower]
+                if loan.for_saved:
+                    self.context.engine.add_peer(loan.lender, loan.lender, link, source.address, loan.for_saved)
+                    source.is_for_saved = True
+                if loan.for_units:
+                    units = source.address + loan.for_saved
+                    self.context.engine.add_copy_peer(
+                        loan.lender, loan.lender, link, units, loan.for_units, loan.for_saved
+                    )
+                    source.is_for_units = True
+
+    def _abandon(self) -> None:
+        """Gives up all lending after an error. A repeated step runs without lending.
+
+        A borrower that already has its range gives it back at a later step.
+        """
+        with contextlib.ExitStack() as ends:  # runs all callbacks, the last one first, also if one raises
+            for source in self._sources:
+                ends.callback(source.borrower.close)
+                if source.opened:
+                    ends.callback(self.context.backend.close_shared, source.opened)
+                ends.callback(self._shrink, source, 0)
+            self._sources.clear()
+        self.loans = self.lent if self.context.device_buffers.address(LENT) else []
+        self._take_back()
+
+    # ---- at step boundaries ----
+
+    def _ask_back(self) -> None:
+        """Asks borrowers for the memory that this stage lacks, in proportion to their loans.
+
+        On CUDA it asks for everything, because an arena can only be freed as a whole.
+        """
+        plan, left = self.context.plan, sum(self._asked.values())
+        if self._lender is None or plan.saved_room is None or not left:
+            return
+        in_parts = self.context.device.type == "cpu"
+        lent = left if in_parts else self.context.ledger.expected(str(self.context.device), LENT)
+        lacking = min(self._own_need(), plan.saved_room) - (plan.saved_room - lent)
+        if lacking <= 0:
+            return
+        for borrower, asked in self._asked.items():
+            if not asked:
+                continue
+            kept = asked - -(-lacking * asked // left) if in_parts else 0
+            self._asked[borrower] = kept = max(kept, 0) // _C.LOAN_GRANULE * _C.LOAN_GRANULE
+            self._lender.ask_back(self._world(borrower), kept)
+
+    def stop_wanting(self) -> None:
+        """Ends the loans for units: the memory goes back at the next step."""
+        self._wants = False
+
+    def _give_back(self) -> None:
+        for source in list(self._sources):
+            loan = source.loan
+            left = min(source.borrower.allowed(), loan.bytes if self._wants else loan.for_saved)
+            if left < loan.bytes:
+                left = self._shrink(source, left)
+            if left >= loan.bytes:
+                continue
+            if left:
+                source.borrower.give_back(left)
+            else:
+                self.context.backend.close_shared(source.opened)
+                source.borrower.close()
+                self._sources.remove(source)
+            source.loan = self._shrunk(loan, left)
+
+    def _shrink(self, source: Source, left: int) -> int:
+        """Tells the engine to use only the first `left` bytes, and returns the bytes that remain in use.
+
+        That is more than `left` if tensors that are saved across steps still lie beyond.
+        """
+        engine, loan = self.context.engine, source.loan
+        if source.is_for_units:
+            engine.shrink_copy_peer(loan.lender, max(left - loan.for_saved, 0))
+        if source.is_for_saved and left < loan.for_saved and not engine.shrink_peer(loan.lender, left):
+            return loan.for_saved
+        return left
+
+    def _take_back(self) -> None:
+        beside = self.context.device_buffers
+        if not beside.address(LENT):
+            return
+        left = {loan: self._still_lent(loan) for loan in self.lent}
+        for loan, still in left.items():
+            if still < loan.bytes:
+                beside.discard(LENT, loan.offset + still, loan.bytes - still)
+                self._asked[loan.borrower] = min(self._asked.get(loan.borrower, 0), still)
+                self._shrunk(loan, still)
+        if not any(left.values()):
+            beside.free(LENT)
+            self._expect_lent(0)
+            if self._lender is not None:
+                self._lender.close()
+                self._lender = None
+        elif self.context.device.type == "cpu":  # CUDA has its memory back as a whole only
+            self._expect_lent(sum(loan.bytes for loan in self.lent))
+
+    def _still_lent(self, loan: Loan) -> int:
+        return 0 if self._lender is None else self._lender.lent(self._world(loan.borrower))
+
+    def _expect_lent(self, num_bytes: int) -> None:
+        """Enters what the arena takes into the ledger, and leaves the rest of the room to this stage's own blocks.
+
+        On CUDA other processes can open whole blocks only, so an arena takes whole ones.
+        """
+        room = self.context.plan.saved_room
+        assert room is not None
+        if self.context.device.type == "cuda":
+            num_bytes = -(-num_bytes // _C.DEVICE_ALIGNMENT) * _C.DEVICE_ALIGNMENT
+        self.context.ledger.expect(str(self.context.device), LENT, num_bytes)
+        self.context.engine.set_saved_room(room - num_bytes)
+
+    def _shrunk(self, loan: Loan, left: int) -> Loan:
+        self.loans[self.loans.index(loan)] = shrunk = loan.shrunk(left)
+        self._trace(shrunk)
+        return shrunk
+
+    def _trace(self, loan: Loan) -> None:
+        if self.context.trace is not None:
+            self.context.trace.note(loan.told(self.row_name))
+
+    def _world(self, rank: int) -> int:
+        assert self.stages is not None
+        return self.stages.group.ranks[rank]
+
+    # ---- end ----
+
+    def close(self) -> None:
+        """Ends all loans. Call it when nothing runs on the device any more. It does not wait for other stages."""
+        with contextlib.ExitStack() as ends:  # runs all callbacks, the last one first, also if one raises
+            if self.stages is not None:
+                ends.callback(self.stages.close)
+            ends.callback(self._end_lending)
+            for source in self._sources:
+                ends.callback(source.borrower.close)
+                if source.opened:
+                    ends.callback(self.context.backend.close_shared, source.opened)
+            self._sources.clear()
+
+    def _end_lending(self) -> None:
+        free_left()
+        lender, self._lender = self._lender, None
+        if lender is not None:
+            borrowers = [self._world(loan.borrower) for loan in self.lent]
+            retire(lender, borrowers, self.context.backend, self.context.device_buffers.give_up(LENT))
+
+
+def own_need(most_saved: int, largest: int) -> int:
+    """Returns the bytes that a stage needs for its own saved tensors. Two bundles always have room."""
+    return max(most_saved, 2 * largest)
+
+
+def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]:
+    """Returns the bytes that a stage needs from others, and the bytes that it can spare.
+
+    `most_saved` is the most that its blocks save at once, `largest` the most that one block saves. Without a `room`
+    all of it leaves the device. Otherwise the need is the excess over the room, plus three blocks, in whole blocks. Two
+    of the three are for tensors that are saved now, and for tensors that leave or return meanwhile. The third is for
+    ranges that do not fit each other.
+    """
+    if room is None:
+        return most_saved, 0
+    if most_saved > room:
+        return -(-(most_saved - room + 3 * largest) // largest) * largest, 0
+    return 0, max(room - own_need(most_saved, largest), 0)
+
+
+def _machine() -> str:
+    """Returns a text that is equal for processes on one machine, in one network namespace, of one user.
+
+    Such processes can lend each other memory.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"

@@ -1,0 +1,1 @@
+"""Plans a wrap call before it is made."""

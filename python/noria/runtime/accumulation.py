@@ -1,0 +1,123 @@
+"""Takes memory for gradients once training has begun, for loops that keep them over several backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from noria._errors import usage_error
+from noria.model.layout import GRADIENT_RING, UNSUMMED, Region, held_region
+from noria.runtime.context import Context
+from noria.runtime.late_allocations import LateAllocations
+from noria.runtime.state import RunState
+from noria.torch_state import in_backward
+
+__all__ = ["Accumulation", "NoSync"]
+
+
+class _Mode:
+    """Turns a mode of the engine on while blocks of it are open. The first block takes the memory for it."""
+
+    def __init__(self, take: Callable[[], None], turn: Callable[[bool], None]) -> None:
+        self._take = take
+        self._turn = turn
+        self._num_open = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._num_open > 0
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        self._take()
+        self._num_open += 1
+        self._turn(True)
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._turn(self.is_open)
+
+
+class Accumulation:
+    """Keeps gradients over several backwards: `accumulate` and `no_sync`."""
+
+    def __init__(self, context: Context, run: RunState, late: LateAllocations) -> None:
+        self.context = context
+        self.run = run
+        self.late = late
+        self._accumulating = _Mode(self.hold_all, context.engine.set_accumulating)
+        self._unsynced = _Mode(self._hold_unsummed, context.engine.set_unsynced)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the block of `with optimizer.accumulate():`, for updates that run inside backward."""
+        return self._blocks(self._accumulating, "optimizer.accumulate()")
+
+    @property
+    def accumulates(self) -> bool:
+        return self._accumulating.is_open
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the block of `with model.no_sync():`, to put around each backward of a step but its last.
+
+        Inside, whole gradients stay on this rank; the backward outside sums them over the ranks. The first block takes
+        memory for all of them. Only the place of the backward counts, not of the forward; all ranks must do this alike.
+        A single process sums nothing: its backwards accumulate, as they do without the block.
+        """
+        if self.context.ranks is None:
+            return self.accumulate() if self.context.updates_in_backward else contextlib.nullcontext()
+        return self._blocks(self._unsynced, "model.no_sync()")
+
+    @contextlib.contextmanager
+    def _blocks(self, mode: _Mode, call: str) -> Iterator[None]:
+        if in_backward():
+            raise usage_error(f"{call} around a backward", "it inside of one", "enter it before backward()")
+        self.run.recover()
+        with mode.block():
+            yield
+
+    def hold_all(self) -> None:
+        """Holds all gradients, in place of the ring of updates inside backward."""
+        if self.context.engine.holds_all():
+            return
+        self._take(held_region(self.context.units), self.context.engine.hold_all)
+        self.late.give_back(GRADIENT_RING)  # only after the engine has left the ring
+
+    def _hold_unsummed(self) -> None:
+        if self.context.engine.holds_unsummed():
+            return
+        self._take(
+            Region.of(UNSUMMED, (unit.gradients for unit in self.context.units)), self.context.engine.hold_unsummed
+        )
+
+    def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:
+        taken = self.late.take(region)
+        try:
+            self.context.engine.idle()  # updates may still read memory that `use` replaces
+            use(taken)
+        except BaseException:
+            self.late.give_back(region.purpose)
+            raise
+
+
+class NoSync:
+    """Is `model.no_sync`. It keeps nothing alive; copies of the model get a block that does nothing."""
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = weakref.ref(accumulation)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        accumulation = self._accumulation()
+        return contextlib.nullcontext() if accumulation is None else accumulation.no_sync()
+
+    def __deepcopy__(self, memo: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> Any:
+        return (_unpickled_no_sync, ())
+
+
+def _unpickled_no_sync() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    return contextlib.nullcontext

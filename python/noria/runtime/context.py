@@ -1,0 +1,86 @@
+"""Holds what one `wrap` call made: plan, home, engine, backend. Services read it and never assign to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria.dist.ranks import Ranks
+from noria.host.device_buffers import DeviceBuffers
+from noria.host.home import Home
+from noria.model.layout import HomeParameter, HomeUnit
+from noria.model.partition import Partition
+from noria.planning.wrap_plan import WrapPlan
+from noria.policy import Policy
+from noria.runtime.ledger import Ledger
+
+__all__ = ["Context"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Context:
+    plan: WrapPlan
+    home: Home
+    engine: _C.TorchBridge
+    backend: _C.Backend
+    device_buffers: DeviceBuffers
+    pool: _C.HostOptimizer | None
+    ranks: Ranks | None
+    trace: _C.Trace | None
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        return self.plan.policy
+
+    @functools.cached_property
+    def partition(self) -> Partition:
+        return self.plan.partition
+
+    @functools.cached_property
+    def units(self) -> list[HomeUnit]:
+        return self.plan.units
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        return Ledger(self.plan)
+
+    @functools.cached_property
+    def notes(self) -> list[str]:
+        """For the report: what the plan could not foresee, and what has turned out since."""
+        return list(self.plan.unpredicted)
+
+    @functools.cached_property
+    def slots(self) -> list[HomeParameter]:
+        return [slot for unit in self.plan.units for slot in unit.parameters]
+
+    @functools.cached_property
+    def slot_of(self) -> dict[nn.Parameter, HomeParameter]:
+        return {slot.parameter: slot for slot in self.slots}
+
+    @functools.cached_property
+    def updates_in_backward(self) -> bool:
+        return self.plan.policy.update == "backward"
+
+    @functools.cached_property
+    def shows_gradients(self) -> bool:
+        """True if `p.grad` has values."""
+        return self.ranks is None and not self.updates_in_backward
+
+    def unit_indices(self, module: nn.Module) -> list[int]:
+        return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})
+
+    def write_trace(self) -> None:
+        if self.trace is not None and self.policy.trace is not None:
+            self.backend.stats("fetch")  # adds to the trace what the device has done by now
+            path = os.fspath(self.policy.trace)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.trace.chrome_json([unit.name for unit in self.units]))

@@ -1,0 +1,47 @@
+"""Decides if drafts pay: drafts that every step throws away are not worth their memory traffic."""
+
+from __future__ import annotations
+
+from noria.runtime.context import Context
+
+__all__ = ["DraftPolicy"]
+
+_PATIENCE = 8  # steps in a row: in which all drafts were lost, or would all have been kept
+_STOPPED = (
+    f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, or "
+    "hyperparameters changed between forward and step)"
+)
+
+
+class DraftPolicy:
+    """Decides after each step whether drafts are made in the next one (`pay`)."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.pay = True
+        self._counts = (0, 0)  # kept and lost, until the last step
+        self._steps_in_vain = 0
+        self._steps_that_would_hold = 0
+
+    def judge(self, would_hold: bool) -> None:
+        """Runs after a step. `would_hold`: the step would have kept all drafts."""
+        if not self.context.plan.drafted:
+            return
+        if not self.pay:
+            self._steps_that_would_hold = self._steps_that_would_hold + 1 if would_hold else 0
+            if self._steps_that_would_hold >= _PATIENCE:
+                self.pay, self._steps_in_vain, self._steps_that_would_hold = True, 0, 0
+                self.context.notes.remove(_STOPPED)
+            return
+        counts = self.context.engine.draft_counts()
+        kept = counts["kept"] + counts["unchanged"]
+        lost = counts["changed"] + counts["redone"] + counts["dropped"]
+        was_kept, was_lost = self._counts
+        self._counts = (kept, lost)
+        if kept > was_kept:
+            self._steps_in_vain = 0
+        elif lost > was_lost:
+            self._steps_in_vain += 1
+        if self._steps_in_vain >= _PATIENCE and self.pay:
+            self.pay = False
+            self.context.notes.append(_STOPPED)

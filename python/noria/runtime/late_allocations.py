@@ -1,0 +1,53 @@
+"""Takes host memory after training has begun.
+
+It is first checked against budget and machine, and is in the ledger while it is held.
+"""
+
+from __future__ import annotations
+
+from noria.host.limits import Free, check_fits, find, least
+from noria.model.layout import Region
+from noria.policy import host_budget
+from noria.runtime.context import Context
+from noria.runtime.rank_sync import RankSync
+
+__all__ = ["LateAllocations"]
+
+
+class LateAllocations:
+    """Takes such memory and gives it back. The device can address all of it."""
+
+    def __init__(self, context: Context, sync: RankSync) -> None:
+        self.context = context
+        self.sync = sync
+
+    def take(self, region: Region, *, together: bool = True) -> list[int]:
+        """Takes memory, and returns addresses by unit: 0 for a unit that the region gives nothing.
+
+        Raises UsageError before it takes anything. `together`: ranks that share the model all take it, and all raise if
+        one must; the call is then collective.
+        """
+        budget = host_budget(self.context.policy)
+        more = [(region.purpose, region.bytes)]
+        home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
+        free = self._free(region) if together else least([find(self.context.device)])
+        if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
+            raise refusal
+        self.context.ledger.expect("host", region.purpose, region.bytes)
+        try:
+            return self.context.home.take_later(region, self.context.backend)
+        except BaseException:
+            self.context.ledger.expect("host", region.purpose, 0)
+            raise
+
+    def give_back(self, purpose: str) -> None:
+        self.context.home.give_back(purpose)
+        self.context.ledger.expect("host", purpose, 0)
+
+    def _free(self, region: Region) -> Free:
+        """Returns the free memory. Ranks that share the model all ask before any takes, and get the same answer."""
+        ranks, found = self.context.ranks, find(self.context.device)
+        if ranks is None:
+            return least([found])
+        self.sync.meet(f"take memory for {region.purpose}")
+        return least(ranks.host.gather_objects(found))

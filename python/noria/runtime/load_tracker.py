@@ -1,0 +1,51 @@
+"""Tracks loads that must come before the model may be used: of a torn home, and of parameters without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from noria._errors import usage_error
+from noria.runtime.context import Context
+
+__all__ = ["LoadTracker"]
+
+
+class LoadTracker:
+    """Notes what has been loaded.
+
+    `missing`: names of parameters (by slot index) and buffers (by module and name) that were built on the meta device
+    and have no values yet.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._optimizers: list[Any] = []
+        self.missing: dict[Any, str] = {}
+        self._torn = ""
+        self._to_load: set[Any] = set()  # of a torn home: slots and optimizers still to be loaded
+
+    def refuse_missing(self, what: str) -> None:
+        if self.missing:
+            more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
+            raise usage_error(
+                f"{what} of a model all of which has values",
+                f'"{next(iter(self.missing.values()))}"{more}, built on the meta device and not loaded since',
+                "load a checkpoint first: noria.load, model.load_state_dict, or torch.distributed.checkpoint.load",
+            )
+
+    def track(self, optimizer: Any) -> None:
+        """Adds an optimizer that must be loaded, too, before a torn home is whole again."""
+        self._optimizers.append(optimizer)
+
+    def note(self, part: Any) -> None:
+        """Notes that a parameter, a buffer or an optimizer has been loaded. Once all are, a torn home is whole."""
+        self.missing.pop(part, None)
+        torn = self.context.engine.torn()
+        if torn != self._torn:
+            self._torn = torn
+            trainable = (slot.index for slot in self.context.slots if slot.trainable)
+            self._to_load = {*trainable, *self._optimizers} if torn else set()
+        self._to_load.discard(part)
+        if torn and not self._to_load:
+            self.context.engine.mend()
+            self._torn = ""

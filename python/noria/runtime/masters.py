@@ -1,0 +1,126 @@
+"""Keeps fp32 masters beside the working copies. A master is plain, or split into the working copy and low bits."""
+
+from __future__ import annotations
+
+import torch
+
+from noria import _C
+from noria.host.home import Home
+from noria.model.layout import HomeParameter
+from noria.torch_state import plainly
+
+__all__ = ["Masters", "rounded"]
+
+
+def rounded(master: torch.Tensor) -> torch.Tensor:
+    """Returns a working copy of a dense fp32 master on the CPU: rounded to nearest, ties away from zero."""
+    working = torch.empty_like(master, dtype=torch.bfloat16)
+    _C.split_master(master.data_ptr(), working.data_ptr(), 0, master.numel())
+    return working
+
+
+class Masters:
+    """Reads and writes fp32 masters in the home.
+
+    `loaded_low_bits`: slots whose low bits were loaded and that no update has used yet.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.loaded_low_bits: set[int] = set()
+        self.low_views: dict[int, torch.Tensor] = {}  # by slot: views of low bits that the user may hold
+
+    def set(self, slot: HomeParameter, master: torch.Tensor) -> None:
+        """Writes a master and rounds the working copy. `master`: fp32 on the CPU, with the parameter's shape."""
+        if not slot.is_split:
+            self.home.master(slot).copy_(master)
+            self.round(slot)
+        else:
+            dense = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)  # has the parameter's storage order
+            dense.copy_(master)
+            _C.split_master(
+                dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
+            )
+
+    def round(self, slot: HomeParameter) -> None:
+        """Rounds the plain master into the working copy: to nearest, ties away from zero."""
+        _C.split_master(self.home.master(slot).data_ptr(), self.home.working(slot).data_ptr(), 0, slot.like.numel())
+
+    def whole(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the fp32 master: a view of the home if it is plain, else a tensor rebuilt from the split one."""
+        if not slot.is_split:
+            return self.home.master(slot)
+        master = torch.empty_like(self.home.low_bits(slot), dtype=torch.float32)
+        _C.join_master(
+            self.home.working(slot).data_ptr(),
+            self.home.low_bits(slot).data_ptr(),
+            master.data_ptr(),
+            master.numel(),
+        )
+        return master
+
+    def low_bits(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the bits of the master that the working copy lacks. Plain and split masters give the same bits."""
+        if slot.is_split:
+            view = self.low_views.get(slot.index)
+            if view is None:
+                view = self.low_views[slot.index] = self.home.low_bits(slot)
+            return view
+        with plainly():
+            return self.home.master(slot).view(torch.int32).to(torch.int16)
+
+    def set_low_bits(self, slot: HomeParameter, low: torch.Tensor) -> None:
+        """Writes low bits from a checkpoint.
+
+        They belong to the current working copy, or to one that is loaded next. The first update decides which one
+        (`confirm_low_bits`). Plain and split masters both keep them unchanged.
+        """
+        high = self.home.working(slot).view(torch.int16).to(torch.int32) << 16
+        self.set(slot, (high + low.to(device="cpu", dtype=torch.int16)).view(torch.float32))
+        self.loaded_low_bits.add(slot.index)
+
+    def confirm_low_bits(self, slot: HomeParameter) -> None:
+        """Checks loaded low bits. Runs before an update of the parameter.
+
+        Beside a working copy of another master, low bits may turn a zero into a NaN; such elements drop them.
+        """
+        if slot.index not in self.loaded_low_bits:
+            return
+        self.loaded_low_bits.discard(slot.index)
+        master, working = self.whole(slot), self.home.working(slot)
+        strange = master.isnan() & ~working.isnan()
+        if strange.any():
+            self.set(slot, torch.where(strange, working.float(), master))
+
+    def with_loaded_low_bits(self, slot: HomeParameter, value: torch.Tensor) -> torch.Tensor:
+        """Returns a loaded value joined with low bits that were loaded before it, from the optimizer's state.
+
+        A value with low bits of its own is returned unchanged; the loaded low bits then no longer count.
+        """
+        if slot.index not in self.loaded_low_bits:
+            return value
+        bits = value.view(torch.int32)
+        if (bits & 0xFFFF).any():  # the value has low bits of its own
+            self.loaded_low_bits.discard(slot.index)
+            return value
+        return (bits + self.low_bits(slot)).view(torch.float32)
+
+    def follow_working_copy(self, slot: HomeParameter, before: torch.Tensor) -> None:
+        """Copies elements that the caller changed from the working copy to the master; others keep their low bits."""
+        with torch.no_grad():
+            working = self.home.working(slot)
+            changed = working.view(torch.int16) != before.view(torch.int16)
+            if not changed.any():
+                return
+            if not slot.is_split:
+                self.home.master(slot)[changed] = working[changed].float()
+            else:
+                self.home.low_bits(slot)[changed] = 0
+
+    def follow_write(self, slot: HomeParameter) -> None:
+        """Makes a plain master follow a write to the working copy, if only the result of the write is known.
+
+        A split master needs nothing: the working copy is part of it.
+        """
+        if slot.has_master and not slot.is_split:
+            self.follow_working_copy(slot, rounded(self.home.master(slot)))

@@ -1,0 +1,135 @@
+"""Hooks `model.state_dict()` and `model.load_state_dict()`, so that they read and write the home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria._errors import usage_error
+from noria.dist.load_fingerprint import lines_of_model, refuse_others
+from noria.dist.ranks import raised_by_all
+from noria.model.layout import HomeParameter
+from noria.runtime.context import Context
+from noria.runtime.hooks import Hook
+from noria.runtime.load_tracker import LoadTracker
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.runtime.weights import Weights
+
+__all__ = ["ModuleStateDicts"]
+
+
+class ModuleStateDicts:
+    """Installs these hooks on every module, and removes them."""
+
+    def __init__(self, context: Context, run: RunState, sync: RankSync, weights: Weights, loads: LoadTracker) -> None:
+        self.context = context
+        self.run = run
+        self.sync = sync
+        self.weights = weights
+        self.loads = loads
+        self._handles: list[Any] = []
+        self._loads: list[list[int]] = []  # by load_state_dict: the units whose home it has opened
+        run.on_settle.append(self.end_loads)
+        for root in context.partition.roots:
+            for module in root.modules():
+                self._install(module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _install(self, module: nn.Module) -> None:
+        if self.context.ranks is not None:
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._compare)))
+        self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._refuse_assign)))
+        if module._buffers:
+            self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._note_buffers)))
+        self._handles.append(module._register_state_dict_hook(Hook(self._give)))
+        self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take)))
+        self._handles.append(module.register_load_state_dict_post_hook(Hook(self._taken)))
+
+    def _own(self, module: nn.Module) -> dict[str, HomeParameter]:
+        """Returns the module's parameters at home, by name. The user may have added names since the wrap."""
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        return {name: self.context.slot_of[each] for name, each in own if each in self.context.slot_of}
+
+    def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, slot in self._own(module).items():
+            if prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
+                continue  # not in the result, or the parameter itself (keep_vars)
+            state_dict[prefix + name] = self.weights.current(slot)
+
+    def _refuse_assign(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise usage_error(
+                "load_state_dict(assign=False)",
+                "assign=True, which would replace the parameters that noria holds",
+                "leave assign out: values are copied into the home",
+            )
+
+    def _compare(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Compares what the ranks load, and raises on all of them if it differs.
+
+        It runs at the outermost module, before any write: torch gives that module the whole state dict.
+        """
+        slots = [self.context.slot_of[each] for each in module.parameters() if each in self.context.slot_of]
+        is_outermost = not prefix or any(module is root for root in self.context.partition.roots)
+        if self.context.ranks is None or not slots or not is_outermost:
+            return
+        self.run.recover()
+        self.run.refuse_between_steps("model.load_state_dict()", mends=True)
+        self.sync.meet(f'load "{slots[0].name}" and {len(slots) - 1} more')
+        with raised_by_all([self.context.ranks], "model.load_state_dict"):
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            lines = [f"assign={assign}", *lines_of_model(module, state_dict, prefix)]
+        refuse_others([self.context.ranks], lines)
+
+    def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == buffer.shape:  # torch copies the value
+                self.loads.note((module, name))
+
+    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = self._own(module)
+        if not own:
+            return
+        self.run.recover()
+        self.run.refuse_between_steps("model.load_state_dict()", mends=True)
+        self.sync.meet(f'load "{prefix}{next(iter(own))}"')
+        units = sorted({slot.unit for slot in own.values()})
+        if self.context.ranks is None:
+            self.context.engine.open_home(units, True)
+            self._loads.append(units)
+        else:
+            for unit in units:
+                self.context.engine.access_home(unit, True)
+        for name, slot in own.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == slot.shape:
+                self.weights.write(slot, value)
+                self.loads.note(slot.index)
+                # so that torch copies the parameter onto itself
+                state_dict[prefix + name] = (
+                    self.context.home.working(slot) if self.context.ranks is None else slot.parameter
+                )
+
+    def _taken(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.end_loads()
+
+    def end_loads(self) -> None:
+        """Closes all homes that loads have opened.
+
+        torch copies a module's own values as soon as its pre-hooks return, so every open load is done. A loader that
+        raised, or that bypasses `load_state_dict`, does not call this; the next use of the home does.
+        """
+        while self._loads:
+            self.context.engine.close_home(self._loads.pop(), True)

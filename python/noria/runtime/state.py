@@ -1,0 +1,210 @@
+"""Tracks what a wrapped model is doing, and refuses reads and writes that must not happen now."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+from noria._errors import usage_error
+from noria.runtime.context import Context
+from noria.runtime.load_tracker import LoadTracker
+from noria.torch_state import in_backward
+
+__all__ = ["Activity", "RunState", "weakly", "weakly_asked"]
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+class Activity(enum.Enum):
+    CLOSED = "closed"
+    BACKWARD = "backward"
+    FORWARD = "forward"
+    MATERIALIZED = "materialized"
+    LOADING = "loading"
+    TORN = "torn"
+    """Weights and optimizer state are of different steps, and nothing is under way."""
+    IDLE = "idle"
+
+
+def weakly(method: Callable[Given, None]) -> Callable[Given, None]:
+    """Returns a callable that holds the method's object weakly. After the object is gone, a call does nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        if (found := reference()) is not None:
+            found(*args, **kwargs)
+
+    return call
+
+
+def weakly_asked(method: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """As `weakly`, for methods with a result. After the object is gone, a call raises RuntimeError."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        if (found := reference()) is None:
+            raise RuntimeError("what asks this outlives the model")
+        return found(*args, **kwargs)
+
+    return call
+
+
+class RunState:
+    """Tells what a wrapped model is doing, and refuses what must not happen meanwhile. `shutdown` ends the engine.
+
+    Other services register callbacks here: `in_forward` tells if a forward is alive. `on_recover` runs before the home
+    is used after a failure, `on_settle` before any use of the home.
+    """
+
+    def __init__(self, context: Context, loads: LoadTracker) -> None:
+        self.context = context
+        self.loads = loads
+        self.pid = os.getpid()
+        self.closed = False
+        self.in_forward: Callable[[], bool] = lambda: False
+        self.on_recover: list[Callable[[], None]] = []
+        self.on_settle: list[Callable[[], None]] = []
+        """The callback that was registered last runs first."""
+        self.on_close: list[Callable[[], None]] = []
+        """Runs after the engine has ended. The callback that was registered last runs first."""
+        self._num_materialized = self._num_loading = 0
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter exit, needed modules may be gone; atexit ran before
+            self.shutdown()
+
+    def now(self) -> Activity:
+        """Returns what the model is doing. The order of `Activity`'s members decides if several are true: a forward
+        inside a block of `noria.materialize` returns FORWARD.
+        """
+        if self.closed:
+            return Activity.CLOSED
+        if in_backward():
+            return Activity.BACKWARD
+        if self.in_forward():
+            return Activity.FORWARD
+        if self._num_materialized:
+            return Activity.MATERIALIZED
+        if self._num_loading:
+            return Activity.LOADING
+        return Activity.TORN if self.context.engine.torn() else Activity.IDLE
+
+    # ---- blocks ----
+
+    @contextlib.contextmanager
+    def materializing(self) -> Iterator[None]:
+        """Marks a block of `noria.materialize`. Blocks nest."""
+        self._num_materialized += 1
+        try:
+            yield
+        finally:
+            self._num_materialized -= 1
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Marks a load. Inside, reads of optimizer state are allowed: the load may mend a torn home."""
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+
+    @property
+    def is_loading(self) -> bool:
+        return self._num_loading > 0
+
+    # ---- refusals ----
+
+    def check_alive(self) -> None:
+        if os.getpid() != self.pid:
+            raise usage_error(
+                "a wrapped model used in the process that wrapped it",
+                f"it in process {os.getpid()}, forked from {self.pid}",
+                "wrap inside the child, or let data loader workers leave the model alone",
+            )
+        if self.closed:
+            raise usage_error("a model that is wrapped", "one whose engine was shut down", "wrap it again")
+
+    def refuse_when_busy(self, call: str) -> None:
+        if self.now() in (Activity.BACKWARD, Activity.FORWARD, Activity.MATERIALIZED):
+            raise usage_error(
+                f"{call} between passes",
+                "it inside of a forward, a backward or `with noria.materialize(...)`",
+                "call it after backward(), outside of the block",
+            )
+
+    def refuse_between_steps(self, what: str, *, mends: bool = False) -> None:
+        """Raises UsageError if the model must not be read or written now.
+
+        Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call
+        is refused. If that `step()` never comes, the home is torn. A torn home, and parameters without values, are
+        refused too, unless the caller `mends` them with values of its own.
+        """
+        if self.context.updates_in_backward:
+            if not in_backward():
+                self.context.engine.recover()  # from a backward that raised
+            self.context.engine.refuse_unclaimed(what)
+        if not mends:
+            self.loads.refuse_missing(what)
+        if not mends and (torn := self.context.engine.torn()):
+            raise usage_error(
+                f"{what} of one step",
+                f"weights and optimizer state of different steps: {torn}",
+                "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
+            )
+
+    def recover(self) -> None:
+        """Forgets a pass that raised. Gradients that have landed stay."""
+        self.check_alive()
+        if in_backward():
+            return  # the pass is alive
+        for forget in self.on_recover:
+            forget()
+        self.context.engine.recover()
+        self.settle_writes()
+
+    def settle_writes(self) -> None:
+        """Registers writes to the home, and closes what a broken load left open. Runs before the home is used."""
+        for settle in reversed(self.on_settle):
+            settle()
+
+    def while_open(
+        self, method: Callable[Given, None], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Callable[[], None]:
+        """Wraps a method as a callback for tensors that may outlive the method's object, the engine or this process.
+
+        After any of them has ended, the callback does nothing.
+        """
+        act, state = weakly(method), weakref.ref(self)
+
+        def call() -> None:
+            run = state()
+            if run is not None and not run.closed and os.getpid() == run.pid:
+                act(*args, **kwargs)
+
+        return call
+
+    # ---- end ----
+
+    def shutdown(self) -> None:
+        """Ends the engine's threads. In a forked child it does nothing: the child has none of these threads."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        context = self.context
+        with contextlib.suppress(Exception):
+            context.engine.idle()
+        with contextlib.ExitStack() as ends:  # each callback runs even if another one raises; the last one runs first
+            if context.ranks is not None:
+                ends.callback(context.ranks.close)
+            ends.callback(context.device_buffers.close)
+            for close in self.on_close:
+                ends.callback(close)
+            ends.callback(context.engine.clear_callbacks)
+            ends.callback(context.engine.close)
+            ends.callback(context.write_trace)

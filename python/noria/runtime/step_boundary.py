@@ -1,0 +1,28 @@
+"""Runs the beginning of a step: in the first optimizer's `step()` after a forward that may train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["StepBoundary"]
+
+
+class StepBoundary:
+    """Runs `every` callback at the beginning of each optimizer's `step()`, then `once` callbacks once a step."""
+
+    def __init__(self, every: Sequence[Callable[[], None]], once: Sequence[Callable[[], None]]) -> None:
+        self._every = every
+        self._once = once
+        self._has_begun = False
+
+    def expect(self) -> None:
+        """Notes that a forward begins that may train: the next `step()` begins a new step."""
+        self._has_begun = False
+
+    def begin(self) -> None:
+        for each in self._every:
+            each()
+        if not self._has_begun:
+            self._has_begun = True
+            for each in self._once:
+                each()

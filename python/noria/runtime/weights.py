@@ -1,0 +1,163 @@
+"""Reads and writes parameters at home: for `state_dict()`, for a load, or for a block of `noria.materialize`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from noria import _C
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter
+from noria.runtime.context import Context
+from noria.runtime.gathered_weights import GatheredWeights
+from noria.runtime.masters import Masters, rounded
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.torch_state import await_device, plainly
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """Reads and writes weights at home. `masters` holds the values that working copies are rounded from."""
+
+    def __init__(self, context: Context, run: RunState, sync: RankSync, gathered: GatheredWeights) -> None:
+        self.context = context
+        self.run = run
+        self.sync = sync
+        self.home = context.home
+        self.engine = context.engine
+        self.masters = Masters(context.home)
+        self.gathered = gathered
+        run.on_settle.append(self.settle_writes)
+        self._views: dict[int, torch.Tensor] = {}  # by slot: the tensors that `state_dict()` returns
+        self._written_views: set[int] = set()  # slots whose view the user may have written
+        self._give: Callable[[HomeParameter], torch.Tensor] | None = None
+        self._before_materialize: list[dict[int, torch.Tensor]] = []  # by open block and slot: values before
+
+    def current(self, slot: HomeParameter) -> torch.Tensor:
+        """Returns the parameter's current value: a CPU tensor that views the home, the same object for tied names.
+
+        If ranks share the model, it returns a copy instead, gathered from all ranks.
+        """
+        self.run.check_alive()
+        if self._give is not None:
+            return self._give(slot)
+        self.run.refuse_between_steps("a look at weights")
+        self.engine.access_home(slot.unit, False)
+        if self.context.ranks is not None:
+            shown = self.gathered.value(slot)
+            return self.sync.values(slot) if shown is None else shown.clone()
+        view = self._views.get(slot.index)
+        if view is None:
+            view = self._views[slot.index] = self.home.watched(
+                slot, self.run.while_open(self._before_write, slot.index)
+            )
+        _C.watch(view)
+        return view
+
+    @contextlib.contextmanager
+    def giving(self, give: Callable[[HomeParameter], torch.Tensor]) -> Iterator[None]:
+        """Makes `state_dict()` return what `give` returns in place of values, while the block is open."""
+        self._give = give
+        try:
+            yield
+        finally:
+            self._give = None
+
+    def move_views(self, slot: HomeParameter) -> None:
+        """Points the user's tensors at the unit's bytes, after the unit has moved within the home."""
+        for purpose, views in (("working copies", self._views), ("low bits", self.masters.low_views)):
+            view = views.get(slot.index)
+            if view is not None:
+                _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.home_offset)
+
+    def _before_write(self, index: int) -> None:
+        self.run.refuse_between_steps("a write to weights", mends=True)
+        self.engine.access_home(self.context.slots[index].unit, True)
+        self._written_views.add(index)
+
+    def settle_writes(self) -> None:
+        """Passes writes made through `state_dict()` on to the masters. Runs before the home is used."""
+        while self._written_views:
+            slot = self.context.slots[self._written_views.pop()]
+            _C.watch(self._views[slot.index])
+            self.masters.follow_write(slot)
+
+    def write(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        """Writes a new value into the home: the master exactly, the working copy rounded.
+
+        The caller has opened the unit's home.
+        """
+        self.write_part(slot, slot.part_of(value))
+        if (shown := self.gathered.value(slot)) is not None:
+            dense = torch.empty_like(shown, dtype=torch.float32 if slot.has_master else slot.dtype).copy_(value)
+            shown.copy_(rounded(dense) if slot.has_master else dense)
+
+    def write_part(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        """As `write`, for the part of a value that this rank has at home."""
+        with torch.no_grad():
+            if slot.has_master:
+                self.masters.set(
+                    slot, self.masters.with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32))
+                )
+            else:
+                self.home.working(slot).copy_(value)
+        for before in self._before_materialize:
+            if slot.index in before:  # the master has this value already
+                before[slot.index] = self.home.working(slot).clone()
+
+    @contextlib.contextmanager
+    def materialized(self, units: Sequence[int], read_only: bool) -> Iterator[None]:
+        """Points parameters of these units at the home until the block ends.
+
+        If ranks share the model, parameters show whole weights in memory of their own (`gathered`).
+        """
+        self.run.recover()
+        self.run.refuse_between_steps("noria.materialize")
+        slots = [slot for unit in units for slot in self.context.units[unit].parameters]
+        with self.gathered.taken(units) as memory, self.run.materializing():
+            with plainly():
+                self.engine.open_home(list(units), not read_only, memory)
+            was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
+            versions = {slot.index: slot.parameter._version for slot in slots}
+            self._before_materialize.append(was)
+            complaints: list[HomeParameter] = []
+            try:
+                yield
+            finally:
+                self._before_materialize.pop()  # blocks nest
+                shared = self.engine.bring_home()
+                await_device(self.context.device)  # copies that the user and `bring_home` have queued
+                try:
+                    written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
+                    if self.context.ranks is not None:
+                        written = self.gathered.settle(slots)
+                    for index, before in was.items():
+                        self.masters.follow_working_copy(self.context.slots[index], before)
+                    if read_only:
+                        complaints = written
+                        self._take_writes(slots, {slot.unit for slot in complaints})
+                finally:
+                    self.engine.close_home(list(units), not read_only or bool(complaints))
+        if complaints:
+            raise usage_error(
+                "no writes inside noria.materialize(..., read_only=True)",
+                f'a write to "{complaints[0].name}"',
+                "leave read_only out; the write was kept",
+            )
+        if shared:
+            raise usage_error(
+                "parameters that share no memory",
+                f"{shared}, given the same by `p.data = ...` inside noria.materialize",
+                "tie them before noria.wrap, as one parameter; each has memory of its own now, with the same values",
+            )
+
+    def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:
+        """Makes masters follow writes to `units`, and writes that no version counter shows (`p.data.mul_()`)."""
+        for slot in slots:
+            if slot.unit in units or (self.context.ranks is None and self.engine.is_written(slot.unit)):
+                self.engine.access_home(slot.unit, True)
+                self.masters.follow_write(slot)

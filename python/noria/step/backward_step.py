@@ -1,0 +1,150 @@
+"""Implements update="backward": the engine updates units as gradients arrive, and `step()` claims the updates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from noria import _C
+from noria._errors import UsageError, usage_error
+from noria.model.layout import HomeParameter
+from noria.model.update_rules import AS_IT_IS, FusedRule, rule_of
+from noria.runtime.accumulation import Accumulation
+from noria.runtime.masters import Masters
+from noria.step.host_kernels import HostKernels
+from noria.step.optimizer_state import HomeState
+from noria.step.param_groups import ParamGroups
+from noria.step.step_counts import StepCounts
+from noria.torch_state import plainly
+
+__all__ = ["BackwardStep"]
+
+
+class BackwardStep:
+    """Tells the engine one optimizer's updates before a backward, and claims them in `step()`."""
+
+    def __init__(
+        self,
+        members: ParamGroups,
+        state: HomeState,
+        steps: StepCounts,
+        fused: HostKernels,
+        masters: Masters,
+        accumulation: Accumulation,
+        expect_all: Callable[[], object],
+    ) -> None:
+        """`expect_all` does the same as `expect`, for all optimizers of the wrap call."""
+        self.masters = masters
+        self.accumulation = accumulation
+        self._expect_all = expect_all
+        self.members = members
+        self.context = members.context
+        self.state = state
+        self.steps = steps
+        self.fused = fused
+
+    def expect(self) -> list[int]:
+        """Tells the engine how to update each unit in the backward that begins now. Returns the trainable slots."""
+        self.state.follow()
+
+        def ready_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
+            if not slot.trainable or not slot.shape.numel():
+                return None
+            if rule not in self.context.plan.fused[slot.unit]:
+                raise usage_error(
+                    f"{self.members.cls.__name__} with the options it was wrapped with",
+                    f"group {number} turned into {rule.name}",
+                    "set it before noria.wrap",
+                )
+            self.state.check(slot, self.members.optimizer.param_groups[number])
+            self.masters.confirm_low_bits(slot)
+            return self.steps.prepare(slot, rule)
+
+        with plainly():
+            self.members.check_options()
+            for unit, (slots, pieces) in self.fused.expected_pieces(ready_step, 1.0).items():
+                rule = self.context.plan.fused[unit][0]
+                # The gradient's address is known when the gradient arrives. Until then any non-null address is valid.
+                arrays = self.fused.arrays(unit, rule, None)
+                anywhere = self.context.home.address("working copies", unit)
+                job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
+                self.context.engine.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
+        return [slot.index for slot in self.members.slots() if slot.trainable]
+
+    def claim(self) -> UsageError | None:
+        """Enters the updates that backward has made into the optimizer's state. `step()` calls this.
+
+        Returns the error of that step, or None. The updates stay in force also if there is an error.
+        """
+        engine = self.context.engine
+        engine.begin_step()
+        own = list(self.members.slots())
+        are_held_back = any(engine.is_held_back(slot.index) for slot in own)
+        if are_held_back:  # by accumulate(): the updates of all optimizers begin now
+            for slot in self.context.slots:
+                if engine.is_held_back(slot.index):
+                    engine.apply_scales(slot.index)
+        clipped = engine.first_scaled([slot.index for slot in own])
+        for slot in own:
+            if slot.trainable:
+                engine.drop_scales(slot.index)
+        if are_held_back:
+            self._expect_all()
+            engine.update_held()
+        updated_now = engine.take_updated(sorted({slot.unit for slot in own}))
+        used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
+        now = self.fused.scalars(1.0)
+        updated, changed, strange, refusal = [], None, None, None
+        for number, group in enumerate(self.members.optimizer.param_groups):
+            is_fit = self.members.refusal_of(number, group) is None
+            for parameter in group["params"]:
+                slot = self.context.slot_of[parameter]
+                scalars = used.get((slot.unit, slot.gradient_offset)) if parameter.numel() else None
+                says = engine.gradient_is(slot.index)
+                is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
+                if is_used != (says == "held") or says == "foreign":
+                    strange = slot
+                if not is_used:
+                    continue
+                updated.append(slot.index)
+                rule = self.context.plan.fused[slot.unit][0]
+                if slot.has_master or rule.keys:
+                    self.state.shown.unsettled(parameter)
+                try:
+                    step = self.steps.count(slot, rule)
+                except UsageError as error:
+                    refusal = error
+                    continue
+                as_it_was = is_fit and rule_of(self.members.cls, group) == rule
+                # The schedule has chosen this scaling, so it counts as unchanged.
+                scaling = AS_IT_IS if scalars is None else (scalars.divisor, scalars.prefactor)
+                if not as_it_was or (scalars is not None and now(number, rule, group, step, scaling) != scalars):
+                    changed = number
+        engine.bump_versions(updated)
+        self.members.note_step(updated)
+        engine.end_step(False)
+        if changed is not None:
+            return usage_error(
+                'hyperparameters under update="backward" as they were when backward began',
+                f"group {changed} changed between backward() and step(); the updates were made with the former values",
+                'change them after step() or before backward(), or wrap with update="auto"',
+            )
+        if clipped >= 0:
+            return usage_error(
+                'a clip that does not bite under update="backward", which has updated before the norm is known',
+                f'the gradient of "{self.context.slots[clipped].name}" multiplied by another factor than 1 after '
+                "backward(); the updates were made without it",
+                'clip to a larger norm, or wrap with update="auto" and clip there, or with max_grad_norm',
+            )
+        if strange is not None:
+            return usage_error(
+                'p.grad under update="backward" as backward() left it, and zero_grad() after step()',
+                f'that of "{strange.name}" cleared, replaced or used up before; the updates are those of backward()',
+                'leave p.grad alone, or wrap with update="auto"',
+            )
+        return refusal
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        if not self.context.updates_in_backward:
+            return contextlib.nullcontext()
+        return self.accumulation.accumulate()

@@ -1,0 +1,61 @@
+"""Reads `p.grad` at `step()`, and copies gradients that the user put there to the home."""
+
+from __future__ import annotations
+
+import torch
+
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter
+from noria.model.shadow_optimizer import hyper_of
+from noria.model.update_rules import keeps_state
+from noria.runtime.context import Context
+from noria.runtime.masters import Masters
+from noria.step.optimizer_state import HomeState
+from noria.step.param_groups import Jobs, ParamGroups
+
+__all__ = ["take_foreign", "take_gradients"]
+
+
+def take_foreign(context: Context, slot: HomeParameter) -> None:
+    """Copies `p.grad` into the held gradient if the user has put a tensor there.
+
+    Raises UsageError if the parameter was frozen when it was wrapped, or if the gradient is sparse.
+    """
+    if context.engine.gradient_is(slot.index) != "foreign":
+        return
+    if not slot.trainable:
+        raise usage_error(
+            f'no gradient on "{slot.name}", frozen when it was wrapped',
+            "one in p.grad",
+            "unfreeze parameters before noria.wrap",
+        )
+    gradient = slot.parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
+    context.engine.take_foreign_gradient(slot.index)
+
+
+def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> Jobs:
+    """Returns the parameters that have a gradient now, by unit and group.
+
+    Copies gradients that the user put into `p.grad` to the home.
+    """
+    jobs: Jobs = {}
+    for group in members.optimizer.param_groups:
+        hyper = hyper_of(group)
+        by_unit: dict[int, list[HomeParameter]] = {}
+        for parameter in group["params"]:
+            slot = members.context.slot_of[parameter]
+            if parameter.grad is None:
+                continue
+            state.check(slot, group)
+            if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
+                state.shown.unsettled(parameter)  # creates the state now, to keep torch's order of states
+            masters.confirm_low_bits(slot)
+            take_foreign(members.context, slot)
+            if members.kernel == "whole":
+                members.context.engine.apply_scales(slot.index)
+            by_unit.setdefault(slot.unit, []).append(slot)
+        for unit, slots in by_unit.items():
+            jobs.setdefault(unit, []).append((hyper, slots))
+    return jobs

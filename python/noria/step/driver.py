@@ -1,0 +1,306 @@
+"""Implements `step()` and the related calls of one wrapped optimizer.
+
+This file only decides the order of the work. The other files of this folder do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter, StatePlace
+from noria.model.optimizer_classes import original_class
+from noria.pipeline.stage_adapter import StageAdapters
+from noria.runtime.accumulation import Accumulation
+from noria.runtime.context import Context
+from noria.runtime.draft_policy import DraftPolicy
+from noria.runtime.load_tracker import LoadTracker
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.runtime.step_boundary import StepBoundary
+from noria.runtime.weights import Weights
+from noria.step.backward_step import BackwardStep
+from noria.step.collect_grads import take_gradients
+from noria.step.drafts import Drafts
+from noria.step.grad_norm import GradNorm
+from noria.step.host_kernels import HostKernels
+from noria.step.optimizer_state import HomeState
+from noria.step.param_groups import ParamGroups
+from noria.step.sharded_state import OptimizerShards
+from noria.step.state_dict import load_state_dict, state_dict
+from noria.step.step_counts import StepCounts
+from noria.step.torch_step import TorchStep
+from noria.step.whole_step import WholeStep
+from noria.torch_state import autocast_now, plainly, refuse_inside_backward
+
+__all__ = ["StepDriver"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepServices:
+    """The services that all optimizers of one wrap call share in `step()`."""
+
+    run: RunState
+    sync: RankSync
+    weights: Weights
+    loads: LoadTracker
+    accumulation: Accumulation
+    draft_policy: DraftPolicy
+    stages: StageAdapters
+    boundary: StepBoundary
+
+
+class StepDrivers(list["StepDriver"]):
+    """Holds the drivers of all optimizers of one wrap call."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for driver in self for group in driver.optimizer.param_groups]
+
+    def run_update(self, unit: int) -> None:
+        """Runs the deferred updates of a unit. The engine calls this when the unit is needed.
+
+        Threads: the launching thread, to which these updates were deferred.
+        """
+        for driver in self:
+            driver.run_update(unit)
+
+    def expect(self) -> None:
+        for driver in self:
+            driver.expect()
+
+    def expect_in_backward(self) -> set[int]:
+        """Returns the slots that the engine can now update inside backward."""
+        return {index for driver in self for index in driver.expect_in_backward()}
+
+    def begin_backward(self) -> None:
+        """Tells the engine all updates of the backward that begins. Only used under update="backward".
+
+        Raises UsageError if no optimizer holds a trainable parameter any more.
+        """
+        expected = self.expect_in_backward()
+        for slot in self.context.slots:
+            if slot.trainable and slot.parameter.requires_grad and slot.index not in expected:
+                raise usage_error(
+                    'every trainable parameter in an optimizer under update="backward"',
+                    f'"{slot.name}", which none holds any more',
+                    'freeze it, or wrap with update="auto"',
+                )
+
+
+class StepDriver:
+    """Turns `step()` of one optimizer into updates of units.
+
+    `kernel` is "fused", "torch" or "whole" (update_rules.py, Note [Who updates a unit]).
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        services: StepServices,
+        drivers: StepDrivers,
+        optimizer: Optimizer,
+        kernel: str,
+        state_places: dict[tuple[int, str], StatePlace],
+        state_arena: Any,
+    ) -> None:
+        run, weights = services.run, services.weights
+        self.context = context
+        self.services = services
+        self.run = run
+        self.drivers = drivers
+        self.optimizer = optimizer
+        self.in_backward = context.updates_in_backward
+        self.num_steps = 0
+        self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._members = members = ParamGroups(context, optimizer, kernel, drivers.groups)
+        self._state = state = HomeState(members, run, services.sync, weights.masters, state_places, state_arena)
+        self._by_torch = TorchStep(members, state, weights.masters)
+        self._steps = steps = StepCounts(members, state, weights)
+        self._fused = fused = HostKernels(members, state, steps, services.stages.scaling)
+        self._norms = norms = GradNorm(members, fused, run, services.sync)
+        self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
+        self._inside_backward = BackwardStep(
+            members, state, steps, fused, weights.masters, services.accumulation, drivers.expect_in_backward
+        )
+        self._parts = OptimizerShards(members, state, run, weights.masters)
+        self._whole = WholeStep(members, state, self._by_torch, norms, weights.masters)
+        services.loads.track(self)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._norms.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self._norms.max_grad_norm = norm
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm that the last `step()` measured."""
+        return self._norms.grad_norm
+
+    def slots(self) -> Iterator[HomeParameter]:
+        return self._members.slots()
+
+    def fuses(self, slot: HomeParameter) -> bool:
+        return self._members.fuses(slot.unit)
+
+    def sum_job(self, unit: int, slots: list[HomeParameter]) -> Any:
+        """Returns a job that sums the squares of the held gradients of these parameters."""
+        return self._fused.sum_job(unit, slots)
+
+    def takes_factor(self) -> bool:
+        """Returns True if the update applies unscaling and clipping as a factor. Otherwise they change `p.grad`."""
+        return self._members.takes_factor()
+
+    # ---- between passes ----
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        refuse_inside_backward("optimizer.step()")
+        self.run.recover()
+        self.services.loads.refuse_missing("optimizer.step()")
+        self.services.boundary.begin()
+        self._state.follow()
+        if self._members.kernel == "whole":
+            result = self._whole.step(closure)
+            self.num_steps += 1
+            return result
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler sets it and leaves the rest to step()
+        if found_inf is not None and found_inf.item() != 0:
+            self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
+            return loss
+        self._by_torch.autocast = autocast_now(self.context.device.type)
+        with plainly():
+            if self.in_backward:
+                refusal = self._inside_backward.claim()
+                self.num_steps += 1
+                if refusal is not None:
+                    raise refusal
+            else:
+                self._begin()
+        return loss
+
+    def _begin(self) -> None:
+        norms = self._norms
+        self._members.check_options()
+        self._fused.number_elements()
+        if norms.max_grad_norm is not None and not self.takes_factor():
+            norms.grad_norm = norms.clip_at_step(norms.max_grad_norm)
+        jobs = take_gradients(self._members, self._state, self.services.weights.masters)
+        factor, expected = norms.factor(jobs), norms.expected_factor
+        ready = self._fused.ready(jobs, factor)
+        self.context.engine.begin_step()
+        order = [unit for unit in self.context.engine.next_forward_order() if unit in jobs]
+        slots = [slot for groups in jobs.values() for _, members in groups for slot in members]
+        updated = [slot.index for slot in slots]
+        for unit in order:
+            self.context.engine.settle(unit)  # an update of an earlier step, if no forward has run since
+        for urgency, unit in enumerate(order):
+            if unit in ready:
+                self._fused.submit(unit, ready[unit], urgency)
+            else:
+                self._by_torch.defer(unit, jobs[unit])
+        self.context.engine.bump_versions(updated)
+        self._members.note_step(updated)
+        try:
+            self.context.engine.end_step(self.context.policy.update == "blocking")
+        finally:
+            self.context.engine.guard_gradients()  # the pool still reads some, also if an update by torch raised
+        norms.unscale(slots)
+        self.services.draft_policy.judge(would_hold=norms.max_grad_norm is not None and factor == expected)
+        self.num_steps += 1
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def bytes_by_torch(self) -> int:
+        return self._by_torch.bytes_moved()
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return self._inside_backward.accumulate()
+
+    # ---- inside of passes ----
+
+    def expect(self) -> None:
+        """Tells the engine which updates `step()` would make now, so that the engine can draft them during backward."""
+        self._drafts.expect()
+
+    def expect_in_backward(self) -> list[int]:
+        """Tells the engine how to update each unit in the backward that begins now. Returns the trainable slots."""
+        return self._inside_backward.expect()
+
+    def run_update(self, unit: int) -> None:
+        """Runs the real torch optimizer on one unit if an update of that unit is waiting."""
+        self._by_torch.run(unit)
+
+    # ---- state ----
+
+    def plain(self) -> dict[Any, Any]:
+        """Returns the state as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.
+
+        Collective if ranks share the model.
+        """
+        return self._state.plain()
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_dict(self._members, self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.run.refuse_between_steps("optimizer.load_state_dict()", mends=True)
+        with self.run.loading():
+            load_state_dict(self._members, self._state, state_dict)
+            self._is_loaded()
+
+    def parts(self) -> dict[str, Any]:
+        """Returns this process's part of the state, by parameter name, for `torch.distributed.checkpoint`."""
+        self.run.recover()
+        with self.run.loading():  # the caller may want to load into these parts
+            self._state.follow()
+            return self._parts.state_dict()
+
+    def load_parts(self, state_dict: dict[str, Any]) -> None:
+        self._parts.load(state_dict)
+        self._is_loaded()
+
+    def _is_loaded(self) -> None:
+        self._steps.forget_prepared()
+        self.services.loads.note(self)
+        for after in self.optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(self.optimizer)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        params = group.get("params") if isinstance(group, dict) else None
+        if params is not None and not isinstance(params, set):
+            members = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            parameters = [member[1] if isinstance(member, tuple) else member for member in members]
+            if all(isinstance(parameter, torch.Tensor) for parameter in parameters):
+                self._check_new(parameters)
+        original_class(type(self.optimizer)).add_param_group(self.optimizer, group)  # torch refuses invalid groups
+        self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
+
+    def _check_new(self, parameters: list[Any]) -> None:
+        """Raises UsageError if the parameters of a new group cannot be updated."""
+        self._members.check([{"params": parameters}])
+        self._members.check_held_once(parameters)
+        for slot in (self.context.slot_of[parameter] for parameter in parameters):
+            if slot.is_split and not self._members.fuses(slot.unit):
+                raise usage_error(
+                    f"a group whose masters {self._members.cls.__name__} can update: it is not noria's kernel's",
+                    f'"{slot.name}", whose master is split for that kernel',
+                    'wrap with kernel="torch", or give the group to the optimizer before noria.wrap',
+                )

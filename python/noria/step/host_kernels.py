@@ -1,0 +1,179 @@
+"""Builds update jobs of noria's own kernels for the host pool.
+
+A job consists of pieces of one unit and the scalars of one step, for example the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from noria import _C
+from noria.model.layout import HomeParameter
+from noria.model.moment_formats import PURPOSE_OF, SCALES_KEY
+from noria.model.update_rules import AS_IT_IS, STATELESS, FusedRule, Scaling, rule_of
+from noria.step.optimizer_state import HomeState
+from noria.step.param_groups import Jobs, ParamGroups
+from noria.step.step_counts import StepCounts
+
+__all__ = ["HostKernels"]
+
+Piece = tuple[int, int, _C.UpdateScalars] | tuple[int, int, _C.UpdateScalars, int, int]
+"""Offset and count in elements of the unit, then the scalars. If moments are rounded at random, the number of the
+first element and the number of its block follow."""
+
+Ready = list[tuple[HomeParameter, FusedRule, _C.UpdateScalars]]
+"""The parameters of one unit that will be updated, each with its rule and its scalars."""
+
+_NO_SCALARS = STATELESS.scalars({"lr": 0.0}, 1)
+
+
+class Scalars:
+    """Makes the scalars of parameter groups, once for all parameters of a group that are at the same step."""
+
+    def __init__(self, factor: float, seed: int) -> None:
+        self._factor = factor
+        self._seed = seed
+        self._made: dict[tuple[int, int, Scaling], _C.UpdateScalars] = {}
+
+    def __call__(
+        self, number: int, rule: FusedRule, hyper: dict[str, Any], step: int, scaling: Scaling = AS_IT_IS
+    ) -> _C.UpdateScalars:
+        key = (number, step, scaling)
+        if key not in self._made:
+            self._made[key] = rule.scalars(hyper, step, self._factor, self._seed, scaling)
+        return self._made[key]
+
+
+class HostKernels:
+    """Builds the update jobs of one optimizer, and submits the jobs of a `step()`."""
+
+    def __init__(
+        self,
+        members: ParamGroups,
+        state: HomeState,
+        steps: StepCounts,
+        scaling: Callable[[HomeParameter], Scaling],
+    ) -> None:
+        """`scaling` returns the scaling that a pipeline's schedule will apply to a gradient before the step."""
+        self._scaling = scaling
+        self.members = members
+        self.context = members.context
+        self.state = state
+        self.steps = steps
+        self._numbers: dict[int, int] = {}  # by slot index: its first element's number, for random rounding
+
+    def ready(self, jobs: Jobs, factor: float) -> dict[int, Ready]:
+        """Returns the argument of `submit` for each unit.
+
+        Order: call it for all units before the first `submit`. It raises for a state that cannot be updated, and no
+        step has been counted at that point.
+        """
+        ready: dict[int, Ready] = {}
+        for unit, groups in jobs.items():
+            if not self.members.fuses(unit):
+                continue
+            scalars = self.scalars(factor)
+            for number, (hyper, slots) in enumerate(groups):
+                rule = rule_of(self.members.cls, hyper)
+                for slot in slots:
+                    made = scalars(number, rule, hyper, self.steps.ready(slot, rule))
+                    ready.setdefault(unit, []).append((slot, rule, made))
+        return ready
+
+    def submit(self, unit: int, ready: Ready, urgency: int) -> None:
+        """Submits one unit's update to the host pool.
+
+        Each rule gets one job. Each parameter whose state lies outside of the home gets a job of its own.
+        """
+        jobs: dict[tuple[FusedRule, int], tuple[list[Piece], list[tuple[int, int]]]] = {}
+        for slot, rule, scalars in ready:
+            self.steps.count(slot, rule)
+            in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
+            pieces, scales = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
+            pieces.append(self._piece(slot, scalars))
+            scales.append(self.context.engine.late_scales(slot.index))
+        for (rule, index), (pieces, scales) in jobs.items():
+            arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
+            held = self.context.home.address("held gradients", unit)
+            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
+            if self.context.engine.update_on_pool(unit, job, urgency):
+                self.steps.change_places(unit)
+
+    def expected_pieces(
+        self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
+    ) -> dict[int, tuple[list[HomeParameter], list[Piece]]]:
+        """Returns, by unit, the parameters and the pieces of an update with the current hyperparameters.
+
+        `step_of` takes the group's number, the parameter and its rule, and returns the step. If it returns None, the
+        parameter is left out and its unit is incomplete.
+        """
+        self.number_elements()
+        scalars = self.scalars(factor)
+        expected: dict[int, tuple[list[HomeParameter], list[Piece]]] = {}
+        for number, group in enumerate(self.members.optimizer.param_groups):
+            rule = rule_of(self.members.cls, group)
+            for parameter in group["params"]:
+                slot = self.context.slot_of.get(parameter)
+                step = None if slot is None else step_of(number, slot, rule)
+                if slot is not None and step is not None:
+                    slots, pieces = expected.setdefault(slot.unit, ([], []))
+                    slots.append(slot)
+                    scaling = self._scaling(slot)
+                    pieces.append(self._piece(slot, scalars(number, rule, group, step, scaling)))
+        return expected
+
+    def sum_job(self, unit: int, slots: Iterable[HomeParameter]) -> _C.UpdateJob:
+        """Returns a job that sums the squares of the held gradients of `slots`."""
+        pieces = [(slot.home_offset // slot.dtype.itemsize, slot.like.numel(), _NO_SCALARS) for slot in slots]
+        held = self.context.home.address("held gradients", unit)
+        return _C.UpdateJob(
+            STATELESS.name, pieces, self.arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
+        )
+
+    def arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None, spare: bool = False) -> _C.UnitArrays:
+        """Returns the addresses of the whole unit's arrays.
+
+        `outside` is a parameter whose moments are separate tensors outside of the home. Their addresses are shifted
+        back by the parameter's offset, so that the unit's offsets apply to them. Such a job touches only that
+        parameter.
+        """
+        home = self.context.home
+        addresses = {}
+        state_dtype = "fp32" if outside is not None else self.state.dtype
+        for name, key in zip("mv", rule.keys, strict=False):
+            addresses[name] = home.address(PURPOSE_OF[key], unit, spare)
+            if outside is not None:
+                value = self.state.shown.unsettled(outside.parameter)[key]
+                addresses[name] = (
+                    value.data_ptr() - outside.home_offset // outside.dtype.itemsize * value.element_size()
+                )
+            elif state_dtype == "8bit":
+                addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit, spare)
+        working = home.address("working copies", unit, spare)
+        if self.context.policy.dtype is None:
+            return _C.UnitArrays(master=working, state=state_dtype, **addresses)
+        low = home.address("low bits", unit, spare)
+        return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
+
+    def scalars(self, factor: float) -> Scalars:
+        return Scalars(factor, self.context.policy.rounding_seed)
+
+    def number_elements(self) -> None:
+        """Numbers all elements in the order of the groups. Each parameter starts at a multiple of a block.
+
+        Random rounding uses these numbers, so its result does not depend on the units.
+        """
+        if self.members.kernel != "fused" or self.state.dtype == "fp32":
+            return
+        number = 0
+        for slot in self.members.slots():
+            self._numbers[slot.index] = number
+            number += -(-slot.shape.numel() // _C.STATE_BLOCK) * _C.STATE_BLOCK
+
+    def _piece(self, slot: HomeParameter, scalars: _C.UpdateScalars) -> Piece:
+        offset = slot.home_offset // slot.dtype.itemsize
+        if self.state.dtype == "fp32":
+            return (offset, slot.like.numel(), scalars)
+        first = slot.first if slot.like.numel() else 0
+        return (offset, slot.like.numel(), scalars, self._numbers[slot.index] + first, slot.first_block)

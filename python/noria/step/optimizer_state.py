@@ -1,0 +1,254 @@
+"""Keeps an optimizer's state in the home, and converts it to and from the form that torch uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from noria import _C
+from noria.model.layout import HomeParameter, StatePlace
+from noria.model.moment_formats import (
+    MOMENT_OF,
+    PURPOSE_OF,
+    SCALES_KEY,
+    are_low_bits,
+    encode,
+    moment_dtype,
+    plain_values,
+)
+from noria.model.shadow_optimizer import dtype_at_home, is_array, part_values
+from noria.model.update_rules import rule_of
+from noria.runtime.context import Context
+from noria.runtime.masters import Masters
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.step.param_groups import ParamGroups
+from noria.step.state_view import OptimizerState
+from noria.torch_state import plainly
+
+__all__ = ["HomeState", "whole_states"]
+
+
+def whole_states(context: Context, sync: RankSync, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Returns the given states, by slot index, with each tensor gathered whole. Collective if ranks share the model.
+
+    Order: the ranks gather in the order of slots and names. The order of the dicts may differ between ranks, because a
+    load creates entries as parts arrive.
+    """
+    slots = [slot for slot in context.slots if slot.index in states]
+    arrays = [
+        (slot, key) for slot in slots for key, value in sorted(states[slot.index].items()) if is_array(key, value)
+    ]
+    sync.agree(
+        "gather the optimizer's state",
+        [f'"{key}" of "{slot.name}"' for slot, key in arrays],
+        expected="tensors in optimizer.state that all ranks have",
+        remedy="change optimizer.state alike on all ranks",
+    )
+    whole = {slot.index: dict(states[slot.index]) for slot in slots}
+    for slot, key in arrays:
+        whole[slot.index][key] = sync.whole(slot, whole[slot.index][key], key)
+    return whole
+
+
+class HomeState:
+    """Keeps one optimizer's state in the home. `shown` is the object that the user sees as `optimizer.state`.
+
+    `places`: by slot index and key, the place in `arena` of each tensor that torch's optimizer keeps.
+    """
+
+    def __init__(
+        self,
+        members: ParamGroups,
+        run: RunState,
+        sync: RankSync,
+        masters: Masters,
+        places: dict[tuple[int, str], StatePlace],
+        arena: Any,
+    ) -> None:
+        self.members = members
+        self.run = run
+        self.sync = sync
+        self.masters = masters
+        self.context = members.context
+        self.dtype = self.context.policy.state_dtype  # for fused units only
+        self.placed: dict[tuple[int, str], torch.Tensor] = {}  # by slot index and key: the tensors that updates write
+        self._places = places
+        self._arena = arena
+        self.take_over()
+
+    def follow(self) -> None:
+        """Adopts the user's changes before a step: another dict in place of `shown`, or other tensors in it."""
+        if self.members.optimizer.state is not self.shown:
+            self.settle(None)
+            self.take_over()
+        self.part()
+
+    def part(self) -> None:
+        """Clones tensors that the user has moved to the state of another parameter, for example to swap two states.
+
+        The next update overwrites the memory that these tensors use now.
+        """
+        strayed = [
+            (slot, values, key)
+            for parameter, values in dict.items(self.shown)
+            if (slot := self.context.slot_of.get(parameter)) is not None and isinstance(values, dict)
+            for key, value in values.items()
+            if value is not self.placed.get((slot.index, key)) and is_array(key, value)
+        ]
+        if not strayed or not self.placed:
+            return
+        owners = {_C.storage_of(value): at for at, value in self.placed.items()}
+        for slot, values, key in strayed:
+            owner = owners.get(_C.storage_of(values[key]))
+            if owner is not None and owner != (slot.index, key):
+                self.context.engine.access_home(self.context.slots[owner[0]].unit, False)
+                values[key] = values[key].clone()
+
+    def take_over(self) -> None:
+        """Makes `optimizer.state` a settling dict. Runs once at first, and again if the user has replaced the dict."""
+        self.shown: OptimizerState = OptimizerState(self.settle, self.plain, dict(self.members.optimizer.state))
+        self.members.optimizer.state = self.shown
+        for slot in self.members.slots():
+            low = dict.get(self.shown, slot.parameter, {}).pop("low_bits", None) if slot.has_master else None
+            if are_low_bits(low) and low.shape == slot.shape:
+                self.masters.set_low_bits(slot, slot.part_of(low))  # from an earlier wrap call
+        self.part()
+        for slot in self.members.slots():
+            self.adopt(slot)
+
+    def settle(self, parameter: Any) -> None:
+        """Finishes the updates of one parameter before its state is read. None means all parameters."""
+        self.run.check_alive()
+        if not self.run.is_loading:
+            self.run.refuse_between_steps("a look at optimizer.state")
+        if parameter is None:
+            self.context.engine.settle_all()
+            if self.context.pool is not None:
+                self.context.pool.idle()
+            for unit in self.context.plan.drafted:
+                self.context.engine.access_home(unit, False)  # the user may edit the state now, so its draft is dropped
+        elif isinstance(parameter, nn.Parameter) and parameter in self.context.slot_of:
+            self.context.engine.access_home(self.context.slot_of[parameter].unit, False)
+
+    def adopt(self, slot: HomeParameter) -> None:
+        """Moves the state tensors that the optimizer has made into the home, if the plan has room for them."""
+        if not dict.__contains__(self.shown, slot.parameter):
+            return
+        state = self.shown.unsettled(slot.parameter)
+        state.update(part_values(slot, state))
+        encoded: set[str] = set()  # keys of the scales that this call has written with their codes
+        for key, value in list(state.items()):
+            if not is_array(key, value) or key in encoded:
+                continue
+            place = self._place(slot, key, value)
+            if place is None:
+                continue
+            if place.data_ptr() == value.data_ptr():
+                if place.dtype == value.dtype and place.stride() == value.stride():
+                    self.placed[(slot.index, key)] = value
+                    continue
+                value = value.clone()  # it views the same bytes in another way
+            scales = None if place.is_floating_point() else self.moment(slot, SCALES_KEY[key])
+            if scales is not None and value.is_floating_point():
+                encode(value, place, scales)
+                state[SCALES_KEY[key]] = self.placed[(slot.index, SCALES_KEY[key])] = scales
+                encoded.add(SCALES_KEY[key])
+            else:
+                place.copy_(value)
+            state[key] = self.placed[(slot.index, key)] = place
+
+    def check(self, slot: HomeParameter, group: dict[str, Any]) -> None:
+        """Raises UsageError if the user or a checkpoint has put state there that the kernel cannot read."""
+        values = dict.get(self.shown, slot.parameter)
+        if values and self.members.fuses(slot.unit):
+            rule_of(self.members.cls, group).refuse_broken_state(slot, values)
+
+    def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Returns the tensor in the home to which `value` moves, or None if `value` stays where it is."""
+        if self.members.fuses(slot.unit):
+            if key not in PURPOSE_OF:
+                return None
+            if not self.is_planned(slot, key):
+                return self._outside(slot, key, value)
+            place = self.moment(slot, key)
+            return place if place is not None and place.shape == value.shape else None  # `check` will refuse it
+        planned = self._places.get((slot.index, key))
+        if planned is None:
+            return None
+        if planned.shape != value.shape or planned.dtype != dtype_at_home(slot, value):
+            self._note_outside(key)
+            return None
+        strides = torch.empty_like(value, device="meta").stride()
+        with plainly():
+            return _C.tensor_in(self._arena, planned.offset, planned.dtype, list(planned.shape), list(strides))
+
+    def _outside(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Returns a new CPU tensor for a moment outside of the home, or None if `value` is fit already.
+
+        The fused kernel expects the layout of the home there too: fp32, with the strides of the home's tensor.
+        """
+        is_alike = value.dtype is torch.float32 and value.device.type == "cpu" and value.stride() == slot.like.stride()
+        if key not in MOMENT_OF or value.shape != slot.like.shape or is_alike:
+            return None
+        return torch.empty_like(slot.like, dtype=torch.float32, device="cpu")
+
+    def _note_outside(self, key: str) -> None:
+        """Adds a note that this tensor stays outside of the home.
+
+        torch sees it at its next step, and raises if it cannot use it.
+        """
+        note = f"{self.members.cls.__name__} has {key} of another shape or dtype than planned for, outside of the home"
+        if note not in self.context.notes:
+            self.context.notes.append(note)
+
+    def moment(self, slot: HomeParameter, key: str) -> torch.Tensor | None:
+        """Returns the home's tensor for a moment, or for the scales of a moment.
+
+        Returns None if the plan has no room for it, for example if momentum was turned on after `noria.wrap`.
+        """
+        if not self.is_planned(slot, key):
+            return None
+        is_drafted = slot.unit in self.context.plan.drafted
+        told = self.run.while_open(self._drop_draft, slot.unit) if is_drafted else None
+        home, purpose = self.context.home, PURPOSE_OF[key]
+        if key not in MOMENT_OF:
+            return home.scales(purpose, slot, told)
+        return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
+
+    def _drop_draft(self, unit: int) -> None:
+        """Drops the unit's draft. Called at the first write to a tensor that views the unit's state.
+
+        The draft was computed before this edit.
+        """
+        self.context.engine.access_home(unit, False)
+
+    def is_planned(self, slot: HomeParameter, key: str) -> bool:
+        return self.context.home.has(PURPOSE_OF[key], slot.unit)
+
+    def plain(self) -> dict[Any, Any]:
+        """Returns `shown` as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.
+
+        Collective if ranks share the model.
+        """
+        shown = dict(self.shown.items())
+        slots = [slot for slot in self.context.slots if isinstance(shown.get(slot.parameter), dict)]
+        states = {slot.index: shown[slot.parameter] for slot in slots}
+        for slot in slots:
+            values = states[slot.index]
+            if self.dtype != "fp32" and self.members.fuses(slot.unit):
+                values = plain_values(values, widen=True)
+            states[slot.index] = self.with_low_bits(slot, values)
+        whole = whole_states(self.context, self.sync, states)
+        return shown | {slot.parameter: whole[slot.index] for slot in slots}
+
+    def with_low_bits(self, slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns a parameter's state plus the low bits of its master, if it has one.
+
+        An empty state stays empty: a read may have created it on one rank only.
+        """
+        if not slot.has_master or not values:
+            return values
+        return {**values, "low_bits": self.masters.low_bits(slot)}

@@ -1,0 +1,197 @@
+"""Saves and loads the state dict of a wrapped optimizer: torch's format plus the low bits of the masters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from noria._errors import usage_error
+from noria.dist.load_fingerprint import lines_of_optimizer, refuse_others
+from noria.dist.ranks import raised_by_all
+from noria.model.layout import HomeParameter
+from noria.model.moment_formats import are_low_bits, plain_values
+from noria.model.optimizer_classes import original_class
+from noria.model.shadow_optimizer import part_values
+from noria.model.update_rules import rule_of
+from noria.step.optimizer_state import HomeState, whole_states
+from noria.step.param_groups import ParamGroups
+from noria.step.parameter_swap import exchange
+from noria.step.state_view import OptimizerState
+
+__all__ = ["load_state_dict", "state_dict"]
+
+
+def state_dict(members: ParamGroups, home_state: HomeState) -> dict[str, Any]:
+    home_state.settle(None)
+    optimizer = members.optimizer
+    state = optimizer.state
+    if home_state.dtype == "8bit":  # the user's hooks must see floats as well
+        optimizer.state = defaultdict(dict, {key: _without_codes(value) for key, value in state.items()})
+    try:
+        result = original_class(type(optimizer)).state_dict(optimizer)
+    finally:
+        optimizer.state = state
+    slots = list(members.slots())
+    states = {
+        slot.index: home_state.with_low_bits(slot, result["state"][number])
+        for number, slot in enumerate(slots)
+        if number in result["state"]
+    }
+    whole = whole_states(members.context, home_state.sync, states)
+    result["state"] |= {number: whole[slot.index] for number, slot in enumerate(slots) if number in result["state"]}
+    return result
+
+
+def _without_codes(values: Any) -> Any:
+    return plain_values(values) if isinstance(values, dict) else values
+
+
+def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str, Any]) -> None:
+    optimizer = members.optimizer
+    state.sync.meet("load the optimizer's state")
+    state.settle(None)
+    if optimizer.state is not state.shown:
+        state.take_over()
+    state_dict = _compared(members, state_dict)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch.inference_mode(False), torch.no_grad():
+        state_dict = _parts_of(members, state_dict, parameters)
+        _refuse_broken(members, state_dict, parameters)
+        state_dict, low_bits = _without_low_bits(state_dict, parameters)
+        loaded = _loaded_by_torch(members, state, state_dict)
+        dict.clear(state.shown)
+        for key, values in loaded.items():
+            if values or key not in members.context.slot_of:
+                dict.__setitem__(state.shown, key, values)
+        state.part()
+        for parameter in parameters:
+            slot = members.context.slot_of[parameter]
+            members.context.engine.access_home(slot.unit, True)
+            low = low_bits.get(parameter)
+            if low is not None and slot.has_master:
+                state.masters.set_low_bits(slot, low)
+            state.adopt(slot)
+
+
+def _compared(members: ParamGroups, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Runs the user's pre-hooks and returns the resulting state dict.
+
+    Raises UsageError on all ranks if the ranks have different state dicts.
+    """
+    optimizer, ranks = members.optimizer, members.context.ranks
+    everybody = [] if ranks is None else [ranks]
+    with raised_by_all(everybody, "optimizer.load_state_dict"):
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        lines = lines_of_optimizer([slot.name for slot in members.slots()], state_dict) if everybody else []
+    refuse_others(everybody, lines)
+    return state_dict
+
+
+def _parts_of(members: ParamGroups, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """Returns the parts of a whole state that this rank keeps at home."""
+    if members.context.ranks is None:
+        return state_dict
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = dict(state_dict["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if isinstance(state.get(number), dict):
+            state[number] = part_values(members.context.slot_of[parameter], state[number])
+    return {**state_dict, "state": state}
+
+
+def _refuse_broken(members: ParamGroups, state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Raises UsageError if noria's kernels cannot read the state. Runs before anything is changed.
+
+    torch itself refuses a wrong number of groups or parameters.
+    """
+    groups, saved = members.optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        return
+    numbers = iter(parameters)
+    for group, its in zip(groups, saved, strict=True):
+        rule = rule_of(members.cls, {**group, **its}) if members.kernel == "fused" else None
+        for number in its["params"]:
+            slot = members.context.slot_of[next(numbers)]
+            values = state_dict["state"].get(number)
+            if not isinstance(values, dict):
+                continue
+            low = values.get("low_bits")
+            if slot.has_master and are_low_bits(low) and low.shape != slot.like.shape:
+                raise usage_error(
+                    f'low_bits of "{slot.name}" in the optimizer\'s state with shape {tuple(slot.like.shape)}',
+                    f"shape {tuple(low.shape)}",
+                    "load a state that this optimizer has made for this model",
+                )
+            if rule is not None and members.fuses(slot.unit):
+                rule.refuse_broken_state(slot, values)
+
+
+def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """Lets the optimizer's own `load_state_dict` check and cast the state. Returns the state by real parameter.
+
+    During that call the optimizer holds stand-ins on the CPU, with the dtypes of the home. The call replaces the
+    parameter groups, as it does in plain PyTorch.
+    """
+    optimizer, slot_of = members.optimizer, members.context.slot_of
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    owners: dict[nn.Parameter, nn.Parameter] = {}
+
+    def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter in slot_of and parameter not in stand_ins:
+            stand_ins[parameter] = _stand_in(slot_of[parameter])
+            owners[stand_ins[parameter]] = parameter
+        return stand_ins.get(parameter, parameter)
+
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    exchange(optimizer, stand_in)
+    updates = optimizer._noria  # type: ignore[attr-defined]
+    del optimizer._noria  # type: ignore[attr-defined]
+    try:
+        _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # hooks must see real parameters, so they run outside
+        original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
+    finally:
+        _set_load_hooks(optimizer, before, after)
+        optimizer._noria = updates  # type: ignore[attr-defined]
+        exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
+        loaded, optimizer.state = optimizer.state, state.shown
+    return dict(OptimizerState.unwatched.items(loaded))
+
+
+def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:
+    optimizer._optimizer_load_state_dict_pre_hooks = before
+    optimizer._optimizer_load_state_dict_post_hooks = after
+
+
+def _stand_in(slot: HomeParameter) -> nn.Parameter:
+    """Returns a parameter with the shape and dtype of the home's tensor, and memory for one element only.
+
+    torch casts loaded state to the dtype of this stand-in: fp32 if the parameter has a master.
+    """
+    dtype = torch.float32 if slot.has_master else slot.dtype
+    like = torch.empty((), dtype=dtype, device="cpu").expand(slot.like.shape)
+    return nn.Parameter(like, requires_grad=slot.trainable)
+
+
+def _without_low_bits(
+    state_dict: dict[str, Any], parameters: list[nn.Parameter]
+) -> tuple[dict[str, Any], dict[nn.Parameter, torch.Tensor]]:
+    """Splits the low bits of the masters from the rest of the state.
+
+    torch casts the rest to the parameter's dtype, and that cast would destroy the low bits.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    rest, low_bits = dict(state_dict["state"]), {}
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = rest.get(number)
+        if isinstance(values, dict) and "low_bits" in values:
+            if are_low_bits(values["low_bits"]):
+                low_bits[parameter] = values["low_bits"]
+            rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
+    return {**state_dict, "state": rest}, low_bits

@@ -1,0 +1,143 @@
+"""Builds the parts of one `wrap` call from its context, and gives each part the others that it uses."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from noria._errors import usage_error
+from noria._lists import as_list
+from noria.dist.stage_group import StageGroup
+from noria.forward.activations import Activations
+from noria.forward.module_hooks import ModuleHooks
+from noria.model.layout import StatePlace
+from noria.optimizer import facade
+from noria.pipeline.peer_cache import PeerCache
+from noria.pipeline.peer_memory import PeerMemory
+from noria.pipeline.pipelining_compat import module_of
+from noria.pipeline.stage_adapter import StageAdapters
+from noria.runtime.accumulation import Accumulation, NoSync
+from noria.runtime.context import Context
+from noria.runtime.draft_policy import DraftPolicy
+from noria.runtime.gathered_weights import GatheredWeights
+from noria.runtime.late_allocations import LateAllocations
+from noria.runtime.load_tracker import LoadTracker
+from noria.runtime.module_state_dict import ModuleStateDicts
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState, weakly, weakly_asked
+from noria.runtime.step_boundary import StepBoundary
+from noria.runtime.weights import Weights
+from noria.step.driver import StepDriver, StepDrivers, StepServices
+from noria.step.sharded_norms import ShardedNorms
+
+__all__ = ["Wrapped", "wrapped_by", "wrapped_together"]
+
+# The wrap call of every module of a wrapped model. Weak on both sides: a wrap call lives as long as its models.
+_WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
+
+
+def wrapped_by(module: Any) -> Wrapped | None:
+    """Returns the wrap call of a model, a stage, or a module inside one. None if it is not wrapped."""
+    module = module_of(module)
+    found = _WRAPPED.get(module) if isinstance(module, nn.Module) else None
+    return found() if found is not None else None
+
+
+def wrapped_together(given: Any) -> Wrapped:
+    """Returns the one wrap call of a model, a stage, a module inside one, or a list of these.
+
+    Raises UsageError if one of them is not wrapped, or if they belong to several wrap calls.
+    """
+    owners = {}
+    for each in as_list(given) or [given]:
+        owner = wrapped_by(each)
+        if owner is None:
+            kind = type(each).__qualname__
+            raise usage_error("a wrapped model, or a module inside of one", kind, "noria.wrap it first")
+        owners[id(owner)] = owner
+    if len(owners) > 1:
+        raise usage_error("models of one noria.wrap call", f"of {len(owners)}", "give those of one call at a time")
+    [wrapped] = owners.values()
+    return wrapped
+
+
+class Wrapped:
+    """Builds the parts of one wrap call in the right order, and holds them.
+
+    Ownership: the hooks of its models keep it alive.
+    """
+
+    def __init__(self, context: Context, stages: StageGroup | None) -> None:
+        self.context = context
+        context.home.is_moved = context.engine.is_moved
+        self.loads = LoadTracker(context)
+        self.run = run = RunState(context, self.loads)
+        self.sync = RankSync(context)
+        late = LateAllocations(context, self.sync)
+        self.weights = Weights(context, run, self.sync, GatheredWeights(context, self.sync, late))
+        self.accumulation = Accumulation(context, run, late)
+        self.draft_policy = DraftPolicy(context)
+        self.peer_memory = PeerMemory(context, run, stages)
+        self.stages = StageAdapters(context, run, self.accumulation)
+        peer_cache = PeerCache(context, self.peer_memory)
+        self.activations = Activations(context, late, peer_cache)
+        self.boundary = StepBoundary(
+            every=[self.stages.begin_step, self.peer_memory.begin_step],
+            once=[peer_cache.begin_step, self.activations.begin_step],
+        )
+        self.drivers = StepDrivers(context)
+        # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
+        self.hooks = ModuleHooks(
+            context, run, self.loads, self.boundary, self.activations, self.peer_memory.check, self.drivers.expect
+        )
+        self.hooks.keeps_alive = self
+        self.state_dicts = ModuleStateDicts(context, run, self.sync, self.weights, self.loads)
+        self._connect_engine()
+        for root in context.partition.roots:
+            if context.ranks is not None or not hasattr(root, "no_sync"):  # one loop works with and without ranks
+                root.__dict__["no_sync"] = NoSync(self.accumulation)
+            for module in root.modules():
+                _WRAPPED[module] = weakref.ref(self)
+
+    def _connect_engine(self) -> None:
+        """Sets the engine's callbacks, by weak references: the engine must not keep alive what it calls."""
+        context, engine = self.context, self.context.engine
+        engine.set_update_callback(weakly(self.drivers.run_update))
+        if context.ranks is not None:
+            self.norms = ShardedNorms(context, self.sync, self.drivers)
+            engine.set_parts_callbacks(weakly_asked(self.norms.norms), weakly(self.norms.multiply))
+        if context.updates_in_backward:
+            engine.set_backward_callback(weakly(self.drivers.begin_backward))
+        if context.trace is not None:
+            engine.set_trace(context.trace)
+
+    def take_optimizer(self, optimizer: Optimizer, kernel: str, places: dict[tuple[int, str], StatePlace]) -> None:
+        """Makes the optimizer's `step()` noria's from now on. `places`: the places of its state in the home."""
+        services = StepServices(
+            self.run,
+            self.sync,
+            self.weights,
+            self.loads,
+            self.accumulation,
+            self.draft_policy,
+            self.stages,
+            self.boundary,
+        )
+        arena = self.context.home.arenas.get("optimizer state")
+        driver = StepDriver(self.context, services, self.drivers, optimizer, kernel, places, arena)
+        self.drivers.append(driver)
+        facade(optimizer, driver)
+
+    def remove_hooks(self) -> None:
+        self.stages.remove()
+        self.hooks.remove()
+        self.activations.remove()
+        self.state_dicts.remove()
+        for root in self.context.partition.roots:
+            if isinstance(root.__dict__.get("no_sync"), NoSync):
+                del root.__dict__["no_sync"]
+            for module in root.modules():
+                _WRAPPED.pop(module, None)

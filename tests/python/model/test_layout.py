@@ -1,0 +1,81 @@
+"""Layouts: aligned, in order, without overlap or needless holes, and regions add up to the byte."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from noria import _C
+from noria.model.layout import HomeUnit, Region, Ring, describe_units
+from noria.model.partition import UnitSpec
+from torch import nn
+
+ALIGNMENT = _C.TENSOR_ALIGNMENT
+
+tensors = st.lists(
+    st.tuples(st.integers(0, 5000), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()), max_size=20
+)
+
+
+def place(sizes: list[int]) -> tuple[list[int], int]:
+    """The slow, obvious twin: one after the other, each on the next boundary."""
+    offsets, end = [], 0
+    for size in sizes:
+        while end % ALIGNMENT:
+            end += 1
+        offsets.append(end)
+        end += size
+    while end % ALIGNMENT:
+        end += 1
+    return offsets, end
+
+
+def described(tensors: list[tuple[int, torch.dtype, bool]]) -> HomeUnit:
+    parameters = [
+        nn.Parameter(torch.empty(count, dtype=dtype, device="meta"), requires_grad=trains)
+        for count, dtype, trains in tensors
+    ]
+    names = [(f"p{number}",) for number in range(len(parameters))]
+    [unit] = describe_units([UnitSpec("unit", parameters, names, True, None)], None)
+    return unit
+
+
+@given(tensors)
+def test_tensors_of_a_unit_lie_one_after_the_other_trained_ones_first(tensors):
+    unit = described(tensors)
+    order = sorted(tensors, key=lambda tensor: not tensor[2])
+    sizes = [count * dtype.itemsize for count, dtype, _ in order]
+    trained = sum(trains for *_, trains in tensors)
+    offsets, end = place(sizes)
+    _, gradients = place(sizes[:trained])
+    if trained and not gradients:  # a unit of empty parameters is a unit too
+        gradients = ALIGNMENT
+        offsets = [0] * trained + [ALIGNMENT + offset for offset in offsets[trained:]]
+        end += ALIGNMENT
+    assert [slot.offset for slot in unit.parameters] == offsets
+    assert [slot.gradient_offset for slot in unit.parameters] == offsets[:trained] + [-1] * (len(offsets) - trained)
+    assert unit.gradients == (gradients if trained else 0)
+    assert unit.weights == max(end, ALIGNMENT)
+
+
+@given(st.lists(st.integers(0, 50).map(lambda blocks: blocks * ALIGNMENT), min_size=1, max_size=20), st.data())
+def test_a_region_adds_up_and_its_spares_lie_behind_it(sizes, data):
+    drafted = data.draw(st.sets(st.sampled_from(range(len(sizes)))))
+    region = Region.of("working copies", sizes, drafted)
+    assert region.bytes == sum(sizes) + sum(sizes[unit] for unit in drafted)
+    places = [(region.offsets[unit], size) for unit, size in enumerate(sizes)]
+    places += [(region.spares[unit], sizes[unit]) for unit in drafted if sizes[unit]]
+    end = 0
+    for offset, size in sorted(place for place in places if place[1]):
+        assert offset == end
+        end += size
+    assert end == region.bytes
+
+
+@pytest.mark.parametrize(("num_slots", "is_whole"), [(2, False), (3, True), (8, True)])
+def test_a_gradient_ring_is_never_larger_than_all_gradients(num_slots, is_whole):
+    units = [described([(256, torch.float32, True)]) for _ in range(3)]
+    for number, unit in enumerate(units):
+        unit.index = number
+    ring = Ring.of(units, (), num_slots)
+    assert ring.num_slots == (0 if is_whole else num_slots)
+    assert ring.region.bytes == min(num_slots, 3) * units[0].gradients
