@@ -1,0 +1,49 @@
+"""One word per concept: names that gave way to others do not come back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import noria
+import pytest
+
+ROOT = Path(noria.__file__).parent.parent.parent
+
+# Old name: the one that is used now.
+RENAMED = {
+    "Custodian": "EngineCallbacks",
+    "Custody": "TorchBridge",
+    "custody": "bridge, or the room's own name",
+    "Beside": "DeviceBuffers",
+    "ByTorch": "TorchStep",
+    "DraftJudge": "DraftPolicy",
+    "GradientParts": "ShardedNorms",
+    "InsideBackward": "BackwardStep",
+    "LaterGradients": "Accumulation",
+    "LaterMemory": "LateAllocations",
+    "StateParts": "OptimizerShards",
+}
+
+SOURCES = [
+    path
+    for folder in ("csrc", "python", "docs", "benchmarks", "examples", "tools")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".pyi", ".h", ".cpp", ".inc", ".md", ".sh")
+]
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_old_name_is_not_used(name):
+    pattern = re.compile(rf'(?<![\w."]){name}(?![\w"])')  # "Beside ..." at the beginning of a sentence is a word
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line) and not (name == "Beside" and re.search(r"\bBeside [a-z]", line))
+    ]
+    assert not found, f"it is called {RENAMED[name]} now"
+
+
+def test_there_are_sources_to_look_at():
+    assert len(SOURCES) > 200
