@@ -26,7 +26,7 @@ CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 # In tests several processes share the cores: who waits must not spin.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: all demo test test-modules test-all pretend googletest sanitize lint clean rivals soak
+.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint clean rivals soak
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -93,12 +93,15 @@ HOURS ?= 1
 soak: test-modules
 	$(BIN)/python benchmarks/soak.py --hours $(HOURS)
 
-lint: all
+# What takes seconds, and is run by continuous integration.
+style: all
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
-	$(BIN)/clang-tidy -p build/current --quiet --warnings-as-errors='*' $(CORE_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lint: style
+	$(BIN)/clang-tidy -p build/current --quiet --warnings-as-errors='*' $(CORE_FILES)
 
 clean:
 	rm -rf build dist python/*.egg-info python/noria/_C*.so python/noria/_built_with.json $(BUILT)
