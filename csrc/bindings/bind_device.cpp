@@ -14,7 +14,6 @@
 #include "device/backend.h"
 #include "device/cuda_runtime.h"
 #include "device/host_backend.h"
-#include "device/host_memory.h"
 #include "device/host_ticket.h"
 #include "device/link_probe.h"
 #include "device/timing.h"
@@ -283,7 +282,6 @@ void bind_device(py::module_& m) {
   m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
         py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count,
         py::arg("runtime") = py::none(), py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
-  m.attr("DEVICE_ALIGNMENT") = kDeviceAlignment.count;
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
   m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
   m.def(

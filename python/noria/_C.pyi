@@ -65,7 +65,6 @@ class Trace:
 
 DEFAULT_STREAM: int
 STAGING_BYTES: int
-DEVICE_ALIGNMENT: int
 
 class Ticket:
     @property

@@ -780,10 +780,11 @@ def test_an_edit_after_a_backward_that_raised_waits_for_what_was_on_its_way():
     both(journey, hostility={**HOSTILE, "hold_us": {"drain": 5_000}})
 
 
-def test_a_forward_beside_one_of_another_thread_is_refused():
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_a_forward_beside_one_of_another_thread_is_refused(activations):
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
-    noria.wrap(model, device=DEVICE, window=2)
+    noria.wrap(model, device=DEVICE, window=2, activations=activations)
     batch = torch.arange(6).view(1, 6)
     is_in_block, goes_on, found = threading.Event(), threading.Event(), []
 
@@ -793,11 +794,12 @@ def test_a_forward_beside_one_of_another_thread_is_refused():
 
     held = model.blocks[0].register_forward_pre_hook(hold)
 
-    def evaluate():
-        with torch.no_grad(), torch.device(DEVICE):
-            found.append(model(batch))
+    def forward():
+        with torch.device(DEVICE):
+            found.append(model(batch).detach())
+            found.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
-    other = threading.Thread(target=evaluate, daemon=True)
+    other = threading.Thread(target=forward, daemon=True)
     other.start()
     assert is_in_block.wait(60)
     hidden = torch.ones(1, 16, device=DEVICE)
@@ -807,6 +809,7 @@ def test_a_forward_beside_one_of_another_thread_is_refused():
     goes_on.set()
     other.join(60)
     held.remove()
+    assert found[1] is None, "its own hooks are off again"
     with torch.no_grad():
         assert torch.equal(found[0], plain(batch))
         assert torch.equal(model(batch), plain(batch))  # by this thread, now that the other one is done

@@ -507,3 +507,22 @@ def train(model, optimizer, first, last):
         loss_of(model, number).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_subclass_of_a_wrapped_optimizers_class_goes_on_as_torchs():
+    def journey(side):
+        side.train(0, 2)
+        if side.is_wrapped:
+            own = type(side.optimizer)
+            side.optimizer.__class__ = type("Mine", (own,), {})
+        side.optimizer.state_dict()
+        side.train(2, 4)
+        if side.is_wrapped:
+            plain = torch.nn.Linear(3, 3, device="cpu")
+            mine = type(side.optimizer)(plain.parameters(), lr=0.1)  # without noria it is torch's
+            plain(torch.ones(1, 3, device="cpu")).sum().backward()
+            before = plain.weight.detach().clone()
+            mine.step()
+            assert not torch.equal(plain.weight, before)
+
+    both(journey)

@@ -11,6 +11,8 @@ Values and random numbers are the same in each case.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +36,15 @@ __all__ = ["Activations"]
 _LEAST_PIECE = 16 * 1024 * 1024
 
 
+@dataclasses.dataclass(frozen=True)
+class _Entered:
+    """A call of a block that has not returned. `saving` holds torch's hooks, or None if the call saves nothing."""
+
+    module: nn.Module
+    thread: int
+    saving: contextlib.AbstractContextManager[Any] | None
+
+
 class Activations:
     """Moves what blocks save, or makes their backward compute it again."""
 
@@ -41,7 +52,7 @@ class Activations:
         self.context = context
         self.late = late
         self._handles: list[Any] = []
-        self._inside: list[contextlib.AbstractContextManager[Any] | None] = []  # innermost last
+        self._inside: list[_Entered] = []  # innermost last
         self._taken = 0  # bytes at home
         self._num_pieces = 0
         self._saving = _saving_hooks(weakref.ref(self.context.engine))
@@ -72,24 +83,28 @@ class Activations:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not torch.is_grad_enabled() or is_checkpointed():
-            self._inside.append(None)
+            self._inside.append(_Entered(module, threading.get_ident(), None))
             return
         saving = torch.autograd.graph.saved_tensors_hooks(*self._saving)
         saving.__enter__()
-        self._inside.append(saving)
+        self._inside.append(_Entered(module, threading.get_ident(), saving))
         if self._recomputation is not None:
             self._recomputation.enter(module, args, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside and (saving := self._inside.pop()) is not None:
-            saving.__exit__(None, None, None)
+        entered = self._inside[-1] if self._inside else None
+        if entered is None or entered.module is not module or entered.thread != threading.get_ident():
+            return  # this call was refused before it came to `_enter`
+        self._inside.pop()
+        if entered.saving is not None:
+            entered.saving.__exit__(None, None, None)
             if self._recomputation is not None:
                 self._recomputation.leave(module)
 
     def abandon(self) -> None:
         """Cleans up after a forward that ended without calling its hooks."""
         while self._inside:
-            if (saving := self._inside.pop()) is not None:
+            if (saving := self._inside.pop().saving) is not None:
                 saving.__exit__(None, None, None)
 
     def more_home(self, least: int) -> tuple[int, int]:

@@ -17,7 +17,8 @@ def name_original(facade: type[Optimizer], original: type[Optimizer]) -> None:
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
-    return _ORIGINALS.get(cls, cls)
+    """Returns the class that this facade, or subclass of a facade, was made for. Returns any other class unchanged."""
+    return next((_ORIGINALS[base] for base in cls.__mro__ if base in _ORIGINALS), cls)
 
 
 def step_of(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -177,8 +177,12 @@ class PeerMemory:
                     if arena := sum(loan.bytes for loan in self.lent):
                         self._expect_lent(arena)
                         beside.take_shared(LENT, arena)
-                except _C.MachineError as error:
-                    self._expect_lent(0)
+                        self._leave_room()
+                except BaseException as error:
+                    if not beside.address(LENT):
+                        self._expect_lent(0)
+                    if not isinstance(error, _C.MachineError):
+                        raise
                     why = str(error)
             reasons = stages.group.gather_objects(why)
             if not any(reasons):
@@ -191,6 +195,7 @@ class PeerMemory:
             if beside.address(LENT):
                 beside.free(LENT)
                 self._expect_lent(0)
+                self._leave_room()
 
     def _trade(self, stages: StageGroup, links: list[list[float]]) -> None:
         handover = Handover(stages, self.context.backend)
@@ -307,21 +312,20 @@ class PeerMemory:
                 self._lender = None
         elif self.context.device.type == "cpu":  # CUDA has its memory back as a whole only
             self._expect_lent(sum(loan.bytes for loan in self.lent))
+        self._leave_room()
 
     def _still_lent(self, loan: Loan) -> int:
         return 0 if self._lender is None else self._lender.lent(self._world(loan.borrower))
 
     def _expect_lent(self, num_bytes: int) -> None:
-        """Enters what the arena takes into the ledger, and leaves the rest of the room to this stage's own blocks.
+        """Enters what the arena is to take into the ledger."""
+        self.context.ledger.expect(str(self.context.device), LENT, num_bytes)
 
-        On CUDA other processes can open whole blocks only, so an arena takes whole ones.
-        """
+    def _leave_room(self) -> None:
+        """Leaves the room that the arena does not take to what this stage's own blocks save."""
         room = self.context.plan.saved_room
         assert room is not None
-        if self.context.device.type == "cuda":
-            num_bytes = -(-num_bytes // _C.DEVICE_ALIGNMENT) * _C.DEVICE_ALIGNMENT
-        self.context.ledger.expect(str(self.context.device), LENT, num_bytes)
-        self.context.engine.set_saved_room(room - num_bytes)
+        self.context.engine.set_saved_room(room - self.context.device_buffers.taken.get(LENT, 0))
 
     def _shrunk(self, loan: Loan, left: int) -> Loan:
         self.loans[self.loans.index(loan)] = shrunk = loan.shrunk(left)

@@ -32,6 +32,13 @@ class Context:
     pool: _C.HostOptimizer | None
     ranks: Ranks | None
     trace: _C.Trace | None
+    ledger: Ledger = dataclasses.field(init=False)
+    notes: list[str] = dataclasses.field(init=False)
+    """For the report: what the plan could not foresee, and what has turned out since."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ledger", Ledger(self.plan))
+        object.__setattr__(self, "notes", list(self.plan.unpredicted))
 
     @functools.cached_property
     def policy(self) -> Policy:
@@ -48,15 +55,6 @@ class Context:
     @functools.cached_property
     def device(self) -> torch.device:
         return self.plan.device
-
-    @functools.cached_property
-    def ledger(self) -> Ledger:
-        return Ledger(self.plan)
-
-    @functools.cached_property
-    def notes(self) -> list[str]:
-        """For the report: what the plan could not foresee, and what has turned out since."""
-        return list(self.plan.unpredicted)
 
     @functools.cached_property
     def slots(self) -> list[HomeParameter]:

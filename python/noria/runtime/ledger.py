@@ -18,9 +18,10 @@ class Ledger:
 
     def expect(self, place: str, purpose: str, num_bytes: int) -> None:
         """Sets a row; 0 removes it."""
-        self._rows[(place, purpose)] = num_bytes
-        if not num_bytes:
-            del self._rows[(place, purpose)]
+        others = {key: size for key, size in self._rows.items() if key != (place, purpose)}
+        self._rows = (
+            {**others, (place, purpose): num_bytes} if num_bytes else others
+        )  # another thread may read a report
 
     def expected(self, place: str, purpose: str) -> int:
         return self._rows.get((place, purpose), 0)
