@@ -1,11 +1,13 @@
 // TorchBridge connects autograd with the engine: it owns the parameters' storages, and turns hooks into engine calls.
 //
 // Module hooks and autograd hooks call it, and it calls the engine. The engine tells it where a unit's bytes are, and
-// it points the storages there. It does nothing else.
+// it points the storages there. It also answers for `p.grad`, late scales and saved tensors, opens the home to the
+// user, and compares steps between ranks.
 // Ownership: owns the unit storages, the gradient views and the engine. Keeps the parameters and their AccumulateGrad
 // nodes alive.
 // Threads: hooks of one model run one at a time: on the launching thread, or on autograd's thread for the device while
-// the launching thread waits in `backward`. Public members are called without the GIL; only `run_update` takes it.
+// the launching thread waits in `backward`. Public members are called without the GIL. Calls back
+// into Python take it: updates by torch, the beginning of a backward, more home memory, norms of shards.
 //
 // Note [Gradients]. The bridge catches a gradient before AccumulateGrad sees it. It writes the gradient into the unit's
 // gradient buffer on the compute stream, and gives AccumulateGrad nothing. When the outermost backward ends, it sets
@@ -14,7 +16,8 @@
 // adds to it in place, as in torch.
 //
 // Note [Graph tasks]. Engine::queue_callback runs a callback once per graph task, and not after an exception. A
-// backward therefore ends with the callback of a task that is not nested, or of a nested task if no other one is armed.
+// backward therefore ends when the callback of a task that is not nested runs. The callback of a nested task ends it
+// only if no other task is armed.
 // The callback holds a token. Autograd destroys it with the task, so the bridge also learns of a task that raised.
 #pragma once
 
@@ -90,8 +93,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void abandon_forward();
 
   // ---- autograd, through grad_hooks.cpp ----
-  /// Returns true if `outer` need not announce a node that `inner` has hooked already: if `inner` needs a unit that
-  /// `outer` does not. Other nodes need the units that `outer` uses itself.
+  /// Returns true if `inner` needs a unit that `outer` lacks. Then `outer` does not hook a node that `inner` has
+  /// hooked.
   bool is_announced_by(HookId outer, HookId inner) const;
   void backward_begins(HookId hook, bool inner);  // hook -1: the outermost module's output
   torch::autograd::variable_list catch_gradient(int index, const torch::autograd::variable_list& gradients);

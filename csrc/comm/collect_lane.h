@@ -18,12 +18,12 @@
 // nothing of the other ranks any more: what is queued fails with the same error.
 //
 // Note [Assistance]. For a gather, an assisting rank gives its shard, out of the home. For a reduction it adds nothing,
-// and takes its shard of the sum into the held gradient. Neither is an op of its own. So what it waits for comes with
-// the op that the lane is at: `Shares`, made when that op was submitted. An op that is submitted later cannot be in the
-// way. If it writes a working copy or touches a held gradient, it waits for the newest op of the lane (plan/hazards.h).
-// For what was done in an exchange, the engine submits an op after the exchange. Until an exchange reports them, the
-// launching thread does not know of the sums that were taken into held gradients. If the rank's own sum comes before
-// that, it is added to them.
+// and takes its shard of the sum into the held gradient. Neither is an op, so no waits are
+// derived for it. The op that the lane is at brings them: `Shares`, made when that op was submitted. An op that is
+// submitted later cannot be in the way. If it writes a working copy or touches a held gradient, it waits for the newest
+// op of the lane (plan/hazards.h). If this rank assisted during an exchange, the engine submits an op afterwards, so
+// that later ops can wait for it. Until an exchange reports them, the launching thread does not know of the sums that
+// were taken into held gradients. If the rank's own sum comes before that, it is added to them.
 #pragma once
 
 #include <cstdint>

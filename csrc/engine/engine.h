@@ -7,19 +7,20 @@
 // Threads: one call at a time; a mutex ensures it. A call may block until a fetch has arrived, an update is sealed, or
 // gradients have landed. Never called with the GIL held.
 //
-// Note [A visit]. `announce` first ends the visit before: the engine gives its compute ticket, drains the gradients
-// that arrived, and evicts its units from their parameters. Then the engine issues the ops that the plan has for the
-// new visit, makes the stream wait for what the visit reads, and attaches the visit's units. If the units are attached
-// already, no new visit begins. Sometimes the plan did not foresee a visit or a gradient (another branch, for example).
-// Then the engine plans it on the spot from what lies on the device now, and learns it when the pass ends.
+// Note [A visit]. `announce` first ends the visit before: the engine gives its compute ticket, evicts its units
+// from their parameters, and drains the gradients that arrived. Then the engine issues the ops that the plan has for
+// the new visit, makes the stream wait for what the visit reads, and attaches the visit's units. If the units are
+// attached already, no new visit begins. Sometimes the plan did not foresee a visit or a gradient (another branch, for
+// example). Then the engine plans it on the spot from what lies on the device now, and learns it when the pass ends.
 //
 // Note [The compute lane]. The compute lane is the stream that is current at the hook. If the current stream changes,
 // the new stream first waits for all that is on the old one. So the lane stays a queue.
 //
 // Note [Drafts]. A draft is the update that is expected to follow. The pool computes it as soon as the unit's gradients
 // have landed, from the unit's state into spare buffers. `step` asks for the same update in place. If there is a draft,
-// unit and spare change places. The update is then computed anew in two cases only: `step` asks for other
-// hyperparameters, or the gradient was written since (torch tells) and its bytes differ. Nothing is rolled back,
+// unit and spare change places. The update is then computed anew in three cases only: `step` asks for other
+// hyperparameters; the gradient was written since (torch tells) and its bytes differ; or it was first scaled, then
+// written, so that its bytes cannot be compared. Nothing is rolled back,
 // because no op reads a draft until it is committed. A look at the home drops a draft, and so does another backward. If
 // a schedule tells which backwards are the last, another backward drops the draft only if it brings the unit another
 // gradient.
@@ -43,10 +44,10 @@
 // Note [Shards]. If ranks share the home, each rank has one part of every unit: a part of its trainable bytes, and a
 // part of its frozen bytes. All ranks have parts of equal size. A fetch copies this rank's part and gathers the parts
 // of the others. Gradients are summed over the ranks before this rank's part is drained. Gather and sum are ops of the
-// collect lane, issued where one device fetches and drains. So ranks that run the same modules meet in the same order.
-// If ranks run different modules, the lane assists (comm/collect_lane.h). An assisting rank may take sums into held
-// gradients; it knows of them after the exchange that ends the backward. Updates of these gradients wait for that as
-// for a drain, and a draft that was made before is dropped. `p.grad` does not show what is held.
+// collect lane: a gather follows the fetch, a reduction comes before the drain. So ranks that run the same modules meet
+// in the same order. If ranks run different modules, the lane assists (comm/collect_lane.h). An assisting rank may take
+// sums into held gradients; it knows of them after the exchange that ends the backward. Updates of these gradients wait
+// for that as for a drain, and a draft that was made before is dropped. `p.grad` does not show what is held.
 //
 // Gradients of a pass that is not synced (`set_unsynced`) are drained whole, to memory of their own. The next synced
 // pass adds gradients that come again to these, and sums the others at its end. An update inside backward that follows
@@ -54,7 +55,8 @@
 //
 // Note [Updates]. An update is an op on the update lane. On the pool it is issued at `step`, and the fetch that needs
 // it waits for it. On the launching thread (kernel="torch") it is issued when another op needs what it reads or writes:
-// `settle`. Either way the unit's version rises at `step`, so no device copy of it counts as current.
+// `settle`. Either way the unit's version rises at `step`, so no device copy of it counts as current. An update
+// inside backward raises it there.
 //
 // Note [Hidden updates]. The time of an update counts as behind a pass while the compute lane is at one of the pass's
 // visits. It counts as exposed while that lane waits, for any reason, and outside of passes: in `step`, and in what the

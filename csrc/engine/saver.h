@@ -14,18 +14,18 @@
 // storages leave as are in the way. When a backward visit takes its bundle, the next bundles are already on their way
 // back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is brought then (`await`).
 //
-// Two bundles must have room. If they had room until some of it was lent, they keep it. Then more than the room lies on
-// the device, until the lender has got back what it asks for.
+// The room must hold the two largest bundles, or UsageError is raised. If they fit before some of the room was lent,
+// nothing is raised: more than the room lies on the device until the lender has its memory back.
 //
-// Note [Tokens]. torch's allocator puts a tensor in a different place each time. So a token stands for the memory on
-// the device: a buffer of one byte in a place of its own, one for each storage that is saved now.
+// Note [Tokens]. torch's allocator puts a tensor in a different place each time it is reloaded. So ops do not name
+// its address, but a token: a buffer of one byte that stands for it, one for each storage that is saved now.
 //
 // Note [What nobody foresaw]. A tensor may be asked for before it is back. The caller is then inside of a visit, and
 // nothing that is queued waits for the end of that visit (plan/planner.h, Note [Issue points]). So a tensor at peers
 // comes back on the peer lane, as usual. A tensor at home would have to stand on the fetch lane behind fetches made
-// ahead, and behind the updates that these wait for. So the callbacks copy it at once, on the compute stream. An op of
-// the compute lane inside of the visit would say that the visit has ended when this op has. So there is no such op: the
-// calling thread blocks until the stream has come so far.
+// ahead, and behind the updates that these wait for. So the callbacks copy it at once, on the compute stream. Ops of
+// the compute lane end in the order of their issue, so a new op cannot end before the visit that is open. Therefore
+// there is no such op: the calling thread blocks until the stream has come so far.
 #pragma once
 
 #include <deque>

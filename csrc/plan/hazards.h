@@ -1,4 +1,7 @@
-// Derives every wait from what ops read and write. No wait is written by hand anywhere else.
+// Derives every wait between ops on the same data from what they read and write; none is written by hand.
+//
+// Other waits are not derived here: a change of the compute stream (`Engine::continue_on`), back pressure and reloads
+// that were not foreseen (`Saver`), and copies that end before a peer has its memory back (`Saver`, `PeerCopies`).
 //
 // Example: a fetch writes a range of the window, so it waits for the forward that last read this range. Every op names
 // what it reads and writes. `issue` takes ops in issue order and returns the ops that each must wait for:
@@ -6,12 +9,14 @@
 // - for what it writes: the last writer (WAW), and the readers since that write (WAR).
 // A wait is left out if the order of a lane, or another wait, already implies it.
 //
-// Ownership: keeps what it needs of past ops. The number of distinct ranges in use bounds this, not time.
+// Ownership: keeps what it needs of past ops. Its memory depends on how many ranges are in use, not on how long
+// training runs.
 // Threads: none of its own; the caller serialises.
 //
 // Note [Update lane]. The update lane is a pool, so only waits order its ops. Updates of one unit always conflict,
-// because each writes the unit's state. So they form a chain, and a chain counts as a lane when implied waits are
-// dropped. The sums of a unit form another chain, because a draft need not wait for them.
+// because an update or a load writes the unit's state, and a draft reads it. So they form a chain, and a chain counts
+// as a lane when implied waits are dropped. The sums of a unit form another chain, because a draft need not wait for
+// them.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +52,8 @@ class Hazards {
   /// Returns the ops that `op` must wait for, newest first; none for Verb::evict. `op.id` must grow from call to call.
   std::vector<Wait> issue(const Op& op);
 
-  /// Returns the ops that `access` would have to wait for if it were made now. Records nothing.
+  /// Returns all ops that conflict with `access` now, oldest first, also those that a wait would imply. Records
+  /// nothing.
   std::vector<OpId> before(const Access& access) const;
 
   /// Tests only: leaves out waits of this kind (see kind_of) from now on. An empty string omits none.

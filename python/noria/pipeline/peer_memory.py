@@ -32,9 +32,9 @@ class PeerMemory:
     A lender keeps the memory that its own blocks need. If that need grows, the lender asks for the missing bytes
     (Note [Words that only fall] in csrc/store/lending.h).
 
-    Order: giving back takes three step boundaries. At its own boundary the lender asks. At its next boundary the
-    borrower gives back, if nothing lies there any more. At its own next boundary the lender gets the memory. Until
-    then its blocks have less room, and more of their saved tensors go to the host.
+    Order: giving back takes three step boundaries. The lender asks at one of its own. The borrower gives back at its
+    next one, if nothing lies there any more. The lender takes the memory at its following one. Until then its blocks
+    have less room, and more of their saved tensors go to the host.
     """
 
     def __init__(self, context: Context, run: RunState, stages: StageGroup | None) -> None:

@@ -33,8 +33,8 @@ class LateAllocations:
         free = self._free(region) if together else least([find(self.context.device)])
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
-        self.context.ledger.expect("host", region.purpose, region.bytes)
         try:
+            self.context.ledger.expect("host", region.purpose, region.bytes)
             return self.context.home.take_later(region, self.context.backend)
         except BaseException:
             self.context.ledger.expect("host", region.purpose, 0)

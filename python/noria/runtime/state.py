@@ -48,7 +48,7 @@ def weakly_asked(method: Callable[Given, Returned]) -> Callable[Given, Returned]
 
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
         if (found := reference()) is None:
-            raise RuntimeError("what asks this outlives the model")
+            raise RuntimeError("called after the wrapped model was freed")
         return found(*args, **kwargs)
 
     return call
@@ -72,7 +72,8 @@ class RunState:
         """The callback that was registered last runs first."""
         self.on_close: list[Callable[[], None]] = []
         """Runs after the engine has ended. The callback that was registered last runs first."""
-        self._num_materialized = self._num_loading = 0
+        self._num_materialized = 0
+        self._loading: list[object] = []
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit, needed modules may be gone; atexit ran before
@@ -84,15 +85,18 @@ class RunState:
         """
         if self.closed:
             return Activity.CLOSED
+        if (under_way := self._under_way()) is not None:
+            return under_way
+        if self._loading:
+            return Activity.LOADING
+        return Activity.TORN if self.context.engine.torn() else Activity.IDLE
+
+    def _under_way(self) -> Activity | None:
         if in_backward():
             return Activity.BACKWARD
         if self.in_forward():
             return Activity.FORWARD
-        if self._num_materialized:
-            return Activity.MATERIALIZED
-        if self._num_loading:
-            return Activity.LOADING
-        return Activity.TORN if self.context.engine.torn() else Activity.IDLE
+        return Activity.MATERIALIZED if self._num_materialized else None
 
     # ---- blocks ----
 
@@ -106,19 +110,16 @@ class RunState:
             self._num_materialized -= 1
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Marks a load. Inside, reads of optimizer state are allowed: the load may mend a torn home."""
-        self._num_loading += 1
+    def loading(self, part: object) -> Iterator[None]:
+        """Marks a load of this part of the state. Reads of it are allowed: the load may make a torn home whole."""
+        self._loading.append(part)
         try:
             yield
         finally:
-            self._num_loading -= 1
+            self._loading.pop()
 
-    @property
-    def is_loading(self) -> bool:
-        return self._num_loading > 0
-
-    # ---- refusals ----
+    def is_loading(self, part: object) -> bool:
+        return any(each is part for each in self._loading)
 
     def check_alive(self) -> None:
         if os.getpid() != self.pid:
@@ -131,7 +132,7 @@ class RunState:
             raise usage_error("a model that is wrapped", "one whose engine was shut down", "wrap it again")
 
     def refuse_when_busy(self, call: str) -> None:
-        if self.now() in (Activity.BACKWARD, Activity.FORWARD, Activity.MATERIALIZED):
+        if self._under_way() is not None:
             raise usage_error(
                 f"{call} between passes",
                 "it inside of a forward, a backward or `with noria.materialize(...)`",

@@ -86,7 +86,7 @@ class StepDrivers(list["StepDriver"]):
     def begin_backward(self) -> None:
         """Tells the engine all updates of the backward that begins. Only used under update="backward".
 
-        Raises UsageError if no optimizer holds a trainable parameter any more.
+        Raises UsageError if a trainable parameter is in no optimizer any more.
         """
         expected = self.expect_in_backward()
         for slot in self.context.slots:
@@ -262,14 +262,14 @@ class StepDriver:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.run.refuse_between_steps("optimizer.load_state_dict()", mends=True)
-        with self.run.loading():
+        with self.run.loading(self._state):
             load_state_dict(self._members, self._state, state_dict)
             self._is_loaded()
 
     def parts(self) -> dict[str, Any]:
         """Returns this process's part of the state, by parameter name, for `torch.distributed.checkpoint`."""
         self.run.recover()
-        with self.run.loading():  # the caller may want to load into these parts
+        with self.run.loading(self._state):  # the caller may want to load into these parts
             self._state.follow()
             return self._parts.state_dict()
 

@@ -122,7 +122,7 @@ class HomeState:
     def settle(self, parameter: Any) -> None:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
         self.run.check_alive()
-        if not self.run.is_loading:
+        if not self.run.is_loading(self):
             self.run.refuse_between_steps("a look at optimizer.state")
         if parameter is None:
             self.context.engine.settle_all()

@@ -56,8 +56,9 @@ def test_what_it_is_doing_is_one_word():
         assert run.now() is Activity.FORWARD
         run.in_forward = lambda: False
     engine.is_torn = "step 2 broke off"
-    with run.loading():
-        assert run.now() is Activity.LOADING and run.is_loading
+    one, other = object(), object()
+    with run.loading(one):
+        assert run.now() is Activity.LOADING and run.is_loading(one) and not run.is_loading(other)
     engine.is_torn = ""
     assert run.now() is Activity.IDLE
     engine.is_torn = "step 3 broke off"
@@ -162,5 +163,5 @@ def test_callbacks_of_tensors_act_while_all_is_there_and_keep_nothing_alive():
     gc.collect()
     assert gone() is None
     told(5)
-    with pytest.raises(RuntimeError, match="outlives the model"):
+    with pytest.raises(RuntimeError, match="after the wrapped model was freed"):
         asked(5)
