@@ -93,3 +93,10 @@ def test_the_docs_name_every_part_in_its_order(tmp_path):
     first_run = text[text.index("## The first run there") : text.index("Then `make test`")]
     named = [word for word in re.findall(r"`(\w+)`", first_run) if word in names]
     assert named == [name for name in names if name != "rivals"]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_rivals_are_tried_without_noria_which_is_built_meanwhile(small, tmp_path):
+    [rivals] = [part for part in gpu_all.parts(tmp_path, None, small) if part.name == "rivals"]
+    tried = rivals.command[rivals.command.index("--systems") + 1].split(",")
+    assert len(tried) > 3 and not any(name.startswith("noria") for name in tried)
