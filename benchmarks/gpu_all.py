@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.systems.catalogue import SYSTEMS
+from benchmarks.systems import catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "gpu_all_venv"
@@ -98,8 +98,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
     threads = [] if small else ["--threads", "8", "15", "--rounds", "9"]
     beside = ["-m", "benchmarks.systems.beside", str(ENVIRONMENT), "-r", PACKAGES, *offline]
     # Not noria, which is built at the same time; `versus` leaves out what did not run here.
-    named = SYSTEMS if systems == "all" else systems.split(",")
-    foreign = ",".join(each for each in named if not each.startswith("noria"))
+    foreign = ",".join(each for each in catalogue.chosen(systems) if not each.startswith("noria"))
     found = [
         Part("environment", 60, [sys.executable, *beside], needs=(), is_ours=False),
         Part(

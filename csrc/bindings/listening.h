@@ -46,7 +46,7 @@ void multiply_by(const at::Tensor& target, const Scale& scale);
 /// Returns the same scale, with its own copy of the tensor.
 Scale kept(const Scale& scale);
 
-/// A Listener is told what operators do with tensors, each known by a number that the listener chose. This base class
+/// Listener hears what operators do with tensors. It gives each tensor a number, by which it is told. This base class
 /// answers nothing.
 class Listener {
  public:

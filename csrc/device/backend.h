@@ -196,7 +196,7 @@ class Backend : public Living<Backend> {
   /// Makes `counted` count the ops from `first` on. It is as `stats`, and counts times that become known later too.
   virtual void begin_counting(OpId first) = 0;
   virtual LaneStats counted(Lane lane) const = 0;
-  /// From now on `update_time` is told when the compute lane works.
+  /// Reports to `update_time`, from now on, when the compute lane works.
   virtual void set_update_time(std::shared_ptr<UpdateTime> update_time) = 0;
   /// From now on the spans of fetch, drain, peer and collect ops go to `trace` (null: nowhere). The caller adds compute
   /// spans itself.

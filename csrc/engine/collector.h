@@ -1,5 +1,5 @@
 // Collector issues the ops of the collect lane, with what the lane needs to assist other ranks meanwhile. It also keeps
-// by unit what ranks must know of each other: the version of its weights, and of which gradients a sum is held.
+// by unit what ranks must know of each other: the version of its weights, and the gradients whose sums it holds.
 //
 // Ownership: borrows issuer and units from the engine, shares the lane. Order: as the fetcher's. Threads: the caller
 // serialises; nothing here blocks.

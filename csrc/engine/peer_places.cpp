@@ -30,8 +30,8 @@ bool PeerPlaces::shrink_peer(std::int32_t rank, Bytes left) {
   return lent->pool.taken_beyond() == Bytes{0};
 }
 
-// Takes the peers with the most left first, as many as the size is worth. Leaves out a peer that has too little in one
-// range.
+// Takes the peers with the most left first. More bytes are split over more peers. Leaves out a peer that has too little
+// in one range.
 Stretches PeerPlaces::take(Bytes bytes) {
   std::vector<std::size_t> peers(peers_.size());
   std::iota(peers.begin(), peers.end(), std::size_t{0});

@@ -183,9 +183,7 @@ class ModuleHooks:
                 self._needs_watch |= self.watch.num_seen > 0
                 self.engine.end_forward(tensors_of(output))
             self._entered_roots.clear()
-            if raised:
-                return
-            if torch.is_grad_enabled():
+            if not raised and torch.is_grad_enabled():
                 self._expect_updates()
 
         return enter, leave

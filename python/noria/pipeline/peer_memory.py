@@ -193,9 +193,7 @@ class PeerMemory:
                     offers[lender] = (machine, 0, 0, wanted)
                     self.notes.append(f"{self.row_name} {lender} lends nothing: {why}")
             if beside.address(LENT):
-                beside.free(LENT)
-                self._expect_lent(0)
-                self._leave_room()
+                self._free_arena()
 
     def _trade(self, stages: StageGroup, links: list[list[float]]) -> None:
         handover = Handover(stages, self.context.backend)
@@ -305,8 +303,7 @@ class PeerMemory:
                 self._asked[loan.borrower] = min(self._asked.get(loan.borrower, 0), still)
                 self._shrunk(loan, still)
         if not any(left.values()):
-            beside.free(LENT)
-            self._expect_lent(0)
+            self._free_arena()
             if self._lender is not None:
                 self._lender.close()
                 self._lender = None
@@ -320,6 +317,11 @@ class PeerMemory:
     def _expect_lent(self, num_bytes: int) -> None:
         """Enters what the arena is to take into the ledger."""
         self.context.ledger.expect(str(self.context.device), LENT, num_bytes)
+
+    def _free_arena(self) -> None:
+        self.context.device_buffers.free(LENT)
+        self._expect_lent(0)
+        self._leave_room()
 
     def _leave_room(self) -> None:
         """Leaves the room that the arena does not take to what this stage's own blocks save."""
