@@ -213,9 +213,11 @@ class ModuleHooks:
 
         Returns None on autograd's threads: a checkpoint may run modules again there.
         """
-        outermost = self._entered_roots[:1]  # a copy: that thread may end its forward meanwhile
-        is_other = outermost and outermost[0].thread != threading.get_ident() and not in_backward()
-        return outermost[0].thread if is_other else None
+        try:
+            thread = self._entered_roots[0].thread
+        except IndexError:  # that thread may end its forward meanwhile
+            return None
+        return None if thread == threading.get_ident() or in_backward() else thread
 
     def _refuse_beside_another_thread(self) -> None:
         if (other := self._other_thread()) is not None:

@@ -19,6 +19,16 @@ __all__ = ["Activity", "RunState", "weakly", "weakly_asked"]
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
+_this_process = os.getpid()  # kept: each visit compares it, and os.getpid() is a system call
+
+
+def _note_fork() -> None:
+    global _this_process
+    _this_process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class Activity(enum.Enum):
     CLOSED = "closed"
@@ -64,7 +74,7 @@ class RunState:
     def __init__(self, context: Context, loads: LoadTracker) -> None:
         self.context = context
         self.loads = loads
-        self.pid = os.getpid()
+        self.pid = _this_process
         self.closed = False
         self.in_forward: Callable[[], bool] = lambda: False
         self.on_recover: list[Callable[[], None]] = []
@@ -122,10 +132,10 @@ class RunState:
         return any(each is part for each in self._loading)
 
     def check_alive(self) -> None:
-        if os.getpid() != self.pid:
+        if self.pid != _this_process:
             raise usage_error(
                 "a wrapped model used in the process that wrapped it",
-                f"it in process {os.getpid()}, forked from {self.pid}",
+                f"it in process {_this_process}, forked from {self.pid}",
                 "wrap inside the child, or let data loader workers leave the model alone",
             )
         if self.closed:
@@ -185,7 +195,7 @@ class RunState:
 
         def call() -> None:
             run = state()
-            if run is not None and not run.closed and os.getpid() == run.pid:
+            if run is not None and not run.closed and run.pid == _this_process:
                 act(*args, **kwargs)
 
         return call
@@ -194,7 +204,7 @@ class RunState:
 
     def shutdown(self) -> None:
         """Ends the engine's threads. In a forked child it does nothing: the child has none of these threads."""
-        if self.closed or os.getpid() != self.pid:
+        if self.closed or self.pid != _this_process:
             return
         self.closed = True
         context = self.context
