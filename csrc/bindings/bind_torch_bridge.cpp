@@ -30,6 +30,13 @@ auto without_gil(Question question) {
   return question();
 }
 
+/// Asks the engine for a property. It takes the engine's gate, so it must not hold the GIL.
+template <class Question>
+auto asked(Question question) {
+  return py::cpp_function(
+      [question](const TorchBridge& self) { return question(self.engine()); }, NoGil());
+}
+
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
 
 std::vector<std::byte*> pointers(const std::vector<std::int64_t>& addresses) {
@@ -261,12 +268,12 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "add_peer",
           [](TorchBridge& self, std::int32_t rank, int link, double bandwidth, std::int64_t address,
-             std::int64_t bytes) { self.engine().add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}}); },
+             std::int64_t bytes) { self.engine().saver()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}}); },
           py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"), NoGil())
       .def(
           "shrink_peer",
           [](TorchBridge& self, std::int32_t rank, std::int64_t left) {
-            return self.engine().shrink_peer(rank, Bytes{left});
+            return self.engine().saver()->shrink_peer(rank, Bytes{left});
           },
           py::arg("rank"), py::arg("left"), NoGil())
       .def(
@@ -274,21 +281,21 @@ void bind_torch_bridge(py::module_& m) {
           [](TorchBridge& self, const std::set<std::int32_t>& hooks) {
             std::set<HookId> all;
             for (const std::int32_t hook : hooks) all.insert(HookId(hook));
-            self.engine().send_saved_home(std::move(all));
+            self.engine().saver()->send_home(std::move(all));
           },
           py::arg("hooks"), NoGil())
       .def(
           "add_copy_peer",
           [](TorchBridge& self, std::int32_t rank, int link, double bandwidth, std::int64_t address, std::int64_t bytes,
              std::int64_t begin) {
-            self.engine().add_copy_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}, Bytes{begin}});
+            self.engine().copies()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}, Bytes{begin}});
           },
           py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"),
           py::arg("begin"), NoGil())
       .def(
           "shrink_copy_peer",
           [](TorchBridge& self, std::int32_t rank, std::int64_t left) {
-            self.engine().shrink_copy_peer(rank, Bytes{left});
+            self.engine().copies()->shrink_peer(rank, Bytes{left});
           },
           py::arg("rank"), py::arg("left"), NoGil())
       .def(
@@ -299,7 +306,7 @@ void bind_torch_bridge(py::module_& m) {
           py::arg("units"), NoGil())
       .def("copy_stats",
            [](TorchBridge& self) {
-             const CopyStats stats = without_gil([&] { return self.engine().copy_stats(); });
+             const CopyStats stats = without_gil([&] { return self.engine().copies()->stats(); });
              py::dict result;
              result["num_units"] = stats.num_units;
              result["num_stashed"] = stats.num_stashed;
@@ -309,9 +316,15 @@ void bind_torch_bridge(py::module_& m) {
              return result;
            })
       .def(
-          "times_fetched", [](TorchBridge& self) { return self.engine().times_fetched(); }, NoGil())
+          "times_fetched", [](TorchBridge& self) {
+            const auto fetcher = self.engine().fetcher();
+            const UnitMap<std::int64_t>& times = fetcher->times_fetched();
+            std::vector<std::int64_t> result;
+            for (UnitId unit : times.ids()) result.push_back(times[unit]);
+            return result;
+          }, NoGil())
       .def(
-          "set_saved_room", [](TorchBridge& self, std::int64_t room) { self.engine().set_saved_room(Bytes{room}); },
+          "set_saved_room", [](TorchBridge& self, std::int64_t room) { self.engine().saver()->set_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",
            [](TorchBridge& self, py::function more_home) {
@@ -359,7 +372,7 @@ void bind_torch_bridge(py::module_& m) {
           [](TorchBridge& self, std::int32_t unit, UpdateJob job, const std::vector<std::int64_t>& gradients) {
             std::vector<Bytes> offsets;
             for (const std::int64_t offset : gradients) offsets.push_back(Bytes{offset});
-            self.engine().expect_in_backward(UnitId(unit), {std::move(job), std::move(offsets)});
+            self.engine().backward_updates()->expect(UnitId(unit), {std::move(job), std::move(offsets)});
           },
           NoGil())
       .def("set_accumulating", &TorchBridge::set_accumulating, NoGil())
@@ -375,7 +388,7 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "end_scaling",
           [](TorchBridge& self, std::int32_t unit, float divisor, float prefactor) {
-            self.engine().end_scaling(UnitId(unit), divisor, prefactor);
+            self.engine().drafts()->end_scaling(UnitId(unit), divisor, prefactor);
           },
           NoGil())
       .def(
@@ -402,7 +415,7 @@ void bind_torch_bridge(py::module_& m) {
       .def("take_updated",
            [](TorchBridge& self, const std::vector<std::int32_t>& units) {
              const std::vector<UnitId> ids = unit_ids(units);
-             const auto taken = without_gil([&] { return self.engine().take_updated({ids.begin(), ids.end()}); });
+             const auto taken = without_gil([&] { return self.engine().backward_updates()->take_updated({ids.begin(), ids.end()}); });
              std::vector<std::pair<std::int32_t, std::vector<std::pair<std::int64_t, UpdateScalars>>>> result;
              for (const auto& each : taken) {
                auto& pieces = result.emplace_back(each.unit.value, 0).second;
@@ -481,7 +494,7 @@ void bind_torch_bridge(py::module_& m) {
              std::map<std::pair<std::int32_t, std::int64_t>, double> result;
              for (const std::int32_t unit : units) {
                for (const auto& [offset, sum] :
-                    without_gil([&] { return self.engine().sums_in_backward(UnitId(unit)); }))
+                    without_gil([&] { return self.engine().backward_updates()->sums(UnitId(unit)); }))
                  result[{unit, offset.count}] = sum;
              }
              return result;
@@ -505,10 +518,12 @@ void bind_torch_bridge(py::module_& m) {
            })
       .def("apply_scales", &TorchBridge::apply_scales, NoGil())
       .def("unscale_used", &TorchBridge::unscale_used, NoGil())
-      .def("is_moved", [](TorchBridge& self, std::int32_t unit) { return self.engine().is_moved(UnitId(unit)); })
+      .def(
+          "is_moved",
+          [](TorchBridge& self, std::int32_t unit) { return self.engine().drafts()->is_moved(UnitId(unit)); }, NoGil())
       .def("draft_counts",
            [](TorchBridge& self) {
-             const DraftCounts counts = without_gil([&] { return self.engine().draft_counts(); });
+             const DraftCounts counts = without_gil([&] { return self.engine().drafts()->counts(); });
              py::dict result;
              result["kept"] = counts.kept;
              result["looked_at"] = counts.looked_at;
@@ -521,7 +536,7 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "expect_update",
           [](TorchBridge& self, std::int32_t unit, UpdateJob job) {
-            self.engine().expect_update(UnitId(unit), std::move(job));
+            self.engine().drafts()->expect(UnitId(unit), std::move(job));
           },
           NoGil())
       .def(
@@ -580,37 +595,41 @@ void bind_torch_bridge(py::module_& m) {
           "set_trace",
           [](TorchBridge& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); }, NoGil())
       .def(
-          "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().omit_wait(kind); }, NoGil())
+          "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); }, NoGil())
       .def(
-          "wait_kinds", [](TorchBridge& self) { return self.engine().wait_kinds(); }, NoGil())
+          "wait_kinds", [](TorchBridge& self) { return self.engine().issuer()->wait_kinds(); }, NoGil())
       .def("passes",
            [](TorchBridge& self) {
              py::list result;
-             for (const PassStats& stats : without_gil([&] { return self.engine().passes(); })) {
+             for (const PassStats& stats : without_gil([&] { return self.engine().stats()->passes(); })) {
                result.append(pass_dict(stats));
              }
              return result;
            })
       .def("step_sums",
-           [](TorchBridge& self) { return sums_dict(without_gil([&] { return self.engine().step_sums(); })); })
+           [](TorchBridge& self) { return sums_dict(without_gil([&] { return self.engine().stats()->sums(); })); })
       .def_property_readonly("compute_us",
-                             [](TorchBridge& self) { return without_gil([&] { return self.engine().compute_us(); }); })
+                             [](TorchBridge& self) { return without_gil([&] { return self.engine().stats()->compute_us(); }); })
       .def("update_stats",
-           [](TorchBridge& self) { return stats_dict(without_gil([&] { return self.engine().update_stats(); })); })
+           [](TorchBridge& self) { return stats_dict(without_gil([&] { return self.engine().updates()->stats(); })); })
       .def(
-          "resident_units", [](TorchBridge& self) { return plain(self.engine().resident_units()); }, NoGil())
+          "resident_units",
+          [](TorchBridge& self) {
+            std::vector<UnitId> units;
+            for (const Resident& resident : self.engine().fetcher()->residents()) units.push_back(resident.unit);
+            return plain(units);
+          }, NoGil())
       .def_property_readonly("arena_bytes",
-                             [](TorchBridge& self) { return self.engine().leases().arena_bytes().count; })
-      .def_property_readonly("peak_bytes", [](TorchBridge& self) { return self.engine().leases().peak().count; })
-      .def_property_readonly("peak_units", [](TorchBridge& self) { return self.engine().leases().peak_units(); })
-      .def_property_readonly("num_fetches", [](TorchBridge& self) { return self.engine().num_fetches(); })
+                             asked([](const Engine& engine) { return engine.leases()->arena_bytes().count; }))
+      .def_property_readonly("peak_bytes", asked([](const Engine& engine) { return engine.leases()->peak().count; }))
+      .def_property_readonly("peak_units", asked([](const Engine& engine) { return engine.leases()->peak_units(); }))
+      .def_property_readonly("num_fetches", asked([](const Engine& engine) { return engine.fetcher()->num_fetches(); }))
       .def_property_readonly("num_forgotten_passes",
-                             [](TorchBridge& self) { return self.engine().num_forgotten_passes(); })
+                             asked([](const Engine& engine) { return engine.stats()->num_forgotten_passes(); }))
       .def_property_readonly("num_unclaimed_fetches",
-                             [](TorchBridge& self) { return self.engine().num_unclaimed_fetches(); })
-      .def_property_readonly("num_remembered", [](TorchBridge& self) {
-        return without_gil([&] { return self.engine().num_remembered(); });
-      });
+                             asked([](const Engine& engine) { return engine.runner()->num_unclaimed_fetches(); }))
+      .def_property_readonly("num_remembered",
+                             asked([](const Engine& engine) { return engine.issuer()->num_remembered(); }));
 }
 
 }  // namespace noria

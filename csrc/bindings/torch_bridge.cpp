@@ -432,7 +432,7 @@ void TorchBridge::arm() {
     signature.accumulating = gradient_is(static_cast<int>(i)) == GradientIs::held;
   }
   engine_.begin_pass(signature, current_stream());
-  shown_->begin_backward(engine_.expects_step());
+  shown_->begin_backward(engine_.drafts()->expects_step());
   // If this backward raises, drains may still be on their way when the user edits held gradients.
   if (signature.accumulating && shows_gradients()) guard_gradients();
 }
@@ -477,7 +477,7 @@ void TorchBridge::check_gradients_to_update() {
                      "call zero_grad(), or wrap with update=\"auto\", which accumulates over steps as torch does");
   }
   if (accumulates_ || (is_told_ && !are_any_last_) || !begin_backward_) return;
-  engine_.forget_expected();
+  engine_.backward_updates()->forget_expected();
   begin_backward_();
 }
 
@@ -502,13 +502,13 @@ bool TorchBridge::is_held_back(int index) const {
 
 void TorchBridge::set_accumulating(bool accumulating) {
   accumulates_ = accumulating;
-  engine_.set_accumulating(accumulating);
+  engine_.backward_updates()->set_accumulating(accumulating);
 }
 
 void TorchBridge::set_last_of(const std::optional<std::vector<UnitId>>& units) {
   is_told_ = units.has_value();
   are_any_last_ = units && !units->empty();
-  engine_.set_last_of(units);
+  engine_.drafts()->set_last_of(units);
 }
 
 // If the training thread has left a backward that has not ended, that backward raised. A thread of autograd's may still
@@ -671,7 +671,7 @@ void TorchBridge::share_arrivals() {
     each.arrived = each.arrived || arrived.contains(i);
     if (each.arrived && each.facts.variable.numel() > 0) came[each.unit].insert(Bytes{each.facts.gradient_offset});
   }
-  engine_.gradients_came(came);
+  if (engine_.updates_in_backward()) engine_.backward_updates()->note_came(came);
 }
 
 std::vector<std::int64_t> TorchBridge::steps() const {
@@ -1065,7 +1065,7 @@ void TorchBridge::attach(UnitId unit, std::byte* weights) {
   }
 }
 
-void TorchBridge::evict(UnitId unit) {
+bool TorchBridge::evict(UnitId unit) {
   UnitStorage& weights = *weights_[static_cast<std::size_t>(unit.value)];
   // The bytes tell which it was: an operator that no version counter saw (`p.data.clamp_()`), or code that asked for
   // the pointer without `const` and only read. Compiled code does the latter at every visit.
@@ -1084,7 +1084,7 @@ void TorchBridge::evict(UnitId unit) {
   if (is_changed && lost_writes_.size() == num_lost) {
     lost_writes_.push_back("a parameter of " + names_[static_cast<std::size_t>(unit.value)]);
   }
-  if (lost_writes_.size() > num_lost) engine_.forget(unit);
+  return lost_writes_.size() == num_lost;
 }
 
 void TorchBridge::open_gradients(UnitId unit, std::byte* buffer) {

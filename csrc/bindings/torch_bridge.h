@@ -69,6 +69,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   ~TorchBridge() override;
 
   Engine& engine() { return engine_; }
+  const Engine& engine() const { return engine_; }
   /// Sets what is called when an outermost backward begins that will update (update="backward").
   void set_backward_callback(std::function<void()> begin) { begin_backward_ = std::move(begin); }
   void set_update_callback(std::function<void(UnitId)> run_update) { run_update_ = std::move(run_update); }
@@ -180,7 +181,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
 
   // ---- EngineCallbacks ----
   void attach(UnitId unit, std::byte* weights) override;
-  void evict(UnitId unit) override;
+  bool evict(UnitId unit) override;
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit, bool is_drained) override;
   Ranges held_gradients(UnitId unit) const override;
@@ -301,7 +302,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   std::uint64_t updated_ = 0, hyperparameters_ = 0;
   ParameterSet adds_to_;  // parameters with sums of earlier backwards, to which the open one adds
   bool accumulates_ = false;
-  bool is_told_ = false;       // a schedule tells: engine.h, Note [Last gradients]
+  bool is_told_ = false;       // a schedule tells: engine/drafts.h, Note [Last gradients]
   bool are_any_last_ = false;  // then: of any unit
   bool unsynced_ = false;
   Engine engine_;  // last: it calls back into everything above

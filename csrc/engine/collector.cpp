@@ -1,11 +1,10 @@
 #include "engine/collector.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace noria {
 
-Collector::Collector(Issuer& issuer, const std::vector<EngineUnit>& units, std::shared_ptr<CollectLane> lane,
+Collector::Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane,
                      CollectScratch scratch, bool takes_sums)
     : issuer_(issuer),
       units_(units),
@@ -23,7 +22,7 @@ std::byte* Collector::wide_scratch(ElementType type) const {
 
 void Collector::submit(Op op, Collective collective) {
   Standing where = standing();
-  where.version = versions_[static_cast<std::size_t>(op.unit.value)];
+  where.version = versions_[op.unit];
   auto begun = issuer_.begin(op);
   issuer_.keep(op.id, lane_->submit(begun.label, std::move(collective), std::move(begun.waits), std::move(where)));
 }
@@ -37,24 +36,23 @@ Standing Collector::standing() {
 }
 
 std::shared_ptr<const Shares> Collector::shares() {
-  for (UnitId unit : issuer_.take_touched()) is_stale_[static_cast<std::size_t>(unit.value)] = true;
-  if (std::find(is_stale_.begin(), is_stale_.end(), true) == is_stale_.end()) return shares_;
-  auto made = shares_ ? std::make_shared<Shares>(*shares_) : std::make_shared<Shares>();
-  made->of.resize(units_.size());
-  for (std::size_t i = 0; i < units_.size(); ++i) {
-    if (!is_stale_[i]) continue;
-    made->of[i] = share_of(i);
-    is_stale_[i] = false;
+  for (UnitId unit : issuer_.take_touched()) is_stale_[unit] = true;
+  std::shared_ptr<Shares> made;
+  for (UnitId unit : units_.ids()) {
+    if (!std::exchange(is_stale_[unit], false)) continue;
+    if (!made) made = shares_ ? std::make_shared<Shares>(*shares_) : std::make_shared<Shares>();
+    made->of.resize(units_.size());
+    made->of[static_cast<std::size_t>(unit.value)] = share_of(unit);
   }
-  shares_ = std::move(made);
+  if (made) shares_ = std::move(made);
   return shares_;
 }
 
-std::shared_ptr<const Share> Collector::share_of(std::size_t index) const {
-  const EngineUnit& unit = units_[index];
+std::shared_ptr<const Share> Collector::share_of(UnitId id) const {
+  const EngineUnit& unit = units_[id];
   const Shards shards = this->shards();
   auto share = std::make_shared<Share>();
-  share->version = versions_[index];
+  share->version = versions_[id];
   const Bytes trainable = shards.bytes_of(unit.facts.gradients);
   const Bytes frozen = shards.bytes_of(unit.facts.weights - unit.facts.gradients);
   if (trainable > Bytes{0}) share->weights.push_back({unit.working, trainable, scratch_.part});
@@ -64,7 +62,7 @@ std::shared_ptr<const Share> Collector::share_of(std::size_t index) const {
   Taking& taking = share->gradient;
   taking = {unit.held, trainable, unit.type, scratch_.part, wide_scratch(unit.type), {}};
   const Bytes begin = shards.begin_of(unit.facts.gradients);
-  for (const auto& [from, to] : summed_[index].within(begin, begin + trainable)) {
+  for (const auto& [from, to] : summed_[id].within(begin, begin + trainable)) {
     taking.add.emplace_back(from - begin, to - begin);
   }
   share->before_write = issuer_.before({unit.facts.held, issuer_.version(unit.facts.held), Access::Mode::write});
@@ -81,7 +79,7 @@ void Collector::note_assisted() {
 
 void Collector::note_taken(UnitId unit) {
   add_summed(unit);
-  const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
+  const BufferId held = units_[unit].facts.held;
   Op op;  // stands for what has been done: later ops wait for it, and for what it came after
   op.lane = Lane::collect;
   op.verb = Verb::reduce;
@@ -91,24 +89,23 @@ void Collector::note_taken(UnitId unit) {
 }
 
 void Collector::add_summed(UnitId unit) {
-  const auto index = static_cast<std::size_t>(unit.value);
-  summed_[index].add({}, units_[index].facts.gradients);
-  is_stale_[index] = true;
+  summed_[unit].add({}, units_[unit].facts.gradients);
+  is_stale_[unit] = true;
 }
 
 void Collector::forget_summed(UnitId unit, Bytes offset, Bytes bytes) {
-  summed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
-  is_stale_[static_cast<std::size_t>(unit.value)] = true;
+  summed_[unit].remove(offset, offset + bytes);
+  is_stale_[unit] = true;
 }
 
 void Collector::forget_summed(UnitId unit) {
-  summed_[static_cast<std::size_t>(unit.value)].clear();
-  is_stale_[static_cast<std::size_t>(unit.value)] = true;
+  summed_[unit].clear();
+  is_stale_[unit] = true;
 }
 
 void Collector::set_version(UnitId unit, std::int64_t version) {
-  versions_[static_cast<std::size_t>(unit.value)] = version;
-  is_stale_[static_cast<std::size_t>(unit.value)] = true;
+  versions_[unit] = version;
+  is_stale_[unit] = true;
 }
 
 }  // namespace noria

@@ -14,7 +14,7 @@
 #include "base/ranges.h"
 #include "comm/collect_lane.h"
 #include "engine/issuer.h"
-#include "engine/unit.h"
+#include "engine/unit_table.h"
 
 namespace noria {
 
@@ -30,7 +30,7 @@ class Collector {
  public:
   /// `takes_sums`: this rank takes sums of gradients that only other ranks have. If false, such sums raise, because
   /// what is summed is used up inside backward.
-  Collector(Issuer& issuer, const std::vector<EngineUnit>& units, std::shared_ptr<CollectLane> lane,
+  Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane,
             CollectScratch scratch, bool takes_sums);
 
   Shards shards() const { return lane_->shards(); }
@@ -56,7 +56,7 @@ class Collector {
   void note_broken() { ++num_broken_; }
 
   /// Returns which of the unit's gradients a sum is held of; this rank's shard is a part of that sum.
-  const Ranges& summed(UnitId unit) const { return summed_[static_cast<std::size_t>(unit.value)]; }
+  const Ranges& summed(UnitId unit) const { return summed_[unit]; }
   void add_summed(UnitId unit);
   void forget_summed(UnitId unit, Bytes offset, Bytes bytes);
   /// All of the unit's sums have been used up.
@@ -65,19 +65,19 @@ class Collector {
  private:
   std::shared_ptr<const Shares> shares();
   void set_version(UnitId unit, std::int64_t version);
-  std::shared_ptr<const Share> share_of(std::size_t index) const;
+  std::shared_ptr<const Share> share_of(UnitId unit) const;
 
   Issuer& issuer_;
-  const std::vector<EngineUnit>& units_;
+  const UnitTable& units_;
   const std::shared_ptr<CollectLane> lane_;
   const CollectScratch scratch_;
   const bool takes_sums_;
   Phase phase_ = Phase::forward;
   std::int64_t num_steps_ = 0;
   std::int64_t num_broken_ = 0;
-  std::vector<std::int64_t> versions_;  // by unit; see Share
-  std::vector<Ranges> summed_;          // by unit
-  std::vector<bool> is_stale_;          // by unit: `shares_` is out of date
+  UnitMap<std::int64_t> versions_;  // see Share
+  UnitMap<Ranges> summed_;
+  UnitMap<bool> is_stale_;  // `shares_` is out of date
   std::shared_ptr<const Shares> shares_;
 };
 

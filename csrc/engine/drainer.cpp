@@ -1,5 +1,6 @@
 #include "engine/drainer.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
@@ -7,7 +8,7 @@
 namespace noria {
 
 std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
-  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  const EngineUnit& owner = units_[unit];
   NORIA_INVARIANT(!open_.contains(unit), "gradient buffer of " + owner.facts.name + " is open already");
   std::byte* memory = leases_.take(offset, owner.facts.gradients, /*is_weights=*/false);
   const BufferId buffer = issuer_.buffers().intern(
@@ -15,7 +16,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
   Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
   callbacks_.open_gradients(unit, memory);
   open.brought =
-      collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[static_cast<std::size_t>(unit.value)];
+      collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[unit];
   open.is_taken_up = open.brought.empty();
   if (open.is_taken_up) return accesses(unit, open);
   bring(unit, open);
@@ -23,7 +24,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
 }
 
 Drainer::Held Drainer::held(UnitId unit) const {
-  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  const EngineUnit& owner = units_[unit];
   if (collector_ == nullptr) return {owner.held, owner.facts.held};  // else the collect lane adds the sum to that
   return {owner.unsummed, owner.unsummed_buffer};
 }
@@ -73,15 +74,14 @@ void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
 std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
-    const auto index = static_cast<std::size_t>(unit.value);
-    if (!open.arrived.empty() || (takes_rest() && !unsummed_[index].empty())) {
-      const EngineUnit& owner = units_[index];
+    if (!open.arrived.empty() || (takes_rest() && !unsummed_[unit].empty())) {
+      const EngineUnit& owner = units_[unit];
       Bytes bytes;
       if (collector_ == nullptr) {
         bytes = drain(unit, open, owner.held, owner.facts.held);
       } else if (unsynced_) {
         bytes = drain(unit, open, owner.unsummed, owner.unsummed_buffer);
-        for (const auto& [begin, end] : open.arrived) unsummed_[index].add(begin, end);
+        for (const auto& [begin, end] : open.arrived) unsummed_[unit].add(begin, end);
       } else {
         bytes = sum(unit, open);
       }
@@ -113,7 +113,7 @@ Bytes Drainer::drain(UnitId unit, const Open& open, std::byte* to, BufferId into
 }
 
 Bytes Drainer::sum(UnitId unit, const Open& open) {
-  const EngineUnit& owner = units_[static_cast<std::size_t>(unit.value)];
+  const EngineUnit& owner = units_[unit];
   const Shards shards = collector_->shards();
   const Bytes whole = owner.facts.gradients;
   const Bytes shard = shards.bytes_of(whole);
@@ -134,7 +134,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.type = owner.type;
   reduction.scratch = collector_->wide_scratch(owner.type);
   reduction.part = collector_->part_scratch();
-  Ranges& unsummed = unsummed_[static_cast<std::size_t>(unit.value)];
+  Ranges& unsummed = unsummed_[unit];
   // What arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
   for (const auto& [from, to] : open.arrived) unsummed.remove(from, to);
   if (tells_arrivals_) tell_arrivals(unit, open, reduction);
@@ -170,20 +170,19 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
 }
 
 void Drainer::tell_arrivals(UnitId unit, const Open& open, Reduction& reduction) {
-  const auto index = static_cast<std::size_t>(unit.value);
-  const std::vector<Bytes>& offsets = units_[index].gradient_offsets;
+  const std::vector<Bytes>& offsets = units_[unit].gradient_offsets;
   const auto own = std::make_shared<ParameterSet>(offsets.size());
   for (std::size_t i = 0; i < offsets.size(); ++i) {
     const Bytes end = offsets[i] + Bytes{1};
-    if (!open.arrived.within(offsets[i], end).empty() || !unsummed_[index].within(offsets[i], end).empty()) own->add(i);
+    if (!open.arrived.within(offsets[i], end).empty() || !unsummed_[unit].within(offsets[i], end).empty()) own->add(i);
   }
-  if (!arrivals_[index]) arrivals_[index] = std::make_shared<ParameterSet>(offsets.size());
+  if (!arrivals_[unit]) arrivals_[unit] = std::make_shared<ParameterSet>(offsets.size());
   reduction.arrived = own;
-  reduction.arrived_anywhere = arrivals_[index];
+  reduction.arrived_anywhere = arrivals_[unit];
 }
 
 std::shared_ptr<const ParameterSet> Drainer::take_arrivals(UnitId unit) {
-  return std::exchange(arrivals_[static_cast<std::size_t>(unit.value)], nullptr);
+  return std::exchange(arrivals_[unit], nullptr);
 }
 
 void Drainer::forget_sums(UnitId unit) {
@@ -192,14 +191,16 @@ void Drainer::forget_sums(UnitId unit) {
 
 std::vector<UnitId> Drainer::left_unsummed() const {
   std::vector<UnitId> left;
-  for (std::size_t i = unsummed_.size(); i-- > 0 && !unsynced_;) {  // the order that ranks with other units left choose
-    if (!unsummed_[i].empty()) left.emplace_back(static_cast<std::int32_t>(i));
+  if (unsynced_) return left;
+  for (UnitId unit : unsummed_.ids()) {
+    if (!unsummed_[unit].empty()) left.push_back(unit);
   }
+  std::reverse(left.begin(), left.end());  // the order that ranks with other units left choose
   return left;
 }
 
 bool Drainer::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
-  return !unsummed_[static_cast<std::size_t>(unit.value)].within(offset, offset + bytes).empty();
+  return !unsummed_[unit].within(offset, offset + bytes).empty();
 }
 
 bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
@@ -208,7 +209,7 @@ bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
 
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
   if (collector_ != nullptr) collector_->forget_summed(unit, offset, bytes);
-  unsummed_[static_cast<std::size_t>(unit.value)].remove(offset, offset + bytes);
+  unsummed_[unit].remove(offset, offset + bytes);
 }
 
 void Drainer::abandon() {
@@ -221,7 +222,7 @@ void Drainer::close(UnitId unit, const Open& open, bool is_drained) {
   callbacks_.close_gradients(unit, is_drained);
   leases_.release(open.offset);
   issuer_.poison(unit, {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}, leases_.at(open.offset),
-                 units_[static_cast<std::size_t>(unit.value)].facts.gradients);
+                 units_[unit].facts.gradients);
 }
 
 std::vector<UnitId> Drainer::take_landed() {

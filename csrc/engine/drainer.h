@@ -23,7 +23,7 @@
 #include "engine/collector.h"
 #include "engine/engine_callbacks.h"
 #include "engine/issuer.h"
-#include "engine/unit.h"
+#include "engine/unit_table.h"
 #include "store/leases.h"
 
 namespace noria {
@@ -32,7 +32,7 @@ class Drainer {
  public:
   /// `collector` null: this process alone has the home. Else gradients are summed over the ranks first.
   /// `tells_arrivals`: sums also tell which gradients have come to any rank.
-  Drainer(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device,
+  Drainer(Issuer& issuer, Leases& leases, const UnitTable& units, Place device,
           EngineCallbacks& callbacks, Collector* collector, bool tells_arrivals)
       : issuer_(issuer),
         leases_(leases),
@@ -118,13 +118,13 @@ class Drainer {
 
   Issuer& issuer_;
   Leases& leases_;
-  const std::vector<EngineUnit>& units_;
+  const UnitTable& units_;
   const Place device_;
   EngineCallbacks& callbacks_;
   Collector* const collector_;
   const bool tells_arrivals_;
-  std::vector<Ranges> unsummed_;                         // by unit: what lies in `unsummed`
-  std::vector<std::shared_ptr<ParameterSet>> arrivals_;  // by unit
+  UnitMap<Ranges> unsummed_;  // what lies in `unsummed`
+  UnitMap<std::shared_ptr<ParameterSet>> arrivals_;
   bool unsynced_ = false;
   bool sums_rest_ = false;
   std::map<UnitId, Open> open_;

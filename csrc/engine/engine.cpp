@@ -1,35 +1,16 @@
 #include "engine/engine.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
 
 namespace noria {
-namespace {
-
-constexpr std::size_t kMostPlans = 512;
-
-Verb verb_of(Phase phase) { return phase == Phase::forward ? Verb::forward : Verb::backward; }
-
-bool contains_all(const std::vector<UnitId>& sorted, const std::vector<UnitId>& wanted) {
-  return std::includes(sorted.begin(), sorted.end(), wanted.begin(), wanted.end());
-}
-
-std::vector<UnitFacts> facts_of(const std::vector<EngineUnit>& units) {
-  std::vector<UnitFacts> facts;
-  for (const EngineUnit& unit : units) facts.push_back(unit.facts);
-  return facts;
-}
-
-}  // namespace
 
 Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units,
                BufferTable buffers, EngineCallbacks& callbacks, std::shared_ptr<HostOptimizer> optimizer)
     : options_(std::move(options)),
       backend_(std::move(backend)),
       units_(std::move(units)),
-      facts_(facts_of(units_)),
       buffers_(std::move(buffers)),
       callbacks_(callbacks),
       optimizer_(std::move(optimizer)),
@@ -38,30 +19,26 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)
                                : std::nullopt),
+      parts_{options_,         *backend_, units_,  buffers_,
+             callbacks_,       optimizer_.get(),   issuer_,
+             collector_ ? &*collector_ : nullptr},
       copies_(issuer_),
-      fetcher_(issuer_, leases_, units_, options_.device, collector_ ? &*collector_ : nullptr, copies_),
-      drainer_(issuer_, leases_, units_, options_.device, callbacks_, collector_ ? &*collector_ : nullptr,
-               options_.ring.has_value()),
-      pending_(units_.size(), false),
-      has_scales_(units_.size(), false),
-      early_(units_.size()),
-      moved_(units_.size(), false),
-      committed_(units_.size()) {
+      fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
+      drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
+      saver_(options_.saves ? std::make_optional<Saver>(issuer_, *backend_, callbacks_, options_.saved_room)
+                            : std::nullopt),
+      compute_(*backend_, issuer_),
+      updates_(parts_, update_time_, [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
+      drafts_(parts_, updates_),
+      backward_updates_(options_.ring ? std::make_optional<BackwardUpdates>(parts_, pass_, compute_, updates_, drafts_,
+                                                                            drainer_, *options_.ring)
+                                      : std::nullopt),
+      stats_(parts_, updates_, drainer_, saver_ ? &*saver_ : nullptr, update_time_),
+      runner_(parts_, pass_,
+              {compute_, fetcher_, drainer_, saver_ ? &*saver_ : nullptr, updates_, drafts_,
+               backward_updates_ ? &*backward_updates_ : nullptr, stats_}) {
   backend_->set_update_time(update_time_);
   if (optimizer_) optimizer_->set_update_time(update_time_);
-  if (options_.saves) saver_.emplace(issuer_, *backend_, callbacks_, options_.saved_room);
-  if (!options_.ring) return;
-  in_backward_.emplace();
-  in_backward_->ring = options_.ring;
-  in_backward_->expected.resize(units_.size());
-  in_backward_->arriving.resize(units_.size());
-  in_backward_->come.resize(units_.size());
-  in_backward_->slot.resize(units_.size());
-  in_backward_->last_visit.resize(units_.size());
-  in_backward_->visits_made.resize(units_.size());
-  in_backward_->visits_left.resize(units_.size());
-  in_backward_->is_updated.resize(units_.size());
-  in_backward_->sums.resize(units_.size());
 }
 
 Engine::~Engine() {
@@ -73,511 +50,376 @@ Engine::~Engine() {
   }
 }
 
-// ---- passes -----------------------------------------------------------------------------------------------------
-
-void Engine::continue_on(Stream stream) {
-  const auto before = std::exchange(stream_, stream);
-  if (!before || *before == stream) return;
-  const Ticket ticket = backend_->open({OpId(), Lane::compute, Verb::user, UnitId()});
-  backend_->give(ticket, *before);
-  backend_->wait({ticket}, stream, {OpId(), Lane::compute, Verb::user, UnitId()});
-}
+// ---- passes -------------------------------------------------------------------------------------------------------
 
 void Engine::begin_pass(const Signature& signature, Stream stream) {
-  const std::lock_guard lock(mutex_);
-  continue_on(stream);
-  if (phase_) {
-    // A backward that is still open has raised. A forward that is still open has simply come to its end.
-    if (*phase_ == Phase::backward) reset_unlocked(stream);
-    else end_pass_unlocked(stream);
-  }
+  const Entry entry(gate_);
+  end_open_pass(stream);
   issuer_.sweep();
-  refuse_torn();
-  if (signature.accumulating && shows_gradients()) note_edits(Stage::backward, stream);
-  expect(signature);
-  play_until(-1);
+  updates_.refuse_torn();
+  if (signature.accumulating && options_.shows_gradients()) note_edits(Edits::before_backward, stream);
+  runner_.begin(signature);
 }
 
-void Engine::expect(const Signature& signature) {
-  phase_ = signature.phase;
-  if (saver_) saver_->begin_pass(*phase_, signature.grad_enabled);
-  if (collector_) collector_->turn(signature.phase);
-  if (in_backward_) in_backward_->is_counted = signature.phase == Phase::backward || signature.grad_enabled;
-  const auto expected = book_.begin(signature);
-  if (signature.phase == Phase::backward) {
-    if (in_backward_) begin_updating(expected);
-    begin_early_work(expected);
-  }
-  const bool adopt =
-      prepared_ && expected && prepared_->itinerary == expected && prepared_residents_ == fetcher_.residents();
-  if (adopt) {
-    following_ = *prepared_;
-    count_ = prepared_count_;
-  } else {
-    drop_prepared();
-    count_ = {};
-    count_.first_fetch = fetcher_.num_fetches();
-    count_.first_fetched = fetcher_.fetched();
-    following_ = {};
-    if (expected) {
-      following_.itinerary = expected;
-      following_.plan = plan_from(*expected, 0);
-    }
-  }
-  prepared_.reset();
-  count_.drained_before = drainer_.drained();
-  count_.brought_before = drainer_.brought();
-  count_.reduced_before = drainer_.reduced();
-  if (following_.plan) count_.planned = following_.plan->num_fetches;
+// A backward that is still open has raised. A forward that is still open has simply come to its end.
+void Engine::end_open_pass(Stream stream) {
+  compute_.continue_on(stream);
+  if (pass_.is(Phase::backward)) runner_.reset(stream);
+  if (pass_.phase) runner_.end(stream);
 }
 
 void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes) {
-  const std::lock_guard lock(mutex_);
-  NORIA_INVARIANT(phase_.has_value(), "a visit was announced outside of a pass");
-  continue_on(stream);
-  if (visit_ && contains_all(visit_->visit.needs, needs)) {
-    if (recomputes) return;
-    if (in_backward_ && in_backward_->is_counted && hook != visit_->visit.hook) count_use(needs);
-    else visit_->is_recomputed = false;
-    return;
-  }
-  close_visit(stream);
-  for (UnitId unit : needs) refuse_updated(unit, "it is needed once more");
-  follow(Visit{hook, phase, needs, {}});
-  play_until(book_.position() - following_.base);
-  enter_visit(stream);
-  visit_->is_recomputed = recomputes;
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  runner_.announce(hook, needs, phase, stream, recomputes);
 }
 
 void Engine::leave(Stream stream) {
-  const std::lock_guard lock(mutex_);
-  continue_on(stream);
-  close_visit(stream);
-}
-
-void Engine::follow(const Visit& visit) {
-  const auto itinerary = book_.announce(visit);
-  const std::int64_t position = book_.position();
-  const bool as_planned = following_.plan && itinerary && following_.itinerary == itinerary &&
-                          position - following_.base < static_cast<std::int64_t>(following_.plan->visits.size());
-  if (as_planned) return;
-  following_ = {};
-  following_.base = position;
-  count_.planned.reset();
-  if (itinerary) {
-    following_.itinerary = itinerary;
-    following_.plan = plan_from(*itinerary, position);
-    return;
-  }
-  ++count_.unplanned_visits;
-  following_.plan = std::make_shared<const PassPlan>(plan({visit}, {}));
-}
-
-PassPlan Engine::plan(std::vector<Visit> visits, std::vector<Visit> next) {
-  fetcher_.evict_stale();
-  // Gradients that were not foreseen come one after the other, and are then remembered together. If a visit has no room
-  // for all at once, the rest is left to come unforeseen again.
-  for (Visit& visit : visits) {
-    while (visit.gradients.size() > 1 && smallest_budget({visit}, facts_).arena > options_.budget.arena) {
-      visit.gradients.pop_back();
-    }
-  }
-  return plan_pass({options_.device, options_.budget, std::move(visits), std::move(next), fetcher_.residents()}, facts_,
-                   buffers_);
-}
-
-std::shared_ptr<const PassPlan> Engine::plan_from(ItineraryId itinerary, std::int64_t position) {
-  fetcher_.evict_stale();
-  const auto successor = book_.successor(itinerary);
-  PlanKey key{itinerary, position, successor ? successor->itinerary : ItineraryId(),
-              successor && successor->after_update, fetcher_.residents()};
-  if (plans_.size() > kMostPlans) plans_.clear();  // a loop that never repeats itself must not fill memory
-  auto& known = plans_[key];
-  if (!known) {
-    const auto& visits = book_.visits(itinerary);
-    known = std::make_shared<const PassPlan>(plan({visits.begin() + position, visits.end()}, visits_after(itinerary)));
-  }
-  return known;
-}
-
-std::vector<Visit> Engine::visits_after(ItineraryId itinerary) const {
-  const auto successor = book_.successor(itinerary);
-  if (!successor) {
-    // Nothing has followed it yet. Usually the mirror image of a forward that autograd records follows it.
-    const auto& signature = book_.signature(itinerary);
-    if (signature.phase != Phase::forward || !signature.grad_enabled) return {};
-    std::vector<Visit> mirrored = book_.visits(itinerary);
-    std::reverse(mirrored.begin(), mirrored.end());
-    return mirrored;
-  }
-  std::vector<Visit> visits = book_.visits(successor->itinerary);
-  if (!successor->after_update) return visits;
-  for (Visit& visit : visits) {  // after an update only frozen units still equal what the home holds
-    std::erase_if(visit.needs,
-                  [&](UnitId unit) { return units_[static_cast<std::size_t>(unit.value)].facts.gradients > Bytes{0}; });
-  }
-  return visits;
-}
-
-void Engine::play_until(std::int64_t visit_index) {
-  if (!following_.plan) return;
-  const std::shared_ptr<const PassPlan> plan = following_.plan;
-  while (following_.next_op < plan->ops.size()) {
-    const Op& op = plan->ops[following_.next_op];
-    if (op.visit > visit_index) break;
-    ++following_.next_op;
-    switch (op.verb) {
-    case Verb::evict:
-      fetcher_.evict(op.unit);
-      break;
-    case Verb::fetch:
-      settle(op.unit);
-      fetcher_.fetch(op.unit, buffers_[op.accesses.back().buffer].offset);
-      break;
-    case Verb::forward:
-    case Verb::backward:
-      issue_visit(plan->visits[static_cast<std::size_t>(op.visit)], op);
-      break;
-    default:
-      break;  // drains were issued when their visit ended
-    }
-  }
-}
-
-void Engine::issue_visit(const Visit& visit, const Op& planned) {
-  OpenVisit open;
-  open.visit = visit;
-  open.op.lane = Lane::compute;
-  open.op.verb = verb_of(visit.phase);
-  open.op.unit = planned.unit;
-  for (UnitId unit : visit.needs) open.op.accesses.push_back(fetcher_.access(unit));
-  for (const Access& access : planned.accesses) {
-    const Buffer buffer = buffers_[access.buffer];
-    if (buffer.purpose != Purpose::gradient_buffer) continue;
-    settle(buffer.unit);  // runs an update that still has to read what is held, if no fetch of the unit has run it
-    if (!drainer_.is_unsynced()) hold(buffer.unit);
-    for (const Access& made : drainer_.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
-  }
-  if (saver_) {
-    for (const Access& read : saver_->enter(visit.hook, visit.phase, planned.unit, *stream_)) {
-      open.op.accesses.push_back(read);
-    }
-    count_.stall_us += saver_->take_waited_us();
-  }
-  begin_op(open);
-  visit_ = std::move(open);
-}
-
-void Engine::begin_op(OpenVisit& open) {
-  auto begun = issuer_.begin(open.op);
-  open.ticket = backend_->open(begun.label);
-  issuer_.keep(open.op.id, open.ticket);
-  open.waits = std::move(begun.waits);
-}
-
-void Engine::await_in_visit(Stream stream) {
-  OpenVisit& open = *visit_;
-  const std::int64_t before = clock_us();
-  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
-  backend_->wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
-  open.waits.clear();
-  count_.stall_us += clock_us() - before;
-}
-
-void Engine::enter_visit(Stream stream) {
-  NORIA_INVARIANT(visit_.has_value(), "the plan has no compute op for this visit");
-  await_in_visit(stream);
-  OpenVisit& open = *visit_;
-  open.opened_us = clock_us();
-  if (saver_) saver_->opened(open.opened_us);
-  for (UnitId unit : open.visit.needs) {
-    callbacks_.attach(unit, fetcher_.address(unit));
-    attached_.push_back(unit);
-    fetcher_.stash(unit);
-  }
-}
-
-void Engine::close_visit(Stream stream, Visiting visiting) {
-  if (!visit_) return;
-  OpenVisit open = std::move(*visit_);
-  visit_.reset();
-  backend_->give(open.ticket, stream);
-  const std::int64_t now = clock_us();
-  if (trace_ && open.opened_us != 0) {
-    Span span;
-    span.op = open.op.id;
-    span.lane = Lane::compute;
-    span.verb = open.op.verb;
-    span.unit = open.op.unit;
-    span.end_us = trace_->now_us();
-    span.start_us = span.end_us - (now - open.opened_us);
-    span.waits = open.waited_on;
-    trace_->add(std::move(span));
-  }
-  for (UnitId unit : attached_) callbacks_.evict(unit);
-  attached_.clear();
-  drain_open();
-  if (saver_ && visiting == Visiting::ends) saver_->leave(open.op.unit, stream);
-  if (in_backward_ && visiting == Visiting::ends) update_complete(open.visit, open.is_recomputed);
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  runner_.leave(stream);
 }
 
 void Engine::expect_gradient(UnitId unit, Stream stream) {
-  const std::lock_guard lock(mutex_);
-  continue_on(stream);
-  if (book_.position() < 0) {
-    throw UsageError("a backward through what the wrapped model has computed",
-                     "a gradient of unit \"" + unit_of(unit).facts.name + "\" before any of its modules was passed",
-                     "call the wrapped model: a graph from before noria.wrap is not followed");
-  }
-  book_.note_gradient(unit);
-  refuse_updated(unit, "a gradient of it came");
-  if (drainer_.is_open(unit)) {
-    go_on(stream, drainer_.take_up(unit));
-    return;
-  }
-  NORIA_INVARIANT(visit_.has_value(), "a gradient arrived outside of a visit");
-  // Not foreseen: the visit goes on as a new op, which has a buffer for this unit too. The rest of the pass is planned
-  // again from here.
-  Visit visit = visit_->visit;
-  visit.gradients = {unit};
-  const bool is_recomputed = visit_->is_recomputed;
-  close_visit(stream, Visiting::goes_on);
-  const std::int64_t position = book_.position();
-  std::vector<Visit> rest = {visit};
-  std::vector<Visit> next;
-  if (following_.itinerary) {
-    const auto& known = book_.visits(*following_.itinerary);
-    const auto done = std::min(position + 1, static_cast<std::int64_t>(known.size()));
-    rest.insert(rest.end(), known.begin() + done, known.end());
-    next = visits_after(*following_.itinerary);
-  }
-  following_.plan = std::make_shared<const PassPlan>(plan(std::move(rest), std::move(next)));
-  following_.base = position;
-  following_.next_op = 0;
-  count_.planned.reset();
-  play_until(0);
-  enter_visit(stream);
-  visit_->is_recomputed = is_recomputed;
-  go_on(stream, drainer_.take_up(unit));
-}
-
-// Adds accesses to the open visit. Ops of one lane end in the order of their issue, so the visit's op ends here, and
-// the visit goes on as another op.
-void Engine::go_on(Stream stream, const std::vector<Access>& accesses) {
-  if (accesses.empty()) return;
-  backend_->give(visit_->ticket, stream);
-  visit_->op.accesses.insert(visit_->op.accesses.end(), accesses.begin(), accesses.end());
-  begin_op(*visit_);
-  await_in_visit(stream);
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  runner_.expect_gradient(unit, stream);
 }
 
 bool Engine::is_brought(UnitId unit, Bytes offset, Bytes bytes) const {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   return drainer_.is_brought(unit, offset, bytes);
 }
 
 void Engine::gradient_arrived(UnitId unit, Bytes offset, Bytes bytes) {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   drainer_.arrived(unit, offset, bytes);
-  if (in_backward_ && bytes > Bytes{0}) in_backward_->arriving[static_cast<std::size_t>(unit.value)].insert(offset);
+  if (backward_updates_ && bytes > Bytes{0}) backward_updates_->note_gradient(unit, offset);
 }
 
 std::vector<UnitId> Engine::end_pass(Stream stream) {
-  const std::lock_guard lock(mutex_);
-  if (!phase_) return {};
-  continue_on(stream);
-  return end_pass_unlocked(stream);
+  const Entry entry(gate_);
+  if (!pass_.phase) return {};
+  compute_.continue_on(stream);
+  return runner_.end(stream);
 }
 
-// Sums what only earlier passes have brought, as if a visit without modules had brought it.
-void Engine::sum_rest(Stream stream) {
-  drainer_.set_sums_rest(true);
-  for (UnitId unit : drainer_.left_unsummed()) {
-    Visit visit;
-    visit.phase = Phase::backward;
-    visit.gradients = {unit};
-    following_ = {};
-    following_.plan = std::make_shared<const PassPlan>(plan({visit}, {}));
-    play_until(0);
-    enter_visit(stream);
-    close_visit(stream);
+void Engine::reset(Stream stream) {
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  runner_.reset(stream);
+}
+
+std::optional<Phase> Engine::phase() const {
+  const Entry entry(gate_);
+  return pass_.phase;
+}
+
+ItineraryId Engine::last_forward() const {
+  const Entry entry(gate_);
+  return pass_.last_forward;
+}
+
+bool Engine::is_visited(const std::vector<UnitId>& needs) const {
+  const Entry entry(gate_);
+  return compute_.is_visited(needs);
+}
+
+std::vector<UnitId> Engine::next_forward_order() const {
+  const Entry entry(gate_);
+  return runner_.next_forward_order();
+}
+
+// ---- updates ------------------------------------------------------------------------------------------------------
+
+void Engine::begin_step(Stream stream, const std::vector<UnitId>& scaled, const std::function<void()>& scale) {
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  issuer_.sweep();
+  updates_.refuse_torn();
+  if (options_.shows_gradients() || !scaled.empty()) note_edits(Edits::before_step, stream, scaled, scale);
+}
+
+// All that the user's loop did to the held gradients is on the stream by now. Before a backward the op names only
+// gradients that are added to, because a backward must not wait for updates that still read others.
+void Engine::note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled,
+                        const std::function<void()>& scale) {
+  Op op;
+  op.verb = Verb::user;
+  for (UnitId unit : scaled) op.accesses.push_back(updates_.write_scales(unit));
+  for (UnitId unit : units_.ids()) {
+    if (units_[unit].held == nullptr || !options_.shows_gradients()) continue;
+    if (edits == Edits::before_backward && callbacks_.held_gradients(unit).empty()) continue;
+    if (drafts_.is_unedited(unit)) continue;
+    const BufferId held = units_[unit].facts.held;
+    op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
-  drainer_.set_sums_rest(false);
+  compute_.pass(std::move(op), stream, scale);
 }
 
-void Engine::end_sums(Stream stream) {
-  const std::lock_guard lock(mutex_);
-  if (phase_ != Phase::backward) return;
-  continue_on(stream);
-  close_visit(stream);
-  sum_rest(stream);
+std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs, Stream stream) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
+  end_open_pass(stream);
+  if (options_.shows_gradients()) note_edits(Edits::before_step, stream);
+  return drafts_.sums(std::move(jobs));
 }
+
+bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
+  return drafts_.update(unit, std::move(job), priority);
+}
+
+void Engine::defer_update(UnitId unit) {
+  const Entry entry(gate_);
+  drafts_.drop(unit);
+  updates_.defer(unit);
+}
+
+void Engine::settle(UnitId unit) {
+  const Entry entry(gate_);
+  updates_.settle(unit);
+}
+
+void Engine::settle_all() {
+  const Entry entry(gate_);
+  settle_in_order();
+}
+
+void Engine::settle_in_order() {
+  for (UnitId unit : runner_.next_forward_order()) updates_.settle(unit);
+}
+
+void Engine::end_step(bool blocking) {
+  const Entry entry(gate_);
+  pass_.book.note_update();
+  if (collector_) {
+    collector_->end_step();
+    collector_->turn(Phase::forward);
+    try {
+      settle_in_order();  // other ranks may need the weights before this rank does
+    } catch (...) {       // other ranks have made these updates
+      updates_.tear("an update by torch has raised, and others of the same step were not made");
+      throw;
+    }
+  }
+  drafts_.end_step();
+  if (blocking) {
+    settle_in_order();
+    if (optimizer_) optimizer_->idle();
+    issuer_.sweep();
+  }
+  if (options_.prefetch_at_step && !updates_.is_any_deferred() && !is_uneven_) runner_.prepare_next_forward();
+  stats_.end_step();
+  if (!trace_) return;
+  Span span;  // marks the end of a step: with micro-batches a trace shows only backward after forward
+  span.lane = Lane::compute;
+  span.verb = Verb::user;
+  span.start_us = span.end_us = trace_->now_us();
+  trace_->add(std::move(span));
+}
+
+std::string Engine::torn() const {
+  const Entry entry(gate_);
+  return updates_.torn();
+}
+
+void Engine::tear(const std::string& why) {
+  const Entry entry(gate_);
+  updates_.tear(why);
+}
+
+void Engine::mend() {
+  const Entry entry(gate_);
+  if (backward_updates_) backward_updates_->mend();
+  updates_.mend();
+}
+
+// ---- the home, seen from outside ----------------------------------------------------------------------------------
+
+void Engine::access_home(UnitId unit, bool write_weights) {
+  const Entry entry(gate_);
+  updates_.settle(unit);
+  drafts_.note_access(unit, write_weights);
+  const UnitFacts& facts = units_[unit].facts;
+  Op op;
+  op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it
+  op.verb = Verb::load;
+  op.unit = unit;
+  // The state is always written, so that ops of one unit on the update lane form a chain.
+  op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
+  if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
+  // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
+  try {
+    wait_for_all(issuer_.begin(op).waits);
+  } catch (...) {
+    if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
+  }
+  if (!write_weights) return;
+  if (collector_) collector_->note_load(unit);
+  runner_.forget_plan();
+}
+
+void Engine::access_held(UnitId unit, Stream stream) {
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  updates_.settle(unit);
+  drafts_.note_written(unit);
+  compute_.write(unit, units_[unit].facts.held, stream);
+}
+
+void Engine::begin_scaling(UnitId unit, Stream stream) {
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  updates_.settle(unit);
+  drafts_.begin_scaling(unit);
+  compute_.write(unit, units_[unit].facts.held, stream);
+}
+
+void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
+  const Entry entry(gate_);
+  drainer_.forget(unit, offset, bytes);
+  if (backward_updates_) backward_updates_->drop_gradient(unit, offset);
+}
+
+// ---- update="backward" --------------------------------------------------------------------------------------------
+
+void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  backward_updates_->hold_all(held);
+}
+
+bool Engine::is_held_back(UnitId unit, Bytes offset) const {
+  const Entry entry(gate_);
+  return backward_updates_ &&
+         (backward_updates_->is_held_back(unit, offset) || drainer_.is_unsummed(unit, offset, Bytes{1}));
+}
+
+std::vector<UnitId> Engine::unclaimed() const {
+  const Entry entry(gate_);
+  return backward_updates_ ? backward_updates_->unclaimed() : std::vector<UnitId>();
+}
+
+void Engine::update_held(Stream stream) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  backward_updates_->update_held(stream);
+}
+
+Held<BackwardUpdates> Engine::backward_updates() const {
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  return {gate_, *backward_updates_};
+}
+
+// ---- ranks that share the home ------------------------------------------------------------------------------------
 
 void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream) {
-  const std::lock_guard lock(mutex_);
-  end_passes(stream);
-  NORIA_INVARIANT(options_.lane && !holds_unsummed_ && !phase_ && memory.size() == units_.size(),
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  NORIA_INVARIANT(options_.lane && !holds_unsummed_ && !pass_.phase && memory.size() == units_.size(),
                   "memory for gradients that are not summed comes once, between passes");
   holds_unsummed_ = true;
   Bytes end;
-  for (std::size_t i = 0; i < units_.size(); ++i) {
-    EngineUnit& unit = units_[i];
-    if (unit.facts.gradients == Bytes{0}) continue;
-    const UnitId id(static_cast<std::int32_t>(i));
-    unit.unsummed = memory[i];
-    unit.unsummed_buffer = buffers_.intern({{Place::Kind::host, kUnsummedRegion},
-                                            end,
-                                            unit.facts.gradients,
-                                            Format::travel,
-                                            Purpose::unsummed_gradient,
-                                            id});
-    end += unit.facts.gradients;
-    callbacks_.held_moved(id, unit.unsummed);
+  for (UnitId unit : units_.ids()) {
+    const Bytes bytes = units_[unit].facts.gradients;
+    if (bytes == Bytes{0}) continue;
+    const Place place{Place::Kind::host, kUnsummedRegion};
+    const BufferId buffer = buffers_.intern({place, end, bytes, Format::travel, Purpose::unsummed_gradient, unit});
+    units_.hold_unsummed(unit, memory[static_cast<std::size_t>(unit.value)], buffer);
+    end += bytes;
+    callbacks_.held_moved(unit, units_[unit].unsummed);
   }
 }
 
+bool Engine::holds_unsummed() const {
+  const Entry entry(gate_);
+  return holds_unsummed_;
+}
+
 void Engine::set_unsynced(bool unsynced) {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   NORIA_INVARIANT(!unsynced || holds_unsummed_, "there is no memory for gradients that are not summed");
   drainer_.set_unsynced(unsynced);
 }
 
 bool Engine::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   return drainer_.is_unsummed(unit, offset, bytes);
 }
 
 bool Engine::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   return drainer_.is_summed(unit, offset, bytes);
 }
 
-std::vector<UnitId> Engine::end_pass_unlocked(Stream stream) {
-  close_visit(stream);
-  if (phase_ == Phase::backward) sum_rest(stream);
-  const Phase phase = *phase_;
-  phase_.reset();
-  const ItineraryId itinerary = book_.end();
-  for (ItineraryId forgotten : book_.take_forgotten()) {
-    is_last_.erase(forgotten);
-    const auto row = passes_.find(forgotten);
-    if (row == passes_.end()) continue;
-    forgotten_passes_ += row->second.times;
-    passes_.erase(row);
-  }
-  if (following_.itinerary != itinerary) count_.planned.reset();  // it ended before the plan did
-  following_ = {};
-  PassStats& stats = passes_[itinerary];
-  stats.itinerary = itinerary;
-  stats.signature = book_.signature(itinerary);
-  stats.num_visits = static_cast<std::int64_t>(book_.visits(itinerary).size());
-  ++stats.times;
-  stats.planned_fetches = count_.planned;
-  stats.fetches = fetcher_.num_fetches() - count_.first_fetch;
-  stats.unplanned_visits += count_.unplanned_visits;
-  const Bytes fetched = fetcher_.fetched() - count_.first_fetched;
-  const Bytes brought = drainer_.brought() - count_.brought_before;
-  if (phase == Phase::forward) {
-    last_forward_ = itinerary;
-    sums_.forward_stall_us += count_.stall_us;
-    sums_.forward_fetched += fetched;
-    if (in_backward_ && stats.signature.grad_enabled) note_visits(itinerary);
-    return {};
-  }
-  sums_.backward_stall_us += count_.stall_us;
-  sums_.backward_fetched += fetched + brought;
-  sums_.drained += drainer_.drained() - count_.drained_before;
-  sums_.reduced += drainer_.reduced() - count_.reduced_before;
-
-  last_backward_ = itinerary;
-
-  // Landing: from here on the user's loop may read and edit what is held.
-  const std::vector<UnitId> landed = drainer_.take_landed();
-  if (in_backward_) update_rest(/*what_accumulates=*/false);
-  if (shows_gradients()) land(landed, stream);
-  return landed;
-}
-
-void Engine::land(const std::vector<UnitId>& units, Stream stream) {
-  Op op;
-  op.verb = Verb::user;
-  for (UnitId unit : units) {
-    const BufferId held = units_[static_cast<std::size_t>(unit.value)].facts.held;
-    // If a gradient is being read early, the user's loop may read it too. The loop says so before it writes.
-    if (is_read_early(unit)) op.accesses.push_back({held, issuer_.version(held), Access::Mode::read});
-    else op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
-  }
-  finish_user_op(std::move(op), stream);
-}
-
-void Engine::finish_user_op(Op op, Stream stream, const std::function<void()>& act) {
-  NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
-  issuer_.pass(std::move(op), stream, act);
-}
-
-void Engine::reset(Stream stream) {
-  const std::lock_guard lock(mutex_);
-  continue_on(stream);
-  reset_unlocked(stream);
-}
-
-void Engine::forget(UnitId unit) {
-  const std::lock_guard lock(mutex_);
-  fetcher_.mark_stale(unit);
-}
-
-void Engine::reset_unlocked(Stream stream) {
-  if (!phase_) return;
-  if (visit_) {
-    backend_->give(visit_->ticket, stream);  // what was launched cannot be taken back
-    visit_.reset();
-  }
-  for (UnitId unit : attached_) callbacks_.evict(unit);
-  attached_.clear();
-  drainer_.abandon();
-  const bool was_backward = phase_ == Phase::backward;
-  if (options_.lane) options_.lane->forget_taken();
-  if (collector_ && was_backward && !drainer_.is_unsynced()) collector_->note_broken();
-  drop_all_early();
-  const std::vector<UnitId> landed = drainer_.take_landed();
-  book_.abandon();
-  following_ = {};
-  drop_prepared();
-  phase_.reset();
-  if (in_backward_ && was_backward) abandon_updating();
-  if (shows_gradients()) land(landed, stream);  // the user may read and edit what came before the error
-}
-
-std::optional<Phase> Engine::phase() const {
-  const std::lock_guard lock(mutex_);
-  return phase_;
-}
-
-bool Engine::is_visited(const std::vector<UnitId>& needs) const {
-  const std::lock_guard lock(mutex_);
-  return visit_ && contains_all(visit_->visit.needs, needs);
+void Engine::end_sums(Stream stream) {
+  const Entry entry(gate_);
+  if (!pass_.is(Phase::backward)) return;
+  compute_.continue_on(stream);
+  runner_.leave(stream);
+  runner_.sum_rest(stream);
 }
 
 std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Meeting meeting) {
   Standing standing;
   {
-    const std::lock_guard lock(mutex_);
+    const Entry entry(gate_);
     NORIA_INVARIANT(collector_.has_value(), "nobody shares this home");
     standing = collector_->standing();
   }
   CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, standing);
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   if (meeting == Meeting::backward) is_uneven_ = is_uneven_ || met.was_uneven;
   if (met.has_assisted) collector_->note_assisted();
   for (UnitId unit : met.taken) {
     collector_->note_taken(unit);
-    drop_early(unit);  // more gradients came than were foreseen
+    drafts_.drop(unit);  // more gradients came than were foreseen
   }
   return std::move(met.numbers);
 }
 
+// ---- what forwards save, and units at peers -----------------------------------------------------------------------
+
+Held<Saver> Engine::saver() const {
+  NORIA_INVARIANT(saver_.has_value(), "nothing that forwards save may leave");
+  return {gate_, *saver_};
+}
+
+void Engine::await_saved(SavedId saved, Stream stream) {
+  const Entry entry(gate_);
+  if (closed_) {
+    throw UsageError("backward before noria.unwrap, or the end of the model",
+                     "a backward that needs what has been moved to the home, which is gone", "call backward() first");
+  }
+  saver_->await(saved, stream);
+  compute_.add_stall(saver_->take_waited_us());
+}
+
+void Engine::keep_copies(const std::vector<UnitId>& units) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(!options_.lane, "a unit that ranks gather is not fetched by one of them alone");
+  std::vector<std::pair<UnitId, Bytes>> kept;
+  for (UnitId unit : units) kept.emplace_back(unit, units_[unit].facts.weights);
+  copies_.keep(std::move(kept));
+}
+
+// ---- all of it ----------------------------------------------------------------------------------------------------
+
+void Engine::set_trace(std::shared_ptr<Trace> trace) {
+  const Entry entry(gate_);
+  backend_->set_trace(trace);
+  if (optimizer_) optimizer_->set_trace(trace);
+  if (saver_) saver_->set_trace(trace);
+  compute_.set_trace(trace);
+  updates_.set_trace(trace);
+  trace_ = std::move(trace);
+}
+
 void Engine::idle() {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   if (options_.lane) options_.lane->idle();
   backend_->idle();
   if (optimizer_) optimizer_->idle();
@@ -585,141 +427,15 @@ void Engine::idle() {
 }
 
 void Engine::close() {
-  const std::lock_guard lock(mutex_);
+  const Entry entry(gate_);
   if (std::exchange(closed_, true)) return;
   try {
-    reset_unlocked(nullptr);
+    runner_.reset(nullptr);
   } catch (...) {  // NOLINT(bugprone-empty-catch): the caller has heard of it before; nothing runs after this
   }
   if (optimizer_) optimizer_->close();
   if (options_.lane) options_.lane->close();
   backend_->close();
-}
-
-// ---- what forwards save -----------------------------------------------------------------------------------------
-
-void Engine::add_peer(const PeerMemory& peer) {
-  const std::lock_guard lock(mutex_);
-  saver_->add_peer(peer);
-}
-
-bool Engine::shrink_peer(std::int32_t rank, Bytes left) {
-  const std::lock_guard lock(mutex_);
-  return saver_->shrink_peer(rank, left);
-}
-
-void Engine::send_saved_home(std::set<HookId> hooks) {
-  const std::lock_guard lock(mutex_);
-  saver_->send_home(std::move(hooks));
-}
-
-void Engine::set_saved_room(Bytes room) {
-  const std::lock_guard lock(mutex_);
-  saver_->set_room(room);
-}
-
-SavedId Engine::save(const std::byte* memory, Bytes bytes) {
-  const std::lock_guard lock(mutex_);
-  return saver_->save(memory, bytes);
-}
-
-void Engine::share_saved(SavedId saved) {
-  const std::lock_guard lock(mutex_);
-  saver_->share(saved);
-}
-
-void Engine::await_saved(SavedId saved, Stream stream) {
-  const std::lock_guard lock(mutex_);
-  if (closed_) {
-    throw UsageError("backward before noria.unwrap, or the end of the model",
-                     "a backward that needs what has been moved to the home, which is gone", "call backward() first");
-  }
-  saver_->await(saved, stream);
-  count_.stall_us += saver_->take_waited_us();
-}
-
-void Engine::forget_saved(const std::vector<SavedId>& saved) {
-  const std::lock_guard lock(mutex_);
-  for (SavedId each : saved) saver_->forget(each);
-}
-
-SavedStats Engine::saved_stats() const {
-  const std::lock_guard lock(mutex_);
-  return saver_ ? saver_->stats() : SavedStats{};
-}
-
-std::map<HookId, SavedByModule> Engine::saved_by_module() const {
-  const std::lock_guard lock(mutex_);
-  return saver_ ? saver_->by_module() : std::map<HookId, SavedByModule>{};
-}
-
-// ---- units at peers ---------------------------------------------------------------------------------------------
-
-void Engine::add_copy_peer(const PeerMemory& peer) {
-  const std::lock_guard lock(mutex_);
-  copies_.add_peer(peer);
-}
-
-void Engine::shrink_copy_peer(std::int32_t rank, Bytes left) {
-  const std::lock_guard lock(mutex_);
-  copies_.shrink_peer(rank, left);
-}
-
-void Engine::keep_copies(const std::vector<UnitId>& units) {
-  const std::lock_guard lock(mutex_);
-  NORIA_INVARIANT(!options_.lane, "a unit that ranks gather is not fetched by one of them alone");
-  std::vector<std::pair<UnitId, Bytes>> kept;
-  for (UnitId unit : units) kept.emplace_back(unit, facts_[static_cast<std::size_t>(unit.value)].weights);
-  copies_.keep(std::move(kept));
-}
-
-CopyStats Engine::copy_stats() const {
-  const std::lock_guard lock(mutex_);
-  return copies_.stats();
-}
-
-std::vector<std::int64_t> Engine::times_fetched() const {
-  const std::lock_guard lock(mutex_);
-  return fetcher_.times_fetched();
-}
-
-// ---- what happened ----------------------------------------------------------------------------------------------
-
-std::vector<PassStats> Engine::passes() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<PassStats> result;
-  for (const auto& [id, stats] : passes_) result.push_back(stats);
-  return result;
-}
-
-std::vector<UnitId> Engine::resident_units() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<UnitId> units;
-  for (const Resident& resident : fetcher_.residents()) units.push_back(resident.unit);
-  return units;
-}
-
-std::size_t Engine::num_remembered() const {
-  const std::lock_guard lock(mutex_);
-  return issuer_.num_remembered();
-}
-
-std::vector<std::string> Engine::wait_kinds() const {
-  const std::lock_guard lock(mutex_);
-  return issuer_.wait_kinds();
-}
-
-void Engine::omit_wait(const std::string& kind) {
-  const std::lock_guard lock(mutex_);
-  issuer_.hazards().omit(kind);
-}
-
-void Engine::set_trace(std::shared_ptr<Trace> trace) {
-  const std::lock_guard lock(mutex_);
-  backend_->set_trace(trace);
-  if (optimizer_) optimizer_->set_trace(trace);
-  if (saver_) saver_->set_trace(trace);
-  trace_ = std::move(trace);
 }
 
 }  // namespace noria

@@ -18,7 +18,8 @@ class EngineCallbacks {
   virtual ~EngineCallbacks() = default;
 
   virtual void attach(UnitId unit, std::byte* weights) = 0;
-  virtual void evict(UnitId unit) = 0;
+  /// Returns false if the range was written meanwhile. Then no copy of the unit is used again.
+  virtual bool evict(UnitId unit) = 0;
   virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
   /// `is_drained`: what was written there is on its way to the held gradient, and replaces it.
   virtual void close_gradients(UnitId unit, bool is_drained) = 0;

@@ -5,7 +5,7 @@
 namespace noria {
 
 void Fetcher::fetch(UnitId unit, Bytes offset) {
-  const EngineUnit& source = units_[static_cast<std::size_t>(unit.value)];
+  const EngineUnit& source = units_[unit];
   NORIA_INVARIANT(!resident_.contains(unit), "unit " + source.facts.name + " is fetched twice");
   std::byte* to = leases_.take(offset, source.facts.weights, /*is_weights=*/true);
   const BufferId buffer =
@@ -14,7 +14,7 @@ void Fetcher::fetch(UnitId unit, Bytes offset) {
   const Held into{offset, buffer, version};
   resident_.emplace(unit, into);
   ++num_fetches_;
-  ++times_fetched_[static_cast<std::size_t>(unit.value)];
+  ++times_fetched_[unit];
   if (copies_.holds(unit, version)) {
     copies_.fetch(unit, {buffer, version, Access::Mode::write}, to);
     return;
@@ -80,7 +80,7 @@ void Fetcher::evict(UnitId unit) {
   leases_.release(held.offset);
   resident_.erase(unit);
   issuer_.poison(unit, {held.buffer, -1, Access::Mode::write}, leases_.at(held.offset),
-                 units_[static_cast<std::size_t>(unit.value)].facts.weights);
+                 units_[unit].facts.weights);
 }
 
 void Fetcher::mark_stale(UnitId unit) {
@@ -100,7 +100,7 @@ void Fetcher::evict_stale() {
 bool Fetcher::is_current(UnitId unit) const {
   const auto found = resident_.find(unit);
   if (found == resident_.end()) return false;
-  const UnitFacts& facts = units_[static_cast<std::size_t>(unit.value)].facts;
+  const UnitFacts& facts = units_[unit].facts;
   return found->second.version == issuer_.version(facts.working);
 }
 
@@ -122,7 +122,7 @@ Access Fetcher::access(UnitId unit) const {
 const Fetcher::Held& Fetcher::held(UnitId unit) const {
   const auto found = resident_.find(unit);
   NORIA_INVARIANT(found != resident_.end(),
-                  "unit " + units_[static_cast<std::size_t>(unit.value)].facts.name + " is not on the device");
+                  "unit " + units_[unit].facts.name + " is not on the device");
   return found->second;
 }
 

@@ -11,7 +11,7 @@
 #include "engine/collector.h"
 #include "engine/issuer.h"
 #include "engine/peer_copies.h"
-#include "engine/unit.h"
+#include "engine/unit_table.h"
 #include "store/leases.h"
 
 namespace noria {
@@ -19,7 +19,7 @@ namespace noria {
 class Fetcher {
  public:
   /// `collector` null: the home has whole units.
-  Fetcher(Issuer& issuer, Leases& leases, const std::vector<EngineUnit>& units, Place device, Collector* collector,
+  Fetcher(Issuer& issuer, Leases& leases, const UnitTable& units, Place device, Collector* collector,
           PeerCopies& copies)
       : issuer_(issuer),
         leases_(leases),
@@ -50,8 +50,8 @@ class Fetcher {
   Access access(UnitId unit) const;
 
   std::int64_t num_fetches() const { return num_fetches_; }
-  const std::vector<std::int64_t>& times_fetched() const { return times_fetched_; }  // by unit
-  Bytes fetched() const { return fetched_; }                                         // from home
+  const UnitMap<std::int64_t>& times_fetched() const { return times_fetched_; }
+  Bytes fetched() const { return fetched_; }  // from home
 
  private:
   struct Held {
@@ -64,13 +64,13 @@ class Fetcher {
 
   Issuer& issuer_;
   Leases& leases_;
-  const std::vector<EngineUnit>& units_;
+  const UnitTable& units_;
   const Place device_;
   Collector* const collector_;
   PeerCopies& copies_;
   std::map<UnitId, Held> resident_;
   std::int64_t num_fetches_ = 0;
-  std::vector<std::int64_t> times_fetched_;
+  UnitMap<std::int64_t> times_fetched_;
   Bytes fetched_;
 };
 

@@ -12,7 +12,6 @@ namespace noria {
 namespace {
 
 constexpr std::size_t kLeastStaying = 1;  // bundles: the one that a backward needs first
-constexpr std::int64_t kMostWorking = 4;  // bundles on the device without a room: one stays, one is saved, two leave
 constexpr std::size_t kMostAhead = 2;     // bundles that come back before their backward has begun
 
 void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us : std::min(least, us); }
@@ -129,24 +128,21 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
     return {};
   }
   end_left();
-  const auto used = next_used(hook);
-  if (used == bundles_.end()) return {};
+  const std::vector<Bundles::iterator> needed = use(hook);
+  if (needed.empty()) return {};
+  const auto used = needed.front();
   used->is_used = true;
   note_least(by_module_[hook].gap_us, clock_us() - used->left_us);
   std::erase(staying_, used);
   const std::vector<SavedId> now = alive(*used);
   tell_trace();
   reload(now, unit, stream);
-  auto ahead = used;
-  for (std::size_t i = 0; i < kMostAhead; ++i) {
-    ahead = needed_after(ahead);
-    if (ahead == bundles_.end()) break;
-    std::vector<SavedId> next = alive(*ahead);
+  for (std::size_t ahead = 1; ahead < needed.size(); ++ahead) {
+    std::vector<SavedId> next = alive(*needed[ahead]);
     std::erase_if(next, [this](SavedId saved) { return at(saved).state == State::there; });
     Bytes bytes;
     for (SavedId saved : next) bytes += at(saved).state == State::away ? at(saved).bytes : Bytes{0};
-    // A forward that begins now must find room for its bundle, and for another one beside it.
-    if (stats_.there + bytes + stats_.largest * 2 > room()) break;
+    if (!room().has_room_ahead(stats_.there, bytes)) break;
     reload(next, unit, stream);
   }
   std::vector<Access> reads;
@@ -185,29 +181,23 @@ std::vector<SavedId> Saver::alive(const Bundle& bundle) const {
   return found;
 }
 
-Saver::Bundles::iterator Saver::next_used(HookId hook) {
-  auto found = bundles_.end();
+// Returns the bundle that a backward visit of this module uses, and then the next ones that are needed, at most
+// kMostAhead. Returns nothing if the module has saved nothing that is alive.
+std::vector<Saver::Bundles::iterator> Saver::use(HookId hook) {
+  std::vector<Bundles::iterator> known;
+  std::vector<SavedBundle> facts;
   for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
-    if (bundle->hook != hook || bundle->is_used || !is_any_alive(*bundle)) continue;
-    if (found != bundles_.end() && found->forward != bundle->forward) break;
-    found = bundle;
+    known.push_back(bundle);
+    facts.push_back({bundle->hook, bundle->forward, bundle->is_used});
+  }
+  const IsAlive is_alive = [&](std::size_t index) { return is_any_alive(*known[index]); };
+  std::vector<Bundles::iterator> found;
+  for (auto next = next_used(facts, hook, is_alive); next; next = needed_after(facts, *next, order_, is_alive)) {
+    facts[*next].is_used = true;
+    found.push_back(known[*next]);
+    if (found.size() == 1 + kMostAhead) break;
   }
   return found;
-}
-
-Saver::Bundles::iterator Saver::needed_after(Bundles::iterator used) {
-  const auto is_needed = [this](const Bundle& bundle) { return !bundle.is_used && is_any_alive(bundle); };
-  const std::int64_t forward = used->forward;
-  for (auto bundle = used; bundle != bundles_.begin() && std::prev(bundle)->forward == forward;) {
-    --bundle;
-    if (is_needed(*bundle)) return bundle;
-  }
-  auto found = bundles_.end();
-  for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
-    if (!order_.comes_before(forward, bundle->forward) || !is_needed(*bundle)) continue;
-    if (found == bundles_.end() || !order_.comes_before(found->forward, bundle->forward)) found = bundle;
-  }
-  return found == bundles_.end() || order_.awaits_one_before(found->forward) ? bundles_.end() : found;
 }
 
 void Saver::leave(UnitId unit, Stream stream) {
@@ -234,11 +224,7 @@ void Saver::leave(UnitId unit, Stream stream) {
   end_left();
   tell_trace();
   if (!saves_) return;
-  // One more bundle is saved while one leaves. If all bundles have fitted at once, none needs to leave.
-  const Bytes may_stay = !room_ ? Bytes{0} : stats_.most_saved <= *room_ ? *room_ : *room_ - stats_.largest * 2;
-  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() > may_stay) {
-    offload_farthest(stats_.there - leaving_bytes() - may_stay, unit);
-  }
+  offload_until(Bytes{0}, room().may_stay(stats_.most_saved), unit);
 }
 
 void Saver::tell_trace() const {
@@ -261,8 +247,6 @@ void Saver::refuse_large_bundle() const {
                    "raise it, make the blocks smaller, or say activations=\"recompute\"");
 }
 
-Bytes Saver::room() const { return room_.value_or(stats_.largest * kMostWorking); }
-
 // ---- out and back -----------------------------------------------------------------------------------------------
 
 Bytes Saver::leaving_bytes() const {
@@ -278,24 +262,35 @@ Bytes Saver::leaving_bytes() const {
 
 // Makes room for `bytes` more on the device.
 void Saver::make_way(Bytes bytes, UnitId unit) {
-  while (staying_.size() > kLeastStaying && stats_.there - leaving_bytes() + bytes > room()) {
-    offload_farthest(stats_.there - leaving_bytes() + bytes - room(), unit);
-  }
+  offload_until(bytes, room().most(), unit);
   end_left();
-  while (!leaving_.empty() && stats_.there + bytes > room()) {
+  while (!leaving_.empty() && stats_.there + bytes > room().most()) {
     await_leaving(unit);
     let_go_forgotten();
   }
 }
 
+// Offloads bundles until `room` holds what stays and `more`.
+void Saver::offload_until(Bytes more, Bytes room, UnitId unit) {
+  while (staying_.size() > kLeastStaying) {
+    const Bytes least = bytes_to_leave(stats_.there, leaving_bytes(), more, room);
+    if (least == Bytes{0}) break;
+    offload_farthest(least, unit);
+  }
+}
+
 void Saver::offload_farthest(Bytes least, UnitId unit) {
-  const auto farthest = std::max_element(staying_.begin(), staying_.end(), [this](auto a, auto b) {
-    return order_.comes_before(a->forward, b->forward);
-  });  // the first of its forward
-  const Bundle& bundle = **farthest;
-  const std::vector<SavedId> all = idle(bundle), going = enough(all, least);
+  std::vector<std::int64_t> forwards;
+  for (const auto& bundle : staying_) forwards.push_back(bundle->forward);
+  const auto leaves = staying_.begin() + static_cast<std::ptrdiff_t>(farthest(forwards, order_));
+  const Bundle& bundle = **leaves;
+  const std::vector<SavedId> all = idle(bundle);
+  std::vector<Bytes> sizes;
+  for (SavedId saved : all) sizes.push_back(at(saved).bytes);
+  std::vector<SavedId> going;
+  for (std::size_t index : enough(sizes, least)) going.push_back(all[index]);
   offload(going, sent_home_.contains(bundle.hook), unit);
-  if (going.size() == all.size()) staying_.erase(farthest);
+  if (going.size() == all.size()) staying_.erase(leaves);
 }
 
 std::vector<SavedId> Saver::idle(const Bundle& bundle) const {
@@ -304,21 +299,6 @@ std::vector<SavedId> Saver::idle(const Bundle& bundle) const {
     const Entry& entry = entries_.at(saved);
     return entry.state != State::there || entry.is_wanted;
   });
-  return found;
-}
-
-// Takes the largest while no single one is enough, then the smallest that is enough.
-std::vector<SavedId> Saver::enough(std::vector<SavedId> saved, Bytes least) const {
-  const auto bytes_of = [this](SavedId each) { return entries_.at(each).bytes; };
-  std::stable_sort(saved.begin(), saved.end(), [&](SavedId a, SavedId b) { return bytes_of(a) < bytes_of(b); });
-  std::vector<SavedId> found;
-  while (least > Bytes{0} && !saved.empty()) {
-    auto next = std::find_if(saved.begin(), saved.end(), [&](SavedId each) { return bytes_of(each) >= least; });
-    if (next == saved.end()) --next;
-    least = least - bytes_of(*next);
-    found.push_back(*next);
-    saved.erase(next);
-  }
   return found;
 }
 

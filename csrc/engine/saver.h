@@ -7,10 +7,9 @@
 // cannot pile up on the device.
 //
 // Note [Bundles]. A bundle is what one forward visit saves. Backwards are expected in the order in which they came the
-// last time (backward_order.h). The backwards of one module are expected in the order of its forwards, and each
-// backward visits its modules in reverse. So the future is known, and Belady's rule chooses what leaves: of the bundles
-// that stay, the one whose backward visit is farthest. If several bundles are of the same forward, that is the first
-// one. At least one bundle stays: the one that a backward needs first. Of the last bundle to leave, only as many
+// last time (plan/backward_order.h). The backwards of one module are expected in the order of its forwards, and each
+// backward visits its modules in reverse. So the future is known, and Belady's rule chooses what leaves
+// (plan/activation_plan.h). At least one bundle stays: the one that a backward needs first. Of the last bundle to leave, only as many
 // storages leave as are in the way. When a backward visit takes its bundle, the next bundles are already on their way
 // back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is brought then (`await`).
 //
@@ -38,10 +37,11 @@
 #include <vector>
 
 #include "base/trace.h"
-#include "engine/backward_order.h"
 #include "engine/engine_callbacks.h"
 #include "engine/issuer.h"
 #include "engine/saved_places.h"
+#include "plan/activation_plan.h"
+#include "plan/backward_order.h"
 
 namespace noria {
 
@@ -166,6 +166,7 @@ class Saver {
   void bring(const std::vector<SavedId>& coming, UnitId unit);
   Ticket submit(Load load, Lane lane, Verb verb, UnitId unit);
   void make_way(Bytes bytes, UnitId unit);
+  void offload_until(Bytes more, Bytes room, UnitId unit);
   /// Offloads at least `least` bytes of the farthest bundle, or all of it if it has less.
   void offload_farthest(Bytes least, UnitId unit);
   void await_leaving(UnitId unit);
@@ -176,11 +177,10 @@ class Saver {
   void note_there(Entry& entry, const std::byte* memory);
   void let_go_forgotten();
   void mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream);
-  Bundles::iterator next_used(HookId hook);
-  Bundles::iterator needed_after(Bundles::iterator used);
+  std::vector<Bundles::iterator> use(HookId hook);
   void refuse_large_bundle() const;
   Bytes expected_of(HookId hook) const;
-  Bytes room() const;
+  SavedRoom room() const { return {room_, stats_.largest}; }
   Bytes leaving_bytes() const;
   /// Returns true if it may still be asked for.
   bool is_alive(SavedId saved) const;
@@ -188,9 +188,6 @@ class Saver {
   std::vector<SavedId> alive(const Bundle& bundle) const;
   /// Returns those that lie on the device, are not leaving, and are not needed by a backward that has begun.
   std::vector<SavedId> idle(const Bundle& bundle) const;
-  /// Returns some of these that have at least `least` bytes in all, and few more. Returns all of them if they have
-  /// less.
-  std::vector<SavedId> enough(std::vector<SavedId> saved, Bytes least) const;
   Entry& at(SavedId saved) { return entries_.at(saved); }
 
   Issuer& issuer_;

@@ -28,7 +28,7 @@ enum HomeRegion : std::int32_t {
   kSavedCopiesRegion  // the pieces of memory, one behind the other
 };
 
-/// Holds a second working copy and state of a unit; see engine/engine.h, Note [Drafts].
+/// Holds a second working copy and state of a unit; see engine/drafts.h, Note [Drafts].
 struct Spare {
   std::byte* working = nullptr;
   BufferId working_buffer;

@@ -218,7 +218,7 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
 void BareEngine::end_pass() {
   engine_.end_pass(machine_.stream);
   for (Unit& unit : units_) {
-    const bool is_read = engine_.is_read_early(UnitId(static_cast<std::int32_t>(&unit - units_.data())));
+    const bool is_read = engine_.drafts()->is_read(UnitId(static_cast<std::int32_t>(&unit - units_.data())));
     for (Slot& slot : unit.slots) {
       slot.held |= std::exchange(slot.arrived, false);
       slot.guarded |= is_read;
@@ -330,7 +330,7 @@ void BareEngine::expect_updates(double lr) {
     job.sums = std::make_shared<std::vector<double>>();
     if (spare[0] != nullptr) job.to = {spare[0], nullptr, nullptr, {.fp32 = spare[2]}, {.fp32 = spare[3]}};
     else job.task = UpdateTask::sum;
-    engine_.expect_update(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
+    engine_.drafts()->expect(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
   }
 }
 
@@ -342,7 +342,7 @@ void BareEngine::expect_in_backward() {
       gradients.push_back(kSlotBytes * static_cast<std::int64_t>(slot));
     }
     if (gradients.empty()) continue;
-    engine_.expect_in_backward(UnitId(static_cast<std::int32_t>(unit)), {std::move(job), std::move(gradients)});
+    engine_.backward_updates()->expect(UnitId(static_cast<std::int32_t>(unit)), {std::move(job), std::move(gradients)});
   }
 }
 
@@ -350,7 +350,7 @@ void BareEngine::claim() {
   engine_.begin_step(machine_.stream);
   std::set<UnitId> all;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) all.insert(UnitId(static_cast<std::int32_t>(unit)));
-  for (const Engine::Updated& each : engine_.take_updated(all)) {
+  for (const BackwardUpdates::Updated& each : engine_.backward_updates()->take_updated(all)) {
     for (const auto& [gradient, scalars] : each.pieces) {
       ++of(each.unit).slots.at(static_cast<std::size_t>(gradient.count / kSlotBytes.count)).num_updates;
     }
@@ -412,7 +412,7 @@ void BareEngine::lend(Bytes bytes) {
   lender_ = std::make_shared<HostBackend>(HostBackendOptions{bytes, {}, {}});
   std::byte* const memory = lender_->allocate_shared(bytes);
   std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
-  engine_.add_copy_peer({1, 0, 1, machine_.backend->open_shared(lender_->shared(memory)), bytes});
+  engine_.copies()->add_peer({1, 0, 1, machine_.backend->open_shared(lender_->shared(memory)), bytes});
 }
 
 // ---- failures ---------------------------------------------------------------------------------------------------
@@ -454,8 +454,9 @@ std::vector<float> BareEngine::array(const std::string& which, std::size_t unit)
 }
 
 std::vector<std::uint8_t> BareEngine::arena() const {
-  const auto* start = reinterpret_cast<const std::uint8_t*>(engine_.leases().at(Bytes{0}));
-  return {start, start + engine_.leases().arena_bytes().count};
+  const auto leases = engine_.leases();
+  const auto* start = reinterpret_cast<const std::uint8_t*>(leases->at(Bytes{0}));
+  return {start, start + leases->arena_bytes().count};
 }
 
 }  // namespace noria

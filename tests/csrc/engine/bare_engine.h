@@ -104,8 +104,9 @@ class BareEngine final : public EngineCallbacks {
   /// It lends so much for copies of units.
   void lend(Bytes bytes);
   void keep_copies(const std::vector<UnitId>& units) { engine_.keep_copies(units); }
-  void forget(std::size_t unit) { engine_.forget(UnitId(static_cast<std::int32_t>(unit))); }
-  void shrink_copies(Bytes left) { engine_.shrink_copy_peer(1, left); }
+  /// The unit is written in the visit that is open, or in its next one: its copies are lost.
+  void lose(std::size_t unit) { units_[unit].is_lost = true; }
+  void shrink_copies(Bytes left) { engine_.copies()->shrink_peer(1, left); }
 
   // ---- failures ----
   void fail_next_update() { fail_next_update_ = true; }
@@ -126,7 +127,10 @@ class BareEngine final : public EngineCallbacks {
 
   // ---- EngineCallbacks ----
   void attach(UnitId unit, std::byte* weights) override { of(unit).attached = weights; }
-  void evict(UnitId unit) override { of(unit).attached = nullptr; }
+  bool evict(UnitId unit) override {
+    of(unit).attached = nullptr;
+    return !std::exchange(of(unit).is_lost, false);
+  }
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit, bool) override { of(unit).buffer = nullptr; }
   Ranges held_gradients(UnitId unit) const override;
@@ -161,6 +165,7 @@ class BareEngine final : public EngineCallbacks {
     std::size_t num_at_home = 0;    // elements
     std::vector<std::uint32_t> result;
     std::byte* attached = nullptr;
+    bool is_lost = false;
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }

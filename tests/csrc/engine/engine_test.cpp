@@ -96,8 +96,8 @@ TEST_P(UnderDelays, a_hostile_run_in_a_small_window_gives_the_bits_of_a_quiet_on
       EXPECT_EQ(quiet->array(which, unit), hostile->array(which, unit)) << which << " of unit " << unit;
     }
   }
-  EXPECT_GT(hostile->engine().draft_counts().kept, 0);
-  EXPECT_GT(hostile->engine().num_fetches(), quiet->engine().num_fetches());
+  EXPECT_GT(hostile->engine().drafts()->counts().kept, 0);
+  EXPECT_GT(hostile->engine().fetcher()->num_fetches(), quiet->engine().fetcher()->num_fetches());
   quiet->close();
   hostile->close();
 }
@@ -113,8 +113,8 @@ TEST_P(UnderDelays, a_hostile_run_with_units_at_a_peer_gives_the_bits_of_a_quiet
     EXPECT_EQ(quiet->result(unit), hostile->result(unit));
     EXPECT_EQ(quiet->array("weights", unit), hostile->array("weights", unit));
   }
-  EXPECT_EQ(hostile->engine().copy_stats().num_units, 3);
-  EXPECT_GT(hostile->engine().copy_stats().num_fetched, 0);
+  EXPECT_EQ(hostile->engine().copies()->stats().num_units, 3);
+  EXPECT_GT(hostile->engine().copies()->stats().num_fetched, 0);
   quiet->close();
   hostile->close();
 }
@@ -129,7 +129,7 @@ TEST(engine, copies_have_passed_when_the_peer_gets_its_memory_back) {
   forward(model);
   forward(model);
   model.shrink_copies(Bytes{0});
-  const CopyStats stats = model.engine().copy_stats();
+  const CopyStats stats = model.engine().copies()->stats();
   EXPECT_GT(stats.num_stashed, 0);
   EXPECT_EQ(model.backend().stats(Lane::peer).bytes, stats.stashed + stats.fetched);
   model.close();

@@ -67,7 +67,7 @@ py::list passes_of(BareEngine& bare) {
   std::vector<PassStats> passes;
   {
     const py::gil_scoped_release release;
-    passes = bare.engine().passes();
+    passes = bare.engine().stats()->passes();
   }
   py::list result;
   for (const PassStats& stats : passes) {
@@ -146,10 +146,10 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def(
           "shrink_copies", [](BareEngine& self, std::int64_t left) { self.shrink_copies(noria::Bytes{left}); },
           Release())
-      .def("forget", &BareEngine::forget, Release())
+      .def("lose", &BareEngine::lose, Release())
       .def("copy_stats",
            [](BareEngine& self) {
-             const noria::CopyStats stats = self.engine().copy_stats();
+             const noria::CopyStats stats = self.engine().copies()->stats();
              return std::tuple(stats.num_units, stats.num_stashed, stats.num_fetched);
            })
       .def("update", py::overload_cast<std::size_t, bool>(&BareEngine::update), Release())
@@ -168,7 +168,7 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("claim", &BareEngine::claim, Release())
       .def("draft_counts",
            [](BareEngine& bare) {
-             const noria::DraftCounts counts = bare.engine().draft_counts();
+             const noria::DraftCounts counts = bare.engine().drafts()->counts();
              return std::tuple(counts.kept, counts.looked_at, counts.redone, counts.dropped);
            })
       .def("hold_stream", &BareEngine::hold_stream, Release())
@@ -177,19 +177,19 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("idle", &BareEngine::idle, Release())
       .def("close", &BareEngine::close, Release())
       .def(
-          "omit_wait", [](BareEngine& self, const std::string& kind) { self.engine().omit_wait(kind); }, Release())
+          "omit_wait", [](BareEngine& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); }, Release())
       .def(
-          "wait_kinds", [](BareEngine& self) { return self.engine().wait_kinds(); }, Release())
+          "wait_kinds", [](BareEngine& self) { return self.engine().issuer()->wait_kinds(); }, Release())
       .def("result", &BareEngine::result)
       .def("array", &BareEngine::array)
       .def("arena", &BareEngine::arena)
       .def("passes", &noria::passes_of)
-      .def_property_readonly("arena_bytes", [](BareEngine& self) { return self.engine().leases().arena_bytes().count; })
-      .def_property_readonly("peak_bytes", [](BareEngine& self) { return self.engine().leases().peak().count; })
-      .def_property_readonly("peak_units", [](BareEngine& self) { return self.engine().leases().peak_units(); })
-      .def_property_readonly("num_fetches", [](BareEngine& self) { return self.engine().num_fetches(); })
+      .def_property_readonly("arena_bytes", [](BareEngine& self) { return self.engine().leases()->arena_bytes().count; })
+      .def_property_readonly("peak_bytes", [](BareEngine& self) { return self.engine().leases()->peak().count; })
+      .def_property_readonly("peak_units", [](BareEngine& self) { return self.engine().leases()->peak_units(); })
+      .def_property_readonly("num_fetches", [](BareEngine& self) { return self.engine().fetcher()->num_fetches(); })
       .def_property_readonly("num_allocations", [](BareEngine& self) { return self.backend().num_allocations(); })
       .def_property_readonly("num_events", [](BareEngine& self) { return self.backend().num_events(); })
-      .def_property_readonly("num_buffers", [](BareEngine& self) { return self.engine().buffers().size(); })
-      .def_property_readonly("num_remembered", [](BareEngine& self) { return self.engine().num_remembered(); });
+      .def_property_readonly("num_buffers", [](BareEngine& self) { return self.engine().buffers()->size(); })
+      .def_property_readonly("num_remembered", [](BareEngine& self) { return self.engine().issuer()->num_remembered(); });
 }

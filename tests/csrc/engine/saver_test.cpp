@@ -208,7 +208,7 @@ class Machine final : public EngineCallbacks {
 
   // ---- EngineCallbacks ----
   void attach(UnitId, std::byte*) override {}
-  void evict(UnitId) override {}
+  bool evict(UnitId) override { return true; }
   void open_gradients(UnitId, std::byte*) override {}
   void close_gradients(UnitId, bool) override {}
   Ranges held_gradients(UnitId) const override { return {}; }

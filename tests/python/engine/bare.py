@@ -168,7 +168,7 @@ class Twin:
 
     begin_forward = begin_backward = leave = begin_step = end_step = idle = change_stream = set_unsynced = nothing
     expect_updates = await_stream = expect_in_backward = lend = keep_copies = shrink_copies = nothing
-    forget = nothing
+    lose = nothing
 
     def part(self, slot: int) -> slice:
         return slice(slot * SLOT, (slot + 1) * SLOT)

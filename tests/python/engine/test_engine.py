@@ -352,7 +352,7 @@ def test_what_the_model_has_overwritten_is_not_fetched_from_the_peer():
     loop = Loop(model)
     loop.calls += [("lend", (3 * CELL,)), ("keep_copies", ([0, 1, 2],))]
     loop.forward([0, 1, 2], grad=False)
-    loop.call("forget", 0)
+    loop.call("lose", 0)
     for _ in range(2):
         loop.forward([0, 1, 2], grad=False)
     assert run(model, loop.calls, arena=2 * CELL).copy_stats()[1] == 3 + 1

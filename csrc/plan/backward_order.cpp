@@ -1,4 +1,4 @@
-#include "engine/backward_order.h"
+#include "plan/backward_order.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,5 +1,5 @@
 // The order of a round's backwards is the last round's.
-#include "engine/backward_order.h"
+#include "plan/backward_order.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,87 @@
+// CallGate lets one thread at a time into the engine, and lets the engine call out of itself.
+//
+// Order: `outside` opens the gate for the calling thread alone. So a deferred update, which is Python code, may ask the
+// engine for the home that it updates. Other threads wait until it is done: to them it is a part of the call that runs
+// it. No lock is held meanwhile.
+// Threads: any. Never called with the GIL held: the thread inside may want it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace noria {
+
+class CallGate {
+ public:
+  /// Holds the gate from its construction to its destruction. Throws InvariantError if this thread holds it already.
+  class Entry {
+   public:
+    explicit Entry(CallGate& gate) : gate_(&gate) { gate.enter(); }
+    ~Entry() {
+      if (gate_ != nullptr) gate_->leave();
+    }
+    Entry(Entry&& other) noexcept : gate_(std::exchange(other.gate_, nullptr)) {}
+    Entry& operator=(Entry&&) = delete;  // a gate is held once
+
+   private:
+    CallGate* gate_;
+  };
+
+  /// Calls `call` without the gate, and takes the gate again. The caller holds the gate.
+  void outside(const std::function<void()>& call) {
+    ++depth_;
+    outside_ = std::this_thread::get_id();
+    leave();
+    struct Return {  // also if `call` throws
+      CallGate& gate;
+      ~Return() {
+        gate.enter();
+        if (--gate.depth_ == 0) gate.outside_ = {};
+        gate.returned_.notify_all();
+      }
+    } returns{*this};
+    call();
+  }
+
+ private:
+  void enter() {
+    const auto self = std::this_thread::get_id();
+    NORIA_INVARIANT(inside_ != self, "the engine is called inside of a call");
+    std::unique_lock lock(mutex_);
+    returned_.wait(lock, [&] { return depth_ == 0 || outside_ == self; });
+    lock.release();
+    inside_ = self;
+  }
+  void leave() {
+    inside_ = std::thread::id();
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable returned_;
+  std::atomic<std::thread::id> inside_;  // the thread that holds `mutex_`
+  int depth_ = 0;                        // calls of `outside` that have not returned; `mutex_` protects it
+  std::thread::id outside_;              // the thread that makes them; `mutex_` protects it
+};
+
+/// Gives access to a part of the engine, and holds the gate as long as it lives. Let it die before the next call of the
+/// engine.
+template <class Part>
+class Held {
+ public:
+  Held(CallGate& gate, Part& part) : entry_(gate), part_(part) {}
+  Part* operator->() const { return &part_; }
+  Part& operator*() const { return part_; }
+
+ private:
+  CallGate::Entry entry_;
+  Part& part_;
+};
+
+}  // namespace noria

@@ -1,0 +1,116 @@
+#include "engine/compute_lane.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/errors.h"
+#include "device/timing.h"
+
+namespace noria {
+
+void ComputeLane::continue_on(Stream stream) {
+  const auto before = std::exchange(stream_, stream);
+  if (!before || *before == stream) return;
+  const Ticket ticket = backend_.open({OpId(), Lane::compute, Verb::user, UnitId()});
+  backend_.give(ticket, *before);
+  backend_.wait({ticket}, stream, {OpId(), Lane::compute, Verb::user, UnitId()});
+}
+
+bool ComputeLane::is_visited(const std::vector<UnitId>& needs) const {
+  if (!visit_) return false;
+  const std::vector<UnitId>& open = visit_->visit.needs;
+  return std::includes(open.begin(), open.end(), needs.begin(), needs.end());
+}
+
+void ComputeLane::begin(OpenVisit& open) {
+  auto begun = issuer_.begin(open.op);
+  open.ticket = backend_.open(begun.label);
+  issuer_.keep(open.op.id, open.ticket);
+  open.waits = std::move(begun.waits);
+}
+
+void ComputeLane::issue(OpenVisit open) {
+  begin(open);
+  visit_ = std::move(open);
+}
+
+void ComputeLane::await(Stream stream) {
+  OpenVisit& open = *visit_;
+  const std::int64_t before = clock_us();
+  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
+  backend_.wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
+  open.waits.clear();
+  stalled_us_ += clock_us() - before;
+}
+
+void ComputeLane::enter(Stream stream) {
+  NORIA_INVARIANT(visit_.has_value(), "the plan has no compute op for this visit");
+  await(stream);
+  visit_->opened_us = clock_us();
+}
+
+void ComputeLane::go_on(Stream stream, const std::vector<Access>& accesses) {
+  if (accesses.empty()) return;
+  backend_.give(visit_->ticket, stream);
+  visit_->op.accesses.insert(visit_->op.accesses.end(), accesses.begin(), accesses.end());
+  begin(*visit_);
+  await(stream);
+}
+
+OpenVisit ComputeLane::end(Stream stream) {
+  OpenVisit open = std::move(*visit_);
+  visit_.reset();
+  backend_.give(open.ticket, stream);
+  if (!trace_ || open.opened_us == 0) return open;
+  Span span;
+  span.op = open.op.id;
+  span.lane = Lane::compute;
+  span.verb = open.op.verb;
+  span.unit = open.op.unit;
+  span.end_us = trace_->now_us();
+  span.start_us = span.end_us - (clock_us() - open.opened_us);
+  span.waits = open.waited_on;
+  trace_->add(std::move(span));
+  return open;
+}
+
+void ComputeLane::abandon(Stream stream) {
+  if (visit_) backend_.give(visit_->ticket, stream);  // what was launched cannot be taken back
+  visit_.reset();
+}
+
+void ComputeLane::pass(Op op, Stream stream, const std::function<void()>& act) {
+  NORIA_INVARIANT(!visit_, "an op of the user's inside of a visit");
+  issuer_.pass(std::move(op), stream, act);
+}
+
+void ComputeLane::write(UnitId unit, BufferId written, Stream stream) {
+  Op op;
+  op.verb = Verb::user;
+  op.unit = unit;
+  op.accesses = {{written, issuer_.next_version(written), Access::Mode::write}};
+  if (!visit_) {
+    pass(std::move(op), stream);
+    return;
+  }
+  // Inside of a visit, in a gradient hook of the user's. The visit goes on as another op, which ends when the user has
+  // written.
+  const Access access = op.accesses.front();
+  OpenVisit open = std::move(*visit_);
+  visit_.reset();
+  backend_.give(open.ticket, stream);
+  std::exception_ptr failure;
+  try {
+    pass(std::move(op), stream);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  open.op.accesses.push_back(access);
+  begin(open);
+  NORIA_INVARIANT(open.waits.empty(), "a visit that goes on waits for nothing new");
+  visit_ = std::move(open);
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace noria

@@ -1,0 +1,80 @@
+// ComputeLane is the stream that the model computes on, and the op of the visit that is open there.
+//
+// Ownership: borrows backend and issuer from the engine.
+// Order: ops of the lane end in the order of their issue. If an open visit needs more, its op ends and the visit goes
+// on as another op. If the current stream changes, the new stream first waits for all that is on the old one. So the
+// lane stays a queue.
+// Threads: the caller serialises. A call may block until what a visit reads has arrived.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/trace.h"
+#include "device/backend.h"
+#include "engine/issuer.h"
+#include "plan/plan.h"
+
+namespace noria {
+
+struct OpenVisit {
+  Visit visit;
+  Op op;
+  Ticket ticket;
+  bool is_recomputed = false;  // announced by a forward inside of backward: not yet the unit's backward visit
+  std::int64_t opened_us = 0;  // 0: issued, not yet waited for
+  std::vector<Ticket> waits;
+  std::vector<OpId> waited_on;  // for the trace
+};
+
+class ComputeLane {
+ public:
+  ComputeLane(Backend& backend, Issuer& issuer) : backend_(backend), issuer_(issuer) {}
+
+  /// The lane is this stream from now on.
+  void continue_on(Stream stream);
+  Stream stream() const { return *stream_; }
+
+  /// Returns the visit that is open; null: none is.
+  OpenVisit* visit() { return visit_ ? &*visit_ : nullptr; }
+  const OpenVisit* visit() const { return visit_ ? &*visit_ : nullptr; }
+  /// Returns true if a visit is open that needs all of these units (sorted).
+  bool is_visited(const std::vector<UnitId>& needs) const;
+
+  /// Issues the visit's op. The stream does not wait yet.
+  void issue(OpenVisit open);
+  /// Makes the stream wait for what the open visit reads.
+  void enter(Stream stream);
+  /// Adds accesses to the open visit.
+  void go_on(Stream stream, const std::vector<Access>& accesses);
+  /// Ends the open visit and returns it.
+  OpenVisit end(Stream stream);
+  /// Ends the open visit, if there is one: the pass raised.
+  void abandon(Stream stream);
+
+  /// Passes an op of the user's loop, outside of visits; see Issuer::pass.
+  void pass(Op op, Stream stream, const std::function<void()>& act = {});
+  /// The user writes this buffer of the unit now, inside or outside of a visit.
+  void write(UnitId unit, BufferId written, Stream stream);
+
+  void add_stall(std::int64_t us) { stalled_us_ += us; }
+  /// Returns how long calling threads have waited in visits, since the lane was made.
+  std::int64_t stalled_us() const { return stalled_us_; }
+  void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
+
+ private:
+  void begin(OpenVisit& open);
+  void await(Stream stream);
+
+  Backend& backend_;
+  Issuer& issuer_;
+  std::optional<Stream> stream_;
+  std::optional<OpenVisit> visit_;
+  std::int64_t stalled_us_ = 0;
+  std::shared_ptr<Trace> trace_;
+};
+
+}  // namespace noria

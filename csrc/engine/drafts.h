@@ -1,0 +1,136 @@
+// Drafts works on gradients before `step` asks for it: updates out of place (drafts), and sums of squares.
+//
+// Ownership: borrows the engine's parts and the updates. Order: work begins when the unit's last gradients of a
+// backward have been drained. Threads: the caller serialises; only `sums` blocks.
+//
+// Note [Drafts]. A draft is the update that is expected to follow. The pool computes it as soon as the unit's gradients
+// have landed, from the unit's state into spare buffers. `step` asks for the same update in place. If there is a draft,
+// unit and spare change places. The update is then computed anew in three cases only: `step` asks for other
+// hyperparameters; the gradient was written since (torch tells) and its bytes differ; or it was first scaled, then
+// written, so that its bytes cannot be compared. Nothing is rolled back, because no op reads a draft until it is
+// committed. A look at the home drops a draft, and so does another backward. If a schedule tells which backwards are
+// the last, another backward drops the draft only if it brings the unit another gradient.
+//
+// Note [Last gradients]. LastBackward learns which backward is the last before a step (plan/draft_timing.h). A
+// pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates inside, only the units of that stage. Other
+// units only accumulate. The schedule divides gradients after that backward, so the draft's scalars contain this
+// division. If the draft began before the division, `end_scaling` changes its record to describe the gradient as it is
+// then. If it has not begun, it reads the divided gradient.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/options.h"
+#include "engine/pass_state.h"
+#include "engine/updates.h"
+#include "plan/draft_timing.h"
+
+namespace noria {
+
+/// Counts drafts that were begun: kept as they were, kept after a look at the gradient, redone with what `step` asked
+/// for, or dropped.
+struct DraftCounts {
+  std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
+  // Of those looked at so far: the gradient was the same; it differed, and the update was computed anew.
+  std::int64_t unchanged = 0, changed = 0;
+};
+
+class Drafts {
+ public:
+  Drafts(EngineParts parts, Updates& updates)
+      : parts_(parts),
+        updates_(updates),
+        early_(parts.units.size()),
+        is_moved_(parts.units.size()),
+        timing_(parts.units.size()),
+        urgency_(parts.units.size(), static_cast<int>(parts.units.size())) {}
+
+  // ---- for callers of the engine ----
+  /// Tells what `step` will ask for if nothing changes until then: an update out of place, or the sums alone. The pool
+  /// does it when the gradients have landed, if this backward is expected to be the last before a step. A draft needs a
+  /// spare.
+  void expect(UnitId unit, UpdateJob job);
+  /// Tells that the next backward brings these units their last gradients before a step. Other units will get more.
+  /// None: this is not known. Holds until the next call.
+  void set_last_of(const std::optional<std::vector<UnitId>>& units);
+  /// The gradient has been scaled on the stream, as its draft foresaw or not: it was divided, then multiplied. Call
+  /// Engine::begin_scaling before.
+  void end_scaling(UnitId unit, float divisor, float prefactor);
+  /// Returns true if early work reads this unit's gradients, or has read them. A caller that writes them must then call
+  /// Engine::access_held first.
+  bool is_read(UnitId unit) const { return early_[unit] && early_[unit]->ticket; }
+  /// Returns true if unit and spare have changed places an odd number of times.
+  bool is_moved(UnitId unit) const { return is_moved_[unit]; }
+  /// In a backward: returns true if it is expected to be the last before a step.
+  bool expects_step() const { return is_early_; }
+  DraftCounts counts() const;
+
+  // ---- for the engine ----
+  bool brings_last(UnitId unit) const { return !last_of_ || (*last_of_)[unit]; }
+  /// A backward begins. `is_synced`: its gradients are summed over the ranks, or no ranks share the home.
+  void begin_backward(const PassState& pass, std::optional<ItineraryId> expected, bool is_synced);
+  /// These bytes of units' gradients have been drained at the visit of this position.
+  void note_drained(std::int64_t position, const std::vector<std::pair<UnitId, Bytes>>& drained);
+  void end_backward(ItineraryId backward) { last_backward_.end_backward(backward); }
+  void end_step() { last_backward_.end_step(); }
+  void forget(ItineraryId backward) { last_backward_.forget(backward); }
+
+  /// Returns true if early work has read this unit's gradients, and they have not been written since.
+  bool is_unedited(UnitId unit) const { return is_read(unit) && !early_[unit]->is_written; }
+  /// The user writes the held gradient.
+  void note_written(UnitId unit);
+  void begin_scaling(UnitId unit);
+  /// Drops the unit's early work. If it has begun, it writes where no op reads.
+  void drop(UnitId unit);
+  void drop_all();
+  /// The home's weights and state of the unit are about to be looked at, or written.
+  void note_access(UnitId unit, bool writes);
+
+  /// Returns sums of squares by piece of each job. The pool computes the sums that no early work has brought. Blocks
+  /// until the last one is there.
+  std::vector<std::vector<double>> sums(std::vector<std::pair<UnitId, UpdateJob>> jobs);
+  /// Queues `job`, which is in place, or commits its draft. Returns true if a draft was committed.
+  bool update(UnitId unit, UpdateJob job, int priority);
+  /// Tells when the next forward needs the unit, as expected; smaller is earlier.
+  int urgency_of(UnitId unit) const { return urgency_[unit]; }
+
+ private:
+  /// Describes what is done with a unit's gradients as soon as they have landed.
+  struct Early {
+    UpdateJob job;             // expected
+    Ticket ticket;             // null: not begun
+    bool is_written = false;   // the gradient has been written, or may have been
+    bool is_recalled = false;  // it begins when the gradient has been scaled
+    bool is_scaled = false;    // the gradient has been scaled since it was read
+    Bytes awaited;             // of gradients that must land first
+    bool is_draft() const { return job.task == UpdateTask::update; }
+  };
+
+  void draft(UnitId unit, Early& made);
+  Ticket sum(UnitId unit, UpdateJob job);
+  void commit(UnitId unit, const Early& draft, UpdateJob& job, bool as_expected);
+  void submit(UnitId unit, UpdateJob job, int priority, bool is_committed);
+  void recall_all();
+  void change_places(UnitId unit);
+  void note_urgency(const PassState& pass);
+
+  const EngineParts parts_;
+  Updates& updates_;
+  UnitMap<std::optional<Early>> early_;
+  UnitMap<bool> is_moved_;
+  DraftTiming timing_;
+  UnitMap<int> urgency_;  // see `urgency_of`
+  LastBackward last_backward_;
+  std::optional<UnitMap<bool>> last_of_;  // see `set_last_of`
+  bool is_any_last_ = false;              // `last_of_` has a unit
+  bool is_early_ = false;                 // this backward is expected to be followed by an update
+  bool may_recall_ = false;               // early work has been issued since all of it was last recalled
+  DraftCounts counts_;
+  const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();
+};
+
+}  // namespace noria

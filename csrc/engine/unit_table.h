@@ -1,0 +1,53 @@
+// UnitTable owns what the engine knows of its units. It keeps the planner's facts and the engine's units in step.
+//
+// Threads: the caller serialises.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "base/unit_map.h"
+#include "engine/unit.h"
+
+namespace noria {
+
+class UnitTable {
+ public:
+  explicit UnitTable(std::vector<EngineUnit> units) : units_(std::move(units)) {
+    for (UnitId unit : ids()) facts_.push_back(units_[unit].facts);
+  }
+
+  const EngineUnit& operator[](UnitId unit) const { return units_[unit]; }
+  std::size_t size() const { return units_.size(); }
+  UnitIds ids() const { return units_.ids(); }
+  /// Returns what the planner must know, by unit.
+  const std::vector<UnitFacts>& facts() const { return facts_; }
+
+  /// The unit and its spare change places.
+  void exchange_with_spare(UnitId unit) {
+    EngineUnit& changed = units_[unit];
+    std::swap(changed.working, changed.spare->working);
+    std::swap(changed.facts.working, changed.spare->working_buffer);
+    std::swap(changed.facts.state, changed.spare->state_buffer);
+    facts_[static_cast<std::size_t>(unit.value)] = changed.facts;
+  }
+  /// The unit's gradients are held here from now on.
+  void hold(UnitId unit, std::byte* held, BufferId buffer) {
+    units_[unit].held = held;
+    units_[unit].facts.held = facts_[static_cast<std::size_t>(unit.value)].held = buffer;
+  }
+  /// The unit's gradients have no memory for now.
+  void release_held(UnitId unit) { units_[unit].held = nullptr; }
+  /// Gradients that are not summed over the ranks lie here from now on.
+  void hold_unsummed(UnitId unit, std::byte* unsummed, BufferId buffer) {
+    units_[unit].unsummed = unsummed;
+    units_[unit].unsummed_buffer = buffer;
+  }
+
+ private:
+  UnitMap<EngineUnit> units_;
+  std::vector<UnitFacts> facts_;
+};
+
+}  // namespace noria

@@ -1,0 +1,147 @@
+#include "engine/updates.h"
+
+#include <exception>
+#include <utility>
+
+#include "base/errors.h"
+#include "device/host_ticket.h"
+#include "device/timing.h"
+
+namespace noria {
+
+Op Updates::op_of(UnitId unit) {
+  Issuer& issuer = parts_.issuer;
+  const UnitFacts& facts = parts_.units[unit].facts;
+  Op op;
+  op.lane = Lane::update;
+  op.verb = Verb::update;
+  op.unit = unit;
+  op.accesses = {{facts.held, issuer.version(facts.held), Access::Mode::read},
+                 {facts.state, issuer.next_version(facts.state), Access::Mode::write},
+                 {facts.working, issuer.version(facts.working), Access::Mode::write}};
+  if (has_scales_[unit]) {
+    const BufferId scales = parts_.units[unit].scales;
+    op.accesses.push_back({scales, issuer.version(scales), Access::Mode::read});
+  }
+  return op;
+}
+
+Access Updates::write_scales(UnitId unit) {
+  has_scales_[unit] = true;
+  const BufferId scales = parts_.units[unit].scales;
+  return {scales, parts_.issuer.next_version(scales), Access::Mode::write};
+}
+
+void Updates::defer(UnitId unit) {
+  NORIA_INVARIANT(!deferred_[unit], "an update is deferred twice");
+  if (parts_.collector != nullptr) parts_.collector->note_update(unit);
+  parts_.issuer.next_version(parts_.units[unit].facts.working);
+  deferred_[unit] = true;
+}
+
+bool Updates::is_any_deferred() const {
+  for (UnitId unit : deferred_.ids()) {
+    if (deferred_[unit]) return true;
+  }
+  return false;
+}
+
+void Updates::settle(UnitId unit) {
+  if (!deferred_[unit]) return;
+  Op op = op_of(unit);
+  auto begun = parts_.issuer.begin(op);
+  const auto ticket = std::make_shared<HostTicket>(begun.label);
+  parts_.issuer.keep(op.id, ticket);
+  const std::int64_t asked_us = clock_us();
+  try {
+    wait_for_all(begun.waits);  // an op that waits for this one alone must be able to count on all of its waits
+    const std::int64_t start_us = clock_us(), start_ns = now_ns();
+    deferred_[unit] = false;  // before the update, which may itself look at the home
+    run_(unit);
+    time_->worked(Lane::update, Verb::update, start_ns, now_ns());
+    note_ran(op, begun.waits, asked_us, start_us);
+  } catch (...) {
+    ticket->pass();  // the caller hears of it, once; no op can be waiting yet, since such ops are issued after this
+    throw;
+  }
+  ticket->pass();
+}
+
+void Updates::note_ran(const Op& op, const std::vector<Ticket>& waits, std::int64_t asked_us, std::int64_t start_us) {
+  const std::int64_t busy_us = clock_us() - start_us;
+  launching_.busy_us += busy_us;
+  ++launching_.num_ops;
+  launching_.bytes += parts_.units[op.unit].facts.weights;
+  if (start_us > asked_us && !waits.empty()) {
+    launching_.stalled_us[{waits.front()->label.verb, Verb::update}] += start_us - asked_us;
+  }
+  if (!trace_) return;
+  Span span;
+  span.op = op.id;
+  span.lane = Lane::update;
+  span.verb = Verb::update;
+  span.unit = op.unit;
+  span.end_us = trace_->now_us();
+  span.start_us = span.end_us - busy_us;
+  for (const Ticket& wait : waits) span.waits.push_back(wait->label.op);
+  trace_->add(std::move(span));
+}
+
+void Updates::tear(const std::string& why) {
+  if (torn_.empty()) torn_ = why;
+}
+
+std::string Updates::torn() const {
+  if (parts_.optimizer == nullptr) return torn_;
+  std::string found = torn_;
+  const auto add = [&](const std::string& what, UnitId unit, const std::string& why) {
+    found += (found.empty() ? "" : "; ") + what + parts_.units[unit].facts.name + " broke off (" + why + ")";
+  };
+  for (UnitId unit : committed_.ids()) {
+    if (!committed_[unit] || !committed_[unit]->passed()) continue;
+    try {
+      committed_[unit]->wait_passed();
+    } catch (const std::exception& error) {
+      add("the draft of ", unit, error.what());
+    }
+  }
+  for (const auto& [unit, why] : parts_.optimizer->torn()) add("the update of ", unit, why);
+  return found;
+}
+
+void Updates::refuse_torn() const {
+  const std::string why = torn();
+  if (why.empty()) return;
+  throw MachineError("weights and optimizer state are of different steps: " + why +
+                     ". Load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
+}
+
+void Updates::mend() {
+  torn_.clear();
+  if (parts_.optimizer == nullptr) return;
+  parts_.optimizer->idle();
+  parts_.backend.idle();
+  parts_.optimizer->mend();
+  committed_.fill(nullptr);
+  try {
+    parts_.issuer.sweep();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): tickets of what has been mended; the caller has heard of it
+  }
+}
+
+std::int64_t Updates::busy_us() const {
+  return launching_.busy_us + (parts_.optimizer != nullptr ? parts_.optimizer->busy_us() : 0);
+}
+
+LaneStats Updates::stats() const {
+  LaneStats stats = launching_;
+  if (parts_.optimizer == nullptr) return stats;
+  const LaneStats pool = parts_.optimizer->stats();
+  stats.busy_us += pool.busy_us;
+  stats.num_ops += pool.num_ops;
+  stats.bytes += pool.bytes;
+  for (const auto& [kind, us] : pool.stalled_us) stats.stalled_us[kind] += us;
+  return stats;
+}
+
+}  // namespace noria

@@ -1,0 +1,74 @@
+// Updates makes the op of each update, and runs deferred updates on the launching thread (kernel="torch").
+//
+// Ownership: borrows the engine's parts.
+// Order: on the pool an update is issued at `step`, and the fetch that needs it waits for it. On the launching thread
+// it is issued when another op needs what it reads or writes: `settle`. Either way the unit's version rises at `step`,
+// so no device copy of it counts as current. An update inside backward raises it there.
+// Threads: the caller serialises. `settle` blocks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/trace.h"
+#include "base/unit_map.h"
+#include "device/update_time.h"
+#include "engine/options.h"
+
+namespace noria {
+
+class Updates {
+ public:
+  /// `run` updates a unit on the calling thread.
+  Updates(EngineParts parts, std::shared_ptr<UpdateTime> time, std::function<void(UnitId)> run)
+      : parts_(parts),
+        time_(std::move(time)),
+        run_(std::move(run)),
+        deferred_(parts.units.size()),
+        has_scales_(parts.units.size()),
+        committed_(parts.units.size()) {}
+
+  /// Makes the op of the unit's update. The state gets its next version.
+  Op op_of(UnitId unit);
+  /// The unit's gradients are multiplied by late scales from now on. Returns the access that writes these scales.
+  Access write_scales(UnitId unit);
+
+  void defer(UnitId unit);
+  bool is_any_deferred() const;
+  /// Runs the unit's deferred update on this thread, if there is one.
+  void settle(UnitId unit);
+
+  // ---- torn: weights and state of a unit do not belong together ----
+  /// A draft was committed. If its ticket fails, the unit is torn.
+  void note_committed(UnitId unit, Ticket draft) { committed_[unit] = std::move(draft); }
+  /// Some units have been updated and others will not be. Passes and steps raise until weights and state are both
+  /// loaded. The first reason is kept.
+  void tear(const std::string& why);
+  /// Returns why weights and state do not belong together any more; empty if they do.
+  std::string torn() const;
+  /// Throws MachineError if they do not.
+  void refuse_torn() const;
+  /// All weights and all state have been loaded.
+  void mend();
+
+  std::int64_t busy_us() const;
+  LaneStats stats() const;  // of the launching thread and of the pool
+  void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
+
+ private:
+  void note_ran(const Op& op, const std::vector<Ticket>& waits, std::int64_t asked_us, std::int64_t start_us);
+
+  const EngineParts parts_;
+  const std::shared_ptr<UpdateTime> time_;
+  const std::function<void(UnitId)> run_;
+  UnitMap<bool> deferred_;
+  UnitMap<bool> has_scales_;   // late scales have multiplied its gradients before
+  UnitMap<Ticket> committed_;  // of the last draft that was committed
+  std::string torn_;
+  LaneStats launching_;  // updates on the launching thread
+  std::shared_ptr<Trace> trace_;
+};
+
+}  // namespace noria
