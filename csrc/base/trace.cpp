@@ -50,7 +50,7 @@ std::int64_t clock_us() { return clock_ns() / 1000; }
 Trace::Trace(std::size_t capacity) : capacity_(capacity), origin_ns_(clock_ns()) {}
 
 void Trace::add(Span span) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   spans_.push_back(std::move(span));
   if (spans_.size() > capacity_) {
     spans_.pop_front();
@@ -59,29 +59,29 @@ void Trace::add(Span span) {
 }
 
 void Trace::sample(const SavedMemory& memory) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   saved_.push_back(memory);
   if (saved_.size() > capacity_) saved_.pop_front();
 }
 
 void Trace::note(std::string text) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   notes_.emplace_back(now_us(), std::move(text));
   if (notes_.size() > capacity_) notes_.pop_front();
 }
 
 std::vector<Span> Trace::spans() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return {spans_.begin(), spans_.end()};
 }
 
 std::size_t Trace::num_dropped() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_dropped_;
 }
 
 void Trace::clear() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   spans_.clear();
   saved_.clear();
   notes_.clear();
@@ -119,7 +119,7 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
       out += ",\n{\"ph\":\"f\",\"bp\":\"e\"," + arrow + where(span.start_us, span.lane) + "}";
     }
   }
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const SavedMemory& memory : saved_) {
     out += ",\n{\"ph\":\"C\",\"name\":\"saved for backward\",\"pid\":0,\"ts\":" + std::to_string(memory.at_us) +
            ",\"args\":{\"on the device\":" + std::to_string(memory.on_device.count) +

@@ -9,13 +9,13 @@
 
 #include <cstdint>
 #include <deque>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/ids.h"
+#include "base/mutex.h"
 #include "base/words.h"
 
 namespace noria {
@@ -61,11 +61,11 @@ class Trace {
  private:
   const std::size_t capacity_;
   const std::int64_t origin_ns_;
-  mutable std::mutex mutex_;
-  std::deque<Span> spans_;
-  std::deque<SavedMemory> saved_;
-  std::deque<std::pair<std::int64_t, std::string>> notes_;
-  std::size_t num_dropped_ = 0;
+  mutable Mutex mutex_;
+  std::deque<Span> spans_ NORIA_GUARDED_BY(mutex_);
+  std::deque<SavedMemory> saved_ NORIA_GUARDED_BY(mutex_);
+  std::deque<std::pair<std::int64_t, std::string>> notes_ NORIA_GUARDED_BY(mutex_);
+  std::size_t num_dropped_ NORIA_GUARDED_BY(mutex_) = 0;
 };
 
 /// Returns a monotonic clock in microseconds. All traces of a process share it.

@@ -33,8 +33,7 @@ auto without_gil(Question question) {
 /// Asks the engine for a property. It takes the engine's gate, so it must not hold the GIL.
 template <class Question>
 auto asked(Question question) {
-  return py::cpp_function(
-      [question](const TorchBridge& self) { return question(self.engine()); }, NoGil());
+  return py::cpp_function([question](const TorchBridge& self) { return question(self.engine()); }, NoGil());
 }
 
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
@@ -268,7 +267,9 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "add_peer",
           [](TorchBridge& self, std::int32_t rank, int link, double bandwidth, std::int64_t address,
-             std::int64_t bytes) { self.engine().saver()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}}); },
+             std::int64_t bytes) {
+            self.engine().saver()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}});
+          },
           py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"), NoGil())
       .def(
           "shrink_peer",
@@ -316,13 +317,15 @@ void bind_torch_bridge(py::module_& m) {
              return result;
            })
       .def(
-          "times_fetched", [](TorchBridge& self) {
+          "times_fetched",
+          [](TorchBridge& self) {
             const auto fetcher = self.engine().fetcher();
             const UnitMap<std::int64_t>& times = fetcher->times_fetched();
             std::vector<std::int64_t> result;
             for (UnitId unit : times.ids()) result.push_back(times[unit]);
             return result;
-          }, NoGil())
+          },
+          NoGil())
       .def(
           "set_saved_room", [](TorchBridge& self, std::int64_t room) { self.engine().saver()->set_room(Bytes{room}); },
           py::arg("room"), NoGil())
@@ -415,7 +418,8 @@ void bind_torch_bridge(py::module_& m) {
       .def("take_updated",
            [](TorchBridge& self, const std::vector<std::int32_t>& units) {
              const std::vector<UnitId> ids = unit_ids(units);
-             const auto taken = without_gil([&] { return self.engine().backward_updates()->take_updated({ids.begin(), ids.end()}); });
+             const auto taken =
+                 without_gil([&] { return self.engine().backward_updates()->take_updated({ids.begin(), ids.end()}); });
              std::vector<std::pair<std::int32_t, std::vector<std::pair<std::int64_t, UpdateScalars>>>> result;
              for (const auto& each : taken) {
                auto& pieces = result.emplace_back(each.unit.value, 0).second;
@@ -595,7 +599,8 @@ void bind_torch_bridge(py::module_& m) {
           "set_trace",
           [](TorchBridge& self, std::shared_ptr<Trace> trace) { self.engine().set_trace(std::move(trace)); }, NoGil())
       .def(
-          "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); }, NoGil())
+          "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); },
+          NoGil())
       .def(
           "wait_kinds", [](TorchBridge& self) { return self.engine().issuer()->wait_kinds(); }, NoGil())
       .def("passes",
@@ -608,8 +613,9 @@ void bind_torch_bridge(py::module_& m) {
            })
       .def("step_sums",
            [](TorchBridge& self) { return sums_dict(without_gil([&] { return self.engine().stats()->sums(); })); })
-      .def_property_readonly("compute_us",
-                             [](TorchBridge& self) { return without_gil([&] { return self.engine().stats()->compute_us(); }); })
+      .def_property_readonly(
+          "compute_us",
+          [](TorchBridge& self) { return without_gil([&] { return self.engine().stats()->compute_us(); }); })
       .def("update_stats",
            [](TorchBridge& self) { return stats_dict(without_gil([&] { return self.engine().updates()->stats(); })); })
       .def(
@@ -618,7 +624,8 @@ void bind_torch_bridge(py::module_& m) {
             std::vector<UnitId> units;
             for (const Resident& resident : self.engine().fetcher()->residents()) units.push_back(resident.unit);
             return plain(units);
-          }, NoGil())
+          },
+          NoGil())
       .def_property_readonly("arena_bytes",
                              asked([](const Engine& engine) { return engine.leases()->arena_bytes().count; }))
       .def_property_readonly("peak_bytes", asked([](const Engine& engine) { return engine.leases()->peak().count; }))

@@ -12,12 +12,12 @@
 
 #include <algorithm>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 #include "bindings/python_errors.h"
 
 namespace noria {
@@ -40,8 +40,9 @@ struct Entry {
 };
 
 struct Registry {
-  std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // the listener keeps the storage alive
+  Mutex mutex;
+  std::unordered_map<const c10::StorageImpl*, Entry>
+      entries NORIA_GUARDED_BY(mutex);  // the listener keeps the storage alive
 };
 
 Registry& registry() {
@@ -57,7 +58,7 @@ struct Heard {
 
 Heard heard(const c10::Storage& storage) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
+  const MutexLock lock(all.mutex);
   const auto found = all.entries.find(storage.unsafeGetStorageImpl());
   if (found == all.entries.end()) return {};
   return {found->second.listener.lock(), found->second.number};
@@ -463,13 +464,13 @@ c10::DispatchKeySet written_keys() { return c10::DispatchKeySet(kWrites); }
 
 void listen(const c10::Storage& storage, const std::shared_ptr<Listener>& listener, int number) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
+  const MutexLock lock(all.mutex);
   all.entries.insert_or_assign(storage.unsafeGetStorageImpl(), Entry{listener, number});
 }
 
 void stop_listening(const c10::Storage& storage) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
+  const MutexLock lock(all.mutex);
   all.entries.erase(storage.unsafeGetStorageImpl());
 }
 

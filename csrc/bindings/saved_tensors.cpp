@@ -21,7 +21,7 @@ void check_version(at::IntArrayRef sizes, std::uint32_t found, std::uint32_t exp
 }  // namespace
 
 SavedStorage::~SavedStorage() {
-  const std::lock_guard lock(dropped->mutex);
+  const MutexLock lock(dropped->mutex);
   dropped->saved.push_back(saved);
 }
 
@@ -79,8 +79,8 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
     engine.saver()->share(result->storage->saved);
     return result;
   }
-  const SavedId saved =
-      engine.saver()->save(static_cast<const std::byte*>(storage.data()), Bytes{static_cast<std::int64_t>(storage.nbytes())});
+  const SavedId saved = engine.saver()->save(static_cast<const std::byte*>(storage.data()),
+                                             Bytes{static_cast<std::int64_t>(storage.nbytes())});
   storages_.emplace(saved, storage);
   result->storage = std::make_shared<const SavedStorage>(saved, dropped_);
   known_.insert_or_assign(
@@ -126,7 +126,7 @@ void SavedTensors::fill(SavedId saved, const std::byte* from, Bytes bytes) {
 void SavedTensors::forget_dropped(Engine& engine) {
   std::vector<SavedId> saved;
   {
-    const std::lock_guard lock(dropped_->mutex);
+    const MutexLock lock(dropped_->mutex);
     saved.swap(dropped_->saved);
   }
   if (saved.empty()) return;

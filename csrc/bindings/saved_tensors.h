@@ -23,18 +23,18 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/engine.h"
 
 namespace noria {
 
 /// Lists saved storages whose last handle is gone. The next `forget_dropped` tells the engine.
 struct Dropped {
-  std::mutex mutex;
-  std::vector<SavedId> saved;
+  Mutex mutex;
+  std::vector<SavedId> saved NORIA_GUARDED_BY(mutex);
 };
 
 /// A handle of one saved storage. With the last one, the storage enters `Dropped`.

@@ -1,13 +1,12 @@
 #include "comm/collect_lane.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <limits>
-#include <mutex>
 #include <tuple>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 
 namespace noria {
 namespace {
@@ -23,22 +22,22 @@ constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
 
 // Carries the result of an exchange to the thread that waits for it.
 struct Answer {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  CollectLane::Met met;
-  std::exception_ptr error;
+  Mutex mutex;
+  Condition changed;
+  bool done NORIA_GUARDED_BY(mutex) = false;
+  CollectLane::Met met NORIA_GUARDED_BY(mutex);
+  std::exception_ptr error NORIA_GUARDED_BY(mutex);
 
   void give(CollectLane::Met found, std::exception_ptr failure) {
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     met = std::move(found);
     error = std::move(failure);
     done = true;
     changed.notify_all();
   }
   CollectLane::Met await() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [this] { return done; });
+    const MutexLock lock(mutex);
+    while (!done) changed.wait(mutex);
     if (error) std::rethrow_exception(error);
     return std::move(met);
   }

@@ -24,7 +24,6 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <system_error>
 #include <utility>
 
@@ -32,6 +31,7 @@
 #include <unistd.h>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 #include "device/cuda_links.h"
 #include "device/cuda_ticket.h"
 #include "device/cuda_times.h"
@@ -122,7 +122,7 @@ class CudaBackend final : public Backend {
            const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
   void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
   std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
-  void make_rings();
+  void make_rings() NORIA_REQUIRES(mutex_);
   cuda::Error free_rings();
   cuda::Error close_opened();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
@@ -137,25 +137,25 @@ class CudaBackend final : public Backend {
   CopyLane fetch_, drain_, peer_;
   CudaLinks links_;
   bool closed_ = false;
-  std::mutex close_mutex_;
+  Mutex close_mutex_;
 
-  mutable std::mutex mutex_;  // protects all below
+  mutable Mutex mutex_;
   struct Allocation {
     Bytes bytes;
     bool for_others = false;
   };
-  std::map<std::byte*, Allocation> allocations_;
-  OpenedMemory opened_;
-  bool opened_closed_ = false;
+  std::map<std::byte*, Allocation> allocations_ NORIA_GUARDED_BY(mutex_);
+  OpenedMemory opened_ NORIA_GUARDED_BY(mutex_);
+  bool opened_closed_ NORIA_GUARDED_BY(mutex_) = false;
   struct Registered {
     Bytes bytes;
     std::byte* on_device = nullptr;  // asked for once: interior addresses are offsets from it
   };
-  std::map<const std::byte*, Registered> registered_;
-  std::map<const std::byte*, Bytes> staged_;
-  std::byte* ring_memory_ = nullptr;  // of both lanes, in one registration
-  Bytes allocated_;
-  std::int64_t num_allocations_ = 0;
+  std::map<const std::byte*, Registered> registered_ NORIA_GUARDED_BY(mutex_);
+  std::map<const std::byte*, Bytes> staged_ NORIA_GUARDED_BY(mutex_);
+  std::byte* ring_memory_ NORIA_GUARDED_BY(mutex_) = nullptr;  // of both lanes, in one registration
+  Bytes allocated_ NORIA_GUARDED_BY(mutex_);
+  std::int64_t num_allocations_ NORIA_GUARDED_BY(mutex_) = 0;
 };
 
 /// Moves pieces of the ring for a lane's thread.
@@ -234,7 +234,7 @@ std::byte* CudaBackend::allocate_shared(Bytes bytes) { return take(bytes, true);
 
 std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
   NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   OnDevice on(device_);
   const std::string policy =
       " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
@@ -265,7 +265,7 @@ std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
 
 void CudaBackend::free(std::byte* memory) {
   if (fetch_.thread.is_forked()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what " + name() + " did not allocate");
   const Bytes bytes = found->second.bytes;
@@ -276,7 +276,7 @@ void CudaBackend::free(std::byte* memory) {
 }
 
 SharedMemory CudaBackend::shared(std::byte* memory) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end() && found->second.for_others, "told of memory that is not shared");
   OnDevice on(device_);
@@ -289,7 +289,7 @@ SharedMemory CudaBackend::shared(std::byte* memory) const {
 }
 
 std::byte* CudaBackend::open_shared(const SharedMemory& told) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   OnDevice on(device_);
   cuda::IpcHandle handle{};
   std::memcpy(&handle, told.handle.data(), sizeof(handle));
@@ -302,7 +302,7 @@ std::byte* CudaBackend::open_shared(const SharedMemory& told) {
 
 void CudaBackend::close_shared(std::byte* memory) {
   if (fetch_.thread.is_forked()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (opened_closed_) return;
   const Bytes bytes = opened_.remove(memory);
   OnDevice on(device_);
@@ -310,12 +310,12 @@ void CudaBackend::close_shared(std::byte* memory) {
 }
 
 Bytes CudaBackend::allocated() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return allocated_;
 }
 
 std::int64_t CudaBackend::num_allocations() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_allocations_;
 }
 
@@ -325,7 +325,7 @@ std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse u
   // device reads held gradients in it. The lock is not held, so that ranges can be registered in parallel.
   const cuda::Error error = device_->HostRegister(memory, static_cast<std::size_t>(bytes.count),
                                                   cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // Memory that is registered already is noria's mistake, or belongs to other code. That is an error, not a reason to
   // stage.
   if (error == cuda::kSuccess || use == HomeUse::device || error == cuda::kHostMemoryAlreadyRegistered) {
@@ -348,7 +348,7 @@ std::string CudaBackend::register_home(std::byte* memory, Bytes bytes, HomeUse u
 
 void CudaBackend::unregister_home(std::byte* memory) {
   if (fetch_.thread.is_forked()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (staged_.erase(memory) > 0) return;
   const auto found = registered_.find(memory);
   NORIA_INVARIANT(found != registered_.end(), "unregistered what " + name() + " had not registered");
@@ -359,7 +359,7 @@ void CudaBackend::unregister_home(std::byte* memory) {
 }
 
 std::byte* CudaBackend::device_address(std::byte* home_memory) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (holder(staged_, home_memory, Bytes{1}) != staged_.end()) return nullptr;
   const auto found = holder(registered_, home_memory, Bytes{1});
   NORIA_INVARIANT(found != registered_.end(), "asked for a device address of memory that is not registered");
@@ -374,7 +374,7 @@ std::string CudaBackend::pci_bus_id() const {
 }
 
 Bytes CudaBackend::staging_bytes() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ring_memory_ == nullptr ? Bytes{} : options_.staging_bytes();
 }
 
@@ -404,7 +404,7 @@ void CudaBackend::make_rings() {
 
 /// Call it after the lanes have ended.
 cuda::Error CudaBackend::free_rings() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (CopyLane* lane : {&fetch_, &drain_}) {
     for (cuda::EventHandle event : lane->ring_events) events_->give_back(event);
     lane->ring_events.clear();
@@ -419,7 +419,7 @@ cuda::Error CudaBackend::free_rings() {
 
 /// Call it after the lanes have ended.
 cuda::Error CudaBackend::close_opened() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   cuda::Error first = cuda::kSuccess;
   try {
     OnDevice on(device_);
@@ -447,7 +447,7 @@ CudaBackend::CopyLane& CudaBackend::copy_lane(Lane lane) {
 // through a buffer of its own and without overlap. That is slow without any notice, so here it is an error.
 std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfer& transfer) const {
   std::vector<bool> staged;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (lane.kind == cuda::kDeviceToDevice) {  // no home memory is involved
     opened_.check(transfer);
     return staged;
@@ -624,7 +624,7 @@ void CudaBackend::idle() {
 
 void CudaBackend::close() {
   if (fetch_.thread.is_forked()) return;
-  std::lock_guard lock(close_mutex_);
+  const MutexLock lock(close_mutex_);
   if (std::exchange(closed_, true)) return;
   for (CopyLane* lane : copy_lanes()) lane->thread.close();
   const OnDevice on(device_);

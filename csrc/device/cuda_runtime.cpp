@@ -1,6 +1,5 @@
 #include "device/cuda_runtime.h"
 
-#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -8,6 +7,7 @@
 #include <link.h>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 
 namespace noria::cuda {
 namespace {
@@ -73,9 +73,9 @@ std::shared_ptr<const Runtime> Runtime::open(const std::string& path) {
 }
 
 std::shared_ptr<const Runtime> Runtime::find(std::string* absent) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const found = new std::shared_ptr<const Runtime>;  // never destroyed: events outlive static objects
-  const std::lock_guard lock(mutex);
+  const MutexLock lock(mutex);
   if (*found) return *found;
   std::string why_not;
   std::vector<std::string> candidates = loaded_runtimes();

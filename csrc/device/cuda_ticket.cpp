@@ -12,7 +12,7 @@ namespace noria {
 EventPool::EventPool(CudaDevice device, unsigned flags) : device_(std::move(device)), flags_(flags), pid_(getpid()) {}
 
 cuda::EventHandle EventPool::take() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!idle_.empty()) {
     cuda::EventHandle event = idle_.back();
     idle_.pop_back();
@@ -27,20 +27,20 @@ cuda::EventHandle EventPool::take() {
 
 void EventPool::give_back(cuda::EventHandle event) noexcept {
   if (getpid() != pid_) return;  // a forked child must not touch CUDA
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (is_closed_) destroy(event);
   else idle_.push_back(event);
 }
 
 void EventPool::close() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   is_closed_ = true;
   for (cuda::EventHandle event : idle_) destroy(event);
   idle_.clear();
 }
 
 std::int64_t EventPool::num_created() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_created_;
 }
 

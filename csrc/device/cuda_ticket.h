@@ -12,11 +12,11 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <sys/types.h>
 
+#include "base/mutex.h"
 #include "device/backend.h"
 #include "device/cuda_device.h"
 #include "device/host_ticket.h"
@@ -41,10 +41,10 @@ class EventPool {
   const CudaDevice device_;
   const unsigned flags_;
   const pid_t pid_;
-  mutable std::mutex mutex_;
-  std::vector<cuda::EventHandle> idle_;
-  std::int64_t num_created_ = 0;
-  bool is_closed_ = false;
+  mutable Mutex mutex_;
+  std::vector<cuda::EventHandle> idle_ NORIA_GUARDED_BY(mutex_);
+  std::int64_t num_created_ NORIA_GUARDED_BY(mutex_) = 0;
+  bool is_closed_ NORIA_GUARDED_BY(mutex_) = false;
 };
 
 struct TimedPoint;  // device/cuda_times.h

@@ -44,7 +44,7 @@ CudaTimes::CudaTimes(CudaDevice device, LaneLedger& ledger)
 void CudaTimes::tie(cuda::StreamHandle stream) noexcept {
   try {
     TimedPointPtr first = mark(stream);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     anchor_ns_ = first->asked_ns;
     anchor_ = std::move(first);
   } catch (...) {  // NOLINT(bugprone-empty-catch): then the first event that is reached becomes the anchor
@@ -62,7 +62,7 @@ TimedPointPtr CudaTimes::mark(cuda::StreamHandle stream) {
 }
 
 bool CudaTimes::has_room(Lane lane) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return has_room_locked(lane);
 }
 
@@ -74,7 +74,7 @@ bool CudaTimes::has_room_locked(Lane lane) {
 
 void CudaTimes::waits(TimedOp op) {
   if (op.waits.empty() || !has_room(op.label.lane)) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   in_flight(op.label.lane).ops.push_back(std::move(op));
 }
 
@@ -83,7 +83,7 @@ void CudaTimes::begin(TimedOp& op, cuda::StreamHandle stream) {
 }
 
 TimedPointPtr CudaTimes::end(TimedOp op, cuda::StreamHandle stream) {
-  if (const std::lock_guard lock(mutex_); !has_room_locked(op.label.lane)) {
+  if (const MutexLock lock(mutex_); !has_room_locked(op.label.lane)) {
     TimedOp& newest = in_flight(op.label.lane).ops.back();
     if (newest.end && !newest.end->reached_ns) {
       device_.check(device_->EventRecord(newest.end->event, stream), "cudaEventRecord");
@@ -94,7 +94,7 @@ TimedPointPtr CudaTimes::end(TimedOp op, cuda::StreamHandle stream) {
   }
   op.end = mark(stream);
   TimedPointPtr end = op.end;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   in_flight(op.label.lane).ops.push_back(std::move(op));
   return end;
 }
@@ -103,7 +103,7 @@ TimedPointPtr CudaTimes::end(TimedOp op, cuda::StreamHandle stream) {
 
 void CudaTimes::open(const OpLabel& label) {
   if (!label.op.valid()) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   open_[label.op] = {label, nullptr};
 }
 
@@ -122,7 +122,7 @@ CudaTimes::Open* CudaTimes::find_open(const OpLabel& waiter) {
 std::optional<OpId> CudaTimes::pause(const OpLabel& waiter, bool has_waits, cuda::StreamHandle stream) {
   TimedOp part;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Open* const open = find_open(waiter);
     if (open == nullptr) return std::nullopt;
     if (!open->begin) return open->label.op;
@@ -138,21 +138,21 @@ std::optional<OpId> CudaTimes::pause(const OpLabel& waiter, bool has_waits, cuda
 
 void CudaTimes::resume(OpId op, cuda::StreamHandle stream) {
   TimedPointPtr begin = mark(stream);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto found = open_.find(op); found != open_.end()) found->second.begin = std::move(begin);
 }
 
 TimedPointPtr CudaTimes::give(const OpLabel& label, std::int64_t opened_ns, Bytes bytes, cuda::StreamHandle stream) {
   TimedOp op{label, opened_ns, {}, nullptr, nullptr, bytes};
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (auto found = open_.extract(label.op)) op.begin = std::move(found.mapped().begin);
   }
   return end(std::move(op), stream);
 }
 
 void CudaTimes::give_up(const OpLabel& label) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   open_.erase(label.op);
 }
 
@@ -227,7 +227,7 @@ void CudaTimes::poll_locked() {
 void CudaTimes::poll() noexcept {
   if (getpid() != pid_) return;  // a forked child must not touch CUDA
   try {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     poll_locked();
   } catch (...) {  // NOLINT(bugprone-empty-catch): numbers come later, or never
   }
@@ -235,7 +235,7 @@ void CudaTimes::poll() noexcept {
 
 void CudaTimes::close() noexcept {
   poll();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (InFlight& lane : lanes_) lane.ops.clear();
   open_.clear();
   anchor_.reset();

@@ -26,12 +26,12 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include <sys/types.h>
 
+#include "base/mutex.h"
 #include "base/words.h"
 #include "device/backend.h"
 #include "device/cuda_device.h"
@@ -115,23 +115,23 @@ class CudaTimes {
 
   TimedPointPtr mark(cuda::StreamHandle stream);
   bool has_room(Lane lane);
-  bool has_room_locked(Lane lane);
-  bool settle(InFlight& lane, const TimedOp& op);
-  std::optional<std::int64_t> time_of(const TimedPointPtr& point);
-  Open* find_open(const OpLabel& waiter);
-  InFlight& in_flight(Lane lane) { return lanes_[static_cast<std::size_t>(lane)]; }
-  void poll_locked();
+  bool has_room_locked(Lane lane) NORIA_REQUIRES(mutex_);
+  bool settle(InFlight& lane, const TimedOp& op) NORIA_REQUIRES(mutex_);
+  std::optional<std::int64_t> time_of(const TimedPointPtr& point) NORIA_REQUIRES(mutex_);
+  Open* find_open(const OpLabel& waiter) NORIA_REQUIRES(mutex_);
+  InFlight& in_flight(Lane lane) NORIA_REQUIRES(mutex_) { return lanes_[static_cast<std::size_t>(lane)]; }
+  void poll_locked() NORIA_REQUIRES(mutex_);
 
   const CudaDevice device_;
   const pid_t pid_;
   const std::shared_ptr<EventPool> events_;
   LaneLedger& ledger_;
 
-  std::mutex mutex_;  // protects all below
-  std::array<InFlight, kNumLanes> lanes_;
-  std::map<OpId, Open> open_;
-  TimedPointPtr anchor_;  // Note [Two clocks]
-  std::int64_t anchor_ns_ = 0;
+  Mutex mutex_;
+  std::array<InFlight, kNumLanes> lanes_ NORIA_GUARDED_BY(mutex_);
+  std::map<OpId, Open> open_ NORIA_GUARDED_BY(mutex_);
+  TimedPointPtr anchor_ NORIA_GUARDED_BY(mutex_);  // Note [Two clocks]
+  std::int64_t anchor_ns_ NORIA_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace noria

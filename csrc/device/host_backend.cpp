@@ -52,16 +52,16 @@ struct HostBackend::TransferLane {
 };
 
 struct HostBackend::ComputeStream {
-  std::mutex mutex;
-  std::exception_ptr broken;
+  Mutex mutex;
+  std::exception_ptr broken NORIA_GUARDED_BY(mutex);
   HostLane thread{"compute"};
 
   void rethrow() {
-    std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (broken) std::rethrow_exception(broken);
   }
   std::exception_ptr error() {
-    std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     return broken;
   }
   void run(const std::function<void()>& work) {
@@ -69,7 +69,7 @@ struct HostBackend::ComputeStream {
     try {
       work();
     } catch (...) {
-      std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       broken = std::current_exception();
     }
   }
@@ -92,7 +92,7 @@ std::byte* HostBackend::allocate_shared(Bytes bytes) { return take(bytes, true);
 
 std::byte* HostBackend::take(Bytes bytes, bool for_others) {
   NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::string policy =
       " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
   if (allocated_ + bytes > options_.capacity) {
@@ -117,7 +117,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
 }
 
 void HostBackend::free(std::byte* memory) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");
   const Allocation freed = found->second;
@@ -128,14 +128,14 @@ void HostBackend::free(std::byte* memory) {
 }
 
 SharedMemory HostBackend::shared(std::byte* memory) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end() && found->second.fd >= 0, "told of memory that is not shared");
   return {found->second.bytes, found->second.fd, {}};
 }
 
 Bytes HostBackend::discard_shared(std::byte* memory, Bytes offset, Bytes bytes) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end() && found->second.fd >= 0, "discarded memory that is not shared");
   const Bytes discarded = discard_pages(found->second.fd, offset, bytes);
@@ -156,23 +156,23 @@ std::byte* HostBackend::open_shared(const SharedMemory& told) {
   }
   std::byte* memory = map_shared_pages(told.fd, told.bytes);
   if (memory == nullptr) throw MachineError(what + "mmap: " + std::generic_category().message(errno));
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   opened_.add(memory, told.bytes);
   return memory;
 }
 
 void HostBackend::close_shared(std::byte* memory) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!closed_) unmap_pages(memory, opened_.remove(memory));
 }
 
 Bytes HostBackend::allocated() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return allocated_;
 }
 
 std::int64_t HostBackend::num_allocations() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return num_allocations_;
 }
 
@@ -187,7 +187,7 @@ HostBackend::TransferLane& HostBackend::transfer_lane(Lane lane) {
 Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
   TransferLane& lane = transfer_lane(label.lane);
   if (label.lane == Lane::peer) {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     opened_.check(transfer);
   }
   auto ticket = std::make_shared<HostTicket>(label);
@@ -243,7 +243,7 @@ std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waite
 
 Ticket HostBackend::open(const OpLabel& label, Bytes bytes) {
   auto ticket = std::make_shared<HostTicket>(label);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   open_[label.op] = {label, now_ns(), false, bytes, {}};
   return ticket;
 }
@@ -269,7 +269,7 @@ void HostBackend::give(const Ticket& ticket, Stream stream) {
 
 void HostBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     open_.erase(ticket->label.op);
   }
   as_host_ticket(ticket).fail(std::move(error));
@@ -306,7 +306,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
 
 // If a wait of the compute lane belongs to no op, it pauses the op that is open there.
 std::optional<OpId> HostBackend::paused(const OpLabel& waiter, std::int64_t at_ns, bool has_waits) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto found = open_.find(waiter.op);
   if (!waiter.op.valid() && waiter.lane == Lane::compute) {
     found = std::ranges::find_if(
@@ -320,7 +320,7 @@ std::optional<OpId> HostBackend::paused(const OpLabel& waiter, std::int64_t at_n
 }
 
 void HostBackend::resumed(OpId op, const std::vector<Ticket>& waits) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = open_.find(op);
   if (found == open_.end()) return;
   found->second.since_ns = now_ns();
@@ -332,7 +332,7 @@ void HostBackend::given(const OpLabel& label) {
   const std::int64_t end_ns = now_ns();
   OpenOp op{label, end_ns, false, {}, {}};
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = open_.find(label.op);
     if (found != open_.end()) {
       op = std::move(found->second);
@@ -345,7 +345,7 @@ void HostBackend::given(const OpLabel& label) {
 Stream HostBackend::create_stream() {
   auto stream = std::make_unique<ComputeStream>();
   Stream handle = stream.get();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   streams_.emplace(handle, std::move(stream));
   return handle;
 }
@@ -354,13 +354,13 @@ void HostBackend::enqueue(Stream stream, std::function<void()> work) {
   ComputeStream& compute = compute_stream(stream);
   compute.thread.enqueue({[&compute, work = std::move(work)] { compute.run(work); },
                           [&compute](std::exception_ptr error) {
-                            std::lock_guard lock(compute.mutex);
+                            const MutexLock lock(compute.mutex);
                             if (!compute.broken) compute.broken = std::move(error);
                           }});
 }
 
 HostBackend::ComputeStream& HostBackend::compute_stream(Stream stream) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = streams_.find(stream);
   NORIA_INVARIANT(found != streams_.end(), "not a stream of this host backend");
   return *found->second;
@@ -378,7 +378,7 @@ void HostBackend::close() {
   for (const auto* lane : {&fetch_, &drain_, &peer_}) (*lane)->thread.close();
   std::vector<ComputeStream*> streams;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const auto& [memory, bytes] : opened_) unmap_pages(memory, bytes);
     opened_.clear();
     closed_ = true;

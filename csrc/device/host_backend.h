@@ -12,10 +12,10 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <unordered_map>
 
+#include "base/mutex.h"
 #include "device/backend.h"
 #include "device/host_lane.h"
 #include "device/lane_ledger.h"
@@ -90,18 +90,18 @@ class HostBackend final : public Backend {
   Delays compute_delays_;
   std::unique_ptr<TransferLane> fetch_, drain_, peer_;
 
-  mutable std::mutex mutex_;  // protects all below
+  mutable Mutex mutex_;
   struct Allocation {
     Bytes bytes;
     int fd = -1;      // if other processes may open it
     Bytes discarded;  // the part of `bytes` that is discarded
   };
-  std::map<std::byte*, Allocation> allocations_;
-  OpenedMemory opened_;
-  bool closed_ = false;
-  Bytes allocated_;
-  std::int64_t num_allocations_ = 0;
-  std::map<Stream, std::unique_ptr<ComputeStream>> streams_;
+  std::map<std::byte*, Allocation> allocations_ NORIA_GUARDED_BY(mutex_);
+  OpenedMemory opened_ NORIA_GUARDED_BY(mutex_);
+  bool closed_ NORIA_GUARDED_BY(mutex_) = false;
+  Bytes allocated_ NORIA_GUARDED_BY(mutex_);
+  std::int64_t num_allocations_ NORIA_GUARDED_BY(mutex_) = 0;
+  std::map<Stream, std::unique_ptr<ComputeStream>> streams_ NORIA_GUARDED_BY(mutex_);
   struct OpenOp {
     OpLabel label;
     std::int64_t since_ns = 0;  // opened, or the end of its waits
@@ -109,7 +109,7 @@ class HostBackend final : public Backend {
     Bytes bytes;
     std::vector<OpId> waits;
   };
-  std::unordered_map<OpId, OpenOp> open_;
+  std::unordered_map<OpId, OpenOp> open_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

@@ -1,8 +1,7 @@
 #include "device/host_lane.h"
 
-#include <condition_variable>
 #include <deque>
-#include <mutex>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -10,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 #include "device/timing.h"
 
 namespace noria {
@@ -19,12 +19,12 @@ struct HostLane::State {
 
   const std::string name;
   std::thread::id thread_id;  // set before any other thread can see the lane
-  std::mutex mutex;           // protects all below
-  std::condition_variable changed;
-  std::deque<Work> queue;
-  bool running = false;
-  bool closing = false;
-  bool ended = false;
+  Mutex mutex;
+  Condition changed;
+  std::deque<Work> queue NORIA_GUARDED_BY(mutex);
+  bool running NORIA_GUARDED_BY(mutex) = false;
+  bool closing NORIA_GUARDED_BY(mutex) = false;
+  bool ended NORIA_GUARDED_BY(mutex) = false;
 
   std::exception_ptr closed_error() const {
     return std::make_exception_ptr(MachineError("the " + name + " lane was closed before this op could run"));
@@ -33,33 +33,37 @@ struct HostLane::State {
   void serve() {
     pthread_setname_np(pthread_self(), ("noria-" + name).substr(0, 15).c_str());
     ask_for_precise_sleep();
-    std::unique_lock lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return closing || !queue.empty(); });
-      if (closing) break;
-      Work work = std::move(queue.front());
-      queue.pop_front();
-      running = true;
-      lock.unlock();
-      work.run();
-      work = {};  // releases what it held before any thread sees an idle lane
-      lock.lock();
-      running = false;
-      changed.notify_all();
+    while (std::optional<Work> work = next()) {
+      work->run();
+      work.reset();  // releases what it held before any thread sees an idle lane
     }
-    std::deque<Work> abandoned;
-    abandoned.swap(queue);
-    lock.unlock();
-    for (Work& work : abandoned) work.abandon(closed_error());
-    abandoned.clear();
-    lock.lock();
+    for (Work& work : take_rest()) work.abandon(closed_error());
+    const MutexLock lock(mutex);
     ended = true;
     changed.notify_all();
+  }
+
+  /// Blocks until there is work. The work before it counts as running until this call. None: the lane is closed.
+  std::optional<Work> next() {
+    const MutexLock lock(mutex);
+    running = false;
+    changed.notify_all();
+    while (!closing && queue.empty()) changed.wait(mutex);
+    if (closing) return std::nullopt;
+    Work work = std::move(queue.front());
+    queue.pop_front();
+    running = true;
+    return work;
+  }
+
+  std::deque<Work> take_rest() {
+    const MutexLock lock(mutex);
+    return std::exchange(queue, {});
   }
 };
 
 HostLane::HostLane(const std::string& name) : state_(std::make_shared<State>(name)), pid_(getpid()) {
-  std::lock_guard lock(state_->mutex);
+  const MutexLock lock(state_->mutex);
   try {
     thread_ = std::make_unique<std::thread>([state = state_] { state->serve(); });
   } catch (const std::system_error& error) {
@@ -86,7 +90,7 @@ void HostLane::enqueue(Work work) {
     return;
   }
   {
-    std::lock_guard lock(state_->mutex);
+    const MutexLock lock(state_->mutex);
     if (!state_->closing) {
       state_->queue.push_back(std::move(work));
       state_->changed.notify_all();
@@ -99,13 +103,13 @@ void HostLane::enqueue(Work work) {
 void HostLane::await_issued(const Ticket& ticket) {
   auto issued = std::make_shared<bool>(false);  // protected by the lane's mutex; may outlive this call
   ticket->when_issued([state = state_, issued] {
-    std::lock_guard lock(state->mutex);
+    const MutexLock lock(state->mutex);
     *issued = true;
     state->changed.notify_all();
   });
   {
-    std::unique_lock lock(state_->mutex);
-    state_->changed.wait(lock, [&] { return *issued || state_->closing; });
+    const MutexLock lock(state_->mutex);
+    while (!*issued && !state_->closing) state_->changed.wait(state_->mutex);
     if (!*issued) std::rethrow_exception(state_->closed_error());
   }
   ticket->wait_issued();  // does not block any more; throws if the giver failed
@@ -113,18 +117,18 @@ void HostLane::await_issued(const Ticket& ticket) {
 
 void HostLane::idle() {
   if (is_forked()) return;
-  std::unique_lock lock(state_->mutex);
-  state_->changed.wait(lock, [this] { return state_->queue.empty() && !state_->running; });
+  const MutexLock lock(state_->mutex);
+  while (!state_->queue.empty() || state_->running) state_->changed.wait(state_->mutex);
 }
 
 void HostLane::close() {
   if (is_forked()) return;
   {
-    std::unique_lock lock(state_->mutex);
+    const MutexLock lock(state_->mutex);
     const bool first = !std::exchange(state_->closing, true);
     state_->changed.notify_all();
     if (state_->thread_id == std::this_thread::get_id()) return;
-    state_->changed.wait(lock, [this] { return state_->ended; });
+    while (!state_->ended) state_->changed.wait(state_->mutex);
     if (!first) return;
   }
   if (thread_->joinable()) thread_->join();

@@ -8,13 +8,13 @@
 namespace noria {
 
 bool HostTicket::passed() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return done_;
 }
 
 void HostTicket::wait_passed() {
-  std::unique_lock lock(mutex_);
-  done_changed_.wait(lock, [this] { return done_; });
+  const MutexLock lock(mutex_);
+  while (!done_) done_changed_.wait(mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -27,7 +27,7 @@ void HostTicket::fail(std::exception_ptr error) {
 
 void HostTicket::when_done(std::function<void()> callback) {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!done_) {
       callbacks_.push_back(std::move(callback));
       return;
@@ -37,7 +37,7 @@ void HostTicket::when_done(std::function<void()> callback) {
 }
 
 std::int64_t HostTicket::done_ns() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   NORIA_INVARIANT(done_, "asked when a ticket was given before it was");
   return done_ns_;
 }
@@ -45,7 +45,7 @@ std::int64_t HostTicket::done_ns() const {
 void HostTicket::finish(std::exception_ptr error) {
   std::vector<std::function<void()>> callbacks;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     NORIA_INVARIANT(!done_, "the ticket of a " + std::string(to_string(label.verb)) + " op was given twice");
     done_ = true;
     done_ns_ = now_ns();

@@ -4,12 +4,11 @@
 //   thread, without locks held, in the order they were added. A callback added later runs at once on the adding thread.
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/backend.h"
 
 namespace noria {
@@ -32,12 +31,12 @@ class HostTicket final : public TicketState {
  private:
   void finish(std::exception_ptr error);
 
-  mutable std::mutex mutex_;
-  std::condition_variable done_changed_;
-  bool done_ = false;
-  std::int64_t done_ns_ = 0;
-  std::exception_ptr error_;
-  std::vector<std::function<void()>> callbacks_;
+  mutable Mutex mutex_;
+  Condition done_changed_;
+  bool done_ NORIA_GUARDED_BY(mutex_) = false;
+  std::int64_t done_ns_ NORIA_GUARDED_BY(mutex_) = 0;
+  std::exception_ptr error_ NORIA_GUARDED_BY(mutex_);
+  std::vector<std::function<void()>> callbacks_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

@@ -13,7 +13,7 @@ std::vector<LaneLedger::Row*> LaneLedger::rows_of(const OpLabel& label) {
 }
 
 void LaneLedger::stalled(const OpLabel& waiter, Verb giver, std::int64_t ns) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (Row* row : rows_of(waiter)) row->stalled_ns[{giver, waiter.verb}] += ns;
 }
 
@@ -22,20 +22,20 @@ std::int64_t LaneLedger::Row::busy_until(std::int64_t time_ns) const {
 }
 
 void LaneLedger::works(Lane lane, std::int64_t start_ns, std::int64_t due_ns) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   row(lane).start_ns = start_ns;
   row(lane).due_ns = due_ns;
   if (update_time_ && lane == Lane::update) update_time_->works(start_ns, due_ns);
 }
 
 void LaneLedger::stopped(Lane lane) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   row(lane).start_ns.reset();
   if (update_time_ && lane == Lane::update) update_time_->stopped();
 }
 
 void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   row(label.lane).start_ns.reset();
   if (label.verb == Verb::probe) return;
   for (Row* row : rows_of(label)) {
@@ -57,7 +57,7 @@ void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::i
   if (label.lane == Lane::compute) return;
   std::shared_ptr<Trace> trace;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     trace = trace_;
   }
   if (!trace) return;
@@ -78,19 +78,19 @@ LaneStats LaneLedger::Row::stats() const {
 }
 
 LaneStats LaneLedger::stats(Lane lane) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return rows_[static_cast<std::size_t>(lane)].stats();
 }
 
 void LaneLedger::begin_counting(OpId first) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   first_ = first;
   earlier_ = rows_;
   for (Row& row : earlier_) row.start_ns.reset();
 }
 
 LaneStats LaneLedger::counted(Lane lane) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Row row = rows_[static_cast<std::size_t>(lane)];
   const Row& earlier = earlier_[static_cast<std::size_t>(lane)];
   row.busy_ns -= earlier.busy_ns;
@@ -102,17 +102,17 @@ LaneStats LaneLedger::counted(Lane lane) const {
 }
 
 std::int64_t LaneLedger::busy_us(Lane lane) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return rows_[static_cast<std::size_t>(lane)].busy_until(now_ns()) / 1000;
 }
 
 void LaneLedger::set_trace(std::shared_ptr<Trace> trace) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   trace_ = std::move(trace);
 }
 
 void LaneLedger::set_update_time(std::shared_ptr<UpdateTime> update_time) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   update_time_ = std::move(update_time);
 }
 

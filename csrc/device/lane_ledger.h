@@ -9,11 +9,11 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/trace.h"
 #include "device/backend.h"
 #include "device/update_time.h"
@@ -57,16 +57,16 @@ class LaneLedger {
     Bytes bytes;
     std::map<std::pair<Verb, Verb>, std::int64_t> stalled_ns;
   };
-  Row& row(Lane lane) { return rows_[static_cast<std::size_t>(lane)]; }
+  Row& row(Lane lane) NORIA_REQUIRES(mutex_) { return rows_[static_cast<std::size_t>(lane)]; }
   /// The rows in which an op counts.
-  std::vector<Row*> rows_of(const OpLabel& label);
+  std::vector<Row*> rows_of(const OpLabel& label) NORIA_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
-  std::array<Row, kNumLanes> rows_;
-  std::array<Row, kNumLanes> earlier_;  // the same, of ops before the first one that counts
-  std::optional<OpId> first_;
-  std::shared_ptr<UpdateTime> update_time_;
-  std::shared_ptr<Trace> trace_;
+  mutable Mutex mutex_;
+  std::array<Row, kNumLanes> rows_ NORIA_GUARDED_BY(mutex_);
+  std::array<Row, kNumLanes> earlier_ NORIA_GUARDED_BY(mutex_);  // the same, of ops before the first one that counts
+  std::optional<OpId> first_ NORIA_GUARDED_BY(mutex_);
+  std::shared_ptr<UpdateTime> update_time_ NORIA_GUARDED_BY(mutex_);
+  std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

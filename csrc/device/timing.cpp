@@ -57,7 +57,7 @@ Delays::Delays(const Hostility& hostility, Lane lane)
 
 std::int64_t Delays::next_us() {
   if (hostility_.seed == 0 || hostility_.max_delay_us <= 0) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return static_cast<std::int64_t>(random_() % (static_cast<std::uint64_t>(hostility_.max_delay_us) + 1));
 }
 

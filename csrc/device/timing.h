@@ -6,9 +6,9 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <random>
 
+#include "base/mutex.h"
 #include "device/backend.h"
 
 namespace noria {
@@ -45,8 +45,8 @@ class Delays {
  private:
   const Hostility hostility_;
   const std::int64_t hold_lane_us_;
-  std::mutex mutex_;
-  std::mt19937_64 random_;
+  Mutex mutex_;
+  std::mt19937_64 random_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

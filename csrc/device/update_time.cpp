@@ -6,21 +6,21 @@
 
 namespace noria {
 
-void UpdateTime::count(const Work& visit, const Work& update) {
-  const std::int64_t start_ns = std::max({visit.start_ns, update.start_ns, since_ns_});
+void UpdateTime::Hidden::count(const Work& visit, const Work& update) {
+  const std::int64_t start_ns = std::max({visit.start_ns, update.start_ns, since_ns});
   const std::int64_t both_ns = std::max<std::int64_t>(0, std::min(visit.end_ns, update.end_ns) - start_ns);
-  (visit.verb == Verb::forward ? forward_ns_ : backward_ns_) += both_ns;
+  (visit.verb == Verb::forward ? forward_ns : backward_ns) += both_ns;
 }
 
 void UpdateTime::worked(Lane lane, Verb verb, std::int64_t start_ns, std::int64_t end_ns) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const Work work{start_ns, end_ns, verb};
   const bool is_update = lane == Lane::update;
   if (is_update) {
     running_.reset();
-    for (const Work& visit : visits_) count(visit, work);
+    for (const Work& visit : visits_) hidden_.count(visit, work);
   } else if (lane == Lane::compute && (verb == Verb::forward || verb == Verb::backward)) {
-    for (const Work& update : updates_) count(work, update);
+    for (const Work& update : updates_) hidden_.count(work, update);
   } else {
     return;
   }
@@ -33,33 +33,29 @@ void UpdateTime::worked(Lane lane, Verb verb, std::int64_t start_ns, std::int64_
 }
 
 void UpdateTime::works(std::int64_t start_ns, std::int64_t due_ns) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   running_ = Work{start_ns, due_ns, Verb::update};
 }
 
 void UpdateTime::stopped() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   running_.reset();
 }
 
 void UpdateTime::begin_counting(std::int64_t since_ns) {
-  const std::lock_guard lock(mutex_);
-  since_ns_ = since_ns;
-  forward_ns_ = backward_ns_ = 0;
+  const MutexLock lock(mutex_);
+  hidden_ = {since_ns, 0, 0};
 }
 
 UpdateTime::Behind UpdateTime::behind() const {
-  const std::lock_guard lock(mutex_);
-  UpdateTime now;
-  now.since_ns_ = since_ns_;
-  now.forward_ns_ = forward_ns_;
-  now.backward_ns_ = backward_ns_;
+  const MutexLock lock(mutex_);
+  Hidden now = hidden_;
   if (running_) {
     Work update = *running_;
     update.end_ns = std::min(update.end_ns, now_ns());
     for (const Work& visit : visits_) now.count(visit, update);
   }
-  return {now.forward_ns_ / 1000, now.backward_ns_ / 1000};
+  return {now.forward_ns / 1000, now.backward_ns / 1000};
 }
 
 }  // namespace noria

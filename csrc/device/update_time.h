@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <deque>
 #include <limits>
-#include <mutex>
 #include <optional>
 
+#include "base/mutex.h"
 #include "base/words.h"
 
 namespace noria {
@@ -41,15 +41,19 @@ class UpdateTime {
     std::int64_t start_ns, end_ns;
     Verb verb;
   };
+  struct Hidden {
+    std::int64_t since_ns = std::numeric_limits<std::int64_t>::min();
+    std::int64_t forward_ns = 0, backward_ns = 0;
+
+    /// Adds the time that both share, from `since_ns` on.
+    void count(const Work& visit, const Work& update);
+  };
   static constexpr std::size_t kMostKept = 1024;  // kept of one lane while the other lane reports nothing
 
-  void count(const Work& visit, const Work& update);
-
-  mutable std::mutex mutex_;  // protects all below
-  std::deque<Work> visits_, updates_;
-  std::optional<Work> running_;
-  std::int64_t since_ns_ = std::numeric_limits<std::int64_t>::min();
-  std::int64_t forward_ns_ = 0, backward_ns_ = 0;
+  mutable Mutex mutex_;
+  std::deque<Work> visits_ NORIA_GUARDED_BY(mutex_), updates_ NORIA_GUARDED_BY(mutex_);
+  std::optional<Work> running_ NORIA_GUARDED_BY(mutex_);
+  Hidden hidden_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

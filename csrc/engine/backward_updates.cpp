@@ -107,8 +107,8 @@ void BackwardUpdates::hold(UnitId unit) {
   std::byte* const memory = ring_->at(*slot);
   const Place place{Place::Kind::host, kRingRegion};
   parts_.units.hold(unit, memory,
-                    parts_.buffers.intern({place, ring_->offset(*slot), held_bytes(unit), Format::travel,
-                                           Purpose::held_gradient, unit}));
+                    parts_.buffers.intern(
+                        {place, ring_->offset(*slot), held_bytes(unit), Format::travel, Purpose::held_gradient, unit}));
   if (parts_.collector == nullptr) parts_.callbacks.held_moved(unit, memory);  // else gradients are added elsewhere
 }
 
@@ -117,11 +117,11 @@ void BackwardUpdates::refuse_full_ring(UnitId unit) const {
   for (UnitId other : slot_.ids()) {
     if (slot_[other]) waiting += (waiting.empty() ? "" : ", ") + parts_.units[other].facts.name;
   }
-  throw UsageError(
-      "gradients of few units on their way at once under update=\"backward\", as each is visited as often "
-      "in backward as in forward",
-      "no room for those of \"" + parts_.units[unit].facts.name + "\" beside the incomplete ones of " + waiting,
-      std::string("run forwards that no backward follows under torch.no_grad(), or ") + kRemedy);
+  throw UsageError("gradients of few units on their way at once under update=\"backward\", as each is visited as often "
+                   "in backward as in forward",
+                   "no room for those of \"" + parts_.units[unit].facts.name + "\" beside the incomplete ones of " +
+                       waiting,
+                   std::string("run forwards that no backward follows under torch.no_grad(), or ") + kRemedy);
 }
 
 Bytes BackwardUpdates::held_bytes(UnitId unit) const {

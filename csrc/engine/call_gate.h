@@ -7,26 +7,25 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 
 namespace noria {
 
-class CallGate {
+class NORIA_THREAD_ANNOTATION(capability("gate")) CallGate {
  public:
   /// Holds the gate from its construction to its destruction. Throws InvariantError if this thread holds it already.
-  class Entry {
+  class NORIA_THREAD_ANNOTATION(scoped_lockable) Entry {
    public:
-    explicit Entry(CallGate& gate) : gate_(&gate) { gate.enter(); }
-    ~Entry() {
+    explicit Entry(CallGate& gate) NORIA_ACQUIRE(gate) : gate_(&gate) { gate.enter(); }
+    ~Entry() NORIA_RELEASE() {
       if (gate_ != nullptr) gate_->leave();
     }
-    Entry(Entry&& other) noexcept : gate_(std::exchange(other.gate_, nullptr)) {}
+    Entry(Entry&& other) noexcept NORIA_UNCHECKED : gate_(std::exchange(other.gate_, nullptr)) {}
     Entry& operator=(Entry&&) = delete;  // a gate is held once
 
    private:
@@ -34,7 +33,7 @@ class CallGate {
   };
 
   /// Calls `call` without the gate, and takes the gate again. The caller holds the gate.
-  void outside(const std::function<void()>& call) {
+  void outside(const std::function<void()>& call) NORIA_UNCHECKED {  // it holds the mutex from call to call
     ++depth_;
     outside_ = std::this_thread::get_id();
     leave();
@@ -50,24 +49,23 @@ class CallGate {
   }
 
  private:
-  void enter() {
+  void enter() NORIA_UNCHECKED {
     const auto self = std::this_thread::get_id();
     NORIA_INVARIANT(inside_ != self, "the engine is called inside of a call");
-    std::unique_lock lock(mutex_);
-    returned_.wait(lock, [&] { return depth_ == 0 || outside_ == self; });
-    lock.release();
+    mutex_.lock();
+    while (depth_ != 0 && outside_ != self) returned_.wait(mutex_);
     inside_ = self;
   }
-  void leave() {
+  void leave() NORIA_UNCHECKED {
     inside_ = std::thread::id();
     mutex_.unlock();
   }
 
-  std::mutex mutex_;
-  std::condition_variable returned_;
-  std::atomic<std::thread::id> inside_;  // the thread that holds `mutex_`
-  int depth_ = 0;                        // calls of `outside` that have not returned; `mutex_` protects it
-  std::thread::id outside_;              // the thread that makes them; `mutex_` protects it
+  Mutex mutex_;
+  Condition returned_;
+  std::atomic<std::thread::id> inside_;               // the thread that holds `mutex_`
+  int depth_ NORIA_GUARDED_BY(mutex_) = 0;            // calls of `outside` that have not returned
+  std::thread::id outside_ NORIA_GUARDED_BY(mutex_);  // the thread that makes them
 };
 
 /// Gives access to a part of the engine, and holds the gate as long as it lives. Let it die before the next call of the

@@ -4,8 +4,8 @@
 
 namespace noria {
 
-Collector::Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane,
-                     CollectScratch scratch, bool takes_sums)
+Collector::Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane, CollectScratch scratch,
+                     bool takes_sums)
     : issuer_(issuer),
       units_(units),
       lane_(std::move(lane)),

@@ -30,8 +30,8 @@ class Collector {
  public:
   /// `takes_sums`: this rank takes sums of gradients that only other ranks have. If false, such sums raise, because
   /// what is summed is used up inside backward.
-  Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane,
-            CollectScratch scratch, bool takes_sums);
+  Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane, CollectScratch scratch,
+            bool takes_sums);
 
   Shards shards() const { return lane_->shards(); }
   /// Returns the memory that sums of this type are made in; null: the gradients' own memory.

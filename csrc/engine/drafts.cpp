@@ -104,8 +104,8 @@ void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<Uni
     auto& expected = early_[unit];
     // Of a shard `step` does not ask for gradients that no rank has.
     const bool awaits_all = expected && parts_.collector == nullptr;
-    const bool has_last = timing_.note_drained(unit, bytes, position,
-                                               awaits_all ? std::optional(expected->awaited) : std::nullopt);
+    const bool has_last =
+        timing_.note_drained(unit, bytes, position, awaits_all ? std::optional(expected->awaited) : std::nullopt);
     if (!expected || !has_last) continue;
     if (expected->is_draft()) draft(unit, *expected);
     else expected->ticket = sum(unit, expected->job);

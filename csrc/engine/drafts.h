@@ -12,10 +12,10 @@
 // the last, another backward drops the draft only if it brings the unit another gradient.
 //
 // Note [Last gradients]. LastBackward learns which backward is the last before a step (plan/draft_timing.h). A
-// pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates inside, only the units of that stage. Other
-// units only accumulate. The schedule divides gradients after that backward, so the draft's scalars contain this
-// division. If the draft began before the division, `end_scaling` changes its record to describe the gradient as it is
-// then. If it has not begun, it reads the divided gradient.
+// pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates
+// inside, only the units of that stage. Other units only accumulate. The schedule divides gradients after that
+// backward, so the draft's scalars contain this division. If the draft began before the division, `end_scaling` changes
+// its record to describe the gradient as it is then. If it has not begun, it reads the divided gradient.
 #pragma once
 
 #include <cstdint>

@@ -15,8 +15,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
   Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
   callbacks_.open_gradients(unit, memory);
-  open.brought =
-      collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[unit];
+  open.brought = collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[unit];
   open.is_taken_up = open.brought.empty();
   if (open.is_taken_up) return accesses(unit, open);
   bring(unit, open);

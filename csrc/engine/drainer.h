@@ -32,8 +32,8 @@ class Drainer {
  public:
   /// `collector` null: this process alone has the home. Else gradients are summed over the ranks first.
   /// `tells_arrivals`: sums also tell which gradients have come to any rank.
-  Drainer(Issuer& issuer, Leases& leases, const UnitTable& units, Place device,
-          EngineCallbacks& callbacks, Collector* collector, bool tells_arrivals)
+  Drainer(Issuer& issuer, Leases& leases, const UnitTable& units, Place device, EngineCallbacks& callbacks,
+          Collector* collector, bool tells_arrivals)
       : issuer_(issuer),
         leases_(leases),
         units_(units),

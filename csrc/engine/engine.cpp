@@ -19,9 +19,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)
                                : std::nullopt),
-      parts_{options_,         *backend_, units_,  buffers_,
-             callbacks_,       optimizer_.get(),   issuer_,
-             collector_ ? &*collector_ : nullptr},
+      parts_{options_,   *backend_,        units_,  buffers_,
+             callbacks_, optimizer_.get(), issuer_, collector_ ? &*collector_ : nullptr},
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),

@@ -40,6 +40,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/trace.h"
 #include "device/backend.h"
 #include "device/update_time.h"
@@ -170,21 +171,22 @@ class Engine {
   void idle();
   void close();
 
-  // ---- its owners: what their headers list for callers of the engine ----
-  Held<Drafts> drafts() const { return {gate_, drafts_}; }
+  // ---- its owners: what their headers list for callers of the engine. `Held` takes the gate, which clang does not
+  // see. ----
+  Held<Drafts> drafts() const NORIA_UNCHECKED { return {gate_, drafts_}; }
   /// Only with update="backward".
-  Held<BackwardUpdates> backward_updates() const;
+  Held<BackwardUpdates> backward_updates() const NORIA_UNCHECKED;
   bool updates_in_backward() const { return backward_updates_.has_value(); }
   /// Only if forwards may save.
-  Held<Saver> saver() const;
-  Held<PeerCopies> copies() const { return {gate_, copies_}; }
-  Held<const PassRunner> runner() const { return {gate_, runner_}; }
-  Held<const Updates> updates() const { return {gate_, updates_}; }
-  Held<const StepStats> stats() const { return {gate_, stats_}; }
-  Held<const Fetcher> fetcher() const { return {gate_, fetcher_}; }
-  Held<const Leases> leases() const { return {gate_, leases_}; }
-  Held<Issuer> issuer() const { return {gate_, issuer_}; }
-  Held<const BufferTable> buffers() const { return {gate_, buffers_}; }
+  Held<Saver> saver() const NORIA_UNCHECKED;
+  Held<PeerCopies> copies() const NORIA_UNCHECKED { return {gate_, copies_}; }
+  Held<const PassRunner> runner() const NORIA_UNCHECKED { return {gate_, runner_}; }
+  Held<const Updates> updates() const NORIA_UNCHECKED { return {gate_, updates_}; }
+  Held<const StepStats> stats() const NORIA_UNCHECKED { return {gate_, stats_}; }
+  Held<const Fetcher> fetcher() const NORIA_UNCHECKED { return {gate_, fetcher_}; }
+  Held<const Leases> leases() const NORIA_UNCHECKED { return {gate_, leases_}; }
+  Held<Issuer> issuer() const NORIA_UNCHECKED { return {gate_, issuer_}; }
+  Held<const BufferTable> buffers() const NORIA_UNCHECKED { return {gate_, buffers_}; }
   /// Counts nothing if forwards may not save.
   SavedStats saved_stats() const { return saver_ ? saver()->stats() : SavedStats{}; }
   std::map<HookId, SavedByModule> saved_by_module() const {
@@ -194,41 +196,41 @@ class Engine {
  private:
   using Entry = CallGate::Entry;
 
-  void end_open_pass(Stream stream);
+  void end_open_pass(Stream stream) NORIA_REQUIRES(gate_);
   enum class Edits : std::uint8_t { before_backward, before_step };
   void note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled = {},
-                  const std::function<void()>& scale = {});
-  void settle_in_order();
+                  const std::function<void()>& scale = {}) NORIA_REQUIRES(gate_);
+  void settle_in_order() NORIA_REQUIRES(gate_);
 
-  mutable CallGate gate_;  // protects all below
+  mutable CallGate gate_;
   const EngineOptions options_;
   const std::shared_ptr<Backend> backend_;
-  UnitTable units_;
-  mutable BufferTable buffers_;
+  UnitTable units_ NORIA_GUARDED_BY(gate_);
+  mutable BufferTable buffers_ NORIA_GUARDED_BY(gate_);
   EngineCallbacks& callbacks_;
   const std::shared_ptr<HostOptimizer> optimizer_;  // null: updates run on the launching thread
-  mutable Issuer issuer_;
-  Leases leases_;
+  mutable Issuer issuer_ NORIA_GUARDED_BY(gate_);
+  Leases leases_ NORIA_GUARDED_BY(gate_);
   std::optional<Collector> collector_;  // set: ranks share the home
   const EngineParts parts_;
-  mutable PeerCopies copies_;
-  Fetcher fetcher_;
-  Drainer drainer_;
+  mutable PeerCopies copies_ NORIA_GUARDED_BY(gate_);
+  Fetcher fetcher_ NORIA_GUARDED_BY(gate_);
+  Drainer drainer_ NORIA_GUARDED_BY(gate_);
   mutable std::optional<Saver> saver_;  // set: what forwards save may leave
   const std::shared_ptr<UpdateTime> update_time_ = std::make_shared<UpdateTime>();
-  PassState pass_;
-  ComputeLane compute_;
-  Updates updates_;
-  mutable Drafts drafts_;
+  PassState pass_ NORIA_GUARDED_BY(gate_);
+  ComputeLane compute_ NORIA_GUARDED_BY(gate_);
+  Updates updates_ NORIA_GUARDED_BY(gate_);
+  mutable Drafts drafts_ NORIA_GUARDED_BY(gate_);
   mutable std::optional<BackwardUpdates> backward_updates_;  // none: updates run after `step`, or as drafts
-  StepStats stats_;
-  PassRunner runner_;
-  std::shared_ptr<Trace> trace_;
-  bool holds_unsummed_ = false;
+  StepStats stats_ NORIA_GUARDED_BY(gate_);
+  PassRunner runner_ NORIA_GUARDED_BY(gate_);
+  std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(gate_);
+  bool holds_unsummed_ NORIA_GUARDED_BY(gate_) = false;
   // Ranks have visited different units. From then on they may expect different visits next, and so fetch different
   // units ahead.
-  bool is_uneven_ = false;
-  bool closed_ = false;
+  bool is_uneven_ NORIA_GUARDED_BY(gate_) = false;
+  bool closed_ NORIA_GUARDED_BY(gate_) = false;
 };
 
 }  // namespace noria

@@ -79,8 +79,7 @@ void Fetcher::evict(UnitId unit) {
   const Held held = this->held(unit);
   leases_.release(held.offset);
   resident_.erase(unit);
-  issuer_.poison(unit, {held.buffer, -1, Access::Mode::write}, leases_.at(held.offset),
-                 units_[unit].facts.weights);
+  issuer_.poison(unit, {held.buffer, -1, Access::Mode::write}, leases_.at(held.offset), units_[unit].facts.weights);
 }
 
 void Fetcher::mark_stale(UnitId unit) {
@@ -121,8 +120,7 @@ Access Fetcher::access(UnitId unit) const {
 
 const Fetcher::Held& Fetcher::held(UnitId unit) const {
   const auto found = resident_.find(unit);
-  NORIA_INVARIANT(found != resident_.end(),
-                  "unit " + units_[unit].facts.name + " is not on the device");
+  NORIA_INVARIANT(found != resident_.end(), "unit " + units_[unit].facts.name + " is not on the device");
   return found->second;
 }
 

@@ -19,7 +19,9 @@ namespace noria {
 class PassPlans {
  public:
   PassPlans(EngineParts parts, const ItineraryBook& book, Fetcher& fetcher)
-      : parts_(parts), book_(book), fetcher_(fetcher) {}
+      : parts_(parts),
+        book_(book),
+        fetcher_(fetcher) {}
 
   /// Plans these visits from what lies on the device now. `next`: visits expected after them. Gradients for which a
   /// visit has no room are left out: they then come as if they had not been foreseen.

@@ -184,10 +184,10 @@ void PassRunner::evict_attached() {
 
 void PassRunner::expect_gradient(UnitId unit, Stream stream) {
   if (pass_.book.position() < 0) {
-    throw UsageError(
-        "a backward through what the wrapped model has computed",
-        "a gradient of unit \"" + parts_.units[unit].facts.name + "\" before any of its modules was passed",
-        "call the wrapped model: a graph from before noria.wrap is not followed");
+    throw UsageError("a backward through what the wrapped model has computed",
+                     "a gradient of unit \"" + parts_.units[unit].facts.name +
+                         "\" before any of its modules was passed",
+                     "call the wrapped model: a graph from before noria.wrap is not followed");
   }
   pass_.book.note_gradient(unit);
   if (owners_.backward != nullptr) owners_.backward->refuse_updated(unit, "a gradient of it came");

@@ -45,7 +45,10 @@ struct PassOwners {
 class PassRunner {
  public:
   PassRunner(EngineParts parts, PassState& pass, PassOwners owners)
-      : parts_(parts), pass_(pass), owners_(owners), plans_(parts, pass.book, owners.fetcher) {}
+      : parts_(parts),
+        pass_(pass),
+        owners_(owners),
+        plans_(parts, pass.book, owners.fetcher) {}
 
   /// Begins a pass. No pass is open.
   void begin(const Signature& signature);

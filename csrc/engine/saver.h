@@ -9,9 +9,10 @@
 // Note [Bundles]. A bundle is what one forward visit saves. Backwards are expected in the order in which they came the
 // last time (plan/backward_order.h). The backwards of one module are expected in the order of its forwards, and each
 // backward visits its modules in reverse. So the future is known, and Belady's rule chooses what leaves
-// (plan/activation_plan.h). At least one bundle stays: the one that a backward needs first. Of the last bundle to leave, only as many
-// storages leave as are in the way. When a backward visit takes its bundle, the next bundles are already on their way
-// back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is brought then (`await`).
+// (plan/activation_plan.h). At least one bundle stays: the one that a backward needs first. Of the last bundle to
+// leave, only as many storages leave as are in the way. When a backward visit takes its bundle, the next bundles are
+// already on their way back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is
+// brought then (`await`).
 //
 // The room must hold the two largest bundles, or UsageError is raised. If they fit before some of the room was lent,
 // nothing is raised: more than the room lies on the device until the lender has its memory back.

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -21,6 +20,7 @@
 #include <tbb/task_arena.h>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 #include "device/lane_ledger.h"
 #include "device/timing.h"
 #include "optim/digest.h"
@@ -116,8 +116,8 @@ struct HostOptimizer::State {
   const std::shared_ptr<UpdateQueue> queue = std::make_shared<UpdateQueue>();
   std::once_flag closed;
   std::atomic<bool> breaks_next = false;
-  mutable std::mutex torn_mutex;
-  std::map<UnitId, std::string> torn;  // protected by torn_mutex
+  mutable Mutex torn_mutex;
+  std::map<UnitId, std::string> torn NORIA_GUARDED_BY(torn_mutex);
 
   // Only the serving thread uses these.
   Delays delays;
@@ -215,7 +215,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
 
 void HostOptimizer::State::note_torn(const OpLabel& label) {
   if (label.verb != Verb::update) return;
-  const std::lock_guard lock(torn_mutex);
+  const MutexLock lock(torn_mutex);
   torn.emplace(label.unit, text_of(std::current_exception()));
 }
 
@@ -321,12 +321,12 @@ bool HostOptimizer::recall(const Ticket& ticket) {
 }
 
 std::map<UnitId, std::string> HostOptimizer::torn() const {
-  const std::lock_guard lock(state_->torn_mutex);
+  const MutexLock lock(state_->torn_mutex);
   return state_->torn;
 }
 
 void HostOptimizer::mend() {
-  const std::lock_guard lock(state_->torn_mutex);
+  const MutexLock lock(state_->torn_mutex);
   state_->torn.clear();
 }
 

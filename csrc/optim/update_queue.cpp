@@ -21,7 +21,7 @@ bool UpdateQueue::push(const Item& item) {
   item->num_unissued = static_cast<int>(waits.size());
   for (const Ticket& wait : waits) item->newest_wait = std::max(item->newest_wait, wait->label.op);
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (closing_) return false;
     items_.push_back(item);
     changed_.notify_all();
@@ -34,7 +34,7 @@ bool UpdateQueue::push(const Item& item) {
 }
 
 void UpdateQueue::issued(const Item& item, Verb giver) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   item->last_giver = giver;
   if (--item->num_unissued == 0) changed_.notify_all();
 }
@@ -63,7 +63,7 @@ UpdateQueue::Item UpdateQueue::next() {
 bool UpdateQueue::recall(const Ticket& ticket) {
   Item item;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found =
         std::find_if(items_.begin(), items_.end(), [&](const Item& each) { return each->ticket == ticket; });
     if (found == items_.end() || (*found)->is_recalled) return false;
@@ -84,44 +84,46 @@ bool UpdateQueue::recall(const Ticket& ticket) {
 }
 
 bool UpdateQueue::holds(const Ticket& ticket) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::any_of(items_.begin(), items_.end(), [&](const Item& item) { return item->ticket == ticket; });
 }
 
 UpdateQueue::Taken UpdateQueue::take() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   running_ = false;
   changed_.notify_all();
   Taken taken;
   if (!closing_) taken.item = next();
   taken.was_ready = taken.item != nullptr;
-  changed_.wait(lock, [&] { return closing_ || taken.item || (taken.item = next()); });
+  while (!closing_ && !taken.item && !(taken.item = next())) changed_.wait(mutex_);
   running_ = taken.item != nullptr;
   return taken;
 }
 
 bool UpdateQueue::sleep_until(std::int64_t deadline_ns) {
   const std::chrono::steady_clock::time_point deadline{std::chrono::nanoseconds(deadline_ns)};
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (std::chrono::steady_clock::now() >= deadline) return !closing_;  // see sleep_until_ns
-  return !changed_.wait_until(lock, deadline, [this] { return closing_; });
+  while (!closing_ && changed_.wait_until(mutex_, deadline)) {
+  }
+  return !closing_;
 }
 
 std::deque<UpdateQueue::Item> UpdateQueue::take_rest() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   changed_.notify_all();
   return std::exchange(items_, {});
 }
 
 void UpdateQueue::close() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   closing_ = true;
   changed_.notify_all();
 }
 
 void UpdateQueue::await_idle() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return items_.empty() && !running_; });
+  const MutexLock lock(mutex_);
+  while (!items_.empty() || running_) changed_.wait(mutex_);
 }
 
 }  // namespace noria

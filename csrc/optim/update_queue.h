@@ -7,13 +7,12 @@
 //   rest.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/host_ticket.h"
 #include "optim/host_optimizer.h"
 
@@ -61,14 +60,14 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   void await_idle();
 
  private:
-  Item next();
+  Item next() NORIA_REQUIRES(mutex_);
   void issued(const Item& item, Verb giver);
 
-  std::mutex mutex_;  // protects all below
-  std::condition_variable changed_;
-  std::deque<Item> items_;
-  bool running_ = false;
-  bool closing_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<Item> items_ NORIA_GUARDED_BY(mutex_);
+  bool running_ NORIA_GUARDED_BY(mutex_) = false;
+  bool closing_ NORIA_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace noria

@@ -4,9 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -17,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/errors.h"
+#include "base/mutex.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -91,7 +90,7 @@ class Crew {
       for (int i = 0; i < num_threads; ++i) {
         threads_.emplace_back([this] {
           population_.work();
-          const std::lock_guard lock(mutex_);
+          const MutexLock lock(mutex_);
           ++num_finished_;
           changed_.notify_all();
         });
@@ -109,15 +108,18 @@ class Crew {
   bool empty() const { return threads_.empty(); }
   /// Waits at most `time`. Returns true if all threads have finished.
   bool finished_within(std::chrono::milliseconds time) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, time, [this] { return num_finished_ == threads_.size(); });
+    const auto end = std::chrono::steady_clock::now() + time;
+    const MutexLock lock(mutex_);
+    while (num_finished_ != threads_.size() && changed_.wait_until(mutex_, end)) {
+    }
+    return num_finished_ == threads_.size();
   }
 
  private:
   Population& population_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::size_t num_finished_ = 0;
+  Mutex mutex_;
+  Condition changed_;
+  std::size_t num_finished_ NORIA_GUARDED_BY(mutex_) = 0;
   std::vector<std::thread> threads_;
 };
 

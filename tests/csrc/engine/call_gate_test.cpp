@@ -22,7 +22,10 @@ TEST(CallGate, lets_the_same_thread_in_from_outside_and_nests) {
   const CallGate::Entry entry(gate);
   gate.outside([&] {
     const CallGate::Entry again(gate);
-    gate.outside([&] { const CallGate::Entry once_more(gate); ++calls; });
+    gate.outside([&] {
+      const CallGate::Entry once_more(gate);
+      ++calls;
+    });
     ++calls;
   });
   EXPECT_EQ(calls, 2);

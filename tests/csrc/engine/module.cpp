@@ -177,19 +177,22 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("idle", &BareEngine::idle, Release())
       .def("close", &BareEngine::close, Release())
       .def(
-          "omit_wait", [](BareEngine& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); }, Release())
+          "omit_wait", [](BareEngine& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); },
+          Release())
       .def(
           "wait_kinds", [](BareEngine& self) { return self.engine().issuer()->wait_kinds(); }, Release())
       .def("result", &BareEngine::result)
       .def("array", &BareEngine::array)
       .def("arena", &BareEngine::arena)
       .def("passes", &noria::passes_of)
-      .def_property_readonly("arena_bytes", [](BareEngine& self) { return self.engine().leases()->arena_bytes().count; })
+      .def_property_readonly("arena_bytes",
+                             [](BareEngine& self) { return self.engine().leases()->arena_bytes().count; })
       .def_property_readonly("peak_bytes", [](BareEngine& self) { return self.engine().leases()->peak().count; })
       .def_property_readonly("peak_units", [](BareEngine& self) { return self.engine().leases()->peak_units(); })
       .def_property_readonly("num_fetches", [](BareEngine& self) { return self.engine().fetcher()->num_fetches(); })
       .def_property_readonly("num_allocations", [](BareEngine& self) { return self.backend().num_allocations(); })
       .def_property_readonly("num_events", [](BareEngine& self) { return self.backend().num_events(); })
       .def_property_readonly("num_buffers", [](BareEngine& self) { return self.engine().buffers()->size(); })
-      .def_property_readonly("num_remembered", [](BareEngine& self) { return self.engine().issuer()->num_remembered(); });
+      .def_property_readonly("num_remembered",
+                             [](BareEngine& self) { return self.engine().issuer()->num_remembered(); });
 }

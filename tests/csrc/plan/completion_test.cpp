@@ -20,13 +20,13 @@ struct Row {
 
 TEST(Completion, is_known_by_the_forwards_or_by_the_expected_backward_and_by_both_if_both_are) {
   const std::vector<Row> rows = {
-      {1, {}, {{0, true}}},                         // the forwards' count alone
+      {1, {}, {{0, true}}},  // the forwards' count alone
       {2, {}, {{0, false}, {1, false}, {0, true}}},
-      {0, {0, 1}, {{0, true}}},                     // the expected backward alone
+      {0, {0, 1}, {{0, true}}},  // the expected backward alone
       {0, {0, 1, 0}, {{0, false}, {1, true}, {0, true}}},
-      {2, {0, 1}, {{0, false}, {0, true}}},         // the count says that more will come
+      {2, {0, 1}, {{0, false}, {0, true}}},                // the count says that more will come
       {1, {0, 1, 0}, {{0, false}, {1, true}, {0, true}}},  // the expected backward says so
-      {0, {}, {{0, false}, {0, false}}},            // nothing is known: at the end of the pass
+      {0, {}, {{0, false}, {0, false}}},                   // nothing is known: at the end of the pass
   };
   for (const Row& row : rows) {
     Completion completion(2);
