@@ -39,7 +39,7 @@ class Resident:
 
     def _now(self, row: str) -> int:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what has been given back to malloc nobody uses
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was given back to malloc is not in use
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(row):
                 return int(line.split()[1]) * 1024

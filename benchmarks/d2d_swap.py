@@ -48,7 +48,7 @@ GIB, MIB = 1 << 30, 1 << 20
 LATENCY_US = 30.0
 WARMUP = 12  # steps; in the first, stages agree on who lends what; in some more each chooses what is computed again
 LANES = ("fetch", "drain", "peer")
-SWAPPED = ("host", "peers")  # of what blocks save, there and back
+SWAPPED = ("host", "peers")  # bytes that blocks save, there and back
 NO_LIMIT = "no limit"
 NUM_SAVED = 4  # tensors of a block, each as large as its input
 
@@ -113,7 +113,7 @@ class Begin(torch.autograd.Function):
 
 class End(torch.autograd.Function):
     """x + y, once the forward has lasted `forward_s`; its backward, the block's first, begins once what that needs is
-    there. y is saved so that a recomputed forward comes as far as here."""
+    there. y is saved so that a recomputed forward reaches this point."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, clock: dict[str, float], until_s: float) -> torch.Tensor:
@@ -304,7 +304,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape) -> N
     answers.put(
         (rank, {"limits": limits, "loans": loans, "methods": {name: run.found() for name, run in runs.items()}})
     )
-    dist.barrier()  # nobody leaves while another one still moves
+    dist.barrier()  # no rank leaves while another one still moves
 
 
 def compared(found: list[dict[str, Any]], *references: str) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def show(size: int, shape: Shape, summary: dict[str, Any]) -> None:
     for lending, loans in summary["loans"].items():
         lent = [f"{loan['lender']} lends {loan['bytes'] / MIB:.1f} MiB to {loan['borrower']}" for loan in loans]
         over = summary["over_best_other"][lending]
-        print(f"{lending}: {', '.join(lent) or 'nobody lends'}; over the best other: {over:.3f}")
+        print(f"{lending}: {', '.join(lent) or 'no stage lends'}; over the best other: {over:.3f}")
     print(f"same losses: {'yes' if summary['same_losses'] else 'NO'}")
 
 

@@ -290,7 +290,7 @@ def settings_of_updates() -> dict[str, dict[str, Any]]:
 
 
 def time_of_clip(model: nn.Module, times: list[float]) -> None:
-    """torch's clip of gradients that nobody else has to do with, into `times`, in seconds."""
+    """Appends to `times` the seconds that torch's clip takes, for gradients that no other code uses."""
     plain = copy.deepcopy(model)
     for parameter in plain.parameters():
         parameter.grad = torch.ones_like(parameter)

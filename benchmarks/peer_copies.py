@@ -1,7 +1,7 @@
 """Does it pay to keep units that a window evicts at another stage of the pipeline, where the host's link is slow?
 
 Two stages of torch.distributed.pipelining train under 1F1B on this machine, one process each, over gloo. All methods
-keep what blocks save, within an activation memory of which most is spare. Methods:
+keep what blocks save, within an activation memory that is mostly spare. Methods:
 
     resident     every unit stays on the device
     window       a window of `--window` units: the others come from home for each forward and each backward
@@ -51,7 +51,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: Shape, wind
     }
     loans = [dataclasses.asdict(loan) for loan in reports[PEERS].loans]
     answers.put((rank, {"limits": limits, "loans": loans, "methods": methods}))
-    dist.barrier()  # nobody leaves while another one still moves
+    dist.barrier()  # no rank leaves while another one still moves
 
 
 def show(shape: Shape, window: int, summary: dict[str, Any]) -> None:

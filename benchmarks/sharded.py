@@ -43,7 +43,7 @@ LANES = ("fetch", "drain", "collect")
 BOUNDS = ("bound_us", "bound_with_collect_us")
 
 
-SHARES = ("home", "fetch", "drain", "collect")  # of what one rank alone has at home, fetches, drains, or both
+SHARES = ("home", "fetch", "drain", "collect")  # shares in the bytes of a rank that trains alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, limits: Limits, sh
         )
     )
     if size > 1:
-        dist.barrier()  # nobody leaves while another one still moves
+        dist.barrier()  # no rank leaves while another one still moves
 
 
 def summarised(turns: list[list[dict[str, Any]]], alone: dict[str, Any] | None) -> dict[str, Any]:

@@ -369,7 +369,7 @@ class Soak:
 
 @contextlib.contextmanager
 def as_far_ahead_as_can_be() -> Iterator[None]:
-    """The host is, of a pretend GPU: its streams do nothing until somebody waits for them."""
+    """Makes a pretend GPU lazy: its streams do nothing until a thread waits for them."""
     if not vehicle.is_installed():
         yield
         return

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-# Both must be set before torch is loaded. Threads of torch that wait give their cores to noria's lanes and to whatever
-# else runs here: beside other busy programs the demo takes many times as long without it.
+# Both must be set before torch is loaded. Threads of torch that wait give their cores to noria's lanes and to
+# other programs. Beside busy programs the demo takes many times as long without it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time, on CUDA too
 

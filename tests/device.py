@@ -47,7 +47,7 @@ def use_device(index: int = 0) -> None:
 
 
 def finish() -> None:
-    """What has been launched there. Counts of lanes are of what has been done."""
+    """Waits for what has been launched there: lanes count only what is done."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

@@ -1,8 +1,8 @@
-"""One of several ranks that train together, one of which fails at a given moment: the script of
+"""Runs one of several ranks that train together, and one of them fails at a given moment: the script of
 tests/journeys/test_rank_failures.py.
 
-The moment is the n-th call of a function of noria's or of this loop, of one name or of any: whatever the other threads
-do then.
+The moment is the n-th call of a function of noria's or of this loop, of one name or of any. What other threads do
+at that moment does not matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that lend each other memory, of which some fail or end in a given order: the script of
+"""Runs stages of a pipeline that lend each other memory, and some fail or end in a given order: the script of
 tests/journeys/test_lending_failures.py.
 
 Everything is imported once. Each line of the input asks for a round, as JSON; its ranks are forked, and end as any
@@ -63,7 +63,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Of another rank, of all its threads, though whoever has forked it may not have been told yet."""
+    """Waits for the end of all threads of another rank. Its parent process may not have been told yet."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

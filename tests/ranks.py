@@ -139,7 +139,7 @@ LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
 
 
 def asked_for(request: pytest.FixtureRequest, acts: dict[str, Any], always: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`acts` of a module without those of which only tests ask that will not run. A test asks for an act by a parameter
+    """Returns `acts` of a module, without those that only skipped tests ask for. A test asks for an act by a parameter
     that is its name, or the end of it. `always`: those that others go on from."""
 
     def names(items: list[pytest.Item]) -> set[str]:
@@ -162,5 +162,5 @@ def alone() -> Iterator[None]:
 
 
 def assert_fine(found: dict[str, str], name: str) -> None:
-    """Of what `in_turn_on_ranks` has found."""
+    """Asserts that `in_turn_on_ranks` has found no failure."""
     assert not found[name], found[name]

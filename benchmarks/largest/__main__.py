@@ -1,4 +1,4 @@
-"""How large a model trains, with so much memory on the device and on the host?
+"""How large a model trains, with limited memory on the device and on the host?
 
     python -m benchmarks.largest --systems all --device-memory 2GiB --host-memory 16GiB
 
@@ -7,7 +7,7 @@ process of its own. The device's limit is its allocator's (and noria's budget); 
 control group, else RLIMIT_DATA, for what comes behind the imports), and by its count of the process afterwards (VmHWM),
 pinned memory included. On a machine without a device, what would lie on one is host memory as well: it is computed from
 the sizes of tensors and buffers, taken off, and held against the device's limit. The model is built on the host in
-fp32, by whatever way the system takes it from there: what that needs counts.
+fp32. The system then takes it over in its own way: the memory for that counts.
 """
 
 from __future__ import annotations

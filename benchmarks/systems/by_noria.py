@@ -61,7 +61,7 @@ class NoriaMaxNorm(Noria):
 
 
 class NoriaAuto(NoriaMaxNorm):
-    """What backward needs goes to the host, or is computed again, as far as it has no room."""
+    """Offloads what backward needs, or computes it again, if the device has no room for it."""
 
     keeps = "auto"
     activations = "offloaded or recomputed, where there is no room"

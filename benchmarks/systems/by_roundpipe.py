@@ -61,7 +61,7 @@ class RoundPipeStale(System):
         return loss.detach()
 
     def plan(self):
-        """Its own, but for the budget, of which it knows nothing: the share of the memory that it takes by default."""
+        """Returns its own plan. It does not know the budget, so it takes its default share of the memory."""
         if self.task.device_memory is None:
             return None
         budget_gib = self.task.device_memory / 2**30

@@ -150,7 +150,7 @@ class ControlGroup:
 
     @staticmethod
     def of(pid: int, limit: int) -> ControlGroup | None:
-        """None where nobody lets this process make one."""
+        """Returns None if this process may not make one."""
         base = Path("/sys/fs/cgroup")
         for parent, name in ((base / "memory", "memory.limit_in_bytes"), (base, "memory.max")):
             folder = parent / f"noria_benchmark_{pid}"

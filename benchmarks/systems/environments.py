@@ -73,7 +73,7 @@ def unlock() -> None:
 
 
 def reasons(names: list[str]) -> dict[str, str]:
-    """Of those that do not run on this machine, or of which that is not known."""
+    """Returns why systems do not run on this machine, or that this is not known."""
     status = json.loads(STATUS.read_text()) if STATUS.exists() else {}
     found = {name: status[name]["reason"] for name in names if name in status and not status[name]["runs"]}
     unknown = "not tried: `make rivals` has not come to it"

@@ -37,7 +37,7 @@ def main() -> int:
     answers.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # libraries that wait for others at the end have nobody to wait for
+    os._exit(0)  # libraries that wait for other processes at the end would wait for ever
 
 
 class Server:

@@ -118,7 +118,7 @@ class System:
         raise NotImplementedError
 
     def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """One step of the optimizer; returns the mean loss. Nobody waits for a device there, or for threads that update
+        """One step of the optimizer; returns the mean loss. It does not wait for a device, or for threads that update
         behind the next step."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def text_file(folder: Path) -> Path:
-    """Token ids of the standard library's sources; made once, by whoever has `tokenizers`."""
+    """Token ids of the standard library's sources; the first process that has `tokenizers` makes them."""
     path = folder / f"tokens_{VOCABULARY}.npy"
     if not path.exists():
         from examples.text import Tokenizer, load_text

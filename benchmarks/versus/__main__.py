@@ -7,7 +7,7 @@ One model definition, one stream of real text, one seed, one optimizer setting (
 process of its own and sleeps while another one trains. They take turns, and who comes first changes from round to
 round. A turn is a few steps in a row, until all that they need of device and host is done: an update that is made
 behind the next step is hidden within a turn, and paid for at its end. On a device each system races with plain PyTorch
-alone, so that nobody lacks memory because of others; without one all race together.
+alone, so that no system lacks memory because of others; without one all race together.
 
 Losses are compared step by step with plain PyTorch's. Memory is the kernel's count of each process and of those that it
 has started, pinned memory included, from behind its imports. Run `make rivals` first: what does not run here is in the
@@ -104,7 +104,7 @@ class Race:
                 self._found(name, tokens)["peak_host_bytes"] = peak
 
     def _ask(self, name: str, tokens: int, act: Callable[[Client], Any]) -> Any:
-        """None from whoever is not there any more."""
+        """Returns None if the client is not there any more."""
         client = self.clients.get(name)
         if client is None:
             return None

@@ -92,7 +92,7 @@ class C10dCollectives final : public Collectives {
   }
 
   void give(const Giving& given, const Wanting& wanting) override {
-    together("a gather of " + to_string(given.shard * shards().size) + ", of which only others want the whole,", [&] {
+    together("a gather of " + to_string(given.shard * shards().size) + ", which only other ranks want whole,", [&] {
       const at::Tensor own = over(given.scratch, at::kByte, given.shard);
       own.copy_(at_home(given.own, at::kByte, given.shard), /*non_blocking=*/true);
       gather_for(wanting, own, {});

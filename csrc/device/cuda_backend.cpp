@@ -237,7 +237,7 @@ std::byte* CudaBackend::take(Bytes bytes, bool for_others) {
   const MutexLock lock(mutex_);
   OnDevice on(device_);
   const std::string policy =
-      " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
+      " under a capacity of " + to_string(options_.capacity) + " (" + to_string(allocated_) + " are taken)";
   if (allocated_ + bytes > options_.capacity) {
     throw MachineError("allocating " + to_string(bytes) + " on " + name() + " failed" + policy);
   }

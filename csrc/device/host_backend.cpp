@@ -94,7 +94,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
   NORIA_INVARIANT(bytes.count > 0, "an allocation of nothing");
   const MutexLock lock(mutex_);
   const std::string policy =
-      " under a capacity of " + to_string(options_.capacity) + ", of which " + to_string(allocated_) + " are taken";
+      " under a capacity of " + to_string(options_.capacity) + " (" + to_string(allocated_) + " are taken)";
   if (allocated_ + bytes > options_.capacity) {
     throw MachineError("allocating " + to_string(bytes) + " of device memory on the host failed" + policy);
   }

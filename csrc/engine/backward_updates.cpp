@@ -182,7 +182,7 @@ void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
   const std::string name = "\"" + parts_.units[unit].facts.name + "\"";
   updates_.tear("backward updated " + name + " before it was done with it");
   throw UsageError("under update=\"backward\", each unit visited as often in backward as in forward",
-                   name + ", of which " + what + " in the backward that had updated it already", kRemedy);
+                   name + ": " + what + " in the backward that had updated it already", kRemedy);
 }
 
 // ---- updates ------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ void BackwardUpdates::update(UnitId unit) {
     release_held(unit);
     return;
   }
-  NORIA_INVARIANT(expected_[unit].has_value(), "nobody has said how to update " + parts_.units[unit].facts.name);
+  NORIA_INVARIANT(expected_[unit].has_value(), "it is not known how to update " + parts_.units[unit].facts.name);
   // If ranks share the home, other ranks may have gradients that this rank does not know of before the pass has ended.
   const bool is_known = parts_.collector == nullptr || !pass_.phase;
   UpdateJob job = is_known ? take_job(unit) : take_shared_job(unit);

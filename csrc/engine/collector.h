@@ -19,8 +19,8 @@
 namespace noria {
 
 /// Holds device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's gradients of
-/// 16 bits, which are then summed in fp32; null: no such memory. `part`: as large as the largest stretch of which a
-/// rank has one shard.
+/// 16 bits, which are then summed in fp32; null: no such memory. `part`: as large as the largest stretch
+/// that is shared: this rank has one shard.
 struct CollectScratch {
   std::byte* wide = nullptr;
   std::byte* part = nullptr;

@@ -366,7 +366,7 @@ std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Me
   Standing standing;
   {
     const Entry entry(gate_);
-    NORIA_INVARIANT(collector_.has_value(), "nobody shares this home");
+    NORIA_INVARIANT(collector_.has_value(), "no other rank shares this home");
     standing = collector_->standing();
   }
   CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, standing);

@@ -29,7 +29,7 @@ struct PeerMemory {
 
 /// Describes a part of something that leaves the device, and where it goes.
 struct Stretch {
-  Bytes begin, bytes;  // of what leaves
+  Bytes begin, bytes;  // within the storage that leaves
   std::byte* memory = nullptr;
   BufferId copy;
   int link = 0;

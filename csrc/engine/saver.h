@@ -20,7 +20,7 @@
 // Note [Tokens]. torch's allocator puts a tensor in a different place each time it is reloaded. So ops do not name
 // its address, but a token: a buffer of one byte that stands for it, one for each storage that is saved now.
 //
-// Note [What nobody foresaw]. A tensor may be asked for before it is back. The caller is then inside of a visit, and
+// Note [Unforeseen tensors]. A tensor may be asked for before it is back. The caller is then inside of a visit, and
 // nothing that is queued waits for the end of that visit (plan/planner.h, Note [Issue points]). So a tensor at peers
 // comes back on the peer lane, as usual. A tensor at home would have to stand on the fetch lane behind fetches made
 // ahead, and behind the updates that these wait for. So the callbacks copy it at once, on the compute stream. Ops of
@@ -114,8 +114,8 @@ class Saver {
   std::int64_t take_waited_us() { return std::exchange(waited_us_, 0); }
   /// The visit has ended on the stream.
   void leave(UnitId unit, Stream stream);
-  /// Brings the storage if it is not on the device yet, and blocks until the stream may use it. See Note [What nobody
-  /// foresaw].
+  /// Brings the storage if it is not on the device yet, and blocks until the stream may use it. See Note
+  /// [Unforeseen tensors].
   void await(SavedId saved, Stream stream);
 
   const SavedStats& stats() const { return stats_; }

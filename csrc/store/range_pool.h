@@ -22,7 +22,7 @@ class RangePool {
   };
 
   void add(std::byte* memory, Bytes bytes);
-  /// Returns a range that holds `bytes`, or none if no piece has so much free in one range.
+  /// Returns a range that holds `bytes`, or none if no piece has as many free bytes in one range.
   std::optional<Range> take(Bytes bytes);
   void give_back(const Range& range);
   /// Hands out nothing beyond `size` from now on. A range beyond it stays taken until it is given back.

@@ -169,10 +169,11 @@ def wrap(
         `(model, optimizer)` as given, or the model alone if there is no optimizer.
 
     Raises:
-        UsageError: before anything is changed. Reasons: a nonsense policy; a budget that is too small (the error says
-            what would fit); an optimizer parameter that no wrapped model has; a model that is already wrapped; a mesh
-            without this rank. If one of the ranks that share the model refuses, all of them raise. Exception: if the
-            mesh is wrong on one rank only, the others wait for the process group's timeout.
+        UsageError: before anything is changed. Reasons are a nonsense policy, and a budget that is too small. The
+            error says what would fit. Other reasons are an optimizer parameter that no wrapped model has, a model that
+            is already wrapped, or a mesh without this rank. If one of the ranks that share the model refuses, all of
+            them raise. Exception: if the mesh is wrong on one rank only, the others wait for the process group's
+            timeout.
     """
     _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None

@@ -15,7 +15,7 @@ TENSOR = 64 + 400
 
 
 def wandering(rise: float, width: float, seed: int = 0) -> list[float]:
-    """Rises by so much in a cycle, and goes up and down by `width`."""
+    """Rises by `rise` in a cycle, and goes up and down by `width`."""
     chance = random.Random(seed)
     return [1e8 + rise * cycle + width * chance.uniform(-1, 1) for cycle in range(CYCLES)]
 

@@ -1,5 +1,5 @@
-"""Twins that differ in what their `p.grad` is: a wrapped model's, of which noria knows and puts off what it can, and
-plain tensors, on which torch's own operators run.
+"""Twins that differ in what their `p.grad` is. A wrapped model's is known to noria, which puts off what it can. The
+other is a plain tensor, and torch's own operators run on it.
 
 The plain twin is a model of plain PyTorch, on the device, whose optimizer updates copies in the host's memory, as
 noria's does. Noria's kernels and `dtype=` have no plain twin: there the other side is wrapped too, and its gradients

@@ -56,7 +56,7 @@ class Case:
     replicas: int = 1
     delays: tuple[tuple[str, Any], ...] = tuple(HOSTILE.items())
     lends: bool = False
-    """Somebody must."""
+    """At least one stage must."""
     steps: int = STEPS
     ways: tuple[str, ...] = ()
     """Chosen for the blocks, in turn; none: by what is measured."""

@@ -138,7 +138,7 @@ def micro_batches(side: Side) -> None:
 
 
 def interruptions(side: Side) -> None:
-    """Evaluation, a graph that nobody wants, a backward that comes twice, one that raises."""
+    """Evaluation, a graph that is dropped, a backward that comes twice, one that raises."""
     side.train(0, 1)
     loss_of(side.model, 7)
     with torch.no_grad():
@@ -319,7 +319,7 @@ def test_what_is_saved_stays_on_the_device_for_a_few_blocks_only():
             if number == 0:
                 first, rows = stats, noria.report(model).ledger
         assert stats["num_offloaded"] == 4 * first["num_offloaded"] > num_blocks
-        # All but what the backward began with came back, and nobody had to wait for what was not foreseen.
+        # All but what the backward began with came back, and no thread waited for an unforeseen tensor.
         assert stats["num_unforeseen"] == 0
         assert 0 < stats["num_reloaded"] <= stats["num_offloaded"]
         assert noria.report(model).ledger == rows
@@ -726,7 +726,7 @@ def test_a_backward_waits_for_what_its_forward_saved(omitted):
         for _ in range(2):
             loss = model(torch.randn(4, 64, WIDTH)).square().mean()
             loss.backward(retain_graph=True)
-            wrapped.context.engine.idle()  # what nobody has waited for must not come into memory that is gone
+            wrapped.context.engine.idle()  # a copy that no thread has waited for must not come into memory that is gone
             del loss
         found.append({name: value.grad.clone() for name, value in model.named_parameters()})
         if not kind:

@@ -126,7 +126,7 @@ def loop_of_micro_batches(model: Any, optimizer: Any, rank: int) -> dict[str, to
 
 
 def loop_with_a_look_on_rank_0(model: Any, optimizer: Any, rank: int) -> dict[str, torch.Tensor]:
-    """The other rank goes on meanwhile, as far as it comes."""
+    """The other rank goes on meanwhile until it has to wait."""
     seen = {}
     for number in range(STEPS):
         loss = loss_of(model, 100 * rank + number)

@@ -63,7 +63,7 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 
 def assert_torn_until_loaded(model, optimizer, weights: dict[str, torch.Tensor]) -> None:
-    """Nobody is given weights of different steps. Afterwards these are loaded, and a state that is new."""
+    """Weights of different steps are refused. Afterwards these are loaded, and a state that is new."""
     with pytest.raises(noria.UsageError, match="different steps"):
         model.state_dict()
     model.load_state_dict(weights)
@@ -202,7 +202,7 @@ class Experts(nn.Module):
 
 
 class Heads(nn.Module):
-    """One unit, of which each use needs another part."""
+    """One unit. Each use needs another part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -925,7 +925,7 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     wrapped_by(model).context.pool.break_next_update()
     with pytest.raises(RuntimeError, match="told to break off"):
         train_on(model, optimizer, 1, 2, 3)
-    for _ in range(20):  # whoever else waits for it hears of it too, each once
+    for _ in range(20):  # other calls that wait for it raise it too, each once
         with pytest.raises(RuntimeError, match=r"told to break off") as raised:
             train_on(model, optimizer, 4)
         if "different steps" in str(raised.value):

@@ -68,7 +68,7 @@ def through_a_file(contents):
 
 
 class Loaded:
-    """An optimizer as far as its checkpoint goes."""
+    """The part of an optimizer that its checkpoint holds."""
 
     def __init__(self, states):
         self.states = states
@@ -814,7 +814,7 @@ def test_an_optimizer_of_bfloat16_parameters_trains_on_in_plain_pytorch_once_tor
             both = (side.model, side.optimizer)
             model, own = copy.deepcopy(both) if copied == "deepcopy" else pickle.loads(pickle.dumps(both))
     moments = [value for values in own.state.values() for key, value in values.items() if key.startswith("exp_avg")]
-    assert {value.dtype for value in moments} == {torch.float32}, "for whoever wraps again"
+    assert {value.dtype for value in moments} == {torch.float32}, "a model may be wrapped again"
     plain = copy.deepcopy(model.to(DEVICE))
     twin = optimizer(plain.parameters())
     twin.load_state_dict(through_a_file(own.state_dict()))

@@ -48,7 +48,7 @@ def clip(side: GradientSide, max_norm: float = BITES, **how: Any) -> torch.Tenso
 
 
 def loop(between: Callable[[GradientSide, int], Any], steps: int = STEPS) -> Callable[[GradientSide], None]:
-    """`between` comes between backward() and step(); nobody looks at the gradients besides."""
+    """`between` comes between backward() and step(); no other code looks at the gradients."""
 
     def journey(side: GradientSide) -> None:
         for number in range(steps):
@@ -490,7 +490,7 @@ def test_a_scaler_has_torchs_bits_and_skips_the_step_of_an_infinity(way, policy,
 @over_devices
 @pytest.mark.parametrize("policy", ["torch", "fused"])
 def test_gradients_of_a_step_that_a_scaler_skipped_stay_unscaled(policy, device):
-    """Nobody clears them: the next backward adds to what was unscaled."""
+    """They are not cleared: the next backward adds to what was unscaled."""
 
     def journey(side: GradientSide) -> None:
         scaler = torch.amp.GradScaler(device, init_scale=64.0)
@@ -755,7 +755,7 @@ def test_a_plain_loop_moves_no_gradient_over_the_link(way, policy):
             sum(each.sum() for each in side.gradients())
         side.end_step()
 
-    for number in range(3):  # the first asks for norms that nobody expects
+    for number in range(3):  # the first asks for norms that noria does not expect
         step(number)
     wrapped_by(model).context.engine.idle()
     torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""Updates that are drafted during backward have the bits of those that are not, whatever the loop does between backward
-and step; and they are kept where it does nothing.
+"""Updates that are drafted during backward have the bits of those that are not. The loop may do anything between
+backward and step. If it does nothing, drafts are kept.
 """
 
 from __future__ import annotations

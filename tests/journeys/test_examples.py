@@ -192,7 +192,7 @@ def shared_gpt(checkpoint: Path, *options: str, kill_at: str | None = None, rank
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """What that line printed where nobody was killed, and its checkpoint."""
+    """What that line printed when no process was killed, and its checkpoint."""
     path = tmp_path_factory.mktemp("shared") / "whole.pt"
     status, printed = shared_gpt(path)
     assert status == 0, printed

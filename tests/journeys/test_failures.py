@@ -401,7 +401,7 @@ for number in range(2):
     optimizer.step()
     optimizer.zero_grad()
 loss = loss_of(model, 5)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may be ignoring it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that runs the tests may be ignoring it
 {end}
 """
 

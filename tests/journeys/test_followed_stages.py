@@ -56,7 +56,7 @@ def like_plain(rank: int, size: int, schedule: str, policy: dict[str, Any], scal
 
 
 def updates_alike(rank: int, size: int) -> None:
-    """Ranks that share a stage: what torch would scale, nobody has whole."""
+    """Ranks that share a stage: no rank has all of what torch would scale."""
     how: dict[str, Any] = {"replicas": 2, "follows": True, "num_micro_batches": NOT_A_POWER_OF_TWO, "scale_grads": True}
     kept: list[int] = []
 

@@ -714,7 +714,7 @@ def test_a_gradient_that_was_kept_outlives_model_and_optimizer(unwrapped):
     del model, optimizer
     gc.collect()
     assert_same_bits({"gradient": kept}, {"gradient": expected})
-    kept.mul_(2)  # the first write after step() looks for whoever still reads: nobody is left
+    kept.mul_(2)  # the first write after step() looks for readers: none is left
     assert_same_bits({"gradient": kept}, {"gradient": expected * 2})
 
 

@@ -213,7 +213,7 @@ class BrokenError(Exception):
 
 
 def test_a_wrap_that_fails_leaves_nothing_behind(monkeypatch, living):
-    """Wherever it does: at each of the calls that take something or move something."""
+    """At each of the calls that take something or move something."""
 
     def failing(name: str, owner: Any, number: int) -> Callable[..., Any]:
         own, calls = getattr(owner, name), itertools.count()

@@ -70,7 +70,7 @@ ROOM = 5 * BUNDLE
 
 
 def is_lent_all_it_needs(rank: int, size: int, borrower: dict[str, Any]) -> None:
-    """The last stage has room for all; after the first step, in which nobody has lent yet, nothing goes to the host."""
+    """The last stage has room for all; after the first step, which comes before any loan, nothing goes to the host."""
     wrap_plan.LEAST_SAVED = 64
     policy = {"kernel": "torch", **(borrower if rank == 0 else {**AUTO, "activation_memory": "1GiB"})}
     reports: list[noria.Report] = []
@@ -153,7 +153,7 @@ PARTS: dict[str, tuple[int, Any, str]] = {
 
 
 def goes_without(rank: int, size: int, part: str) -> None:
-    """What a machine refuses is no link: nobody raises, all say why, and what has no room goes to the host."""
+    """What a machine refuses is no link: no rank raises, all say why, and what has no room goes to the host."""
     wrap_plan.LEAST_SAVED = 64
     failing, where, what = PARTS[part]
 
@@ -186,7 +186,7 @@ def opens_nothing_after_the_probe(rank: int, size: int) -> None:
         return own(backend, told)
 
     def close_late(handover: Handover, source: Source) -> None:
-        if len(opened) == 2:  # of what the probe has opened nobody takes anything back
+        if len(opened) == 2:  # no rank takes back what the probe has opened
             with contextlib.suppress(RuntimeError):
                 store.wait(["begun"], datetime.timedelta(seconds=0.5))
         close(handover, source)
@@ -301,7 +301,7 @@ def refuses(rank: int, size: int) -> None:
         with pytest.raises(noria.UsageError, match=told):
             noria.wrap(model, device=DEVICE, stages=elsewhere)
     else:
-        noria.wrap(model, device=DEVICE, stages=elsewhere)  # of one stage, which lends to nobody
+        noria.wrap(model, device=DEVICE, stages=elsewhere)  # of one stage, which lends to none
         noria.unwrap(model)
     meshes = {"stages": init_device_mesh(DEVICE, (2,))} if rank == 0 else {}
     told = (

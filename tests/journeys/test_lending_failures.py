@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GROUP_TIMEOUT_S = 120.0
-BOUND_S = 30.0  # of what is to happen at once, on a machine that is busy; far below the group's timeout
+BOUND_S = 30.0  # the limit for what is to happen at once, on a busy machine; far below the group's timeout
 GONE = r"rank 1, which lends 192\.0 KiB to this rank, is gone"
 
 
@@ -82,7 +82,7 @@ class Pipeline:
             try:
                 if self._mark.encode() in (each / "environ").read_bytes():
                     found.append(int(each.name))
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
         return found
 

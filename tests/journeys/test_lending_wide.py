@@ -70,8 +70,8 @@ GROWN = 220
 
 
 def asks_back_of_those_who_have_it(rank: int, size: int) -> None:
-    """The first stage lends to both others, one of which cannot come to it when links have been measured. Later its
-    own need grows."""
+    """The first stage lends to both others, but one of them cannot reach it when links have been measured. Later the
+    first stage's own need grows."""
     wrap_plan.LEAST_SAVED = 64
     made: list[int] = []
     reports: list[noria.Report] = []
@@ -195,7 +195,7 @@ PLANNED: Acts = {
 
 
 def is_wrong_without(rank: int, size: int, kind: str) -> None:
-    """On the first stage, of which all that leaves goes to the last one once that has lent. The calling thread computes
+    """On the first stage. All that leaves it goes to the last one once that has lent. The calling thread computes
     here, so that only what the lanes give can be late (tests/csrc/engine/saver_test.cpp has the other kinds)."""
     wrap_plan.LEAST_SAVED = 64
     policy: dict[str, Any] = {"kernel": "torch", "activations": "offload"}

@@ -40,7 +40,7 @@ def wrapped(width, depth):
     noria.materialize(model).__enter__()  # the last updates are done
     return model, optimizer
 
-wrapped(8, 2)  # whatever torch loads at a first step
+wrapped(8, 2)  # torch loads its libraries at a first step
 before = resident()
 model, optimizer = wrapped(settings["width"], settings["depth"])
 rows = noria.report(model).ledger

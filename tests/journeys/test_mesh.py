@@ -291,7 +291,7 @@ def refuses(rank: int, size: int) -> None:
 
 
 def goes_by_the_least(rank: int, size: int) -> None:
-    """Where one rank finds too little, all refuse; "auto" is of what is free to each of the four."""
+    """If one rank finds too little, all refuse; "auto" counts what is free to each of the four."""
     mesh = in_replicas()
     ring = noria._C.STAGING_BYTES if DEVICE == "cuda" else 0
     free = 4 * (ring + (257 << 20)) if rank == 1 else 64 << 30  # a quarter, less ring and margin, is 1 MiB

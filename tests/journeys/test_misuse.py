@@ -1,5 +1,5 @@
 """Misuse raises at the line that caused it, with what was expected, what was found and the remedy; and it leaves the
-training as it was: what follows has the bits of a twin that nobody disturbed.
+training as it was: what follows has the bits of a twin without misuse.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_a_module_compiled_for_cuda_graphs_is_refused():
 
 
 def undisturbed(misuse, **options):
-    """Trains, misuses on the wrapped side only, trains on: the bits are those of the twin that nobody disturbed."""
+    """Trains, misuses on the wrapped side only, trains on: the bits are those of the twin without misuse."""
 
     def journey(side: Side) -> None:
         side.train(0, 2)

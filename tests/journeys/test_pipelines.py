@@ -93,7 +93,7 @@ def trained(
 ) -> dict[str, torch.Tensor]:
     """What is left after some steps of this rank's stages, and the losses of the last one. `policy` None: plain.
     `length`: of sequences; or of those of each step. `follows`: noria is given the stages, and not their modules alone.
-    `scale_grads` None: as far as it works without that."""
+    `scale_grads` None: both values, if the schedule allows False."""
     lengths = [length] * STEPS if isinstance(length, int) else length
     mesh = init_device_mesh(
         DEVICE, (dist.get_world_size() // replicas, replicas), mesh_dim_names=("stages", "replicas")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCKS, WIDTH = 4, 16
 FORWARD_S, BACKWARD_S = 0.003, 0.005
-SLOW, FAST = 4_000, 0  # us that the update of one unit takes, of which there are BLOCKS
+SLOW, FAST = 4_000, 0  # us that the update of one unit takes; there are BLOCKS units
 ALL_DRAFTED = "1MiB"
 
 

@@ -66,7 +66,7 @@ _RECORDED: dict[str, Any] = {}
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_delays_changes_a_bit(seed: int):
-    """Kernel, update mode, window, tied weights and threads take turns; the poison shows whatever is used too late."""
+    """Kernel, update mode, window, tied weights and threads take turns; the poison shows all that is used too late."""
     case = Case(
         model=("gpt_tied", "gpt")[seed % 2],
         kernel=("torch", "fused")[seed // 2 % 2],

@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 WHOLE = ("model", "optimizer", "window", "kernel", "dtype", "update")
-"""Axes of which every combination is run; the others are drawn for each."""
+"""Axes whose every combination is run; the others are drawn for each."""
 
 
 def product() -> Iterator[Case]:
@@ -98,7 +98,7 @@ def test_every_separable_optimizer_has_its_own_bits_unit_by_unit(
         cls = getattr(torch.optim, name, None) or getattr(noria.optim, name)
         return cls(wanted, **fresh)
 
-    clip = name != "Muon"  # gradients that nobody clears grow
+    clip = name != "Muon"  # gradients that are not cleared grow
     case = Case(model="gpt_tied", window=window, update=update, dtype=dtype, micro_batches=2, clip=clip, seed=number)
     report = run(case, make)
     assert "torch, unit by unit" in report.kernels[0]

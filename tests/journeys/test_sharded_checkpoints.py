@@ -257,7 +257,7 @@ def unwraps_what_it_has_loaded(rank: int, size: int, root: str, name: str, by: C
 
 
 def looks_on_one_rank_alone(rank: int, size: int) -> None:
-    """What a look makes of a state that is not there yet is nobody else's business."""
+    """A look at a state that is not there yet makes it on this rank alone."""
     for act in ("state_dict", "copy", "unwrap"):
         model, updater = made("bfloat16")
         if rank == 0:
@@ -444,7 +444,7 @@ def test_one_process_saves_parameters_that_torch_has_not_updated_without_state(t
 
 
 class OwnSGD(torch.optim.SGD):
-    """Nobody knows what it keeps."""
+    """An optimizer that noria does not know: it cannot tell what state it keeps."""
 
 
 def test_state_that_nobody_knows_before_a_step_is_saved_and_loaded_after_one(tmp_path):

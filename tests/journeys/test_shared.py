@@ -111,7 +111,7 @@ def uneven() -> nn.Module:
 
 
 class Choosing(nn.Module):
-    """What rank 0 uses of it and the others do not, and what nobody uses."""
+    """Has a part that only rank 0 uses, and a part that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ def wrapped_net(
 
 
 class Normed(Net):
-    """With buffers, one of which no state_dict has."""
+    """With buffers; one of them is in no state_dict."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2)
@@ -618,7 +618,7 @@ def message_of(act: Callable[[], Any]) -> str:
 
 
 class OwnSGD(torch.optim.SGD):
-    """Nobody knows what it does."""
+    """An optimizer that noria does not know."""
 
 
 def refuses(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What ranks that share a model tell in numbers: of what they send each other, and of what each has at home."""
+"""Ranks that share a model tell in numbers what they send each other, and what each has at home."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def train(model: Any, optimizer: Any, width: int, *, unsynced: int) -> None:
 
 
 def takes_its_part(rank: int, size: int, dtype: torch.dtype | None, width: int) -> None:
-    train(*wrapped_layers(rank, 64, dtype), 64, unsynced=1)  # whatever torch loads at a first step
+    train(*wrapped_layers(rank, 64, dtype), 64, unsynced=1)  # torch loads its libraries at a first step
     before = resident()
     forget_peak()
     model, optimizer = wrapped_layers(rank, width, dtype)

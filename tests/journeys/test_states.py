@@ -162,7 +162,7 @@ def test_8bit_state_dicts_hold_floats_under_torchs_own_keys(optimizer):
         assert [key for key in mine if key != "rounding_step"] == list(theirs)
         for key, value in theirs.items():
             assert (mine[key].dtype, mine[key].shape, mine[key].stride()) == (value.dtype, value.shape, value.stride())
-            if key != "step":  # within the gaps between codes, of what three roundings may add up to
+            if key != "step":  # three roundings may add up to some gaps between codes
                 gap = 0.02 * float(value.abs().max())
                 torch.testing.assert_close(mine[key], value.cpu(), rtol=0.2, atol=gap)
     for values in ours.optimizer.state.values():

@@ -75,7 +75,7 @@ def save_fails(rank: int, size: int, folder: str) -> None:
 
 
 def saves_several(rank: int, size: int, folder: str) -> None:
-    """One that nobody shares is first; another two are of two wrap calls."""
+    """One that no other rank shares is first; another two are of two wrap calls."""
     (first, of_first), (second, of_second) = made(), made(tied)
     step(first, of_first, rank)
     step(second, of_second, rank)
@@ -492,7 +492,7 @@ NAMES = {
     "clips alone": "a rank that clips while another unwraps is told",
     "clips apart": "ranks that clip several optimizers in different orders are told",
     "clips otherwise": "ranks that clip to different norms are told both",
-    "clips twice": "noria's norm is of what torch's clip has multiplied",
+    "clips twice": "noria's norm is that of gradients after torch's clip",
     "saves apart": "what ranks have updated with different hyperparameters is not saved",
     "rates apart": "ranks whose learning rates differ are told at the next backward",
     "rates apart, backward": "ranks whose learning rates differ are told, with updates inside backward too",

@@ -70,7 +70,7 @@ def nodes():
         try:
             made = stack.enter_context(two_nodes())
         except OSError as error:
-            pytest.skip(f"this machine lets nobody make network namespaces and join them: {error}")
+            pytest.skip(f"this machine does not allow network namespaces: {error}")
         yield made
 
 

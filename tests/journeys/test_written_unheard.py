@@ -1,6 +1,6 @@
-"""Writes of which no storage hears, to gradients and to weights inside a forward: on CUDA torch's kernels for lists of
+"""Writes that no storage hears, to gradients and to weights inside a forward: on CUDA torch's kernels for lists of
 tensors, fused optimizers and a scaler's unscaling take addresses for reading only, and write there. Nothing of that may
-be lost, wherever it comes, and an update that still reads a gradient is made with what was there at `step()`.
+be lost, at any place in the loop, and an update that still reads a gradient is made with what was there at `step()`.
 """
 
 from __future__ import annotations

@@ -131,13 +131,13 @@ def neighbours_send_to_each_other(rank: int, size: int) -> None:
         ops += [dist.P2POp(dist.irecv, got[k], up, group) for k in range(2)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        assert [each[0].item() for each in got[:2]] == [10 * up, 10 * up + 1], "in order, whatever the tag"
+        assert [each[0].item() for each in got[:2]] == [10 * up, 10 * up + 1], "in order, with any tag"
         # One after the other, and both begin by sending: neither direction holds up the other one.
         sent = dist.isend(torch.full((5,), float(rank), device=device), down, group=group)
         dist.irecv(got[2], up, group=group).wait()
         sent.wait()
         assert got[2].tolist() == [up] * 5
-        if rank < 2:  # a pair, of which the others know nothing
+        if rank < 2:  # a pair; the other ranks know nothing of it
             (dist.send if rank == 0 else dist.recv)(got[3].fill_(7 if rank == 0 else 0), 1 - rank, group=group)
             assert got[3].tolist() == [7] * 5
 
@@ -285,7 +285,7 @@ def a_group_can_be_left(rank: int, size: int) -> None:
         except dist.DistBackendError:
             pass
         else:
-            raise AssertionError("nobody heard of it")
+            raise AssertionError("the failure was not reported")
         try:
             dist.all_reduce(x, group=group)
         except dist.DistBackendError as error:

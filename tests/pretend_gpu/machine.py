@@ -18,7 +18,7 @@ DEFAULT_MEMORY = 1 << 30
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """`delayed_percent` of kernels and copies start late, by a random time of up to `max_delay_us`, drawn from `seed`.
-    `lazy`: streams do nothing until somebody waits for them, and then only what that needs; `observers`: threads that
+    `lazy`: streams do nothing until a thread waits for them, and then only what that needs; `observers`: threads that
     only watch, each of whose waits counts after 20 ms. `writes_everything`: kernels ask for all pointers without const,
     as compiled code does. `poison`: memory is overwritten when it is given out. `memory`: bytes of each device.
     `threads`: of torch, on a stream's thread; results may depend on it as on the CPU."""
@@ -77,7 +77,7 @@ def settle() -> None:
     import _pretend_gpu
     import torch
 
-    with contextlib.ExitStack() as stack:  # all of it, whatever raises
+    with contextlib.ExitStack() as stack:  # all of it, even if one raises
         stack.callback(_pretend_gpu.forget_failure)
         for device in range(torch.cuda.device_count()):
             stack.callback(torch.cuda.synchronize, device)

@@ -1,6 +1,6 @@
 """Storages of device memory by name: what torch's C++ side has compiled out of a CPU build.
 
-Needed by deepcopy, `torch.load`, and whoever frees and takes a storage's memory, as FSDP does.
+Needed by deepcopy, `torch.load`, and code that frees and takes a storage's memory, as FSDP does.
 """
 
 from __future__ import annotations

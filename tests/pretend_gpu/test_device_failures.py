@@ -20,7 +20,7 @@ FAILED = "index_select failed on the device"
 
 
 def fail(device=0):
-    """On the current stream, and nobody waits."""
+    """Fails on the current stream, and no thread waits."""
     acts.fail_unheard(torch.device("cuda", device))
 
 

@@ -116,7 +116,7 @@ def test_streams_run_side_by_side():
         with torch.cuda.stream(side):
             y.add_(1)
         side.synchronize()
-        assert not torch.cuda.current_stream().query(), "nobody waits for the other stream"
+        assert not torch.cuda.current_stream().query(), "no stream waits for the other one"
         assert y.record_stream(side) is None
 
 

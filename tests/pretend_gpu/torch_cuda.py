@@ -159,7 +159,7 @@ def no_graph_pool() -> tuple[int, int]:
 
 
 def cudart() -> Any:
-    """torch.cuda.cudart(), as far as it is used."""
+    """Returns the part of torch.cuda.cudart() that is used."""
     errors = {"success": 0, "memory_allocation": 2, "not_ready": 600}
     return SimpleNamespace(
         cudaError=type("cudaError", (int,), errors),

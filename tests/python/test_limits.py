@@ -111,7 +111,7 @@ def test_auto_leaves_a_margin_and_bytes_do_not():
     rows = [("working copies", 3 * GIB), ("optimizer state", 5 * GIB)]
     for free, budget, fits in [
         (8 * GIB, None, False),
-        (8 * GIB + margin_of(8 * GIB), None, False),  # the margin is of what is free
+        (8 * GIB + margin_of(8 * GIB), None, False),  # the margin is a share of what is free
         (9 * GIB, None, True),
         (8 * GIB, 8 * GIB, True),
         (8 * GIB, 100 * GIB, True),
@@ -142,7 +142,7 @@ def test_ranks_go_by_the_least_that_one_of_them_finds():
     free = least(everybodys)
     assert free.device == (5, 40)
     assert free.host == Limit("address space on rank 2", "ulimit -v", 9 * GIB, True)
-    assert free.share == free.host  # nobody shares it
+    assert free.share == free.host  # no other rank shares it
     free = least([dataclasses.replace(each, limits=each.limits[:1], device=None) for each in everybodys])
     assert free.device is None and free.host == Limit("MemAvailable on rank 1", "/proc/meminfo", 24 * GIB)
     name = "MemAvailable on rank 1, divided by the 2 processes there"
@@ -167,7 +167,7 @@ def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from(
     for part in (
         f"8.0 GiB ({8 * GIB} bytes): working copies 3.0 GiB, optimizer state 5.0 GiB",
         "found 1.0 GiB free under the group's (/sys/fs/cgroup/memory.max)",
-        'host_memory="auto" leaves 256.0 MiB',
+        'host_memory="auto" keeps 256.0 MiB of it free',
         "remedy: free memory or raise that limit",
     ):
         assert part in text

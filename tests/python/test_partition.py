@@ -1,4 +1,4 @@
-"""Every parameter has exactly one unit, and whoever computes with it has announced that unit."""
+"""Every parameter has exactly one unit, and the module that computes with it has announced that unit."""
 
 import itertools
 
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs)):
             unit = self.unit_at.get(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) else None
             if unit is not None and unit not in self.direct:  # those are used before and after the children's calls
-                assert unit in self.needs, f"{operator} reads {self.found.units[unit].name}, which nobody announced"
+                assert unit in self.needs, f"{operator} reads {self.found.units[unit].name}, which was not announced"
                 self.num_reads += 1
         return operator(*args, **(kwargs or {}))
 

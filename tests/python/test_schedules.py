@@ -28,7 +28,7 @@ THEIRS = {
 
 
 def recording_stage(index: int, num_stages: int, rank: int, num_ranks: int, made: list[Action]) -> Any:
-    """As much of a PipelineStage as a schedule asks for: it computes nothing and has nobody to talk to."""
+    """As much of a PipelineStage as a schedule asks for: it computes nothing and sends nothing."""
     stage = mock.MagicMock()
     stage.stage_index, stage.num_stages, stage.group_rank, stage.group_size = index, num_stages, rank, num_ranks
     stage.is_first, stage.is_last = index == 0, index == num_stages - 1
@@ -99,7 +99,7 @@ def test_nothing_is_made_before_what_it_needs_and_ranks_do_one_thing_at_a_time(s
                 assert begin >= ends[Action(True, stage - 1, micro_batch)]
             if not is_forward and stage < last:
                 assert begin >= ends[Action(False, stage + 1, micro_batch)]
-    # Nobody is slower than pipelines are: 1F1B's bubble is that of GPipe, and interleaving makes it smaller.
+    # No schedule is slower than pipelines are: 1F1B's bubble is that of GPipe, and interleaving makes it smaller.
     assert max(ends.values()) <= 3 * 6 * virtual_stages + 3 * 2
 
 

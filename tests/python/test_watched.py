@@ -27,7 +27,7 @@ class Callback:
 
 
 class Watched:
-    """A tensor in an arena, beside a tensor that nobody watches."""
+    """A tensor in an arena, beside a tensor that is not watched."""
 
     def __init__(self, before_write=lambda: None):
         self.arena = _C.Arena(1 << 16)

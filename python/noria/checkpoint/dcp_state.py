@@ -41,7 +41,7 @@ def sharded_state(
     are those of `get_state_dict` of `torch.distributed.checkpoint.state_dict`. So any number of ranks may load it, or
     noria without ranks, or plain torch.
 
-    If ranks share the model, all of them call this right before the save or load: `torch.distributed.checkpoint` waits
+    If ranks share the model, all of them call this right before the save or load. `torch.distributed.checkpoint` waits
     for all ranks, and assists none of them meanwhile.
 
     Raises UsageError if the model or optimizer is not wrapped.

@@ -124,7 +124,7 @@ class ShardTensor(torch.Tensor):
         """Ends a load. Raises UsageError if some of this part is missing. Order: after no rank has failed."""
         if self._num_awaited != 0:
             raise usage_error(
-                "a checkpoint with all of what is loaded", f'some of "{name}" missing', "load another one"
+                "a checkpoint that holds all that is loaded", f'some of "{name}" missing', "load another one"
             )
         if not self._count:
             self._write(torch.empty(0, dtype=self._landing_dtype, device="cpu"))

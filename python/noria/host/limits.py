@@ -187,7 +187,7 @@ def check_fits(rows: Sequence[tuple[str, int]], budget: int | None, free: Free |
     if needed + margin <= limit.free:
         return None
     is_allowed = free.host is None or needed <= free.host.free
-    left = f', of which host_memory="auto" leaves {format_bytes(margin)}' if margin else ""
+    left = f' (host_memory="auto" keeps {format_bytes(margin)} of it free)' if margin else ""
     return usage_error(
         f"free host memory of at least {format_bytes(needed)} ({needed} bytes): {each}",
         f"{limit}{left}",

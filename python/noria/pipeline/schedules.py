@@ -81,7 +81,7 @@ def orders(schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages
         )
     if schedule == "interleaved-1f1b" and num_micro_batches % num_rounds:
         raise usage_error(
-            f"micro-batches of which {num_rounds} rounds of {num_ranks} ranks or more have equally many",
+            f"micro-batches that {num_rounds} rounds of {num_ranks} ranks or more share equally",
             f"{num_micro_batches}",
             f"choose {num_micro_batches // num_ranks * num_ranks}",
         )

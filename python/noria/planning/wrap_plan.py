@@ -130,7 +130,7 @@ class WrapPlan:
         weights = sum(unit.weights for unit in self.units)
         lines = [
             f"{len(self.units)} units, {sum(unit.is_block for unit in self.units)} of them blocks; "
-            f"{format_bytes(weights)} of weights, of which {self.arena_bytes / max(weights, 1):.0%} fit the window"
+            f"{format_bytes(weights)} of weights; the window holds {self.arena_bytes / max(weights, 1):.0%} of them"
         ]
         for unit in self.units:
             what = f"gradients {format_bytes(unit.gradients)}" if unit.gradients else "frozen"

@@ -28,7 +28,7 @@ class LoadTracker:
         if self.missing:
             more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
             raise usage_error(
-                f"{what} of a model all of which has values",
+                f"{what} of a model that has all its values",
                 f'"{next(iter(self.missing.values()))}"{more}, built on the meta device and not loaded since',
                 "load a checkpoint first: noria.load, model.load_state_dict, or torch.distributed.checkpoint.load",
             )

@@ -80,8 +80,8 @@ class TorchStep:
                 self._jobs.clear()  # the engine will still ask for them, and nothing runs
                 name = self.context.units[unit].name
                 error.add_note(
-                    f'noria: raised by the update of unit "{name}", which optimizer.step() had put off until somebody '
-                    "needs the unit. The step is broken off: parameters that it had not come to keep their values, and "
+                    f'noria: raised by the update of unit "{name}", which optimizer.step() had put off until the '
+                    "unit is needed. The step is broken off: parameters that it had not come to keep their values, and "
                     "the call that raised this may be made again"
                 )
                 touched = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}

@@ -1,4 +1,4 @@
-// Ranks that visit different units: everybody gets whole units and its part of every sum, and nobody waits for ever.
+// Ranks that visit different units: each gets whole units and its part of every sum, and none waits for ever.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -107,7 +107,7 @@ class LocalCollectives final : public Collectives {
 
   void reduce_some(const Reduction& reduced) override { reduce(reduced); }
 
-  /// Gradients of nobody: null, to whoever sums.
+  /// Gradients that no rank has: null, to the rank that sums.
   void take(const Taking& taken) override {
     NORIA_INVARIANT(taken.type == ElementType::fp32 && taken.wide == nullptr, "only floats are summed here");
     auto* part = reinterpret_cast<float*>(taken.scratch);

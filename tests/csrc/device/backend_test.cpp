@@ -105,7 +105,7 @@ TEST(HostLaneTest, runs_in_order_from_many_submitters_and_abandons_the_rest_once
   lane.close();
   EXPECT_EQ(ran, 0);
   EXPECT_EQ(abandoned, 10);
-  gate->pass();  // whoever is called back now is gone, and that is fine
+  gate->pass();  // the object that is called back now is gone, and that is fine
 }
 
 TEST(HostLaneTest, may_be_destroyed_by_its_own_thread) {

@@ -16,7 +16,7 @@
 namespace noria {
 namespace {
 
-// Does what is queued only when somebody waits for it.
+// Does what is queued only when a thread waits for it.
 class LateLink final : public StagingRing::Link {
  public:
   void copy(std::byte* to, const std::byte* from, Bytes bytes) override {

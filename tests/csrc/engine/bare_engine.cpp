@@ -200,7 +200,7 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
   const bool adds = shards_.size > 1 ? engine_.is_unsummed(id, offset, kSlotBytes) : state.arrived || state.held;
   const bool onto_buffer = state.written || (adds && engine_.is_brought(id, offset, kSlotBytes));
   const Write write = onto_buffer ? Write::onto_buffer : adds ? Write::onto_held : Write::plain;
-  if (write == Write::plain) state.guarded = false;  // the drain waits for whoever reads what was held
+  if (write == Write::plain) state.guarded = false;  // the drain waits for readers of what was held
   const std::size_t start = slot * kSlotElements;
   const float* onto = shards_.size > 1 ? into.unsummed : into.home[1];
   compute([write, number = ++num_gradients_, result = into.result.data() + start, held = onto + start,
@@ -310,7 +310,7 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
   for (std::size_t i = 0; i < updated.slots.size(); ++i) {
     const Slot& slot = updated.slots[i];
     if (more == 0 && !slot.held) continue;
-    const std::int64_t start = static_cast<std::int64_t>(i) * kSlotElements;  // of what lies in the own part, if any
+    const std::int64_t start = static_cast<std::int64_t>(i) * kSlotElements;  // a slot may lie outside of the own part
     const std::int64_t begin = std::clamp(start, own, own + part);
     const std::int64_t end = std::clamp(start + kSlotElements, own, own + part);
     job.pieces.push_back({begin - own, end - begin,

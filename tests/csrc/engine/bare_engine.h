@@ -4,10 +4,10 @@
 // ones, one behind the other; all ranks compute the same, so that the mean of their gradients is each of them; and
 // these have so few digits that the order of sums does not matter.
 //
-// A unit is a row of slots of 512 bytes (128 floats), of which the first may be trained; a slot stands for a parameter.
+// A unit is a row of slots of 512 bytes (128 floats), and the first ones may be trained; a slot stands for a parameter.
 // A visit enqueues on the compute stream: mix the leased weights, bit by bit, into the unit's result. A gradient is a
 // function of that result and a running number, written into the open buffer as `TorchBridge` does it. Updates are
-// AdamW on the pool, or a momentum step on the launching thread. So whatever was read too early, too late, twice or not
+// AdamW on the pool, or a momentum step on the launching thread. So all that was read too early, too late, twice or not
 // at all shows in the bits of results, weights, moments or held gradients: tests/python/engine/twin.py computes them
 // slowly.
 //
@@ -76,7 +76,7 @@ class BareEngine final : public EngineCallbacks {
   /// Halves a held gradient on the stream, as a clip would; doubles it.
   void clip(std::size_t unit, std::size_t slot) { scale(unit, slot, 0.5F); }
   void unclip(std::size_t unit, std::size_t slot) { scale(unit, slot, 2.0F); }
-  /// From now on somebody may write this held gradient without a word.
+  /// From now on the user may write this held gradient, and the engine is not told.
   void keep(std::size_t unit, std::size_t slot);
   /// Mixes a held gradient into the unit's result on the stream, as logging it would.
   void look(std::size_t unit, std::size_t slot);
@@ -101,7 +101,7 @@ class BareEngine final : public EngineCallbacks {
   void write_home(std::size_t unit, float value);
 
   // ---- a peer, of machines of the host ----
-  /// It lends so much for copies of units.
+  /// It lends `bytes` for copies of units.
   void lend(Bytes bytes);
   void keep_copies(const std::vector<UnitId>& units) { engine_.keep_copies(units); }
   /// The unit is written in the visit that is open, or in its next one: its copies are lost.
@@ -153,7 +153,7 @@ class BareEngine final : public EngineCallbacks {
     bool arrived = false;  // in this backward
     bool held = false;     // the user sees a gradient
     bool guarded = false;  // an update may still read it
-    bool kept = false;     // the user has a way to it of which nobody hears
+    bool kept = false;     // the user has a way to it that the engine does not hear
     bool pending = false;  // the deferred update has to do with it
     std::int64_t num_updates = 0;
   };
@@ -175,7 +175,7 @@ class BareEngine final : public EngineCallbacks {
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;
-  std::shared_ptr<Backend> lender_;  // null: nobody lends
+  std::shared_ptr<Backend> lender_;  // null: no peer lends
   Shards shards_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;

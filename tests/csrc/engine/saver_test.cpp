@@ -197,7 +197,7 @@ class Machine final : public EngineCallbacks {
     (void)saver_.enter(HookId(kModules), Phase::forward, UnitId(), stream_);
     saver_.leave(UnitId(), stream_);
   }
-  /// What nobody asks for any more.
+  /// Drops what is not asked for any more.
   void let_go() {
     backend_.idle();
     begin_forward();
@@ -600,7 +600,7 @@ TEST(Saver, no_way_is_made_for_modules_that_save_nothing) {
         EXPECT_EQ(found, 1.0F);
       }
     }
-    // The first time nobody knows.
+    // The first time it is not known.
     EXPECT_LE(machine.stats().num_offloaded, 1);
   }
 }
@@ -658,7 +658,7 @@ TEST(Saver, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over
   EXPECT_FALSE(machine.is_on_device(saved[0]));
 }
 
-TEST(Saver, what_nobody_foresaw_says_nothing_of_the_end_of_the_visit_that_asks) {
+TEST(Saver, an_unforeseen_tensor_says_nothing_of_the_end_of_the_visit_that_asks) {
   Machine machine({.peers = {100}});
   std::vector<SavedId> first, second;
   for (std::vector<SavedId>* saved : {&first, &second}) {

@@ -155,7 +155,7 @@ TEST(HostOptimizer, RecalledJobNeverRunsAndLetsGoOfItsTickets) {
   EXPECT_TRUE(optimizer.recall(recalled));
   EXPECT_FALSE(optimizer.recall(recalled));
   EXPECT_FALSE(optimizer.recall(gate));
-  EXPECT_FALSE(recalled->passed());  // whoever waits for it counts on the gate
+  EXPECT_FALSE(recalled->passed());  // ops that wait for it count on the gate
   gate->pass();
   behind->wait_passed();
   EXPECT_TRUE(recalled->passed());
@@ -307,7 +307,7 @@ TEST(HostOptimizer, CloseFailsWhatIsQueuedAndMayBeCalledTwice) {
   EXPECT_THROW(sealed->wait_passed(), MachineError);
   EXPECT_FALSE(unit.updated());
   EXPECT_THROW(optimizer.submit(label(2), unit.job(), {}), InvariantError);
-  never->pass();  // the late giver finds nobody, and nothing breaks
+  never->pass();  // the late giver finds no waiter, and nothing breaks
 }
 
 TEST(HostOptimizer, DestructorReleasesWaitersAndDoesNotWaitForHolds) {

@@ -151,7 +151,7 @@ bool fill(const Borrowed& borrowed, int value) {
   return true;
 }
 
-// Every byte of an arena: of which loan it is.
+// Says for every byte of an arena which loan it belongs to.
 std::vector<int> filled(const SharedMemory& arena) {
   const std::byte* const bytes = map(arena);
   std::vector<int> values;
@@ -533,7 +533,7 @@ TEST(Lending, LenderThatIsKilledIsMissed) {
   EXPECT_NO_THROW(borrower.check());
   lender.kill();
   EXPECT_EQ(error_of([&] { borrower.check(); }), kGone);
-  EXPECT_TRUE(fill(got, 3));  // the arena is there as long as somebody has it
+  EXPECT_TRUE(fill(got, 3));  // the arena is there as long as a process has it
   borrower.close();
 }
 
@@ -615,7 +615,7 @@ TEST(Lending, LenderThatEndsBeforeItLendsIsNamedAtOnce) {
   Borrower borrower(1, 0, address, kLong);
   lender.kill();
   EXPECT_EQ(error_of([&] { (void)borrower.receive(kLong); }), "rank 0, which is to lend to this rank, is gone");
-  // The worker keeps the listener too, and nobody will ever look at it.
+  // The worker keeps the listener too, and never looks at it.
   Borrower late(1, 0, address, kLong);
   EXPECT_EQ(error_of([&] { (void)late.receive(kLong); }), "rank 0, which is to lend to this rank, is gone");
   ::kill(worker, SIGKILL);

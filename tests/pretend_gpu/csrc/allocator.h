@@ -37,7 +37,7 @@ class Allocator final : public c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override;
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override;
 
-  /// Of what the device has, at most so much is taken.
+  /// At most this fraction of the device's memory is taken.
   void set_fraction(int device, double fraction);
   double fraction(int device) const;
 

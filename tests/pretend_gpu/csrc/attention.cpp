@@ -30,7 +30,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return made.requires_grad_(tensor.requires_grad());
 }
 
-/// Which kernel the CPU would take: out of reach of whatever the caller dispatches to.
+/// Which kernel the CPU would take: out of reach of the operator that the caller dispatches to.
 std::int64_t choice_of_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const std::optional<at::Tensor>& mask, double dropout, bool is_causal,
                            std::optional<double> scale, bool enable_gqa) {

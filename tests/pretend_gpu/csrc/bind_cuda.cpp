@@ -157,7 +157,7 @@ void bind_cuda(py::module_& m) {
       },
       Release());
 
-  // torch.cuda.cudart(), as far as people use it.
+  // The part of torch.cuda.cudart() that people use.
   m.def("host_register", [](std::uintptr_t memory, std::size_t num_bytes, unsigned flags) {
     return static_cast<int>(cudaHostRegister(reinterpret_cast<void*>(memory), num_bytes, flags));
   });

@@ -114,7 +114,7 @@ void copy_plain_between(const at::Tensor& to, const at::Tensor& from, bool non_b
   const Operand host = host_operand(on_host, !is_up);
   const bool pinned = fake_cuda::locate(host.data, host.extent).kind == fake_cuda::Place::Kind::registered;
   const bool waits = !non_blocking || !(pinned || is_up);
-  if (waits) announce_wait();  // before anything is queued: it may raise, and then nobody keeps the memory
+  if (waits) announce_wait();  // before anything is queued: it may raise, and then the memory is not kept
   if (pinned) {
     copy_bytes(stream, is_up ? kUp : kDown, is_up ? device : host, is_up ? host : device);
     if (non_blocking) used_on(host.data, stream);

@@ -51,7 +51,7 @@ class Key {
       number(value.toInt());
     } else if (value.isDouble()) {
       text_ += 'd';
-      // Learning rates and the like, of which there would be a new one in each step.
+      // Learning rates and the like: there would be a new one in each step.
       if (!is_pointwise_) number(value.toDouble());
     } else if (value.isBool()) {
       text_ += value.toBool() ? 't' : 'f';

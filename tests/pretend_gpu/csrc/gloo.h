@@ -1,4 +1,4 @@
-// gloo for the pretend GPU's NCCL: its calls, waited for on a stream's thread, until somebody aborts them.
+// gloo for the pretend GPU's NCCL: its calls, waited for on a stream's thread, until a thread aborts them.
 //
 // Ownership: a collective of gloo cannot be aborted, and gloo's destructor waits for those that run. So a group that is
 //   aborted is left to itself, with the tensors of that call; hence those are copies. Threads: any.

@@ -80,7 +80,7 @@ void reduce_all(Gloo& gloo, const at::Tensor& tensor, const Reduction& reduction
   gloo.finish(gloo.collectives->allreduce(own, reduction.in(options)));
 }
 
-/// As gloo does it, whose own work of this kind is never over until somebody waits for it.
+/// As gloo does it, whose own work of this kind is never over until a thread waits for it.
 void reduce_into(Gloo& gloo, const at::Tensor& to, const at::Tensor& from, const Reduction& reduction,
                  const c10d::ReduceScatterOptions& options) {
   const at::Tensor all = flat(from);
@@ -182,7 +182,7 @@ Nccl::Work Nccl::queue(OpType type, const Tensors& tensors, const Tensors& resul
   const c10::Stream stream = stream_for(pair);
   forget_passed();
 
-  // NCCL is given pointers that are not const, whatever it does with them.
+  // NCCL is given pointers that are not const, even if it only reads.
   std::vector<std::pair<Operand, bool>> operands;
   for (const at::Tensor& each : tensors) {
     const bool is_result = std::ranges::any_of(results, [&](const at::Tensor& result) { return result.is_same(each); });

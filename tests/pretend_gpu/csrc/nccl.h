@@ -76,7 +76,7 @@ class Nccl final : public c10d::Backend {
   void startCoalescing() override;
   Work endCoalescing() override;
 
-  /// What is under way fails; waits for nobody.
+  /// What is under way fails. It waits for nothing.
   void abort() override;
   /// Waits for what is under way.
   void shutdown() override;

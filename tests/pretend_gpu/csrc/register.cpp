@@ -1,5 +1,5 @@
 // Which operators the pretend GPU has: all that have a CPU kernel, by name, so that none goes to a composite one where
-// the CPU has its own; those that CUDA has kernels for and the CPU composes; and, as a fallback, whatever else.
+// the CPU has its own; those that CUDA has kernels for and the CPU composes; and, as a fallback, all others.
 #include "register.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,7 +19,7 @@ bool is_one_kernel(const c10::OperatorHandle& op, const std::string& name) {
   // One launch for a list of tensors.
   if (name.rfind("_foreach_", 0) == 0)
     return name.find("_out") == std::string::npos && name.find(".out") == std::string::npos;
-  // On the CPU whatever library suits best, and so its bits.
+  // On the CPU the library that suits best runs them, and decides their bits.
   static const std::set<std::string> names = {"convolution", "convolution_backward"};
   return names.count(name) > 0;
 }

@@ -2,7 +2,7 @@
 // too.
 //
 // Ownership: streams of the pools live as long as the process, 32 for each device and priority, given out in turn, as
-//   torch's do; a stream that somebody else made is wrapped, and stays his. Order: a stream's own; the device that is
+//   torch's do; a stream that other code made is wrapped, and stays its own. Order: a stream's own; the device that is
 //   current and the streams that are current belong to the calling thread. Threads: any.
 #pragma once
 

@@ -589,7 +589,7 @@ def test_a_failed_wait_fails_the_transfer_without_running_it_and_the_lane_goes_o
     for ticket in (failed, behind):
         with pytest.raises(_C.MachineError, match=r"the update of blocks\.3 found a NaN"):
             ticket.wait_passed()
-        assert ticket.passed()  # over, in the sense that nobody need wait for it
+        assert ticket.passed()  # over: no wait for it is needed
     after.wait_passed()
     assert machine.drained(backend, memory, 256) == content
 
@@ -1149,7 +1149,7 @@ def test_a_device_that_cannot_be_waited_for_is_said(fake_cuda):
     backend.give(visit, stream)
     assert not visit.passed()
     fake_cuda.module.fail_next("cudaEventQuery", error=700)
-    assert visit.passed()  # over: whoever polls goes on and hears of it
+    assert visit.passed()  # over: a thread that polls goes on and hears of it
     release()
     visit.wait_passed()
 
@@ -1412,5 +1412,5 @@ def test_a_failure_while_closing_is_reported_after_all_is_closed(fake_cuda):
     backend.close()
     another = _C.make_cuda_backend(0, MIB, runtime=fake_runtime())
     fake.fail_next("cudaStreamSynchronize")
-    del another  # a destructor has nobody to tell
+    del another  # a destructor has no caller to tell
     assert fake.alive()["streams"] == 0

@@ -1,5 +1,5 @@
-"""The engine, driven by its verbs: whatever the program, the budget and the delays, the bits are those of a loop that
-has no memory to move."""
+"""The engine, driven by its verbs. With any program, budget and delays, the bits are those of a loop that has no
+memory to move."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ class Loop:
         self.call("begin_forward", root, grad, grad)
         for number, layer in enumerate(layers):
             if number == stop:
-                return  # nobody is told: the next pass finds it open
+                return  # the engine is not told: the next pass finds it open
             self.call("visit", layer, self.model.layers[layer])
             if layer % 2:
                 self.call("leave")
@@ -269,7 +269,7 @@ def test_a_model_may_change_its_stream_at_any_moment(machine):
 
 @st.composite
 def lent(draw, model, program):
-    """The program of a loop to which a peer lends memory for some units' copies, of which it may take some back."""
+    """The program of a loop to which a peer lends memory for some units' copies. It may take some of it back."""
     room = draw(st.integers(1, model.whole() // bare.SLOT_BYTES))
     calls = [("lend", (room * bare.SLOT_BYTES,))]
     units = st.permutations(range(len(model.units))).flatmap(
@@ -547,7 +547,7 @@ def test_an_update_that_throws_is_heard_of_and_releases_everybody(machine, block
             if verb == "end_step":
                 arguments = (blocking,)
             getattr(engine, verb)(*arguments)
-    engine.close()  # returns: no lane waits for a ticket that nobody gives
+    engine.close()  # returns: no lane waits for a ticket that will never be given
 
 
 def test_a_kernel_that_fails_fails_the_updates_behind_it_and_whoever_waits_hears_of_it():

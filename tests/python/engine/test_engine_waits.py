@@ -1,6 +1,6 @@
 """Every kind of wait matters: left out, with its giver late, bits change; kept, with its giver as late, they do not.
 
-The kinds are read off the engine itself, so a kind that nobody tests here is a failure of its own.
+The kinds are read off the engine itself, so a kind that is not tested here is a failure of its own.
 """
 
 from collections.abc import Sequence
@@ -279,12 +279,12 @@ def a_unit_that_the_first_micro_batch_leaves_out() -> Loop:
 @dataclass
 class Case:
     """A program in which a kind of wait comes up. `only_in_the_arena`: what goes wrong is the copy of a version that
-    nobody computes with any more; that it is not the version it was fetched as shows on the device only."""
+    is not used any more; that it is not the version it was fetched as shows on the device only."""
 
     program: Loop
     cells: int = 2
     poison: bool = False
-    later: str | None = None  # this verb comes later still, or the harm would be done when nobody looks any more
+    later: str | None = None  # this verb comes later still, or the harm would be done after the last look
     only_in_the_arena: bool = False
     drafts: bool = False
     kernel_us: int = 0
@@ -330,7 +330,7 @@ CASES = {
     "draft -> load on optimizer_state (WAW)": Case(reads_drafts_at_home(), drafts=True),
     "draft -> update on optimizer_state (WAR)": Case(drafting([], pooled={1, 2}), drafts=True),
     "draft -> update on optimizer_state (WAW)": Case(drafting([], rate=0.04), drafts=True),
-    "drain -> update on held_gradient (RAW)": Case(drafting([])),  # the sum was taken early: nobody has written since
+    "drain -> update on held_gradient (RAW)": Case(drafting([])),  # the sum was taken early: no write came since
     "drain -> sum on held_gradient (RAW)": Case(drafting([("sums", ())])),
     "user -> sum on held_gradient (RAW)": Case(drafting([("clip", (2, 0)), ("sums", ())]), kernel_us=2_000),
     "forward -> fetch on gradient_buffer (WAR)": Case(accumulating_onto_what_is_read_early(), kernel_us=2_000),
@@ -353,7 +353,7 @@ CASES = {
     ),
 }
 
-# The calling thread's own access to the home is over before its next call, so it gives no ticket: nobody waits for it,
+# The calling thread's own access to the home is over before its next call, so it gives no ticket: no op waits for it,
 # and nothing can hold it back.
 GIVEN_AT_ONCE = {
     "load -> fetch on working_copy (RAW)",
@@ -363,7 +363,7 @@ GIVEN_AT_ONCE = {
 }
 
 
-# Whoever asks for a sum waits for it himself; one that was taken early and written over since is taken again.
+# The thread that asks for a sum waits for it itself; one that was taken early and written over since is taken again.
 NEVER_LATE = {
     "sum -> drain on held_gradient (WAR)",
     "sum -> user on held_gradient (WAR)",
@@ -372,7 +372,7 @@ NEVER_LATE = {
 
 
 # A backward that adds to what was fetched waits for the fetch, and the drain waits for that backward. So this wait
-# comes up only where nothing was added, and then nobody uses what the fetch has read.
+# comes up only where nothing was added, and then what the fetch has read is not used.
 FETCHED_FOR_NOTHING = {"fetch -> drain on held_gradient (WAR)"}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share a home: any loop has the bits of one engine that shares it with nobody; and every kind of wait that
+"""Ranks that share a home: any loop has the bits of one engine that has it alone; and every kind of wait that
 sharing brings matters, as in test_engine_waits.py."""
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from tests.python.engine.test_engine_waits import (
 @st.composite
 def programs(draw):
     """A model, and a few steps of a loop that accumulates, on its rank first or over the ranks, evaluates, branches and
-    fails. Nobody looks at gradients, and all updates are the pool's."""
+    fails. It never looks at gradients, and all updates are the pool's."""
     model = draw(models())
     loop = Loop(model)
     units = range(len(model.units))
@@ -198,7 +198,7 @@ def accumulating_where_no_plan_foresaw_it(*units: tuple[int, int]) -> Loop:
 
 
 def two_steps(*units: tuple[int, int]) -> Loop:
-    """With the same gradients: nobody has looked at them, or fetched a unit, in between."""
+    """With the same gradients: no rank has looked at them, or fetched a unit, in between."""
     loop = training(*units)
     layers, every = list(range(len(units))), set(range(len(units)))
     loop.forward(layers)
@@ -245,8 +245,8 @@ CASES = {
     "gather -> poison on weights (WAW)": Case(a_gradient_that_no_plan_foresaw(), poison=True, later="poison"),
 }
 
-# For assistance (plan/hazards.h, Note [Assistance]), whatever the newest op of the collect lane is. All ranks here play
-# the same program, so nobody assists, and nothing goes wrong without it.
+# For assistance (plan/hazards.h, Note [Assistance]), after any newest op of the collect lane. All ranks here play the
+# same program, so no rank assists, and nothing goes wrong without it.
 ASSISTANCE = {
     f"{giver} -> {waiter}"
     for giver in ("gather", "reduce")

@@ -312,7 +312,7 @@ NASTY_HYPER = HYPER | {"adam": HYPER["adam"] | {"weight_decay": 1e-6}}
 
 def allowance(rule, steps, largest_p):
     """What is allowed on top, derived. Flushing: each step, less than the smallest normal number is lost of the
-    gradient, and of the moment; the moment keeps at most what all steps lost; and p moves by so much of it. Lion is not
+    gradient, and of the moment; the moment keeps at most what all steps lost; and p moves by that share. Lion is not
     flushed, but fp32 denormals are coarse, and each sign that they get wrong is a whole step: both lose the same ones,
     and differ in how p is rounded."""
     h, tiny = NASTY_HYPER[rule], float(np.finfo(np.float32).tiny)
@@ -329,7 +329,7 @@ def allowance(rule, steps, largest_p):
 def test_bar_holds_for_nasty_gradients(rule, kind, start):
     """Each element takes its own path: a mean over equal ones would be a throw of the dice. Where gradients move
     little, both sides show nothing but how p was rounded, as often in each: the rms over n elements then varies by
-    1 / sqrt(2 n), of which three are allowed."""
+    1 / sqrt(2 n); three times that is allowed."""
     rng = np.random.default_rng(4)
     count = 16384
 

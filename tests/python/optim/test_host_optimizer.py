@@ -194,7 +194,7 @@ def test_a_running_update_counts_already_and_once():
 
 def test_stall_is_booked_on_whoever_was_late():
     pool = _C.HostOptimizer(1)
-    holder = _C.HostOptimizer(1, hold_us=50_000)  # its update is late by so much at least
+    holder = _C.HostOptimizer(1, hold_us=50_000)  # its update is late by hold_us at least
     sealed = holder.submit(Unit(10).job())
     pool.submit(Unit(10).job(), [sealed]).wait_passed()
     assert set(pool.stats()["stalled_us"]) == {("update", "update")}

@@ -1,4 +1,4 @@
-"""Sums of squares: those of a slow twin to the bit, whatever takes them; and never far from the truth."""
+"""Sums of squares: those of a slow twin to the bit, from any kernel; and never far from the truth."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The same bits from every instruction set, however the arrays are cut, whatever they hold, in place or as a draft."""
+"""The same bits from every instruction set, for all cuts and contents of the arrays, in place or as a draft."""
 
 import hashlib
 import os

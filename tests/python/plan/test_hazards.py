@@ -168,11 +168,11 @@ def test_waits_are_those_of_the_obvious_twin(case):
 ROOMY = Model([(2, 1), (1, 2), (2, 2), (1, 0), (1, 1)], [[0], [1], [2], [3], [4], [0, 4]])
 RING = Model([(1, 1)] * 6, [[unit] for unit in range(6)])
 FROZEN = Model([(2, 0), (1, 1), (2, 0), (1, 1)], [[0], [1], [2], [3]])
-SKIPPED = Model([(1, 1), (1, 1), (1, 1)], [[0], [1]])  # nobody uses the last unit; the optimizer still moves it
+SKIPPED = Model([(1, 1), (1, 1), (1, 1)], [[0], [1]])  # no layer uses the last unit; the optimizer still moves it
 
 
 def updated_without_backward():
-    """The optimizer moves weights (by momentum, say) right after passes that read them; nobody clips."""
+    """The optimizer moves weights (by momentum, say) right after passes that read them; no gradient is clipped."""
     program = Program(SKIPPED, 2 * CELL)
     for _ in range(3):
         program.run_pass("forward", "forward", update_between=True)

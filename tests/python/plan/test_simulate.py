@@ -85,7 +85,7 @@ def test_bounds_are_those_of_the_design(times):
 
 
 def test_copies_and_updates_share_the_memory_of_the_host_where_their_lanes_overlap():
-    """A step of 10 + 20 us on the device, updates of 12 us, fetches of 8 + 9 us and drains of 7 us, each of which fits
+    """A step of 10 + 20 us on the device, updates of 12 us, fetches of 8 + 9 us and drains of 7 us. Each fits
     behind the compute by itself; through the host's memory, copies take 15 us and updates 17 us, 32 together."""
     times = {"forward_us": 10, "backward_us": 20, "update_us": 12, "drain_us": 7}
     times |= {"forward_fetch_us": 8, "backward_fetch_us": 9}

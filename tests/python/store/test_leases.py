@@ -1,4 +1,4 @@
-"""Room store: the window's account agrees with a set of bytes, whatever is taken and given back."""
+"""Room store: the window's account agrees with a set of bytes, in any order of takes and returns."""
 
 import pytest
 from hypothesis import given

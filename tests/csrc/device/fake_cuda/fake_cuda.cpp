@@ -30,7 +30,7 @@ namespace {
 using Stream = std::shared_ptr<CUstream_st>;
 
 struct World {
-  std::mutex mutex;  // nobody waits, and no stream's work runs or is destroyed, under it
+  std::mutex mutex;  // no thread waits, and no stream's work runs or is destroyed, under it
   std::map<std::string, std::int64_t> counts;
   std::vector<std::string> log;
   struct Injected {

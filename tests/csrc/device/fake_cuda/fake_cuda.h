@@ -67,13 +67,13 @@ void run_for_free_on(cudaStream_t stream, std::function<void()> work);
 
 // ---- for tests/pretend_gpu, where torch's kernels run on this machine too ----
 
-/// Streams do nothing until somebody waits for them, or as soon as they can.
+/// Streams do nothing until a thread waits for them, or run as soon as they can.
 void set_lazy(bool is_lazy);
 /// Kernels and copies start late, at random, `percent` of them.
 void set_delays(std::uint64_t seed, std::int64_t max_delay_us, int percent);
 /// Threads that only watch: see stream.h.
 void set_observers(std::vector<std::string> names);
-/// As when a process ends: streams drop what they have, and nobody waits any more. There is no way back.
+/// As when a process ends: streams drop what they have, and no thread waits any more. There is no way back.
 void stop();
 
 /// Device memory may not be touched but by streams, from now on; before the first allocation.

@@ -17,7 +17,7 @@ struct sigaction before;
 thread_local const char* what_this_thread_does = nullptr;
 std::atomic<void (*)(int, const void*)> describe_further{nullptr};
 
-// Whoever was in charge may have kept us as the one before him, and come back here: then this is the end.
+// The handler in charge may have kept ours as the one before it, and call ours again: then this is the end.
 std::atomic<bool> has_passed_on{false};
 
 void pass_on(int signal, siginfo_t* info, void* context) {

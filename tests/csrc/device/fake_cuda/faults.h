@@ -6,8 +6,8 @@
 
 namespace fake_cuda {
 
-/// Takes over SIGSEGV; what was in charge of it before goes on afterwards. Call it again after somebody else took it
-/// over, who would keep the address to himself (faulthandler does).
+/// Takes over SIGSEGV; what was in charge of it before goes on afterwards. Call it again after another handler took
+/// it over, which would not tell the address (faulthandler does not).
 void report_faults();
 
 /// What the calling thread does now, for the report: a text that lives on. Null: nothing of interest.

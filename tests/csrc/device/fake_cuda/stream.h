@@ -1,11 +1,11 @@
 // A stream of the fake runtime: a queue of work, and a thread that does it in order.
 //
 // Units: positions count what was queued on a stream, from 1; a stream has passed a position when all up to it is done.
-// Order: eager (the default), a stream does what it has as soon as it can. Lazy, it does nothing until somebody waits
-//   for it, and then only as far as that wait needs: waiting says up to which position. A stream that waits for another
-//   one's position waits by the same call, and so passes the demand on.
-// Threads: any may queue and wait, but for the stream's own, which only works. Nobody holds a lock while he blocks, and
-//   work runs, and is destroyed, under none.
+// Order: eager (the default), a stream does what it has as soon as it can. Lazy, it does nothing until a thread
+//   waits for it, and then only what that wait needs: waiting says up to which position. A stream that waits for
+//   another one's position waits by the same call, and so passes the demand on.
+// Threads: any may queue and wait, but for the stream's own, which only works. No thread holds a lock while it blocks,
+//   and work runs, and is destroyed, under none.
 #pragma once
 
 #include <atomic>
@@ -27,9 +27,9 @@ struct Pace {
   std::atomic<std::uint64_t> seed{0};
   std::atomic<std::int64_t> max_delay_us{0};  // before a kernel or a copy, at random up to this
   std::atomic<int> delayed_percent{25};       // of them
-  std::atomic<bool> is_stopping{false};       // the process ends: what is queued is dropped, and nobody waits any more
+  std::atomic<bool> is_stopping{false};       // the process ends: queued work is dropped, and no thread waits any more
 
-  /// Threads that only watch, by name: what they wait for is not wanted by them, unless nobody wants it for a while.
+  /// Threads that only watch, by name: their waits count only if no other thread has wanted the work for a while.
   void set_observers(std::vector<std::string> names);
   bool is_observer();
 
@@ -52,7 +52,7 @@ enum class WorkKind {
   free,    // what a real device would not have to be told
 };
 
-/// What a launch queue holds before whoever launches has to wait, as on a device.
+/// What a launch queue holds before the launching thread has to wait, as on a device.
 inline constexpr int kQueueSlots = 1024;
 /// Asking so often whether something is done counts as waiting for it.
 inline constexpr int kPatientPolls = 64;
