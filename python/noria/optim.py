@@ -18,14 +18,20 @@ class Lion(Optimizer):
     `beta2 * exp_avg + (1 - beta2) * grad`. There is no other state. Weight decay is decoupled, as in AdamW. The paper
     recommends a learning rate 3 to 10 times smaller than AdamW's, and a decay larger by the same factor.
 
+    `exp_avg` has the shape and dtype of its parameter.
+
     Args:
         params: Parameters, or groups of them.
         lr: The learning rate, a number or a tensor.
         betas: Two numbers in [0, 1).
+        weight_decay: Each step multiplies parameters by `1 - lr * weight_decay` first.
+        maximize: True moves along the gradient, not against it.
 
     Raises:
         ValueError: for nonsense numbers.
-        RuntimeError: in `step()`, for sparse or complex gradients.
+
+    Example:
+        >>> optimizer = noria.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     def __init__(
@@ -53,7 +59,17 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Does one step. If there is a `closure`, it computes the loss again, and `step` returns its value."""
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients again, before the update.
+
+        Returns:
+            The value of `closure`, or None without one.
+
+        Raises:
+            RuntimeError: for sparse or complex gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -33,6 +33,18 @@ class WrappedOptimizer(Optimizer):
     # Not compiled, because the home changes outside the code that the compiler traces.
     @torch._disable_dynamo
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient. Updates may run later, but before the weights are used.
+
+        Args:
+            closure: Computes the loss again, as for the optimizer's own class.
+
+        Returns:
+            The value of `closure`, or None without one.
+
+        Raises:
+            UsageError: inside backward, or if parameters have no values yet. Under update="backward" also if
+                hyperparameters or gradients were changed after backward began.
+        """
         if self._noria is None:
             own = step_of(original_class(type(self)))
             return own(self) if closure is None else own(self, closure)
@@ -45,6 +57,14 @@ class WrappedOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, as the optimizer's own class does.
+
+        Args:
+            set_to_none: False makes them zero.
+
+        Raises:
+            UsageError: inside backward, and for `set_to_none=False` under update="backward".
+        """
         if self._noria is not None:
             refuse_inside_backward("optimizer.zero_grad()")
             self._noria.run.recover()
@@ -57,10 +77,18 @@ class WrappedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """Marks a backward that no `step()` follows: `with optimizer.accumulate(): loss.backward()`.
+        """Marks a backward that no `step()` follows.
 
         Only update="backward" needs it. The first such block takes memory for all gradients. With other values of
         `update` it changes nothing.
+
+        Returns:
+            A context manager for the block with that backward.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer, update="backward")
+            >>> with optimizer.accumulate():
+            ...     model(inputs).sum().backward()
         """
         return contextlib.nullcontext() if self._noria is None else self._noria.accumulate()
 
@@ -73,12 +101,23 @@ class WrappedOptimizer(Optimizer):
         It is faster than torch's function. The host computes the norm while gradients land, and noria writes gradients
         only if the norm exceeds `max_norm`. After `unwrap` it is torch's function.
 
+        Args:
+            max_norm: The largest norm that is left.
+            norm_type: The p of the p-norm.
+            error_if_nonfinite: True raises if the norm is NaN or infinite.
+
         Returns:
             The norm before clipping, without dimensions. It is fp32, also for gradients in bfloat16, but fp64 if some
             gradients are fp64.
 
         Raises:
             RuntimeError: if torch's function would raise it.
+            UsageError: under update="backward". If ranks share the model, also if `norm_type` is not 2.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> model(inputs).sum().backward()
+            >>> norm = optimizer.clip_grad_norm_(1.0)
         """
         if self._noria is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -91,15 +130,37 @@ class WrappedOptimizer(Optimizer):
         return None if self._noria is None else self._noria.grad_norm
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what torch's method would return, with tensors on the CPU.
+
+        Raises:
+            UsageError: while weights and optimizer state are of different steps.
+        """
         return super().state_dict() if self._noria is None else self._noria.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this optimizer or of a plain one into the home.
+
+        Args:
+            state_dict: What `state_dict()` has returned.
+
+        Raises:
+            UsageError: between a backward and its `step()` under update="backward". Also if ranks that share the model
+                load different states.
+        """
         if self._noria is None:
             super().load_state_dict(state_dict)
         else:
             self._noria.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's method does.
+
+        Args:
+            param_group: The parameters under "params", and their hyperparameters.
+
+        Raises:
+            UsageError: if noria cannot update these parameters, for example because no wrapped model has them.
+        """
         if self._noria is None:
             super().add_param_group(param_group)
         else:

@@ -62,7 +62,15 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Holds the options of one wrapped model. Raises `noria.UsageError` when it is made with a nonsense value."""
+    """Holds the options of one wrapped model. `wrap` and `plan` take one, or its fields by name.
+
+    Raises:
+        UsageError: if a value makes no sense.
+
+    Example:
+        >>> policy = noria.Policy(device_memory="8GiB", dtype=torch.bfloat16)
+        >>> model, optimizer = noria.wrap(model, optimizer, policy)
+    """
 
     device: str = "auto"
     """Where layers compute: "cuda", "cuda:N" or "cpu". "auto" is "cuda" if torch finds such a device, else "cpu"."""

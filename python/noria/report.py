@@ -179,6 +179,7 @@ class Report:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns all fields, and theirs, as plain dicts and lists."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -256,11 +257,12 @@ class Report:
 
     @property
     def ledger_agrees(self) -> bool:
+        """True if noria has taken exactly the bytes that it planned, in every row of the ledger."""
         return all(row.planned == row.taken for row in self.ledger)
 
 
 def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: float | None = None) -> Report:
-    """Reports what has happened since `model` was wrapped. It waits for nothing.
+    """Returns a report of what has happened since `model` was wrapped. It waits for nothing.
 
     Args:
         model: The wrapped model, or anything else that `wrap` was given, such as a list of stages.
@@ -270,8 +272,16 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
             first report after a step measures it, once per process. That takes some tenths of a second. During it, it
             takes 64 MiB, or twice the size of the caches if that is more.
 
+    Returns:
+        A `Report`. Times are in microseconds and amounts of memory in bytes, if their names say nothing else.
+
     Raises:
         UsageError: if the model is not wrapped.
+
+    Example:
+        >>> model, optimizer = noria.wrap(model, optimizer)
+        >>> print(noria.report(model))
+        noria on ...: 5 units, 0 steps, 0 fetches...
     """
     wrapped = wrapped_together(model)
     if write_trace:

@@ -120,9 +120,23 @@ def plan(
     It changes nothing. A model built under `torch.device("meta")` is enough, so a plan takes no memory. If ranks share
     the model, the plan is of this rank alone, from the limits that it finds itself. The call is not collective.
 
+    Args:
+        model: As for `wrap`. It may be on the meta device.
+        optimizer: As for `wrap`.
+        policy: As for `wrap`.
+        mesh: As for `wrap`.
+        **policy_fields: Fields of `Policy` by name.
+
+    Returns:
+        A `WrapPlan`: `print` shows it as text, and its `rows()` are (place, purpose, bytes).
+
     Raises:
         UsageError: if `wrap` would refuse the same arguments. But if a meta model does not fit into this machine's
             memory, the plan only gets a note.
+
+    Example:
+        >>> print(noria.plan(model, optimizer, device_memory="8GiB"))
+        5 units, ...
     """
     grid = grid_of(mesh)
     roots, updaters = _checked(model, optimizer)
@@ -143,7 +157,7 @@ def wrap(
 ) -> Any:
     """Moves weights, gradients and optimizer state to host memory, and streams them through a window of device memory.
 
-    Example: `model, optimizer = wrap(model, optimizer, device_memory="8GiB")`. Both objects are edited in place.
+    Both objects are edited in place.
 
     Parameters built under `torch.device("meta")` get their values by a load. Until all of them have values, the model
     cannot be used.
@@ -151,6 +165,9 @@ def wrap(
     A `PipelineStage` of torch.distributed.pipelining takes the place of its module, and noria follows it until
     `unwrap`. Drafts and updates inside backward then run in its last backward of a step. Its schedule says how its
     gradients are scaled. It keeps no inputs and outputs, unless activations="keep".
+
+    `mesh` is as in `fully_shard`: a DeviceMesh of one dimension, or of two, (replicas, shards). The ranks of `stages`
+    lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
 
     Order: noria takes the home before it moves anything, in parallel, with a progress bar if that takes long. Only the
     memory for optimizer state comes later, once the weights have moved. Ctrl-C before the move leaves everything as it
@@ -160,10 +177,9 @@ def wrap(
         model: A module or a `PipelineStage`, or a list of them.
         optimizer: One optimizer, a list, or None (inference, a frozen teacher).
         policy: A `Policy`. Instead, its fields may be given by name.
-        mesh: The ranks that share the model, as in `fully_shard`: a DeviceMesh of one dimension, or of two, (replicas,
-            shards). None: all ranks of the default process group, if there is one.
-        stages: The ranks of all stages, if the model is one stage of a pipeline: a DeviceMesh of one dimension. These
-            ranks lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
+        mesh: The ranks that share the model. None: all ranks of the default process group, if there is one.
+        stages: The ranks of all stages, if the model is one stage of a pipeline: a DeviceMesh of one dimension.
+        **policy_fields: Fields of `Policy` by name, such as device_memory="8GiB".
 
     Returns:
         `(model, optimizer)` as given, or the model alone if there is no optimizer.
@@ -174,6 +190,12 @@ def wrap(
             is already wrapped, or a mesh without this rank. If one of the ranks that share the model refuses, all of
             them raise. Exception: if the mesh is wrong on one rank only, the others wait for the process group's
             timeout.
+        MachineError: if the machine refuses memory that noria asks for.
+
+    Example:
+        >>> model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
+        >>> model(inputs).sum().backward()
+        >>> optimizer.step()
     """
     _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
@@ -352,7 +374,7 @@ def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def unwrap(model: Any, optimizer: Any = None) -> Any:
-    """Gives back plain CPU tensors and the optimizer's own class. Returns what it was given.
+    """Gives back plain CPU tensors and the optimizer's own class.
 
     Parameters, gradients and optimizer state keep their values. They are views of the home's memory, which lives as
     long as any of them. If ranks share the model, all of them call this; each gets all values, and no gradients.
@@ -361,6 +383,23 @@ def unwrap(model: Any, optimizer: Any = None) -> Any:
     stay fp32 beside them, so a model that is wrapped again continues exactly. torch's Adam and AdamW cannot step
     bfloat16 parameters with fp32 moments. To train on without noria, let torch cast the moments first:
     `optimizer.load_state_dict(optimizer.state_dict())`.
+
+    Args:
+        model: What `wrap` was given: a module, a stage, or a list of them.
+        optimizer: What `wrap` was given. It is only returned.
+
+    Returns:
+        `(model, optimizer)` as given, or the model alone if there is no optimizer.
+
+    Raises:
+        UsageError: if the model is not wrapped, or a model of the same wrap call is missing. Also inside a pass, and
+            while weights and optimizer state are of different steps.
+
+    Example:
+        >>> model, optimizer = noria.wrap(model, optimizer)
+        >>> model, optimizer = noria.unwrap(model, optimizer)
+        >>> next(model.parameters()).device
+        device(type='cpu')
     """
     _unwrap(as_list(modules_of(model)), wrapped_together(model))
     _let_go()
@@ -422,9 +461,17 @@ def materialize(module: nn.Module, read_only: bool = False) -> Iterator[nn.Modul
         read_only: True promises that there will be no edits, so copies on the device stay valid. A write then raises
             at the end of the block.
 
+    Yields:
+        `module`.
+
     Raises:
         UsageError: inside a pass, or if the module is not wrapped. Also on all ranks if ranks made different edits;
             the edits are then dropped.
+
+    Example:
+        >>> model, optimizer = noria.wrap(model, optimizer)
+        >>> with noria.materialize(model), torch.no_grad():
+        ...     first = next(model.parameters()).zero_()
     """
     wrapped = wrapped_together(module)
     units = {unit for each in as_list(module) for unit in wrapped.context.unit_indices(module_of(each))}

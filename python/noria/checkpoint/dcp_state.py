@@ -29,10 +29,7 @@ __all__ = ["parts_of", "sharded_state"]
 def sharded_state(
     model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer] | None = None
 ) -> dict[str, Any]:
-    """Returns a dict for `torch.distributed.checkpoint.save` and `load`, alone or with other entries beside it:
-
-        dcp.save({**noria.sharded_state(model, optimizer), "step": step}, checkpoint_id=folder)
-        dcp.load(noria.sharded_state(model, optimizer), checkpoint_id=folder)
+    """Returns a dict for `torch.distributed.checkpoint.save` and `load`, alone or with other entries beside it.
 
     The entry "model" and, with an optimizer, "optimizer" have a `state_dict()` and a `load_state_dict()`. For lists,
     as `noria.wrap` takes them, each has entries "0", "1", ... in it. A load writes into the home.
@@ -44,7 +41,21 @@ def sharded_state(
     If ranks share the model, all of them call this right before the save or load. `torch.distributed.checkpoint` waits
     for all ranks, and assists none of them meanwhile.
 
-    Raises UsageError if the model or optimizer is not wrapped.
+    Args:
+        model: A wrapped model, a stage, or a list of them.
+        optimizer: A wrapped optimizer, a list, or None for the model alone.
+
+    Returns:
+        The entries "model" and, with an optimizer, "optimizer".
+
+    Raises:
+        UsageError: if the model or optimizer is not wrapped. If ranks share the model, also inside a pass.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> model, optimizer = noria.wrap(model, optimizer)
+        >>> metadata = dcp.save({**noria.sharded_state(model, optimizer), "step": 10}, checkpoint_id="run")
+        >>> dcp.load(noria.sharded_state(model, optimizer), checkpoint_id="run")
     """
     entries = parts_of(model, optimizer)
     takers = [taker for each in entries.values() for taker in (each.members if isinstance(each, _Several) else [each])]

@@ -40,12 +40,22 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Wrapped and plain objects can both be saved, and both can load the file. It is written beside its name and then
     moved there, so an interrupted save leaves the old file.
 
-    Raises UsageError, and leaves the old file, if `load` would refuse the contents. `load` reads plain values and
-    tensors, and runs no code from a file.
-
     If ranks share the model, all of them call this, and rank 0 writes the same file as one process would. So any number
     of ranks may load it. Only rank 0 gathers all values in host memory. When this returns, the file exists for all
     ranks. If rank 0 fails, all ranks raise.
+
+    Args:
+        path: The file. A file beside it, with ".part" after its name, exists during the save.
+        model: A model, a `PipelineStage`, or a list of them.
+        optimizer: An optimizer, a list, or None to save the model alone.
+        **extra: Other entries. `load` returns them.
+
+    Raises:
+        UsageError: if `load` would refuse the contents. The old file then stays. `load` reads plain values and tensors,
+            and runs no code from a file. Also while weights and optimizer state are of different steps.
+
+    Example:
+        >>> noria.save("run.pt", model, optimizer, step=100)
     """
     model = modules_of(model)
     shared = _shared(model, optimizer)
@@ -90,17 +100,31 @@ def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
 def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
     """Reads a checkpoint into the model, then into the optimizer (or into lists of them, as saved).
 
-    Returns the other saved entries. The file is mapped, not read as a whole: values stream into the home.
+    The file is mapped, not read as a whole: values stream into the home.
 
     A folder must come from `torch.distributed.checkpoint.save` of `noria.sharded_state`. Then model and optimizer must
     be wrapped, and each rank reads what it has at home.
 
-    Raises UsageError if the path is no checkpoint, or the file has no model. Raises it too if an optimizer is given and
-    the file has none, or if the file has another number of models or optimizers. For a folder, it raises before
-    anything is changed if names or shapes differ.
-
     If ranks share the model, all of them call this, with a path that all can read. If one rank cannot read it, or
     finds another checkpoint there, all ranks raise before anything is changed.
+
+    Args:
+        path: A file from `save` or `torch.save`, or a folder.
+        model: A model, a `PipelineStage`, or a list of them, as saved.
+        optimizer: An optimizer, a list, or None to load the model alone.
+
+    Returns:
+        The other saved entries by name.
+
+    Raises:
+        UsageError: if the path is no checkpoint, or the file has no model. Also if an optimizer is given and the file
+            has none, or if the file has another number of models or optimizers. For a folder, it raises before
+            anything is changed if names or shapes differ.
+
+    Example:
+        >>> noria.save("run.pt", model, optimizer, step=100)
+        >>> noria.load("run.pt", model, optimizer)
+        {'step': 100}
     """
     model = modules_of(model)
     shared = _shared(model, optimizer)

@@ -99,6 +99,7 @@ class WrapPlan:
 
     @property
     def device_bytes(self) -> int:
+        """Bytes on the device that noria takes: the arena, and what lies beside it."""
         return self.arena_bytes + sum(self.beside_the_arena().values())
 
     @property
@@ -109,6 +110,7 @@ class WrapPlan:
 
     @property
     def home_bytes(self) -> int:
+        """Bytes of host memory that the home takes."""
         return sum(region.bytes for region in self.regions)
 
     def beside_the_arena(self) -> dict[str, int]:
@@ -120,7 +122,7 @@ class WrapPlan:
         return {purpose: amount for purpose, amount in needed.items() if amount}
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """Returns (place, purpose, bytes) for everything that noria takes."""
+        """Returns (place, purpose, bytes) for everything that noria takes. A place is "host" or a device."""
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
         rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]

@@ -20,10 +20,13 @@ class Machine(machine.Machine):
     """Describes a machine with limits and hostility.
 
     Args:
-        limits: by lane, (GiB/s, latency in us); 0 means unlimited. The lanes are "fetch", "drain", "update", "peer" for
+        limits: By lane, (GiB/s, latency in us); 0 means unlimited. The lanes are "fetch", "drain", "update", "peer" for
             each link to another stage, and "peer:1" for the link to stage 1 alone.
-        hostility: as the backends take it: `seed`, `max_delay_us`, `hold_us`, `poison`.
-        update_threads: threads of the host pool; 0 means all but one.
+        hostility: As the backends take it: `seed`, `max_delay_us`, `hold_us`, `poison`.
+        update_threads: Threads of the host pool; 0 means all but one.
+
+    Example:
+        >>> slow = noria.testing.Machine(limits={"fetch": (1.0, 0)}, update_threads=1)
     """
 
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -31,12 +34,24 @@ class Machine(machine.Machine):
     update_threads: int = 0
 
     def backend(self, device: torch.device, capacity: int) -> _C.Backend:
+        """Returns a new backend. `wrap` calls this.
+
+        Args:
+            device: Where layers compute.
+            capacity: The most bytes that the backend may take there.
+        """
         if device.type == "cuda":
             return _C.make_cuda_backend(device.index, capacity, self.hostility)
         lanes = {lane: limit for lane, limit in self.limits.items() if lane != "update"}
         return _C.make_host_backend(capacity, lanes, self.hostility)
 
     def pool(self, *, is_beside_device: bool, numa_node: int | None) -> _C.HostOptimizer:
+        """Returns a new host pool. `wrap` calls this.
+
+        Args:
+            is_beside_device: True if layers compute on a device, so that the pool has the cores to itself.
+            numa_node: The node whose cores the pool uses. None: all cores.
+        """
         bandwidth, latency = self.limits.get("update", (0.0, 0.0))
         holds = self.hostility.get("hold_us", {})
         return _C.HostOptimizer(
@@ -53,7 +68,18 @@ class Machine(machine.Machine):
 
 @contextlib.contextmanager
 def on_machine(**settings: Any) -> Iterator[Machine]:
-    """Puts models that are wrapped inside this block on a machine with these settings (fields of `Machine`)."""
+    """Puts models that are wrapped inside this block on a machine with these settings.
+
+    Args:
+        **settings: Fields of `Machine`.
+
+    Yields:
+        The machine.
+
+    Example:
+        >>> with noria.testing.on_machine(hostility={"seed": 1, "max_delay_us": 500, "poison": True}):
+        ...     model, optimizer = noria.wrap(model, optimizer, device="cpu")
+    """
     chosen = Machine(**settings)
     with machine.on(chosen):
         yield chosen

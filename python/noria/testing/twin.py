@@ -20,6 +20,19 @@ def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
 
     The rule is `(u + 0x8000) >> 16` on the bits, in 32 bits with wrap-around. The result and the 16 low bits of `u`
     then rebuild the master exactly.
+
+    Args:
+        master: A float32 tensor of any shape.
+
+    Returns:
+        A new bfloat16 tensor of the same shape.
+
+    Raises:
+        TypeError: if `master` is not float32.
+
+    Example:
+        >>> noria.testing.round_to_bfloat16(torch.tensor([1.00390625]))  # between 1 and the next bfloat16, 1.0078125
+        tensor([1.0078], dtype=torch.bfloat16)
     """
     if master.dtype is not torch.float32:
         raise TypeError(f"round_to_bfloat16 takes float32, not {master.dtype}")
@@ -29,11 +42,18 @@ def round_to_bfloat16(master: torch.Tensor) -> torch.Tensor:
 class MasterTwin:
     """Trains a bfloat16 model through fp32 masters, with an ordinary optimizer.
 
-    `model` may be float32: its values are then the first masters. It may be bfloat16, too. It is converted in place as
-    by `model.bfloat16()`. Trainable parameters are rounded as in every later step; frozen ones get torch's cast.
+    `model` is converted in place as by `model.bfloat16()`. Trainable parameters are rounded as in every later step;
+    frozen ones get torch's cast. The caller's loop runs forward and backward on `model`, may edit `p.grad`, and calls
+    `step()`.
 
-    `make_optimizer` gets the masters as a list of nn.Parameter in the order of `model.parameters()`. The caller's loop
-    runs forward and backward on `model`, may edit `p.grad`, and calls `step()`.
+    Args:
+        model: A float32 model, whose values are the first masters. It may be bfloat16, too.
+        make_optimizer: Gets the masters as a list of nn.Parameter in the order of `model.parameters()`.
+
+    Example:
+        >>> twin = noria.testing.MasterTwin(model, lambda masters: torch.optim.AdamW(masters, lr=1e-3))
+        >>> model(inputs.bfloat16()).sum().backward()
+        >>> twin.step()
     """
 
     def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
@@ -63,7 +83,20 @@ class MasterTwin:
 
 
 def first_difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
-    """Describes the first pair of tensors whose bits differ (NaN payloads and -0.0 count). Returns None if none do."""
+    """Returns a description of the first pair of tensors whose bits differ. NaN payloads and -0.0 count.
+
+    Args:
+        a: Tensors.
+        b: As many tensors, to compare with them in this order.
+        names: A name for each pair.
+
+    Returns:
+        Text, or None if all pairs have the same dtype, shape and bits.
+
+    Example:
+        >>> noria.testing.first_difference([torch.zeros(2)], [torch.ones(2)], ["bias"])
+        'bias: 2 of 2 elements differ, first at (0,): 0.0 (0x00000000) against 1.0 (0x3f800000)'
+    """
     for name, x, y in zip(names, a, b, strict=True):
         if x.dtype != y.dtype or x.shape != y.shape:
             return f"{name}: {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
@@ -79,7 +112,18 @@ def assert_same_bits(
     named_a: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     named_b: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Asserts the same names, and for each name the same dtype, shape and bits. No tensors at all is an error too."""
+    """Asserts the same names, and for each name the same dtype, shape and bits. No tensors at all is an error too.
+
+    Args:
+        named_a: Tensors by name, or pairs such as `model.named_parameters()` gives.
+        named_b: The same of the other side.
+
+    Raises:
+        AssertionError: if something differs. It names the first difference.
+
+    Example:
+        >>> noria.testing.assert_same_bits(model.named_parameters(), copy.deepcopy(model).named_parameters())
+    """
     a, b = dict(named_a), dict(named_b)
     assert a, "nothing to compare"
     assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())}"
