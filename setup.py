@@ -30,12 +30,14 @@ class CMakeBuild(build_ext):
             torch_version = version("torch")
         except PackageNotFoundError:
             raise SystemExit(
-                "expected an installed torch, against which noria is built; found none in this environment; "
-                "remedy: pip install --no-build-isolation ."
+                "noria expected an installed torch, against which it is built, but found none in this environment. "
+                "Remedy: pip install --no-build-isolation ."
             ) from None
         cmake, ninja = tool("cmake"), tool("ninja")
         if cmake is None:
-            raise SystemExit("expected cmake >= 3.25; found none; remedy: pip install 'cmake>=3.25' ninja tbb-devel")
+            raise SystemExit(
+                "noria expected cmake >= 3.25, but found none. Remedy: pip install 'cmake>=3.25' ninja tbb-devel"
+            )
 
         # One persistent tree per (python, torch, environment): incremental, and never a stale TBB or torch.
         key = hashlib.sha1(sys.prefix.encode()).hexdigest()[:6]

@@ -9,12 +9,17 @@
 
 namespace noria {
 
-/// Reports a mistake of the caller. Thrown before anything is changed. The text has three parts: what was expected,
-/// what was found, and what to do about it.
+/// Returns the text of a UsageError: a sentence with what was expected and what was found, then what to do about it.
+/// Example: "noria expected a lane, but found "fetsch". Remedy: use one of compute, fetch, drain".
+inline std::string usage_text(const std::string& expected, const std::string& found, const std::string& remedy) {
+  return "noria expected " + expected + ", but found " + found + ". Remedy: " + remedy;
+}
+
+/// Reports a mistake of the caller. Thrown before anything is changed. `usage_text` makes its text.
 class UsageError : public std::runtime_error {
  public:
   UsageError(const std::string& expected, const std::string& found, const std::string& remedy)
-      : std::runtime_error("expected " + expected + "; found " + found + "; remedy: " + remedy) {}
+      : std::runtime_error(usage_text(expected, found, remedy)) {}
 };
 
 /// Reports a defect of noria: a promise of this code does not hold. Always checked, in release builds too.

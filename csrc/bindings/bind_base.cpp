@@ -40,7 +40,7 @@ void bind_base(py::module_& m) {
   py::register_exception<MachineError>(m, "MachineError", PyExc_RuntimeError);
   m.attr("UsageError").attr("__module__") = "noria";  // its public name, also in tracebacks and pickles
   m.attr("UsageError").attr("__doc__") =
-      "The caller's mistake, raised before anything is changed: expected ...; found ...; remedy: ...";
+      "The caller's mistake, raised before anything is changed: noria expected ..., but found .... Remedy: ...";
   m.attr("InvariantError").attr("__doc__") = "A promise of noria's own code does not hold: a defect, please report it.";
   m.attr("MachineError").attr("__doc__") = "The machine's refusal: the call, the sizes, and the policy in force.";
 

@@ -33,16 +33,17 @@ std::vector<EngineUnit> engine_units(const std::vector<BridgedUnit>& units) {
 }
 
 std::string evicted_message(const std::string& unit, bool is_shared) {
-  return "expected unit \"" + unit + "\" on the device; found it evicted (unit " + unit +
-         " is evicted: use noria.materialize); remedy: read and edit parameters inside `with "
-         "noria.materialize(model):`" +
-         (is_shared ? ", which all ranks enter" : "") +
-         "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"";
+  return usage_text(
+      "unit \"" + unit + "\" on the device", "it evicted (unit " + unit + " is evicted: use noria.materialize)",
+      std::string("read and edit parameters inside `with noria.materialize(model):`") +
+          (is_shared ? ", which all ranks enter" : "") +
+          "; if the model itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"");
 }
 
 std::string ended_message(const std::string& unit) {
-  return "expected backward before noria.unwrap, or the end of the model; found one that needs weights of unit \"" +
-         unit + "\", which have left the device; remedy: call backward() first, or run the forward again";
+  return usage_text("a backward before noria.unwrap, or the end of the model",
+                    "one that needs weights of unit \"" + unit + "\", which have left the device",
+                    "call backward() first, or run the forward again");
 }
 
 // Limits how often a unit's bytes are compared with the home's if it is only known that they may have been written. It
@@ -50,20 +51,20 @@ std::string ended_message(const std::string& unit) {
 constexpr int kMostComparisons = 2;
 
 constexpr const char* kWhyDead =
-    "expected no look at p.grad under update=\"backward\", where it has no values: backward() uses it up, or keeps it "
-    "for step(); found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)); remedy: wrap with "
-    "update=\"auto\", where p.grad is as in torch";
+    "noria expected no look at p.grad under update=\"backward\", which uses it up or keeps it for step(), but found "
+    "one (a clip, a scaler, a logger, zero_grad(set_to_none=False)). Remedy: wrap with update=\"auto\", where p.grad "
+    "is as in torch";
 
 constexpr const char* kWhyShared =
-    "expected no look at p.grad where ranks share the model: each has a part of the sum; found one (a clip, a scaler, "
-    "a logger, zero_grad(set_to_none=False), a pipeline's scale_grads); remedy: clip with optimizer.clip_grad_norm_ or "
-    "wrap with max_grad_norm; give noria.wrap a pipeline's stage in place of its module, whose gradients it scales";
+    "noria expected no look at p.grad where ranks share the model and each has a part of the sum, but found one (a "
+    "clip, a scaler, a logger, zero_grad(set_to_none=False), a pipeline's scale_grads). Remedy: clip with "
+    "optimizer.clip_grad_norm_ or wrap with max_grad_norm; give noria.wrap a pipeline's stage in place of its module, "
+    "whose gradients it scales";
 
-constexpr const char* kWhyDeadAndShared = "expected no look at p.grad under update=\"backward\", where backward() uses "
-                                          "it up, and where ranks share the model; "
-                                          "found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)); "
-                                          "remedy: to clip, wrap with update=\"auto\" and "
-                                          "max_grad_norm; to accumulate, use optimizer.accumulate()";
+constexpr const char* kWhyDeadAndShared =
+    "noria expected no look at p.grad under update=\"backward\", which uses it up, where ranks share the model, but "
+    "found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)). Remedy: to clip, wrap with update=\"auto\" "
+    "and max_grad_norm; to accumulate, use optimizer.accumulate()";
 
 const char* why_unseen(bool is_dead, bool is_shared) {
   if (is_dead && is_shared) return kWhyDeadAndShared;

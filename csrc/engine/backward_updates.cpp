@@ -181,7 +181,7 @@ void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
   if (!is_updated_[unit] || !pass_.is(Phase::backward)) return;
   const std::string name = "\"" + parts_.units[unit].facts.name + "\"";
   updates_.tear("backward updated " + name + " before it was done with it");
-  throw UsageError("under update=\"backward\", each unit visited as often in backward as in forward",
+  throw UsageError("each unit visited as often in backward as in forward under update=\"backward\"",
                    name + ": " + what + " in the backward that had updated it already", kRemedy);
 }
 

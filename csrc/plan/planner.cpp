@@ -52,8 +52,8 @@ void refuse_what_does_not_fit(const PlanRequest& request, const std::vector<Unit
   }
   if (budget.window > 0 && smallest.window > budget.window) {
     const Visit visit = largest([](const Visit& each) { return each.needs.size(); });
-    throw UsageError("a window of " + std::to_string(smallest.window) + " units: one visit uses them together, " +
-                         describe(visit, units),
+    throw UsageError("a window of " + std::to_string(smallest.window) +
+                         " units, which one visit uses together: " + describe(visit, units),
                      "window=" + std::to_string(budget.window),
                      "raise window to at least " + std::to_string(smallest.window));
   }

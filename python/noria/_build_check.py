@@ -21,11 +21,12 @@ def check_build(package: Path, torch_version: str) -> None:
     record = package / "_built_with.json"
     if not record.exists():
         raise ImportError(
-            f"expected noria's engine, built against torch {torch_version}; found none in {package}; remedy: {_REBUILD}"
+            f"noria expected its engine, built against torch {torch_version}, but found none in {package}. "
+            f"Remedy: {_REBUILD}"
         )
     built_with = json.loads(record.read_text())["torch"]
     if _minor(built_with) != _minor(torch_version):
         raise ImportError(
-            f"expected torch {'.'.join(_minor(built_with))}.*, against which noria was built; "
-            f"found torch {torch_version}; remedy: {_REBUILD}"
+            f"noria expected torch {'.'.join(_minor(built_with))}.*, against which it was built, "
+            f"but found torch {torch_version}. Remedy: {_REBUILD}"
         )

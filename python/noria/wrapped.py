@@ -59,7 +59,9 @@ def wrapped_together(given: Any) -> Wrapped:
             raise usage_error("a wrapped model, or a module inside of one", kind, "noria.wrap it first")
         owners[id(owner)] = owner
     if len(owners) > 1:
-        raise usage_error("models of one noria.wrap call", f"of {len(owners)}", "give those of one call at a time")
+        raise usage_error(
+            "models of one noria.wrap call", f"models of {len(owners)} calls", "give those of one call at a time"
+        )
     [wrapped] = owners.values()
     return wrapped
 

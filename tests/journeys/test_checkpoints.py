@@ -1005,7 +1005,7 @@ broken = pytest.mark.parametrize("what", BROKEN)
 
 
 def refused(what):
-    words = ["blocks.0.expand.weight", "remedy: ", *BROKEN[what][1]]
+    words = ["blocks.0.expand.weight", "Remedy: ", *BROKEN[what][1]]
     return pytest.raises(noria.UsageError, match="(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words))
 
 

@@ -803,7 +803,7 @@ def test_any_factor_but_1_is_refused_where_updates_are_made_inside_of_backward(k
         side.end_step()
     side.backward(2)
     multiply(factor)
-    with pytest.raises(noria.UsageError, match=r'clip that does not bite.*remedy: .*update="auto"'):
+    with pytest.raises(noria.UsageError, match=r'clip that does not bite.*Remedy: .*update="auto"'):
         side.optimizer.step()
     side.optimizer.zero_grad()
     side.backward(3)

@@ -526,7 +526,7 @@ def refuses(rank: int, size: int) -> None:
     def stage(device: str = DEVICE) -> Any:
         return pipelining.PipelineStage(Stage(), 0, 1, torch.device(device))
 
-    receives_here = f"a stage that receives on {torch.empty(0).device}, where its layers compute; found one on"
+    receives_here = f"a stage that receives on {torch.empty(0).device}, where its layers compute, but found one on"
     with pytest.raises(noria.UsageError, match=receives_here):
         wrap(stage("cuda" if DEVICE == "cpu" else "cpu"))
     lacking = stage()

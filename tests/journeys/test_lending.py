@@ -297,7 +297,7 @@ def refuses(rank: int, size: int) -> None:
             noria.wrap(model, device=DEVICE, stages=stages)
     elsewhere = DeviceMesh(DEVICE, [1])
     if rank == 0:
-        told = r"expected stages with rank 0 in them; found ranks \[1\]; remedy: let those ranks alone call it"
+        told = r"expected stages with rank 0 in them, but found ranks \[1\]\. Remedy: let those ranks alone call it"
         with pytest.raises(noria.UsageError, match=told):
             noria.wrap(model, device=DEVICE, stages=elsewhere)
     else:
@@ -305,8 +305,8 @@ def refuses(rank: int, size: int) -> None:
         noria.unwrap(model)
     meshes = {"stages": init_device_mesh(DEVICE, (2,))} if rank == 0 else {}
     told = (
-        r"expected the same mesh= and stages= on all ranks of them; found on rank 0: stages=\[0, 1\]; on rank 1: a "
-        r"mesh of 1 x 2 ranks, \[\[0, 1\]\]; remedy: call noria.wrap with the same ones there"
+        r"expected the same mesh= and stages= on all ranks of them, but found on rank 0: stages=\[0, 1\]; on rank 1: a "
+        r"mesh of 1 x 2 ranks, \[\[0, 1\]\]\. Remedy: call noria.wrap with the same ones there"
     )
     with pytest.raises(noria.UsageError, match=told):
         noria.wrap(model, device=DEVICE, **meshes)

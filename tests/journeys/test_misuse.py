@@ -18,7 +18,7 @@ from torch import nn
 from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE
 from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
 
-THREE_PARTS = r"(?s)expected .+; found .+; remedy: .+"
+THREE_PARTS = r"(?s)noria expected .+, but found .+\. Remedy: .+"
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -142,7 +142,7 @@ def refuses(rank: int, size: int, root: str) -> None:
     narrow, its = Net(blocks=2, width=13), None
     noria.wrap(narrow, device=DEVICE)
     for folder, each, of_it, theirs, ours in (
-        ("channels last", model, updater, "Missing key.*embed.weight", 'a checkpoint with "model.*; found one without'),
+        ("channels last", model, updater, "Missing key.*embed.weight", 'with "model.*, but found one without'),
         ("momentum", model, updater, r"Missing key.*exp_avg", 'a checkpoint with "optimizer.state.*exp_avg'),
         ("adamw", narrow, its, r"Size mismatch.*embed.weight", r'"model.embed.weight" with shape \(23, 13\)'),
         ("tied", model, None, r"Size mismatch.*embed.weight", r"found shape \(23, 16\)"),

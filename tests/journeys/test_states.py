@@ -307,6 +307,6 @@ def test_parameters_that_are_not_contiguous_keep_their_own_order():
 @reduced
 def test_torchs_own_kernel_with_fewer_bits_is_refused(state_dtype):
     with pytest.raises(
-        noria.UsageError, match=r'expected state_dtype="fp32" with kernel="torch".*remedy: leave kernel'
+        noria.UsageError, match=r'expected state_dtype="fp32" with kernel="torch".*Remedy: leave kernel'
     ):
         noria.wrap(Net(), None, device=DEVICE, kernel="torch", state_dtype=state_dtype)

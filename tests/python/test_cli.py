@@ -180,33 +180,36 @@ def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(caps
         (["plan", "--model", "made_here:chain", "--device-memory", "8 bananas"], "8 bananas"),
         (
             ["plan", "--model", "made_here:chain", "--device-memory", "600", "--device", "cpu"],
-            "remedy: raise device_memory",
+            "Remedy: raise device_memory",
         ),
         (["plan", "--model", "made_here:chain", "--window", "1"], "window of 2 units"),
-        (["plan", "--model", "made_here:chain", "--pipeline", "0"], "--pipeline of 2 or more; found 0;"),
-        (["plan", "--model", "made_here:chain", "--pipeline", "1"], "--pipeline of 2 or more; found 1;"),
+        (["plan", "--model", "made_here:chain", "--pipeline", "0"], "--pipeline of 2 or more, but found 0."),
+        (["plan", "--model", "made_here:chain", "--pipeline", "1"], "--pipeline of 2 or more, but found 1."),
         (
             ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batches", "0"],
-            "--micro-batches of 1 or more; found 0;",
+            "--micro-batches of 1 or more, but found 0.",
         ),
         (
             ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batch-size", "0"],
-            "--micro-batch-size of 1 or more; found 0;",
+            "--micro-batch-size of 1 or more, but found 0.",
         ),
         (
             ["plan", "--model", "made_here:chain", "--pipeline", "2", "--micro-batch-size", "-1"],
-            "--micro-batch-size of 1 or more; found -1;",
+            "--micro-batch-size of 1 or more, but found -1.",
         ),
-        (["plan", "--model", "made_here:chain", "--pipeline", "2", "--length", "0"], "--length of 1 or more; found 0;"),
+        (
+            ["plan", "--model", "made_here:chain", "--pipeline", "2", "--length", "0"],
+            "--length of 1 or more, but found 0.",
+        ),
         (["trace", "/nowhere.json"], "No such file"),
     ],
 )
 def test_misuse_is_answered_with_expected_found_and_remedy_and_exit_code_2(capsys, factories, arguments, found):
     status, _, err = run(capsys, *arguments)
     assert status == 2
-    assert err.startswith(f"noria {arguments[0]}: expected ")
+    assert err.startswith(f"noria {arguments[0]}: noria expected ")
     assert found in err
-    assert "; remedy: " in err
+    assert ". Remedy: " in err
 
 
 def test_command_in_a_process_of_its_own_prints_no_traceback(tmp_path):

@@ -168,7 +168,7 @@ def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from(
         f"8.0 GiB ({8 * GIB} bytes): working copies 3.0 GiB, optimizer state 5.0 GiB",
         "found 1.0 GiB free under the group's (/sys/fs/cgroup/memory.max)",
         'host_memory="auto" keeps 256.0 MiB of it free',
-        "remedy: free memory or raise that limit",
+        "Remedy: free memory or raise that limit",
     ):
         assert part in text
     assert "does without" in str(check_fits(rows, None, free_under(Limit("MemAvailable", "/proc/meminfo", 8 * GIB))))

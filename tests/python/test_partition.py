@@ -388,7 +388,7 @@ def test_the_class_of_a_compiled_block_chooses_the_wrapper_that_is_called():
 
 @pytest.mark.parametrize("choice", [nn.Conv2d, "layers.*", nn.Dropout, "drop", "Blocks.*"])
 def test_a_choice_that_matches_nothing_with_parameters_is_refused(choice):
-    with pytest.raises(UsageError, match=r"expected .*; found none for .*; remedy: .*Block"):
+    with pytest.raises(UsageError, match=r"expected .*, but found none for .*\. Remedy: .*Block"):
         partition(Toy(), [Block, choice])
 
 
@@ -436,7 +436,7 @@ def test_a_unit_of_several_dtypes_comes_apart_and_its_hooks_need_all_of_it():
 def test_a_parameter_that_cannot_be_moved_is_refused_by_name(found):
     model = Toy()
     model.blocks[1].up.weight = BAD_PARAMETERS[found]()
-    with pytest.raises(UsageError, match=f'expected .*; found "blocks.1.up.weight" .*{found}.*; remedy: '):
+    with pytest.raises(UsageError, match=rf'expected .*, but found "blocks.1.up.weight" .*{found}.*\. Remedy: '):
         partition(model)
 
 

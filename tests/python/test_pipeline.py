@@ -142,7 +142,7 @@ def test_memory_is_drawn_over_the_time_of_the_schedule():
 
 
 def test_a_room_for_less_than_two_blocks_is_refused():
-    with pytest.raises(noria.UsageError, match="what two blocks save, 131072 bytes; found 131071"):
+    with pytest.raises(noria.UsageError, match="what two blocks save, 131072 bytes, but found 131071"):
         planned([KIB64] * 6, 3, room=2 * KIB64 - 1)
 
 
@@ -175,7 +175,7 @@ def test_the_command_tells_and_draws_it(capsys, monkeypatch):
     assert "2 ranks of 2 stages by interleaved-1f1b, 4 micro-batches" in out and "3 + 2" in out
     assert "rank 1 lends" in out and "to rank 0" in out
     assert main([*interleaved, "--virtual-stages", "5"]) == 2
-    assert "with at most 8 stages in all: each needs a block; found 2 ranks with 10" in capsys.readouterr().err
+    assert "with at most 8 stages in all, one for each block, but found 2 ranks with 10" in capsys.readouterr().err
     assert main([*arguments, "--schedule", "zero-bubble"]) == 2
     assert "found 'zero-bubble', whose backwards of inputs and of weights are apart" in capsys.readouterr().err
     module.net = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(4)))

@@ -49,7 +49,7 @@ def test_formatted_bytes_parse_back_to_within_the_shown_digit(num_bytes):
 
 @pytest.mark.parametrize("text", ["", "8", "GiB", "8 GiB 2", "-1GiB", "1e3MiB", "8Gi", "8GiBs", "٨GiB", "inf GiB"])
 def test_text_that_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(UsageError, match=r"expected .*; found .*; remedy: "):
+    with pytest.raises(UsageError, match=r"expected .*, but found .*\. Remedy: "):
         parse_bytes(text)
 
 
@@ -118,7 +118,7 @@ def test_every_field_is_tried_with_right_and_wrong_values():
 
 @pytest.mark.parametrize(("name", "value"), pairs(WRONG))
 def test_a_nonsense_value_is_refused_with_its_field_what_was_found_and_a_remedy(name, value):
-    with pytest.raises(UsageError, match=rf"^expected .*{name}.*; found .*; remedy: .+"):
+    with pytest.raises(UsageError, match=rf"^noria expected .*{name}.*, but found .*\. Remedy: .+"):
         make_policy(None, {name: value})
 
 
@@ -131,7 +131,7 @@ def test_a_right_value_is_kept_as_it_was_given(name, value):
 def test_activation_memory_is_for_auto():
     assert make_policy(None, {"activations": "auto", "activation_memory": "1MiB"}).activation_memory == "1MiB"
     for other in ("keep", "offload", "recompute"):
-        with pytest.raises(UsageError, match=f'activations="auto"; found it with activations="{other}"'):
+        with pytest.raises(UsageError, match=f'activations="auto", but found it with activations="{other}"'):
             make_policy(None, {"activations": other, "activation_memory": "1MiB"})
 
 

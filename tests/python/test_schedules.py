@@ -110,19 +110,19 @@ def test_names_are_torchs_own_or_plain():
 
 @pytest.mark.parametrize("name", [*SPLIT_BACKWARDS, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_schedules_whose_backwards_are_split_are_refused_with_the_reason(name):
-    told = f"gpipe, 1f1b, interleaved-1f1b; found '{name}', whose backwards of inputs and of weights are apart"
+    told = f"gpipe, 1f1b, interleaved-1f1b, but found '{name}', whose backwards of inputs and of weights are apart"
     with pytest.raises(noria.UsageError, match=told):
         name_of_schedule(name)
 
 
 def test_unknown_schedules_and_stages_that_no_schedule_has_are_refused():
-    with pytest.raises(noria.UsageError, match="found '2f2b'; remedy"):
+    with pytest.raises(noria.UsageError, match=r"found '2f2b'\. Remedy"):
         name_of_schedule("2f2b")
-    with pytest.raises(noria.UsageError, match="one stage of each rank under gpipe; found 2"):
+    with pytest.raises(noria.UsageError, match="one stage of each rank under gpipe, but found 2"):
         num_virtual_stages("gpipe", 2)
-    with pytest.raises(noria.UsageError, match="1 or more stages of each rank; found 0"):
+    with pytest.raises(noria.UsageError, match="1 or more stages of each rank, but found 0"):
         num_virtual_stages("interleaved-1f1b", 0)
-    with pytest.raises(noria.UsageError, match="4 micro-batches or more under 1f1b, as many as stages; found 3"):
+    with pytest.raises(noria.UsageError, match="4 micro-batches or more under 1f1b, as many as stages, but found 3"):
         orders("1f1b", 4, 3)
-    with pytest.raises(noria.UsageError, match=r"2 rounds of 2 ranks or more .*; found 5; remedy: choose 4"):
+    with pytest.raises(noria.UsageError, match=r"2 rounds of 2 ranks or more .*, but found 5\. Remedy: choose 4"):
         orders("interleaved-1f1b", 2, 5, 2)

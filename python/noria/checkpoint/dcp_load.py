@@ -124,7 +124,9 @@ def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[st
         if _is_of(place, "state") and (place[:-1] not in begun or place[-1] in _NORIAS_OWN):
             continue  # saved before the state was made, or by plain torch
         if place[-1] == UNKNOWN:
-            raise usage_error("an optimizer that has made its state", f'"{name}"', "take a step first, and load then")
+            raise usage_error(
+                "an optimizer that has made its state", f'"{name}" not made yet', "take a step first, and load then"
+            )
         raise usage_error(f'a checkpoint with "{name}"', "one without", "load it into the same model and optimizer")
 
 

@@ -131,7 +131,7 @@ def _from_hf_config(text: str) -> Any:
         import transformers
     except ImportError:
         raise usage_error(
-            "transformers, which knows the model behind a config", "it is not installed", "pip install transformers"
+            "transformers, which knows the model behind a config", "no such package", "pip install transformers"
         ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(text)
@@ -149,7 +149,7 @@ def _from_hf_config(text: str) -> Any:
 def _from_factory(text: str) -> Any:
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name:
-        raise usage_error("--model module:function", f"--model {text}", "such as --model my_models.gpt:make")
+        raise usage_error("--model module:function", f"--model {text}", "write --model my_models.gpt:make")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:

@@ -188,7 +188,7 @@ def plan_pipeline(
     num_parts = num_stages * virtual_stages
     if num_stages < 2 or num_parts > len(blocks):
         raise usage_error(
-            f"2 ranks or more, with at most {len(blocks)} stages in all: each needs a block",
+            f"2 ranks or more, with at most {len(blocks)} stages in all, one for each block",
             f"{num_stages} ranks with {num_parts} stages",
             "choose another number of stages",
         )

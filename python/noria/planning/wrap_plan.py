@@ -190,7 +190,11 @@ def make_plan(
         _refuse_lost_buffers(roots)
     units = describe_units(parts.units, policy.dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
     if not units:
-        raise usage_error("a model with parameters", "one without", "there is nothing to wrap")
+        raise usage_error(
+            "a model with parameters",
+            "one without",
+            "give a model with parameters: there is nothing to wrap in this one",
+        )
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
     fused = fused_units(units, optimizers, kernels)
     _check_states(units, optimizers, kernels, fused)

@@ -300,7 +300,7 @@ class StepDriver:
         for slot in (self.context.slot_of[parameter] for parameter in parameters):
             if slot.is_split and not self._members.fuses(slot.unit):
                 raise usage_error(
-                    f"a group whose masters {self._members.cls.__name__} can update: it is not noria's kernel's",
+                    f"a group whose masters {self._members.cls.__name__} can update without noria's kernel",
                     f'"{slot.name}", whose master is split for that kernel',
                     'wrap with kernel="torch", or give the group to the optimizer before noria.wrap',
                 )

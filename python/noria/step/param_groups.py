@@ -101,7 +101,7 @@ class ParamGroups:
         reason = why_not_fused(self.cls, [group])
         if reason is not None:
             return usage_error(
-                f"{self.cls.__name__} with the options it was wrapped with: noria's own kernel updates it",
+                f"{self.cls.__name__} with the options it was wrapped with, because noria's own kernel updates it",
                 f"group {number} with {reason}, for which there is none",
                 'set it before noria.wrap, or wrap with kernel="torch"',
             )

@@ -388,7 +388,7 @@ def test_a_piece_that_cuts_a_block_of_codes_is_refused():
     with pytest.raises(_C.InvariantError, match="cuts a block"):
         unit.job(cut=[100]).run()
     unit.state = "9bit"
-    with pytest.raises(_C.UsageError, match='found "9bit"; remedy: use one of fp32, bf16, 8bit'):
+    with pytest.raises(_C.UsageError, match=r'found "9bit"\. Remedy: use one of fp32, bf16, 8bit'):
         unit.job()
 
 

@@ -196,10 +196,10 @@ def test_lion_steps_by_the_sign_of_a_denormal_as_torch_does():
 
 def test_unknown_words_are_refused_by_name():
     unit = make("adamw", 4)
-    with pytest.raises(_C.UsageError, match=r'expected .*baseline.*found "sse9"; remedy'):
+    with pytest.raises(_C.UsageError, match=r'expected .*baseline.*found "sse9"\. Remedy'):
         unit.step(instruction_set="sse9")
     with pytest.raises(
-        _C.UsageError, match=r'found "adagrad"; remedy: use one of adamw, adam, sgd, sgd_momentum, lion'
+        _C.UsageError, match=r'found "adagrad"\. Remedy: use one of adamw, adam, sgd, sgd_momentum, lion'
     ):
         _C.update_scalars("adagrad", 1, lr=1.0)
 

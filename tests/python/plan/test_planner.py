@@ -236,10 +236,12 @@ def test_smallest_budget_is_enough_and_anything_less_is_refused(data):
     visits = model.visits("forward") + model.visits("backward")
     arena, window = model.smallest()
     judge(model, model.plan(visits, arena, window), arena, window)
-    with pytest.raises(_C.UsageError, match=f"expected .*blocks.*; found .*; remedy: raise device_memory .*{arena}"):
+    with pytest.raises(
+        _C.UsageError, match=rf"expected .*blocks.*, but found .*\. Remedy: raise device_memory .*{arena}"
+    ):
         model.plan(visits, arena - CELL, window)
     if window > 1:
-        with pytest.raises(_C.UsageError, match=f"window=[0-9]+; remedy: raise window to at least {window}"):
+        with pytest.raises(_C.UsageError, match=rf"window=[0-9]+\. Remedy: raise window to at least {window}"):
             model.plan(visits, arena, window - 1)
 
 
@@ -249,8 +251,8 @@ def test_refusal_names_the_unit_what_it_needs_what_there_is_and_what_would_fit()
     with pytest.raises(_C.UsageError) as refusal:
         model.plan(model.visits("backward"), 512 * mib * CELL)
     assert str(refusal.value) == (
-        'expected device memory for what one visit needs at once: unit "blocks.1" needs 812.0 MiB '
-        "(weights 406.0 MiB, gradients 406.0 MiB); found room for 512.0 MiB (536870912 bytes); remedy: "
+        'noria expected device memory for what one visit needs at once: unit "blocks.1" needs 812.0 MiB '
+        "(weights 406.0 MiB, gradients 406.0 MiB), but found room for 512.0 MiB (536870912 bytes). Remedy: "
         "raise device_memory until there is room for 812.0 MiB (851443712 bytes), or split the unit"
     )
 
