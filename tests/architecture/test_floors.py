@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import noria
@@ -41,13 +42,22 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, names: dict[str, Path]) -> set[str]:
+    """The modules that it imports, and those that it uses as `noria.module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "noria":
-            base = node.module.removeprefix("noria").removeprefix(".")
-            for each in node.names:
-                full = f"{base}.{each.name}" if base else each.name
-                found.add(full if full in names else base)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: an import relative to the file; expected from noria..."
+            words = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            words = [each.name for each in node.names]
+        elif isinstance(node, ast.Attribute):
+            words = [ast.unparse(node)]
+        else:
+            continue
+        for word in words:
+            if word.startswith("noria."):
+                full = word.removeprefix("noria.")
+                found.add(full if full in names else full.rpartition(".")[0])
     return found & set(names)
 
 
@@ -78,7 +88,28 @@ def test_no_files_import_each_other_in_a_circle():
     assert not arrows
 
 
-def test_an_import_from_above_would_be_seen(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "imported"),
+    [
+        ("if TYPE_CHECKING:\n    from noria.wrapped import Wrapped", "wrapped"),
+        ("from noria.step import driver", "step.driver"),
+        ("from noria import testing", "testing"),
+        ("import noria.testing.twin as twin", "testing.twin"),
+        ("import noria\nnoria.testing.assert_same_bits({}, {})", "testing"),
+        ("import torch.testing", ""),
+    ],
+)
+def test_an_import_from_above_would_be_seen(tmp_path, text, imported):
     file = tmp_path / "low.py"
-    file.write_text("if TYPE_CHECKING:\n    from noria.wrapped import Wrapped\nfrom noria.step import driver\n")
-    assert imports_of(file, modules()) == {"wrapped", "step.driver"}
+    file.write_text(text)
+    assert imports_of(file, modules()) == set(imported.split())
+
+
+def test_what_users_run_offers_the_helpers_of_tests_and_uses_none():
+    names = modules()
+    production = [path for name, path in names.items() if name.split(".")[0] != "testing"]
+    users = [path for path in production if any(each.split(".")[0] == "testing" for each in imports_of(path, names))]
+    assert users == [] and len(production) > 50
+    package = ROOT / "__init__.py"  # `import noria` is enough for noria.testing.assert_same_bits
+    assert {each for each in imports_of(package, names) if each.split(".")[0] == "testing"} == {"testing"}
+    assert len(re.findall(r"\btesting\b", package.read_text())) == 2, "once imported, once in __all__"
