@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import noria
 import pytest
 
 from tests.architecture.public import docstrings
 
-ROOT = Path(noria.__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 FOLDERS = ("python", "csrc", "docs", "benchmarks", "examples", "tests", "tools")
 SUFFIXES = (".py", ".pyi", ".h", ".cpp", ".inc", ".md", ".sh", ".toml")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import noria
 import pytest
 
-ROOT = Path(noria.__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Old name: the one that is used now.
 RENAMED = {

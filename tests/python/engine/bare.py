@@ -21,11 +21,10 @@ Call = tuple[str, tuple[Any, ...]]
 Slot = tuple[int, int]  # unit, and which of its slots
 ADAMW = {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
-
-def import_bare_engine() -> Any:
-    if str(BUILD) not in sys.path:
-        sys.path.append(str(BUILD))
-    return pytest.importorskip("_bare_engine", reason=f"the bare engine is not built in {BUILD}")
+# Before all else here: where it is not built, files that import this one are skipped before they import each other.
+if str(BUILD) not in sys.path:
+    sys.path.append(str(BUILD))
+bare: Any = pytest.importorskip("_bare_engine", reason=f"the bare engine is not built in {BUILD}")
 
 
 @dataclass

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.python.engine.bare import SLOT, Call, Twin, import_bare_engine, play
-
-bare = import_bare_engine()
+from tests.python.engine.bare import SLOT, Call, Twin, bare, play
 
 
 class Ranks:

@@ -15,13 +15,12 @@ from tests.python.engine.bare import (
     Model,
     Slot,
     Twin,
+    bare,
     differences,
     engine_outcome,
-    import_bare_engine,
     play,
 )
 
-bare = import_bare_engine()
 HOSTS = ["host", "calling thread"]
 MACHINES = [*HOSTS, "fake cuda"]
 

@@ -17,14 +17,12 @@ from tests.python.engine.bare import (
     Model,
     Slot,
     Twin,
+    bare,
     differences,
     engine_outcome,
-    import_bare_engine,
     play,
 )
 from tests.python.engine.test_engine import Loop, budgets, lent, programs
-
-bare = import_bare_engine()
 
 THREE = Model([(1, 1), (1, 1), (1, 1)], [[0], [1], [2]])
 ALL = {0, 1, 2}

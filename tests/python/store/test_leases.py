@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noria import _C
 
-from tests.python.engine.bare import import_bare_engine
+from tests.python.engine.bare import bare
 
-bare = import_bare_engine()
 CELL, CELLS = 512, 12
 
 
