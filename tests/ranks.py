@@ -119,12 +119,12 @@ def _in_turn(rank: int, size: int, acts: dict[str, tuple[Callable[..., Any], Any
             _done(act, rank, size, *args)
         except Exception:
             failure = f"rank {rank}:\n{traceback.format_exc()}"
-        everybodys = [""] * size
+        gathered = [""] * size
         try:
-            dist.all_gather_object(everybodys, failure)
+            dist.all_gather_object(gathered, failure)
         except Exception as error:
             raise AssertionError(f"ranks parted in {name!r}; {failure or 'no failure here'}") from error
-        found[name] = "\n".join(filter(None, everybodys))
+        found[name] = "\n".join(filter(None, gathered))
     return found
 
 

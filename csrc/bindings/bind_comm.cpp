@@ -64,7 +64,7 @@ void bind_comm(py::module_& m) {
       .def(
           "exchange",
           [](CollectLane& self, std::vector<std::int64_t> numbers) {
-            return self.exchange(std::move(numbers), Meeting::other).numbers;
+            return self.exchange(std::move(numbers), SyncPoint::other).numbers;
           },
           py::arg("numbers"), NoGil())
       .def("close", &CollectLane::close, NoGil());

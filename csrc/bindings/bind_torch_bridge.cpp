@@ -268,13 +268,13 @@ void bind_torch_bridge(py::module_& m) {
           "add_peer",
           [](TorchBridge& self, std::int32_t rank, int link, double bandwidth, std::int64_t address,
              std::int64_t bytes) {
-            self.engine().saver()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}});
+            self.engine().activations()->add_peer({rank, link, bandwidth, pointer(address), Bytes{bytes}});
           },
           py::arg("rank"), py::arg("link"), py::arg("bandwidth"), py::arg("address"), py::arg("bytes"), NoGil())
       .def(
           "shrink_peer",
           [](TorchBridge& self, std::int32_t rank, std::int64_t left) {
-            return self.engine().saver()->shrink_peer(rank, Bytes{left});
+            return self.engine().activations()->shrink_peer(rank, Bytes{left});
           },
           py::arg("rank"), py::arg("left"), NoGil())
       .def(
@@ -282,7 +282,7 @@ void bind_torch_bridge(py::module_& m) {
           [](TorchBridge& self, const std::set<std::int32_t>& hooks) {
             std::set<HookId> all;
             for (const std::int32_t hook : hooks) all.insert(HookId(hook));
-            self.engine().saver()->send_home(std::move(all));
+            self.engine().activations()->send_home(std::move(all));
           },
           py::arg("hooks"), NoGil())
       .def(
@@ -327,7 +327,8 @@ void bind_torch_bridge(py::module_& m) {
           },
           NoGil())
       .def(
-          "set_saved_room", [](TorchBridge& self, std::int64_t room) { self.engine().saver()->set_room(Bytes{room}); },
+          "set_saved_room",
+          [](TorchBridge& self, std::int64_t room) { self.engine().activations()->set_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",
            [](TorchBridge& self, py::function more_home) {
@@ -399,13 +400,13 @@ void bind_torch_bridge(py::module_& m) {
           [](TorchBridge& self, const std::vector<std::int64_t>& addresses) { self.hold_all(pointers(addresses)); },
           NoGil())
       .def(
-          "hold_unsummed",
+          "hold_unreduced",
           [](TorchBridge& self, const std::vector<std::int64_t>& addresses) {
-            self.hold_unsummed(pointers(addresses));
+            self.hold_unreduced(pointers(addresses));
           },
           NoGil())
       .def(
-          "holds_unsummed", [](TorchBridge& self) { return self.engine().holds_unsummed(); }, NoGil())
+          "holds_unreduced", [](TorchBridge& self) { return self.engine().holds_unreduced(); }, NoGil())
       .def("set_unsynced", &TorchBridge::set_unsynced, NoGil())
       .def(
           "access_held", [](TorchBridge& self, std::int32_t unit) { self.engine().access_held(UnitId(unit), nullptr); },
@@ -431,10 +432,10 @@ void bind_torch_bridge(py::module_& m) {
           "has_unclaimed",
           [](TorchBridge& self) { return without_gil([&] { return !self.engine().unclaimed().empty(); }); })
       .def(
-          "tear", [](TorchBridge& self, const std::string& why) { self.engine().tear(why); }, NoGil())
+          "mark_torn", [](TorchBridge& self, const std::string& why) { self.engine().mark_torn(why); }, NoGil())
       .def("torn", [](TorchBridge& self) { return without_gil([&] { return self.engine().torn(); }); })
       .def(
-          "mend", [](TorchBridge& self) { self.engine().mend(); }, NoGil())
+          "clear_torn", [](TorchBridge& self) { self.engine().clear_torn(); }, NoGil())
       .def("clear_callbacks",
            [](TorchBridge& self) {
              self.set_update_callback({});
@@ -523,8 +524,9 @@ void bind_torch_bridge(py::module_& m) {
       .def("apply_scales", &TorchBridge::apply_scales, NoGil())
       .def("unscale_used", &TorchBridge::unscale_used, NoGil())
       .def(
-          "is_moved",
-          [](TorchBridge& self, std::int32_t unit) { return self.engine().drafts()->is_moved(UnitId(unit)); }, NoGil())
+          "is_swapped",
+          [](TorchBridge& self, std::int32_t unit) { return self.engine().drafts()->is_swapped(UnitId(unit)); },
+          NoGil())
       .def("draft_counts",
            [](TorchBridge& self) {
              const DraftCounts counts = without_gil([&] { return self.engine().drafts()->counts(); });
@@ -563,9 +565,10 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "end_step", [](TorchBridge& self, bool blocking) { self.engine().end_step(blocking); }, NoGil())
       .def(
-          "settle", [](TorchBridge& self, std::int32_t unit) { self.engine().settle(UnitId(unit)); }, NoGil())
+          "run_deferred", [](TorchBridge& self, std::int32_t unit) { self.engine().run_deferred(UnitId(unit)); },
+          NoGil())
       .def(
-          "settle_all", [](TorchBridge& self) { self.engine().settle_all(); }, NoGil())
+          "run_all_deferred", [](TorchBridge& self) { self.engine().run_all_deferred(); }, NoGil())
       .def(
           "next_forward_order", [](TorchBridge& self) { return plain(self.engine().next_forward_order()); }, NoGil())
       .def("guard_gradients", &TorchBridge::guard_gradients, NoGil())

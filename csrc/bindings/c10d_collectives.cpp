@@ -75,7 +75,7 @@ class C10dCollectives final : public Collectives {
 
   void reduce(const Reduction& reduced) override {
     together("a sum of " + to_string(reduced.shard * shards().size), [&] {
-      summed(reduced, [&](at::Tensor& all, at::Tensor& own) {
+      reduce_with(reduced, [&](at::Tensor& all, at::Tensor& own) {
         if (within_) reduce_into(*within_, own, all);
         if (across_) sum_over(*across_, own);
       });
@@ -91,7 +91,7 @@ class C10dCollectives final : public Collectives {
     });
   }
 
-  void give(const Giving& given, const Wanting& wanting) override {
+  void give(const ShardSend& given, const Wanting& wanting) override {
     together("a gather of " + to_string(given.shard * shards().size) + ", which only other ranks want whole,", [&] {
       const at::Tensor own = over(given.scratch, at::kByte, given.shard);
       own.copy_(at_home(given.own, at::kByte, given.shard), /*non_blocking=*/true);
@@ -102,7 +102,7 @@ class C10dCollectives final : public Collectives {
   void reduce_some(const Reduction& reduced) override {
     const int num_shards = shards().size;
     together("a sum of " + to_string(reduced.shard * num_shards), [&] {
-      summed(reduced, [&](at::Tensor& all, at::Tensor& own) {
+      reduce_with(reduced, [&](at::Tensor& all, at::Tensor& own) {
         const Parts parts = all.chunk(num_shards);
         for (int each = 0; each < num_shards; ++each) {
           if (within_) reduce_to(each, parts[static_cast<std::size_t>(each)]);
@@ -114,7 +114,7 @@ class C10dCollectives final : public Collectives {
     });
   }
 
-  void take(const Taking& taken) override {
+  void take(const ShardReceive& taken) override {
     const Shards own_of = shards();
     together("a sum of " + to_string(taken.shard * own_of.size) + ", to which this rank adds nothing,", [&] {
       const at::ScalarType type = scalar_type(taken.type);
@@ -139,8 +139,8 @@ class C10dCollectives final : public Collectives {
     together("an exchange of numbers", [&] {
       const auto count = static_cast<std::int64_t>(numbers.size());
       at::Tensor own = at::from_blob(const_cast<std::int64_t*>(numbers.data()), {count}, at::kLong);
-      at::Tensor everybodys = at::from_blob(all.data(), {count * size()}, at::kLong);
-      gather_into(*numbers_, everybodys, own);
+      at::Tensor gathered = at::from_blob(all.data(), {count * size()}, at::kLong);
+      gather_into(*numbers_, gathered, own);
     });
     return all;
   }
@@ -153,8 +153,8 @@ class C10dCollectives final : public Collectives {
   using Parts = std::vector<at::Tensor>;
 
   // Multiplies by 1 / size, calls `sum`, and adds what `reduced.add` names. `sum` works in place: it sums `all` inside
-  // the replica, then this rank's part `own` across replicas.
-  void summed(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& sum) const {
+  // the replica, then this rank's shard `own` across replicas.
+  void reduce_with(const Reduction& reduced, const std::function<void(at::Tensor& all, at::Tensor& own)>& sum) const {
     for (const auto& [memory, bytes] : reduced.zero) over(memory, at::kByte, bytes).zero_();
     const Shards own_shards = shards();
     const at::ScalarType type = scalar_type(reduced.type);

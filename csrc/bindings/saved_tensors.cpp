@@ -76,11 +76,11 @@ std::shared_ptr<SavedTensor> SavedTensors::pack(Engine& engine, const at::Tensor
     result->storage = known->second.saved.lock();
   }
   if (result->storage) {
-    engine.saver()->share(result->storage->saved);
+    engine.activations()->share(result->storage->saved);
     return result;
   }
-  const SavedId saved = engine.saver()->save(static_cast<const std::byte*>(storage.data()),
-                                             Bytes{static_cast<std::int64_t>(storage.nbytes())});
+  const SavedId saved = engine.activations()->save(static_cast<const std::byte*>(storage.data()),
+                                                   Bytes{static_cast<std::int64_t>(storage.nbytes())});
   storages_.emplace(saved, storage);
   result->storage = std::make_shared<const SavedStorage>(saved, dropped_);
   known_.insert_or_assign(
@@ -130,8 +130,8 @@ void SavedTensors::forget_dropped(Engine& engine) {
     saved.swap(dropped_->saved);
   }
   if (saved.empty()) return;
-  const auto saver = engine.saver();
-  for (SavedId each : saved) saver->forget(each);
+  const auto activations = engine.activations();
+  for (SavedId each : saved) activations->forget(each);
   std::erase_if(known_, [](const auto& item) { return item.second.saved.expired(); });
 }
 

@@ -77,7 +77,7 @@ class SavedTensors {
   /// `poisoned` fills the memory with NaN. Then a reader that does not wait for the bytes shows in the results.
   std::byte* make_room(SavedId saved, Bytes bytes, bool poisoned);
   void fill(SavedId saved, const std::byte* from, Bytes bytes);
-  void left(SavedId saved) { storages_.erase(saved); }
+  void release_saved(SavedId saved) { storages_.erase(saved); }
 
  private:
   /// Stored by the address of a storage that is or was on the device. The weak pointer keeps that address from being

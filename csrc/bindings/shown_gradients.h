@@ -41,7 +41,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
     std::function<void(int)> before_scale;
     /// Returns norms if ranks hold parts of each gradient. Unset if one process has all of it.
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms_of_parts;
-    /// Returns false while a backward runs, or if ranks have not summed the gradient. Then only the bytes tell its
+    /// Returns false while a backward runs, or if ranks have not reduced the gradient. Then only the bytes tell its
     /// value.
     std::function<bool(int)> is_settled;
   };

@@ -107,13 +107,13 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
       engine_(options, backend, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   ShownGradients::Callbacks callbacks;
   callbacks.before_write = [this](int index) { gradient_is_written(parameter(index).unit); };
-  callbacks.before_scale = [this](int index) { engine_.settle(parameter(index).unit); };
+  callbacks.before_scale = [this](int index) { engine_.run_deferred(parameter(index).unit); };
   callbacks.is_settled = [this](int index) {
     if (getpid() != process_) return false;  // a write raises the error
     const Parameter& asked = parameter(index);
-    const bool is_summed =
-        !is_shared_ || !engine_.is_unsummed(asked.unit, Bytes{asked.facts.gradient_offset}, asked.facts.bytes());
-    return is_summed && engine_.phase() != Phase::backward;
+    const bool is_reduced =
+        !is_shared_ || !engine_.is_unreduced(asked.unit, Bytes{asked.facts.gradient_offset}, asked.facts.bytes());
+    return is_reduced && engine_.phase() != Phase::backward;
   };
   if (is_shared_) {
     callbacks.norms_of_parts = [this](const std::vector<int>& indices, const NormAsked& asked) {
@@ -440,7 +440,7 @@ void TorchBridge::arm() {
 
 void TorchBridge::refuse_foreign(const Parameter& refused) {
   throw UsageError("no p.grad of the user's own where ranks share the model", "one on \"" + refused.facts.name + "\"",
-                   "clear it: every rank updates its part of the gradient that backward() has summed");
+                   "clear it: every rank updates its part of the gradient that backward() has reduced");
 }
 
 // Drops accumulated gradients that p.grad no longer shows: no update may use them.
@@ -552,7 +552,7 @@ void TorchBridge::task_ended(int task) {
 void TorchBridge::finish_backward() {
   if (!interrupted_) entered_.clear();
   if (is_shared_ && !unsynced_) {
-    engine_.end_sums(current_stream());
+    engine_.end_reductions(current_stream());
     share_arrivals();
   }
   saved_.forget_dropped(engine_);
@@ -577,7 +577,7 @@ void TorchBridge::finish_backward() {
 bool TorchBridge::adds_to_held(int index) const {
   const Parameter& into = parameter(index);
   if (!is_shared_) return into.arrived || gradient_is(index) == GradientIs::held;
-  return engine_.is_unsummed(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
+  return engine_.is_unreduced(into.unit, Bytes{into.facts.gradient_offset}, into.facts.bytes());
 }
 
 bool TorchBridge::is_brought(int index) const {
@@ -601,14 +601,14 @@ void TorchBridge::set_unsynced(bool unsynced) {
   engine_.set_unsynced(unsynced);
 }
 
-void TorchBridge::refuse_unsummed() const {
+void TorchBridge::refuse_unreduced() const {
   for (const Parameter& each : parameters_) {
     if (!is_shared_ || each.facts.gradient_offset < 0 ||
         gradient_is(static_cast<int>(&each - parameters_.data())) != GradientIs::held)
       continue;
-    if (!engine_.is_unsummed(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) continue;
+    if (!engine_.is_unreduced(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) continue;
     throw UsageError("a backward outside of no_sync() before optimizer.step()",
-                     "gradients of \"" + each.facts.name + "\" that are not summed over the ranks",
+                     "gradients of \"" + each.facts.name + "\" that are not reduced over the ranks",
                      "leave no_sync() before the last backward of a step");
   }
 }
@@ -636,7 +636,7 @@ void TorchBridge::note_sums() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& each = parameters_[i];
     if (each.facts.gradient_offset < 0) continue;
-    if (engine_.is_summed(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) adds_to_.add(i);
+    if (engine_.is_reduced(each.unit, Bytes{each.facts.gradient_offset}, each.facts.bytes())) adds_to_.add(i);
   }
 }
 
@@ -655,7 +655,7 @@ void TorchBridge::share_arrivals() {
   const std::vector<std::int64_t> own_steps = steps();
   own.insert(own.end(), own_steps.begin(), own_steps.end());
   const auto row = static_cast<std::ptrdiff_t>(own.size());
-  const std::vector<std::int64_t> all = engine_.exchange(std::move(own), Meeting::backward);
+  const std::vector<std::int64_t> all = engine_.exchange(std::move(own), SyncPoint::backward);
   std::vector<std::int64_t> first;
   for (auto its = all.begin(); its != all.end(); its += row) {
     arrived.add_all({its, its + num_words});
@@ -664,7 +664,7 @@ void TorchBridge::share_arrivals() {
     const auto rank = static_cast<std::size_t>((its - all.begin()) / row);
     const auto steps_of = [&](const std::vector<std::int64_t>& of) { return std::vector(of.end() - 2, of.end()); };
     refuse_other_steps(steps_of(first), steps_of(done), rank);
-    if (done != first) refuse_other_sums(first, done, rank);
+    if (done != first) refuse_other_reductions(first, done, rank);
   }
   std::map<UnitId, std::set<Bytes>> came;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -672,7 +672,7 @@ void TorchBridge::share_arrivals() {
     each.arrived = each.arrived || arrived.contains(i);
     if (each.arrived && each.facts.variable.numel() > 0) came[each.unit].insert(Bytes{each.facts.gradient_offset});
   }
-  if (engine_.updates_in_backward()) engine_.backward_updates()->note_came(came);
+  if (engine_.updates_in_backward()) engine_.backward_updates()->note_arrived(came);
 }
 
 std::vector<std::int64_t> TorchBridge::steps() const {
@@ -683,16 +683,16 @@ std::vector<std::int64_t> TorchBridge::exchange(std::vector<std::int64_t> number
   const std::vector<std::int64_t> own = steps();
   numbers.insert(numbers.end(), own.begin(), own.end());
   const auto row = static_cast<std::ptrdiff_t>(numbers.size());
-  const std::vector<std::int64_t> all = engine_.exchange(std::move(numbers), Meeting::other);
-  std::vector<std::int64_t> everybodys, first;
+  const std::vector<std::int64_t> all = engine_.exchange(std::move(numbers), SyncPoint::other);
+  std::vector<std::int64_t> gathered, first;
   for (auto its = all.begin(); its != all.end(); its += row) {
     const auto end = its + row - static_cast<std::ptrdiff_t>(own.size());
-    everybodys.insert(everybodys.end(), its, end);
+    gathered.insert(gathered.end(), its, end);
     const std::vector<std::int64_t> steps_of(end, its + row);
     if (its == all.begin()) first = steps_of;
     refuse_other_steps(first, steps_of, static_cast<std::size_t>((its - all.begin()) / row));
   }
-  return everybodys;
+  return gathered;
 }
 
 void TorchBridge::refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
@@ -710,8 +710,8 @@ void TorchBridge::refuse_other_steps(const std::vector<std::int64_t>& first, con
   }
 }
 
-void TorchBridge::refuse_other_sums(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
-                                    std::size_t rank) const {
+void TorchBridge::refuse_other_reductions(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                                          std::size_t rank) const {
   const std::string there = "on rank " + std::to_string(rank);
   ParameterSet on_first(parameters_.size()), on_its(parameters_.size());
   on_first.add_all({first.begin(), first.end() - 2});
@@ -810,7 +810,7 @@ void TorchBridge::gradient_is_written(UnitId unit) {
 void TorchBridge::begin_step() {
   refuse_open_home();
   forget_failed_backward();
-  refuse_unsummed();
+  refuse_unreduced();
   std::vector<int> scaled;
   std::vector<UnitId> units;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -919,7 +919,7 @@ bool TorchBridge::apply_scales(int index) {
 std::vector<std::vector<double>> TorchBridge::sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
   refuse_open_home();
   forget_failed_backward();
-  refuse_unsummed();
+  refuse_unreduced();
   if (jobs.empty()) return {};  // also if there is no pool
   return engine_.sum_gradients(std::move(jobs), current_stream());
 }

@@ -131,7 +131,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   /// What the caller does with gradients that ranks share.
   struct Parts {
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms;
-    std::function<void(int)> multiply;  // this rank's part by the gradient's scales; drops these
+    std::function<void(int)> multiply;  // this rank's shard by the gradient's scales; drops these
   };
   void set_parts(Parts parts) { parts_ = std::move(parts); }
   /// Sets whether passes only accumulate (update="backward").
@@ -139,8 +139,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   /// As Engine::set_last_of. Until the next call, passes need no `step` between them.
   void set_last_of(const std::optional<std::vector<UnitId>>& units);
   void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, current_stream()); }
-  void hold_unsummed(const std::vector<std::byte*>& memory) { engine_.hold_unsummed(memory, current_stream()); }
-  /// Sets whether gradients stay this rank's own, or are summed over all ranks.
+  void hold_unreduced(const std::vector<std::byte*>& memory) { engine_.hold_unreduced(memory, current_stream()); }
+  /// Sets whether gradients stay this rank's own, or are reduced over all ranks.
   void set_unsynced(bool unsynced);
   bool is_held_back(int index) const;
   /// Runs the updates of `step` after passes that have only accumulated. It uses the gradients that the user has not
@@ -193,7 +193,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
     return saved_.make_room(saved, bytes, /*poisoned=*/backend_->poisons());
   }
   void fill(SavedId saved, const std::byte* from, Bytes bytes) override { saved_.fill(saved, from, bytes); }
-  void left(SavedId saved) override { saved_.left(saved); }
+  void release_saved(SavedId saved) override { saved_.release_saved(saved); }
 
  private:
   struct Hook {
@@ -239,7 +239,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void task_ended(int task);
   void finish_backward();
   bool adds_to_held(int index) const;
-  void refuse_unsummed() const;
+  void refuse_unreduced() const;
   void note_sums();
   void multiply_parts();
   void share_arrivals();
@@ -247,8 +247,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   std::vector<std::int64_t> steps() const;
   static void refuse_other_steps(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
                                  std::size_t rank);
-  void refuse_other_sums(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
-                         std::size_t rank) const;
+  void refuse_other_reductions(const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& its,
+                               std::size_t rank) const;
   void write_gradient(int index, const at::Tensor& gradient);
   void refuse_captured_gradients() const;
   [[noreturn]] static void refuse_foreign(const Parameter& refused);

@@ -68,12 +68,13 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
                    failed});
 }
 
-Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, Standing standing) {
+Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits,
+                           RankPosition position) {
   const Ticket ticket = backend_->open(label, collective.received(shards_));
   enqueue(
       [this, label, ticket, collective = std::move(collective), waits = std::move(waits),
-       standing = std::move(standing)] {
-        run(label, collective, waits, standing);
+       position = std::move(position)] {
+        run(label, collective, waits, position);
         backend_->give(ticket, collectives_->stream());
       },
       [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); });
@@ -81,13 +82,13 @@ Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vec
 }
 
 void CollectLane::run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits,
-                      const Standing& standing) {
+                      const RankPosition& position) {
   for (const Ticket& wait : waits) thread_.await_issued(wait);
   Wanting wanting;
   if (!collective.empty()) {
     const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
-    const Intent own{act, standing.phase, label.unit.value, standing.version, standing.num_broken};
-    wanting = meet(own, label.op, standing.shares.get()).wanting;
+    const Intent own{act, position.phase, label.unit.value, position.version, position.num_broken};
+    wanting = meet(own, label.op, position.unit_shards.get()).wanting;
   }
   backend_->wait(waits, collectives_->stream(), label);
   const bool by_all = std::find(wanting.begin(), wanting.end(), false) == wanting.end();
@@ -99,24 +100,25 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
   if (reduction.arrived) reduction.arrived_anywhere->add_all(collectives_->exchange(reduction.arrived->words()));
   if (reduction.all == nullptr) return;
   if (taken_.contains(label.unit.value)) {
-    std::byte* const held = standing.shares->of[static_cast<std::size_t>(label.unit.value)]->gradient.to;
+    std::byte* const held = position.unit_shards->of[static_cast<std::size_t>(label.unit.value)]->gradient.to;
     reduction.add = {{reduction.all + (reduction.shard * shards_.rank).count, held, reduction.shard}};
   }
   if (by_all) collectives_->reduce(reduction);
   else collectives_->reduce_some(reduction);
 }
 
-CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, Meeting meeting, const Standing& standing) {
+CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, SyncPoint point,
+                                       const RankPosition& position) {
   const auto answer = std::make_shared<Answer>();
   enqueue(
-      [this, answer, meeting, standing, numbers = std::move(numbers)] {
+      [this, answer, point, position, numbers = std::move(numbers)] {
         const Intent own{Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
-                         static_cast<std::int64_t>(meeting), standing.num_broken};
+                         static_cast<std::int64_t>(point), position.num_broken};
         Met met;
-        met.has_assisted = meet(own, OpId(), standing.shares.get()).has_assisted;
+        met.has_assisted = meet(own, OpId(), position.unit_shards.get()).has_assisted;
         if (!numbers.empty()) met.numbers = collectives_->exchange(numbers);
-        met.was_uneven = std::exchange(was_uneven_, false);
-        if (meeting == Meeting::backward) {
+        met.has_diverged = std::exchange(has_diverged_, false);
+        if (point == SyncPoint::backward) {
           for (std::int64_t unit : std::exchange(taken_, {})) met.taken.emplace_back(static_cast<std::int32_t>(unit));
         }
         answer->give(std::move(met), nullptr);
@@ -129,7 +131,7 @@ void CollectLane::forget_taken() {
   enqueue([this] { taken_.clear(); }, [](const std::exception_ptr&) {});
 }
 
-CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const Shares* shares) {
+CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const UnitShards* unit_shards) {
   Agreed agreed;
   while (true) {
     const std::vector<Intent> heads = tell(own);
@@ -152,12 +154,13 @@ CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const Shares* 
     if (chosen.act == Intent::Act::exchange) {
       refuse(heads, number, static_cast<std::size_t>(another - wanting.begin()));
     }
-    was_uneven_ = true;
+    has_diverged_ = true;
     const bool is_own = own.is_same_op(chosen);
-    const Share* share = shares == nullptr ? nullptr : shares->of[static_cast<std::size_t>(chosen.subject)].get();
-    agree_on_version(heads, chosen, is_own ? nullptr : share);
+    const UnitShard* shard =
+        unit_shards == nullptr ? nullptr : unit_shards->of[static_cast<std::size_t>(chosen.subject)].get();
+    agree_on_version(heads, chosen, is_own ? nullptr : shard);
     if (is_own) return agreed;
-    assist(chosen, wanting, op, *share);
+    assist(chosen, wanting, op, *shard);
     agreed.has_assisted = true;
   }
 }
@@ -174,7 +177,7 @@ std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
   return heads;
 }
 
-// Throws if a backward has raised on some ranks alone. What the other ranks summed in it is of another batch than what
+// Throws if a backward has raised on some ranks alone. What the other ranks reduced in it is of another batch than what
 // comes next on the ranks where it raised.
 void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
   for (std::size_t other = 0; other < heads.size(); ++other) {
@@ -187,12 +190,12 @@ void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
 }
 
 // Only an assisting rank knows whether it has that version, so each rank says so before any begins.
-void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const Share* share) {
+void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const UnitShard* shard) {
   const bool is_own = heads[static_cast<std::size_t>(rank_)].is_same_op(chosen);
   std::int64_t own = kNone;
   if (is_own) own = chosen.version;
-  else if (share != nullptr && (chosen.act == Intent::Act::gather || share->gradient.to != nullptr))
-    own = share->version;
+  else if (shard != nullptr && (chosen.act == Intent::Act::gather || shard->gradient.to != nullptr))
+    own = shard->version;
   const std::vector<std::int64_t> versions = collectives_->exchange({own});
   for (std::size_t other = 0; other < versions.size(); ++other) {
     if (versions[other] == chosen.version) continue;
@@ -206,17 +209,17 @@ void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Inten
   }
 }
 
-void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, const Share& share) {
+void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, const UnitShard& shard) {
   const bool is_gather = chosen.act == Intent::Act::gather;
   const UnitId unit(static_cast<std::int32_t>(chosen.subject));
-  const std::vector<Ticket>& waits = is_gather ? share.before_read : share.before_write;
+  const std::vector<Ticket>& waits = is_gather ? shard.before_read : shard.before_write;
   for (const Ticket& wait : waits) thread_.await_issued(wait);
   backend_->wait(waits, collectives_->stream(), {op, Lane::collect, is_gather ? Verb::gather : Verb::reduce, unit});
   if (is_gather) {
-    for (const Giving& each : share.weights) collectives_->give(each, wanting);
+    for (const ShardSend& each : shard.weights) collectives_->give(each, wanting);
     return;
   }
-  Taking taking = share.gradient;
+  ShardReceive taking = shard.gradient;
   if (!taken_.insert(chosen.subject).second) taking.add = {{Bytes{0}, taking.shard}};
   collectives_->take(taking);
 }
@@ -241,7 +244,7 @@ std::string CollectLane::describe_version(std::int64_t version) {
 
 std::string CollectLane::describe(const Intent& intent) const {
   if (intent.act == Intent::Act::exchange) {
-    const bool ends_backward = static_cast<Meeting>(intent.version) == Meeting::backward;
+    const bool ends_backward = static_cast<SyncPoint>(intent.version) == SyncPoint::backward;
     return ends_backward ? "end a backward"
                          : "do what all ranks do together (state_dict(), a save, a load, a norm, noria.materialize, "
                            "noria.unwrap, the first no_sync())";

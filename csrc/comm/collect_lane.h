@@ -19,7 +19,7 @@
 //
 // Note [Assistance]. For a gather, an assisting rank gives its shard, out of the home. For a reduction it adds nothing,
 // and takes its shard of the sum into the held gradient. Neither is an op, so no waits are
-// derived for it. The op that the lane is at brings them: `Shares`, made when that op was submitted. An op that is
+// derived for it. The op that the lane is at brings them: `UnitShards`, made when that op was submitted. An op that is
 // submitted later cannot be in the way. If it writes a working copy or touches a held gradient, it waits for the newest
 // op of the lane (plan/hazards.h). If this rank assisted during an exchange, the engine submits an op afterwards, so
 // that later ops can wait for it. Until an exchange reports them, the launching thread does not know of the sums that
@@ -35,7 +35,7 @@
 #include <vector>
 
 #include "comm/collectives.h"
-#include "comm/shares.h"
+#include "comm/unit_shards.h"
 #include "device/host_lane.h"
 
 namespace noria {
@@ -56,16 +56,16 @@ struct Collective {
 };
 
 /// Says where this rank stands when it submits an op.
-struct Standing {
+struct RankPosition {
   Phase phase = Phase::forward;
-  std::int64_t version = 0;              // of the unit's weights; see Share
-  std::shared_ptr<const Shares> shares;  // null: this rank cannot assist
-  std::int64_t num_broken = 0;           // how many of the backwards that sum have raised
+  std::int64_t version = 0;                       // of the unit's weights; see UnitShard
+  std::shared_ptr<const UnitShards> unit_shards;  // null: this rank cannot assist
+  std::int64_t num_broken = 0;                    // how many of the backwards that sum have raised
 };
 
 /// Says where ranks exchange numbers: at the end of a backward, or for what the calling thread does next together with
 /// the other ranks (a norm, `state_dict()`). In the latter case the numbers say what that is.
-enum class Meeting : std::uint8_t { backward, other };
+enum class SyncPoint : std::uint8_t { backward, other };
 
 class CollectLane {
  public:
@@ -78,17 +78,17 @@ class CollectLane {
   Shards shards() const { return shards_; }
 
   /// Queues `collective` after `waits`. Does not synchronize.
-  Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, Standing standing = {});
+  Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, RankPosition position = {});
 
   struct Met {
     std::vector<std::int64_t> numbers;  // of all ranks, by rank, one rank's behind the other
     std::vector<UnitId> taken;          // at the end of a backward: units whose sums were taken since the last one
-    bool was_uneven = false;            // some ranks have assisted since the last exchange; the same on all ranks
+    bool has_diverged = false;          // some ranks have assisted since the last exchange; the same on all ranks
     bool has_assisted = false;          // this rank has assisted while it waited; no op of the lane stands for that
   };
-  /// Blocks until all that was submitted before is done, on all ranks. Of `standing` only shares and num_broken are
-  /// used.
-  Met exchange(std::vector<std::int64_t> numbers, Meeting meeting, const Standing& standing = {});
+  /// Blocks until all that was submitted before is done, on all ranks. Of `position` only unit_shards and num_broken
+  /// are used.
+  Met exchange(std::vector<std::int64_t> numbers, SyncPoint point, const RankPosition& position = {});
   /// Forgets the sums that were taken: the backward has raised, so no exchange will report them.
   void forget_taken();
 
@@ -106,7 +106,7 @@ class CollectLane {
     Act act = Act::exchange;
     Phase phase = Phase::forward;
     std::int64_t subject = 0;  // the unit, or how many numbers
-    std::int64_t version = 0;  // of the unit, or which meeting
+    std::int64_t version = 0;  // of the unit, or which SyncPoint
     std::int64_t num_broken = 0;
     bool is_same_op(const Intent& other) const { return act == other.act && subject == other.subject; }
   };
@@ -114,16 +114,16 @@ class CollectLane {
 
   /// Queues `act`. Calls `failed` if `act` throws, if the lane has failed before, or if it is closed.
   void enqueue(std::function<void()> act, const Failed& failed);
-  void run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits, const Standing& standing);
+  void run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits, const RankPosition& position);
   /// Assists until this rank's op is the chosen one. Returns which ranks are at this op.
   struct Agreed {
     Wanting wanting;
     bool has_assisted = false;
   };
-  Agreed meet(const Intent& own, OpId op, const Shares* shares);
+  Agreed meet(const Intent& own, OpId op, const UnitShards* unit_shards);
   std::vector<Intent> tell(const Intent& own);
-  void agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const Share* share);
-  void assist(const Intent& chosen, const Wanting& wanting, OpId op, const Share& share);
+  void agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const UnitShard* shard);
+  void assist(const Intent& chosen, const Wanting& wanting, OpId op, const UnitShard& shard);
   /// Throws UsageError: ranks `first` and `other` are about to do ops that do not go together.
   [[noreturn]] void refuse(const std::vector<Intent>& heads, std::size_t first, std::size_t other) const;
   static void agree_on_broken(const std::vector<Intent>& heads);
@@ -138,7 +138,7 @@ class CollectLane {
   const Shards shards_;
   std::exception_ptr failure_;    // the first; lane thread only
   std::set<std::int64_t> taken_;  // units; lane thread only
-  bool was_uneven_ = false;       // lane thread only
+  bool has_diverged_ = false;     // lane thread only
   HostLane thread_;               // last: it is destroyed before what it uses
 };
 

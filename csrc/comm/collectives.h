@@ -58,7 +58,7 @@ class ParameterSet {
 };
 
 /// Describes a reduce-scatter: one shard of `shard` bytes for each rank of the replica, in rank order. Each element is
-/// multiplied by 1 / size and summed over these ranks, then over the ranks of other replicas with the same shard.
+/// multiplied by 1 / size and reduced over these ranks, then over the ranks of other replicas with the same shard.
 /// Afterwards this rank's own shard holds its part of the sum, plus what `add` says. The other shards hold anything.
 struct Reduction {
   std::byte* all = nullptr;
@@ -76,9 +76,9 @@ struct Reduction {
   /// Returns the fewest bytes that a rank must receive from the others. It sends as many.
   Bytes received(const Shards& shards) const {
     const bool is_narrow = type == ElementType::fp16 || type == ElementType::bf16;
-    const Bytes summed = shard * (scratch != nullptr && is_narrow ? 2 : 1);
-    const std::int64_t across = 2 * summed.count * (shards.num_replicas - 1) / shards.num_replicas;
-    return summed * (shards.size - 1) + Bytes{across};
+    const Bytes reduced = shard * (scratch != nullptr && is_narrow ? 2 : 1);
+    const std::int64_t across = 2 * reduced.count * (shards.num_replicas - 1) / shards.num_replicas;
+    return reduced * (shards.size - 1) + Bytes{across};
   }
 };
 
@@ -87,14 +87,14 @@ struct Reduction {
 using Wanting = std::vector<bool>;
 
 /// Describes what an assisting rank gives to a gather: its own shard.
-struct Giving {
+struct ShardSend {
   const std::byte* own = nullptr;  // in host memory
   Bytes shard;
   std::byte* scratch = nullptr;  // `shard` bytes on the device
 };
 
 /// Describes what an assisting rank takes from a reduction to which it adds nothing: its shard of the sum.
-struct Taking {
+struct ShardReceive {
   std::byte* to = nullptr;  // in host memory that the device can read
   Bytes shard;
   ElementType type = ElementType::fp32;
@@ -120,9 +120,9 @@ class Collectives {
   // If some ranks assist, they call `give` while the others call `gather_some`, and `take` while they call
   // `reduce_some`.
   virtual void gather_some(const Gather& gathered, const Wanting& wanting) = 0;
-  virtual void give(const Giving& given, const Wanting& wanting) = 0;
+  virtual void give(const ShardSend& given, const Wanting& wanting) = 0;
   virtual void reduce_some(const Reduction& reduced) = 0;
-  virtual void take(const Taking& taken) = 0;
+  virtual void take(const ShardReceive& taken) = 0;
   /// Returns the numbers of all ranks, by rank, one rank's behind the other. Every rank gives the same count. Over when
   /// the call returns.
   virtual std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) = 0;

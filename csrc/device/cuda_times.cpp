@@ -186,7 +186,7 @@ std::optional<std::int64_t> CudaTimes::time_of(const TimedPointPtr& point) {
 }
 
 /// Returns false if the device has not come that far.
-bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
+bool CudaTimes::run_deferred(InFlight& lane, const TimedOp& op) {
   // Looks up the times in the order in which the device reached them, so that moving the anchor does not reverse that
   // order.
   for (const TimedOp::Wait& wait : op.waits) {
@@ -220,7 +220,7 @@ bool CudaTimes::settle(InFlight& lane, const TimedOp& op) {
 void CudaTimes::poll_locked() {
   const OnDevice on(device_);
   for (InFlight& lane : lanes_) {
-    while (!lane.ops.empty() && settle(lane, lane.ops.front())) lane.ops.pop_front();
+    while (!lane.ops.empty() && run_deferred(lane, lane.ops.front())) lane.ops.pop_front();
   }
 }
 

@@ -116,7 +116,7 @@ class CudaTimes {
   TimedPointPtr mark(cuda::StreamHandle stream);
   bool has_room(Lane lane);
   bool has_room_locked(Lane lane) NORIA_REQUIRES(mutex_);
-  bool settle(InFlight& lane, const TimedOp& op) NORIA_REQUIRES(mutex_);
+  bool run_deferred(InFlight& lane, const TimedOp& op) NORIA_REQUIRES(mutex_);
   std::optional<std::int64_t> time_of(const TimedPointPtr& point) NORIA_REQUIRES(mutex_);
   Open* find_open(const OpLabel& waiter) NORIA_REQUIRES(mutex_);
   InFlight& in_flight(Lane lane) NORIA_REQUIRES(mutex_) { return lanes_[static_cast<std::size_t>(lane)]; }

@@ -22,7 +22,7 @@ BackwardUpdates::BackwardUpdates(EngineParts parts, const PassState& pass, Compu
       ring_(std::move(ring)),
       expected_(parts.units.size()),
       arriving_(parts.units.size()),
-      come_(parts.units.size()),
+      arrived_(parts.units.size()),
       slot_(parts.units.size()),
       completion_(parts.units.size()),
       is_updated_(parts.units.size()),
@@ -164,7 +164,7 @@ void BackwardUpdates::begin_backward(std::optional<ItineraryId> expected) {
 void BackwardUpdates::note_drained(const std::vector<std::pair<UnitId, Bytes>>& drained) {
   for (const auto& [unit, bytes] : drained) {
     std::set<Bytes> arrived = std::exchange(arriving_[unit], {});
-    if (!drainer_.is_unsynced()) come_[unit].merge(arrived);
+    if (!drainer_.is_unsynced()) arrived_[unit].merge(arrived);
   }
 }
 
@@ -180,7 +180,7 @@ void BackwardUpdates::end_visit(const Visit& visit, bool is_recomputed) {
 void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
   if (!is_updated_[unit] || !pass_.is(Phase::backward)) return;
   const std::string name = "\"" + parts_.units[unit].facts.name + "\"";
-  updates_.tear("backward updated " + name + " before it was done with it");
+  updates_.mark_torn("backward updated " + name + " before it was done with it");
   throw UsageError("each unit visited as often in backward as in forward under update=\"backward\"",
                    name + ": " + what + " in the backward that had updated it already", kRemedy);
 }
@@ -188,7 +188,7 @@ void BackwardUpdates::refuse_updated(UnitId unit, const std::string& what) {
 // ---- updates ------------------------------------------------------------------------------------------------------
 
 void BackwardUpdates::update(UnitId unit) {
-  if (come_[unit].empty()) {
+  if (arrived_[unit].empty()) {
     release_held(unit);
     return;
   }
@@ -196,7 +196,7 @@ void BackwardUpdates::update(UnitId unit) {
   // If ranks share the home, other ranks may have gradients that this rank does not know of before the pass has ended.
   const bool is_known = parts_.collector == nullptr || !pass_.phase;
   UpdateJob job = is_known ? take_job(unit) : take_shared_job(unit);
-  drainer_.forget_sums(unit);
+  drainer_.forget_reduced(unit);
   is_updated_[unit] = true;
   if (parts_.collector != nullptr) {
     parts_.collector->note_update(unit);
@@ -210,7 +210,7 @@ void BackwardUpdates::update(UnitId unit) {
   Op op = updates_.op_of(unit);
   op.bytes = job.bytes();
   auto begun = issuer.begin(op);
-  const int priority = drafts_.urgency_of(unit);
+  const int priority = drafts_.priority_of(unit);
   const Ticket ticket = parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority);
   issuer.keep(op.id, ticket);
   sums.update = ticket;
@@ -221,7 +221,7 @@ void BackwardUpdates::update(UnitId unit) {
 // Takes the gradients that have come, and records the update of them in `unclaimed_`.
 UpdateJob BackwardUpdates::take_job(UnitId unit) {
   const Expected& expected = *expected_[unit];
-  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(come_[unit], {})});
+  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
   UpdateJob job = expected.job;
   job.gradient = parts_.units[unit].held;
   job.pieces.clear();
@@ -237,7 +237,7 @@ UpdateJob BackwardUpdates::take_job(UnitId unit) {
 // As `take_job`, for all gradients. The job itself leaves out those that no rank has had, when it begins.
 UpdateJob BackwardUpdates::take_shared_job(UnitId unit) {
   const Expected& expected = *expected_[unit];
-  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(come_[unit], {})});
+  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
   UpdateJob job = expected.job;
   job.gradient = parts_.units[unit].held;
   std::vector<std::optional<std::size_t>> asked;  // by piece: the parameter whose arrival decides; none: it has come
@@ -253,9 +253,9 @@ UpdateJob BackwardUpdates::take_shared_job(UnitId unit) {
   return job;
 }
 
-void BackwardUpdates::note_came(const std::map<UnitId, std::set<Bytes>>& came) {
+void BackwardUpdates::note_arrived(const std::map<UnitId, std::set<Bytes>>& came) {
   for (const auto& [unit, offsets] : came) {
-    if (!is_updated_[unit]) come_[unit].insert(offsets.begin(), offsets.end());
+    if (!is_updated_[unit]) arrived_[unit].insert(offsets.begin(), offsets.end());
   }
   // Updates of this backward have left out pieces whose gradients no rank had. Their record must leave out the same
   // pieces.
@@ -279,8 +279,8 @@ void BackwardUpdates::update_held(Stream stream) {
   NORIA_INVARIANT(!pass_.phase, "what is held is updated between passes");
   Op edits;  // for example a clip, which the device may not have reached yet
   edits.verb = Verb::user;
-  for (UnitId unit : come_.ids()) {
-    if (come_[unit].empty()) continue;
+  for (UnitId unit : arrived_.ids()) {
+    if (arrived_[unit].empty()) continue;
     const BufferId held = parts_.units[unit].facts.held;
     edits.accesses.push_back({held, parts_.issuer.next_version(held), Access::Mode::write});
   }
@@ -290,14 +290,14 @@ void BackwardUpdates::update_held(Stream stream) {
 
 void BackwardUpdates::abandon() {
   if (!unclaimed_.empty()) {  // by it, or by backwards of other stages
-    updates_.tear("a backward raised after " + std::to_string(unclaimed_.size()) + " of " +
-                  std::to_string(parts_.units.size()) + " units had been updated");
+    updates_.mark_torn("a backward raised after " + std::to_string(unclaimed_.size()) + " of " +
+                       std::to_string(parts_.units.size()) + " units had been updated");
   }
   arriving_.fill({});
   if (!ring_) return;  // what was accumulated is still held
   for (UnitId unit : parts_.units.ids()) {
-    drainer_.forget_sums(unit);
-    come_[unit].clear();
+    drainer_.forget_reduced(unit);
+    arrived_[unit].clear();
     release_held(unit);
   }
 }

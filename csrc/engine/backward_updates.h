@@ -58,10 +58,10 @@ class BackwardUpdates {
   std::vector<UnitId> unclaimed() const;
   std::vector<Updated> take_updated(const std::set<UnitId>& units);
   /// Returns sums of the squares of gradients that the unit's last update has used, by offset. If ranks share the home,
-  /// the sums are of this rank's part. Blocks until that update is done.
+  /// the sums are of this rank's shard. Blocks until that update is done.
   std::map<Bytes, double> sums(UnitId unit) const;
-  /// Adds gradients that any rank has had, by unit and offset. Call Engine::end_sums before.
-  void note_came(const std::map<UnitId, std::set<Bytes>>& came);
+  /// Adds gradients that any rank has had, by unit and offset. Call Engine::end_reductions before.
+  void note_arrived(const std::map<UnitId, std::set<Bytes>>& came);
 
   // ---- for the engine ----
   /// Gives memory for all gradients, by unit, between passes.
@@ -69,8 +69,8 @@ class BackwardUpdates {
   /// Takes a slot of the ring for the unit's gradients, if they have no memory.
   void hold(UnitId unit);
   /// Returns true if a gradient has come that no update has used.
-  bool is_held_back(UnitId unit, Bytes offset) const { return come_[unit].contains(offset); }
-  void drop_gradient(UnitId unit, Bytes offset) { come_[unit].erase(offset); }
+  bool is_held_back(UnitId unit, Bytes offset) const { return arrived_[unit].contains(offset); }
+  void drop_gradient(UnitId unit, Bytes offset) { arrived_[unit].erase(offset); }
 
   /// `is_counted`: this pass is a backward, or a forward that a backward may follow.
   void begin_pass(bool is_counted) { is_counted_ = is_counted; }
@@ -91,7 +91,7 @@ class BackwardUpdates {
   void update_held(Stream stream);
   /// The backward raised.
   void abandon();
-  void mend() { unclaimed_.clear(); }
+  void clear_torn() { unclaimed_.clear(); }
 
  private:
   struct Sums {
@@ -122,7 +122,7 @@ class BackwardUpdates {
   bool is_counted_ = false;
   UnitMap<std::optional<Expected>> expected_;
   UnitMap<std::set<Bytes>> arriving_;  // offsets of gradients that wait for their drain
-  UnitMap<std::set<Bytes>> come_;      // offsets of gradients that were drained and that no update has used
+  UnitMap<std::set<Bytes>> arrived_;   // offsets of gradients that were drained and that no update has used
   UnitMap<std::optional<int>> slot_;   // in the ring; none: no slot now, or a place of its own
   std::map<int, Ticket> reader_;       // by slot: ticket of the update that read it last
   Completion completion_;

@@ -12,7 +12,7 @@ Collector::Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<Col
       scratch_(scratch),
       takes_sums_(takes_sums),
       versions_(units.size(), 0),
-      summed_(units.size()),
+      reduced_(units.size()),
       is_stale_(units.size(), true) {}
 
 std::byte* Collector::wide_scratch(ElementType type) const {
@@ -21,52 +21,52 @@ std::byte* Collector::wide_scratch(ElementType type) const {
 }
 
 void Collector::submit(Op op, Collective collective) {
-  Standing where = standing();
+  RankPosition where = position();
   where.version = versions_[op.unit];
   auto begun = issuer_.begin(op);
   issuer_.keep(op.id, lane_->submit(begun.label, std::move(collective), std::move(begun.waits), std::move(where)));
 }
 
-Standing Collector::standing() {
-  Standing where;
+RankPosition Collector::position() {
+  RankPosition where;
   where.phase = phase_;
-  where.shares = shares();
+  where.unit_shards = unit_shards();
   where.num_broken = num_broken_;
   return where;
 }
 
-std::shared_ptr<const Shares> Collector::shares() {
+std::shared_ptr<const UnitShards> Collector::unit_shards() {
   for (UnitId unit : issuer_.take_touched()) is_stale_[unit] = true;
-  std::shared_ptr<Shares> made;
+  std::shared_ptr<UnitShards> made;
   for (UnitId unit : units_.ids()) {
     if (!std::exchange(is_stale_[unit], false)) continue;
-    if (!made) made = shares_ ? std::make_shared<Shares>(*shares_) : std::make_shared<Shares>();
+    if (!made) made = unit_shards_ ? std::make_shared<UnitShards>(*unit_shards_) : std::make_shared<UnitShards>();
     made->of.resize(units_.size());
-    made->of[static_cast<std::size_t>(unit.value)] = share_of(unit);
+    made->of[static_cast<std::size_t>(unit.value)] = shard_of(unit);
   }
-  if (made) shares_ = std::move(made);
-  return shares_;
+  if (made) unit_shards_ = std::move(made);
+  return unit_shards_;
 }
 
-std::shared_ptr<const Share> Collector::share_of(UnitId id) const {
+std::shared_ptr<const UnitShard> Collector::shard_of(UnitId id) const {
   const EngineUnit& unit = units_[id];
   const Shards shards = this->shards();
-  auto share = std::make_shared<Share>();
-  share->version = versions_[id];
+  auto shard = std::make_shared<UnitShard>();
+  shard->version = versions_[id];
   const Bytes trainable = shards.bytes_of(unit.facts.gradients);
   const Bytes frozen = shards.bytes_of(unit.facts.weights - unit.facts.gradients);
-  if (trainable > Bytes{0}) share->weights.push_back({unit.working, trainable, scratch_.part});
-  if (frozen > Bytes{0}) share->weights.push_back({unit.working + trainable.count, frozen, scratch_.part});
-  share->before_read = issuer_.before({unit.facts.working, issuer_.version(unit.facts.working), Access::Mode::read});
-  if (unit.held == nullptr || !takes_sums_) return share;
-  Taking& taking = share->gradient;
-  taking = {unit.held, trainable, unit.type, scratch_.part, wide_scratch(unit.type), {}};
+  if (trainable > Bytes{0}) shard->weights.push_back({unit.working, trainable, scratch_.shard});
+  if (frozen > Bytes{0}) shard->weights.push_back({unit.working + trainable.count, frozen, scratch_.shard});
+  shard->before_read = issuer_.before({unit.facts.working, issuer_.version(unit.facts.working), Access::Mode::read});
+  if (unit.held == nullptr || !takes_sums_) return shard;
+  ShardReceive& taking = shard->gradient;
+  taking = {unit.held, trainable, unit.type, scratch_.shard, wide_scratch(unit.type), {}};
   const Bytes begin = shards.begin_of(unit.facts.gradients);
-  for (const auto& [from, to] : summed_[id].within(begin, begin + trainable)) {
+  for (const auto& [from, to] : reduced_[id].within(begin, begin + trainable)) {
     taking.add.emplace_back(from - begin, to - begin);
   }
-  share->before_write = issuer_.before({unit.facts.held, issuer_.version(unit.facts.held), Access::Mode::write});
-  return share;
+  shard->before_write = issuer_.before({unit.facts.held, issuer_.version(unit.facts.held), Access::Mode::write});
+  return shard;
 }
 
 void Collector::note_assisted() {
@@ -78,7 +78,7 @@ void Collector::note_assisted() {
 }
 
 void Collector::note_taken(UnitId unit) {
-  add_summed(unit);
+  add_reduced(unit);
   const BufferId held = units_[unit].facts.held;
   Op op;  // stands for what has been done: later ops wait for it, and for what it came after
   op.lane = Lane::collect;
@@ -88,18 +88,18 @@ void Collector::note_taken(UnitId unit) {
   submit(std::move(op), {});
 }
 
-void Collector::add_summed(UnitId unit) {
-  summed_[unit].add({}, units_[unit].facts.gradients);
+void Collector::add_reduced(UnitId unit) {
+  reduced_[unit].add({}, units_[unit].facts.gradients);
   is_stale_[unit] = true;
 }
 
-void Collector::forget_summed(UnitId unit, Bytes offset, Bytes bytes) {
-  summed_[unit].remove(offset, offset + bytes);
+void Collector::forget_reduced(UnitId unit, Bytes offset, Bytes bytes) {
+  reduced_[unit].remove(offset, offset + bytes);
   is_stale_[unit] = true;
 }
 
-void Collector::forget_summed(UnitId unit) {
-  summed_[unit].clear();
+void Collector::forget_reduced(UnitId unit) {
+  reduced_[unit].clear();
   is_stale_[unit] = true;
 }
 

@@ -19,17 +19,17 @@
 namespace noria {
 
 /// Holds device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's gradients of
-/// 16 bits, which are then summed in fp32; null: no such memory. `part`: as large as the largest stretch
+/// 16 bits, which are then reduced in fp32; null: no such memory. `shard`: as large as the largest extent
 /// that is shared: this rank has one shard.
 struct CollectScratch {
   std::byte* wide = nullptr;
-  std::byte* part = nullptr;
+  std::byte* shard = nullptr;
 };
 
 class Collector {
  public:
   /// `takes_sums`: this rank takes sums of gradients that only other ranks have. If false, such sums raise, because
-  /// what is summed is used up inside backward.
+  /// what is reduced is used up inside backward.
   Collector(Issuer& issuer, const UnitTable& units, std::shared_ptr<CollectLane> lane, CollectScratch scratch,
             bool takes_sums);
 
@@ -37,13 +37,13 @@ class Collector {
   /// Returns the memory that sums of this type are made in; null: the gradients' own memory.
   std::byte* wide_scratch(ElementType type) const;
   /// Returns memory for one shard.
-  std::byte* part_scratch() const { return scratch_.part; }
+  std::byte* shard_scratch() const { return scratch_.shard; }
 
   /// A pass of this phase begins.
   void turn(Phase phase) { phase_ = phase; }
   void submit(Op op, Collective collective);
   /// Returns where this rank stands, for a caller that asks the lane itself to exchange numbers.
-  Standing standing();
+  RankPosition position();
   /// The lane has assisted, and no op of its own stands for that. Submits such an op.
   void note_assisted();
   /// Sums of this unit's gradients have come to the held one while the lane assisted.
@@ -56,16 +56,16 @@ class Collector {
   void note_broken() { ++num_broken_; }
 
   /// Returns which of the unit's gradients a sum is held of; this rank's shard is a part of that sum.
-  const Ranges& summed(UnitId unit) const { return summed_[unit]; }
-  void add_summed(UnitId unit);
-  void forget_summed(UnitId unit, Bytes offset, Bytes bytes);
+  const Ranges& reduced(UnitId unit) const { return reduced_[unit]; }
+  void add_reduced(UnitId unit);
+  void forget_reduced(UnitId unit, Bytes offset, Bytes bytes);
   /// All of the unit's sums have been used up.
-  void forget_summed(UnitId unit);
+  void forget_reduced(UnitId unit);
 
  private:
-  std::shared_ptr<const Shares> shares();
+  std::shared_ptr<const UnitShards> unit_shards();
   void set_version(UnitId unit, std::int64_t version);
-  std::shared_ptr<const Share> share_of(UnitId unit) const;
+  std::shared_ptr<const UnitShard> shard_of(UnitId unit) const;
 
   Issuer& issuer_;
   const UnitTable& units_;
@@ -75,10 +75,10 @@ class Collector {
   Phase phase_ = Phase::forward;
   std::int64_t num_steps_ = 0;
   std::int64_t num_broken_ = 0;
-  UnitMap<std::int64_t> versions_;  // see Share
-  UnitMap<Ranges> summed_;
-  UnitMap<bool> is_stale_;  // `shares_` is out of date
-  std::shared_ptr<const Shares> shares_;
+  UnitMap<std::int64_t> versions_;  // see UnitShard
+  UnitMap<Ranges> reduced_;
+  UnitMap<bool> is_stale_;  // `unit_shards_` is out of date
+  std::shared_ptr<const UnitShards> unit_shards_;
 };
 
 }  // namespace noria

@@ -37,7 +37,7 @@ void Drafts::expect(UnitId unit, UpdateJob job) {
   early.job = std::move(job);
   NORIA_INVARIANT(!early.is_draft() || (parts_.units[unit].spare && !early.job.in_place()),
                   "a draft is written elsewhere");
-  early_[unit] = std::move(early);
+  eager_[unit] = std::move(early);
 }
 
 void Drafts::set_last_of(const std::optional<std::vector<UnitId>>& units) {
@@ -49,13 +49,13 @@ void Drafts::set_last_of(const std::optional<std::vector<UnitId>>& units) {
 }
 
 void Drafts::begin_scaling(UnitId unit) {
-  if (!is_read(unit) || !parts_.optimizer->recall(early_[unit]->ticket)) return;
-  early_[unit]->ticket = nullptr;
-  early_[unit]->is_recalled = true;
+  if (!is_read(unit) || !parts_.optimizer->recall(eager_[unit]->ticket)) return;
+  eager_[unit]->ticket = nullptr;
+  eager_[unit]->is_recalled = true;
 }
 
 void Drafts::end_scaling(UnitId unit, float divisor, float prefactor) {
-  auto& early = early_[unit];
+  auto& early = eager_[unit];
   if (!early || !(early->ticket || early->is_recalled)) return;
   const bool as_told = std::all_of(early->job.pieces.begin(), early->job.pieces.end(), [&](const UpdatePiece& piece) {
     return piece.scalars.divisor == divisor && piece.scalars.prefactor == prefactor;
@@ -80,19 +80,19 @@ void Drafts::end_scaling(UnitId unit, float divisor, float prefactor) {
 void Drafts::begin_backward(const PassState& pass, std::optional<ItineraryId> expected, bool is_synced) {
   if (!last_of_) drop_all();
   last_backward_.begin_backward();
-  is_early_ = is_synced && (last_of_ ? is_any_last_ : expected && last_backward_.is_last(*expected));
-  if (is_early_) timing_.begin_backward(expected ? &pass.book.visits(*expected) : nullptr);
-  if (is_early_ || parts_.options.ring) note_urgency(pass);
+  is_eager_ = is_synced && (last_of_ ? is_any_last_ : expected && last_backward_.is_last(*expected));
+  if (is_eager_) timing_.begin_backward(expected ? &pass.book.visits(*expected) : nullptr);
+  if (is_eager_ || parts_.options.ring) note_priorities(pass);
 }
 
-void Drafts::note_urgency(const PassState& pass) {
+void Drafts::note_priorities(const PassState& pass) {
   const int not_needed = static_cast<int>(parts_.units.size());
-  urgency_.fill(not_needed);
+  priority_.fill(not_needed);
   if (!pass.last_forward.valid()) return;
   int next = 0;
   for (const Visit& visit : pass.book.visits(pass.last_forward)) {
     for (UnitId unit : visit.needs) {
-      if (urgency_[unit] == not_needed) urgency_[unit] = next++;
+      if (priority_[unit] == not_needed) priority_[unit] = next++;
     }
   }
 }
@@ -100,8 +100,8 @@ void Drafts::note_urgency(const PassState& pass) {
 void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<UnitId, Bytes>>& drained) {
   for (const auto& [unit, bytes] : drained) {
     drop(unit);  // if its work has begun, more gradients came than were foreseen
-    if (!is_early_ || !brings_last(unit)) continue;
-    auto& expected = early_[unit];
+    if (!is_eager_ || !brings_last(unit)) continue;
+    auto& expected = eager_[unit];
     // Of a shard `step` does not ask for gradients that no rank has.
     const bool awaits_all = expected && parts_.collector == nullptr;
     const bool has_last =
@@ -133,7 +133,7 @@ void Drafts::draft(UnitId unit, Early& made) {
                  {spare.state_buffer, issuer.version(spare.state_buffer), Access::Mode::write},
                  {spare.working_buffer, issuer.version(spare.working_buffer), Access::Mode::write}};
   auto begun = issuer.begin(op);
-  made.ticket = parts_.optimizer->submit(begun.label, made.job, std::move(begun.waits), urgency_of(unit));
+  made.ticket = parts_.optimizer->submit(begun.label, made.job, std::move(begun.waits), priority_of(unit));
   issuer.keep(op.id, made.ticket);
 }
 
@@ -160,7 +160,7 @@ Ticket Drafts::sum(UnitId unit, UpdateJob job) {
 std::vector<std::vector<double>> Drafts::sums(std::vector<std::pair<UnitId, UpdateJob>> jobs) {
   std::vector<std::pair<Ticket, GradientSums>> awaited;
   for (auto& [unit, job] : jobs) {
-    const auto& early = early_[unit];
+    const auto& early = eager_[unit];
     // A draft that still waits for its turn would keep the caller waiting.
     const bool is_known = is_unedited(unit) && early->job.sums && early->job.gradient == job.gradient &&
                           has_same_ranges(early->job, job) && !parts_.optimizer->is_queued(early->ticket);
@@ -184,41 +184,41 @@ std::vector<std::vector<double>> Drafts::sums(std::vector<std::pair<UnitId, Upda
 
 void Drafts::drop(UnitId unit) {
   if (!is_read(unit)) return;
-  auto& dropped = early_[unit];
+  auto& dropped = eager_[unit];
   parts_.optimizer->recall(dropped->ticket);
   if (dropped->is_draft()) ++counts_.dropped;
   dropped.reset();
 }
 
 void Drafts::drop_all() {
-  for (UnitId unit : early_.ids()) drop(unit);
+  for (UnitId unit : eager_.ids()) drop(unit);
 }
 
 // Recalls all early work that has not begun, at the first write, so that no write waits for it. A clip writes every
 // gradient in turn. Without the recall it would wait at each one for a draft that had just begun.
 void Drafts::recall_all() {
-  for (UnitId unit : early_.ids()) {
-    if (is_read(unit) && parts_.optimizer->recall(early_[unit]->ticket)) drop(unit);
+  for (UnitId unit : eager_.ids()) {
+    if (is_read(unit) && parts_.optimizer->recall(eager_[unit]->ticket)) drop(unit);
   }
 }
 
 void Drafts::note_written(UnitId unit) {
   if (!is_read(unit)) return;
   if (std::exchange(may_recall_, false)) recall_all();
-  if (is_read(unit)) early_[unit]->is_written = true;
+  if (is_read(unit)) eager_[unit]->is_written = true;
 }
 
 void Drafts::note_access(UnitId unit, bool writes) {
-  if (!early_[unit] || !early_[unit]->is_draft()) return;
+  if (!eager_[unit] || !eager_[unit]->is_draft()) return;
   drop(unit);
-  if (writes) early_[unit].reset();  // more writes may follow without a call
+  if (writes) eager_[unit].reset();  // more writes may follow without a call
 }
 
 // ---- updates ------------------------------------------------------------------------------------------------------
 
 bool Drafts::update(UnitId unit, UpdateJob job, int priority) {
   if (parts_.collector != nullptr) parts_.collector->note_update(unit);
-  const auto draft = std::exchange(early_[unit], std::nullopt);
+  const auto draft = std::exchange(eager_[unit], std::nullopt);
   const bool is_drafted = draft && draft->ticket && draft->is_draft();
   const bool is_committed = is_drafted && updates_the_same(draft->job, job);
   if (is_committed) {
@@ -230,7 +230,7 @@ bool Drafts::update(UnitId unit, UpdateJob job, int priority) {
     if (as_expected && !draft->is_written && !job.has_late_scales()) {
       ++counts_.kept;
       updates_.note_committed(unit, draft->ticket);
-      change_places(unit);
+      swap_with_spare(unit);
       return true;
     }
     commit(unit, *draft, job, as_expected);
@@ -252,7 +252,7 @@ void Drafts::commit(UnitId unit, const Early& draft, UpdateJob& job, bool as_exp
   job.note = as_expected && draft.is_written ? draft.job.note : nullptr;
   if (as_expected) job.task = UpdateTask::update_if_changed;
   job.looks = looks_;
-  change_places(unit);  // the update then writes what belongs to the unit from now on
+  swap_with_spare(unit);  // the update then writes what belongs to the unit from now on
 }
 
 void Drafts::submit(UnitId unit, UpdateJob job, int priority, bool is_committed) {
@@ -269,9 +269,9 @@ void Drafts::submit(UnitId unit, UpdateJob job, int priority, bool is_committed)
   issuer.keep(op.id, parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority));
 }
 
-void Drafts::change_places(UnitId unit) {
-  parts_.units.exchange_with_spare(unit);
-  is_moved_[unit] = !is_moved_[unit];
+void Drafts::swap_with_spare(UnitId unit) {
+  parts_.units.swap_with_spare(unit);
+  is_swapped_[unit] = !is_swapped_[unit];
   parts_.callbacks.home_moved(unit, parts_.units[unit].working);
 }
 

@@ -44,10 +44,10 @@ class Drafts {
   Drafts(EngineParts parts, Updates& updates)
       : parts_(parts),
         updates_(updates),
-        early_(parts.units.size()),
-        is_moved_(parts.units.size()),
+        eager_(parts.units.size()),
+        is_swapped_(parts.units.size()),
         timing_(parts.units.size()),
-        urgency_(parts.units.size(), static_cast<int>(parts.units.size())) {}
+        priority_(parts.units.size(), static_cast<int>(parts.units.size())) {}
 
   // ---- for callers of the engine ----
   /// Tells what `step` will ask for if nothing changes until then: an update out of place, or the sums alone. The pool
@@ -62,16 +62,16 @@ class Drafts {
   void end_scaling(UnitId unit, float divisor, float prefactor);
   /// Returns true if early work reads this unit's gradients, or has read them. A caller that writes them must then call
   /// Engine::access_held first.
-  bool is_read(UnitId unit) const { return early_[unit] && early_[unit]->ticket; }
+  bool is_read(UnitId unit) const { return eager_[unit] && eager_[unit]->ticket; }
   /// Returns true if unit and spare have changed places an odd number of times.
-  bool is_moved(UnitId unit) const { return is_moved_[unit]; }
+  bool is_swapped(UnitId unit) const { return is_swapped_[unit]; }
   /// In a backward: returns true if it is expected to be the last before a step.
-  bool expects_step() const { return is_early_; }
+  bool expects_step() const { return is_eager_; }
   DraftCounts counts() const;
 
   // ---- for the engine ----
   bool brings_last(UnitId unit) const { return !last_of_ || (*last_of_)[unit]; }
-  /// A backward begins. `is_synced`: its gradients are summed over the ranks, or no ranks share the home.
+  /// A backward begins. `is_synced`: its gradients are reduced over the ranks, or no ranks share the home.
   void begin_backward(const PassState& pass, std::optional<ItineraryId> expected, bool is_synced);
   /// These bytes of units' gradients have been drained at the visit of this position.
   void note_drained(std::int64_t position, const std::vector<std::pair<UnitId, Bytes>>& drained);
@@ -80,7 +80,7 @@ class Drafts {
   void forget(ItineraryId backward) { last_backward_.forget(backward); }
 
   /// Returns true if early work has read this unit's gradients, and they have not been written since.
-  bool is_unedited(UnitId unit) const { return is_read(unit) && !early_[unit]->is_written; }
+  bool is_unedited(UnitId unit) const { return is_read(unit) && !eager_[unit]->is_written; }
   /// The user writes the held gradient.
   void note_written(UnitId unit);
   void begin_scaling(UnitId unit);
@@ -96,7 +96,7 @@ class Drafts {
   /// Queues `job`, which is in place, or commits its draft. Returns true if a draft was committed.
   bool update(UnitId unit, UpdateJob job, int priority);
   /// Tells when the next forward needs the unit, as expected; smaller is earlier.
-  int urgency_of(UnitId unit) const { return urgency_[unit]; }
+  int priority_of(UnitId unit) const { return priority_[unit]; }
 
  private:
   /// Describes what is done with a unit's gradients as soon as they have landed.
@@ -115,19 +115,19 @@ class Drafts {
   void commit(UnitId unit, const Early& draft, UpdateJob& job, bool as_expected);
   void submit(UnitId unit, UpdateJob job, int priority, bool is_committed);
   void recall_all();
-  void change_places(UnitId unit);
-  void note_urgency(const PassState& pass);
+  void swap_with_spare(UnitId unit);
+  void note_priorities(const PassState& pass);
 
   const EngineParts parts_;
   Updates& updates_;
-  UnitMap<std::optional<Early>> early_;
-  UnitMap<bool> is_moved_;
+  UnitMap<std::optional<Early>> eager_;
+  UnitMap<bool> is_swapped_;
   DraftTiming timing_;
-  UnitMap<int> urgency_;  // see `urgency_of`
+  UnitMap<int> priority_;  // see `priority_of`
   LastBackward last_backward_;
   std::optional<UnitMap<bool>> last_of_;  // see `set_last_of`
   bool is_any_last_ = false;              // `last_of_` has a unit
-  bool is_early_ = false;                 // this backward is expected to be followed by an update
+  bool is_eager_ = false;                 // this backward is expected to be followed by an update
   bool may_recall_ = false;               // early work has been issued since all of it was last recalled
   DraftCounts counts_;
   const std::shared_ptr<LookCounts> looks_ = std::make_shared<LookCounts>();

@@ -15,7 +15,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
   Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
   callbacks_.open_gradients(unit, memory);
-  open.brought = collector_ == nullptr ? callbacks_.held_gradients(unit) : unsummed_[unit];
+  open.brought = collector_ == nullptr ? callbacks_.held_gradients(unit) : unreduced_[unit];
   open.is_taken_up = open.brought.empty();
   if (open.is_taken_up) return accesses(unit, open);
   bring(unit, open);
@@ -25,7 +25,7 @@ std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
 Drainer::Held Drainer::held(UnitId unit) const {
   const EngineUnit& owner = units_[unit];
   if (collector_ == nullptr) return {owner.held, owner.facts.held};  // else the collect lane adds the sum to that
-  return {owner.unsummed, owner.unsummed_buffer};
+  return {owner.unreduced, owner.unreduced_buffer};
 }
 
 std::vector<Access> Drainer::accesses(UnitId unit, const Open& open) {
@@ -73,14 +73,14 @@ void Drainer::arrived(UnitId unit, Bytes offset, Bytes bytes) {
 std::vector<std::pair<UnitId, Bytes>> Drainer::drain_open() {
   std::vector<std::pair<UnitId, Bytes>> drained;
   for (auto& [unit, open] : open_) {
-    if (!open.arrived.empty() || (takes_rest() && !unsummed_[unit].empty())) {
+    if (!open.arrived.empty() || (takes_rest() && !unreduced_[unit].empty())) {
       const EngineUnit& owner = units_[unit];
       Bytes bytes;
       if (collector_ == nullptr) {
         bytes = drain(unit, open, owner.held, owner.facts.held);
       } else if (unsynced_) {
-        bytes = drain(unit, open, owner.unsummed, owner.unsummed_buffer);
-        for (const auto& [begin, end] : open.arrived) unsummed_[unit].add(begin, end);
+        bytes = drain(unit, open, owner.unreduced, owner.unreduced_buffer);
+        for (const auto& [begin, end] : open.arrived) unreduced_[unit].add(begin, end);
       } else {
         bytes = sum(unit, open);
       }
@@ -132,20 +132,20 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   reduction.shard = shard;
   reduction.type = owner.type;
   reduction.scratch = collector_->wide_scratch(owner.type);
-  reduction.part = collector_->part_scratch();
-  Ranges& unsummed = unsummed_[unit];
+  reduction.part = collector_->shard_scratch();
+  Ranges& unreduced = unreduced_[unit];
   // What arrived has been added to what lay there. The rest may still arrive, in another visit of this backward.
-  for (const auto& [from, to] : open.arrived) unsummed.remove(from, to);
+  for (const auto& [from, to] : open.arrived) unreduced.remove(from, to);
   if (tells_arrivals_) tell_arrivals(unit, open, reduction);
   Ranges filled = open.arrived;
   if (takes_rest()) {
-    for (const auto& [from, to] : unsummed) filled.add(from, to);  // brought when the buffer was opened
-    unsummed.clear();
+    for (const auto& [from, to] : unreduced) filled.add(from, to);  // brought when the buffer was opened
+    unreduced.clear();
   }
   for (const auto& [from, to] : filled.missing({}, whole)) {
     reduction.zero.emplace_back(leases_.at(open.offset + from), to - from);
   }
-  for (const auto& [from, to] : collector_->summed(unit).within(begin, begin + shard)) {
+  for (const auto& [from, to] : collector_->reduced(unit).within(begin, begin + shard)) {
     reduction.add.push_back({leases_.at(open.offset + from), owner.held + (from - begin).count, to - from});
   }
   if (!reduction.add.empty()) {
@@ -153,7 +153,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   }
   reduced_ += collective.received(shards);
   collector_->submit(std::move(reduce), std::move(collective));
-  collector_->add_summed(unit);
+  collector_->add_reduced(unit);
 
   Op drain;
   drain.lane = Lane::drain;
@@ -173,7 +173,7 @@ void Drainer::tell_arrivals(UnitId unit, const Open& open, Reduction& reduction)
   const auto own = std::make_shared<ParameterSet>(offsets.size());
   for (std::size_t i = 0; i < offsets.size(); ++i) {
     const Bytes end = offsets[i] + Bytes{1};
-    if (!open.arrived.within(offsets[i], end).empty() || !unsummed_[unit].within(offsets[i], end).empty()) own->add(i);
+    if (!open.arrived.within(offsets[i], end).empty() || !unreduced_[unit].within(offsets[i], end).empty()) own->add(i);
   }
   if (!arrivals_[unit]) arrivals_[unit] = std::make_shared<ParameterSet>(offsets.size());
   reduction.arrived = own;
@@ -184,37 +184,37 @@ std::shared_ptr<const ParameterSet> Drainer::take_arrivals(UnitId unit) {
   return std::exchange(arrivals_[unit], nullptr);
 }
 
-void Drainer::forget_sums(UnitId unit) {
-  if (collector_ != nullptr) collector_->forget_summed(unit);
+void Drainer::forget_reduced(UnitId unit) {
+  if (collector_ != nullptr) collector_->forget_reduced(unit);
 }
 
-std::vector<UnitId> Drainer::left_unsummed() const {
+std::vector<UnitId> Drainer::left_unreduced() const {
   std::vector<UnitId> left;
   if (unsynced_) return left;
-  for (UnitId unit : unsummed_.ids()) {
-    if (!unsummed_[unit].empty()) left.push_back(unit);
+  for (UnitId unit : unreduced_.ids()) {
+    if (!unreduced_[unit].empty()) left.push_back(unit);
   }
   std::reverse(left.begin(), left.end());  // the order that ranks with other units left choose
   return left;
 }
 
-bool Drainer::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
-  return !unsummed_[unit].within(offset, offset + bytes).empty();
+bool Drainer::is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const {
+  return !unreduced_[unit].within(offset, offset + bytes).empty();
 }
 
-bool Drainer::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
-  return collector_ != nullptr && !collector_->summed(unit).within(offset, offset + bytes).empty();
+bool Drainer::is_reduced(UnitId unit, Bytes offset, Bytes bytes) const {
+  return collector_ != nullptr && !collector_->reduced(unit).within(offset, offset + bytes).empty();
 }
 
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {
-  if (collector_ != nullptr) collector_->forget_summed(unit, offset, bytes);
-  unsummed_[unit].remove(offset, offset + bytes);
+  if (collector_ != nullptr) collector_->forget_reduced(unit, offset, bytes);
+  unreduced_[unit].remove(offset, offset + bytes);
 }
 
 void Drainer::abandon() {
   for (auto& [unit, open] : open_) close(unit, open, /*is_drained=*/false);
   open_.clear();
-  sums_rest_ = false;
+  reduces_rest_ = false;
 }
 
 void Drainer::close(UnitId unit, const Open& open, bool is_drained) {

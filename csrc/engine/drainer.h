@@ -30,7 +30,7 @@ namespace noria {
 
 class Drainer {
  public:
-  /// `collector` null: this process alone has the home. Else gradients are summed over the ranks first.
+  /// `collector` null: this process alone has the home. Else gradients are reduced over the ranks first.
   /// `tells_arrivals`: sums also tell which gradients have come to any rank.
   Drainer(Issuer& issuer, Leases& leases, const UnitTable& units, Place device, EngineCallbacks& callbacks,
           Collector* collector, bool tells_arrivals)
@@ -41,7 +41,7 @@ class Drainer {
         callbacks_(callbacks),
         collector_(collector),
         tells_arrivals_(tells_arrivals),
-        unsummed_(units.size()),
+        unreduced_(units.size()),
         arrivals_(units.size()) {}
 
   /// Leases a gradient buffer. Returns what the compute op that fills it accesses.
@@ -59,22 +59,22 @@ class Drainer {
   /// Queues the drain of every open buffer and gives the buffers back. Returns by unit how many bytes were drained. The
   /// compute ticket must have been given.
   std::vector<std::pair<UnitId, Bytes>> drain_open();
-  /// If true, gradients stay this rank's own from now on, in `unsummed`. If false, they are summed over the ranks,
+  /// If true, gradients stay this rank's own from now on, in `unreduced`. If false, they are reduced over the ranks,
   /// together with what lies there.
   void set_unsynced(bool unsynced) { unsynced_ = unsynced; }
-  /// If true, a drain sums from now on all that lies in `unsummed` of its unit, and not only what has arrived again.
-  void set_sums_rest(bool sums_rest) { sums_rest_ = sums_rest; }
-  /// Returns the units that still have something in `unsummed`, though gradients are summed now.
-  std::vector<UnitId> left_unsummed() const;
+  /// If true, a drain sums from now on all that lies in `unreduced` of its unit, and not only what has arrived again.
+  void set_reduces_rest(bool reduces_rest) { reduces_rest_ = reduces_rest; }
+  /// Returns the units that still have something in `unreduced`, though gradients are reduced now.
+  std::vector<UnitId> left_unreduced() const;
   bool is_unsynced() const { return unsynced_; }
-  /// Returns true if later gradients of these bytes are added to what lies in `unsummed`.
-  bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
+  /// Returns true if later gradients of these bytes are added to what lies in `unreduced`.
+  bool is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const;
   /// Returns true if the next sum over the ranks is added to what earlier sums have brought.
-  bool is_summed(UnitId unit, Bytes offset, Bytes bytes) const;
+  bool is_reduced(UnitId unit, Bytes offset, Bytes bytes) const;
   /// The user has cleared these bytes of a unit's gradient. Later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
-  /// What was summed of this unit has been used up.
-  void forget_sums(UnitId unit);
+  /// What was reduced of this unit has been used up.
+  void forget_reduced(UnitId unit);
   /// Returns the parameters whose gradients this unit's sums since the last call have brought, from any rank. The set
   /// is complete when these sums are done. Null: there was no sum.
   std::shared_ptr<const ParameterSet> take_arrivals(UnitId unit);
@@ -88,7 +88,7 @@ class Drainer {
   Bytes drained() const { return drained_; }
   /// Returns the bytes fetched to be added to.
   Bytes brought() const { return brought_; }
-  /// Returns the bytes received from other ranks, to be summed.
+  /// Returns the bytes received from other ranks, to be reduced.
   Bytes reduced() const { return reduced_; }
 
  private:
@@ -113,7 +113,7 @@ class Drainer {
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
   // True also under update="backward", where the update may follow at once.
-  bool takes_rest() const { return !unsynced_ && (sums_rest_ || tells_arrivals_); }
+  bool takes_rest() const { return !unsynced_ && (reduces_rest_ || tells_arrivals_); }
   void tell_arrivals(UnitId unit, const Open& open, Reduction& reduction);
 
   Issuer& issuer_;
@@ -123,10 +123,10 @@ class Drainer {
   EngineCallbacks& callbacks_;
   Collector* const collector_;
   const bool tells_arrivals_;
-  UnitMap<Ranges> unsummed_;  // what lies in `unsummed`
+  UnitMap<Ranges> unreduced_;  // what lies in `unreduced`
   UnitMap<std::shared_ptr<ParameterSet>> arrivals_;
   bool unsynced_ = false;
-  bool sums_rest_ = false;
+  bool reduces_rest_ = false;
   std::map<UnitId, Open> open_;
   std::set<UnitId> landed_;
   Bytes drained_, brought_, reduced_;

@@ -24,17 +24,18 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
-      saver_(options_.saves ? std::make_optional<Saver>(issuer_, *backend_, callbacks_, options_.saved_room)
-                            : std::nullopt),
+      activations_(options_.saves
+                       ? std::make_optional<ActivationStore>(issuer_, *backend_, callbacks_, options_.saved_room)
+                       : std::nullopt),
       compute_(*backend_, issuer_),
       updates_(parts_, update_time_, [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
       drafts_(parts_, updates_),
       backward_updates_(options_.ring ? std::make_optional<BackwardUpdates>(parts_, pass_, compute_, updates_, drafts_,
                                                                             drainer_, *options_.ring)
                                       : std::nullopt),
-      stats_(parts_, updates_, drainer_, saver_ ? &*saver_ : nullptr, update_time_),
+      stats_(parts_, updates_, drainer_, activations_ ? &*activations_ : nullptr, update_time_),
       runner_(parts_, pass_,
-              {compute_, fetcher_, drainer_, saver_ ? &*saver_ : nullptr, updates_, drafts_,
+              {compute_, fetcher_, drainer_, activations_ ? &*activations_ : nullptr, updates_, drafts_,
                backward_updates_ ? &*backward_updates_ : nullptr, stats_}) {
   backend_->set_update_time(update_time_);
   if (optimizer_) optimizer_->set_update_time(update_time_);
@@ -176,18 +177,18 @@ void Engine::defer_update(UnitId unit) {
   updates_.defer(unit);
 }
 
-void Engine::settle(UnitId unit) {
+void Engine::run_deferred(UnitId unit) {
   const Entry entry(gate_);
-  updates_.settle(unit);
+  updates_.run_deferred(unit);
 }
 
-void Engine::settle_all() {
+void Engine::run_all_deferred() {
   const Entry entry(gate_);
-  settle_in_order();
+  run_all_deferred_locked();
 }
 
-void Engine::settle_in_order() {
-  for (UnitId unit : runner_.next_forward_order()) updates_.settle(unit);
+void Engine::run_all_deferred_locked() {
+  for (UnitId unit : runner_.next_forward_order()) updates_.run_deferred(unit);
 }
 
 void Engine::end_step(bool blocking) {
@@ -197,19 +198,19 @@ void Engine::end_step(bool blocking) {
     collector_->end_step();
     collector_->turn(Phase::forward);
     try {
-      settle_in_order();  // other ranks may need the weights before this rank does
-    } catch (...) {       // other ranks have made these updates
-      updates_.tear("an update by torch has raised, and others of the same step were not made");
+      run_all_deferred_locked();  // other ranks may need the weights before this rank does
+    } catch (...) {               // other ranks have made these updates
+      updates_.mark_torn("an update by torch has raised, and others of the same step were not made");
       throw;
     }
   }
   drafts_.end_step();
   if (blocking) {
-    settle_in_order();
+    run_all_deferred_locked();
     if (optimizer_) optimizer_->idle();
     issuer_.sweep();
   }
-  if (options_.prefetch_at_step && !updates_.is_any_deferred() && !is_uneven_) runner_.prepare_next_forward();
+  if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
   if (!trace_) return;
   Span span;  // marks the end of a step: with micro-batches a trace shows only backward after forward
@@ -224,22 +225,22 @@ std::string Engine::torn() const {
   return updates_.torn();
 }
 
-void Engine::tear(const std::string& why) {
+void Engine::mark_torn(const std::string& why) {
   const Entry entry(gate_);
-  updates_.tear(why);
+  updates_.mark_torn(why);
 }
 
-void Engine::mend() {
+void Engine::clear_torn() {
   const Entry entry(gate_);
-  if (backward_updates_) backward_updates_->mend();
-  updates_.mend();
+  if (backward_updates_) backward_updates_->clear_torn();
+  updates_.clear_torn();
 }
 
 // ---- the home, seen from outside ----------------------------------------------------------------------------------
 
 void Engine::access_home(UnitId unit, bool write_weights) {
   const Entry entry(gate_);
-  updates_.settle(unit);
+  updates_.run_deferred(unit);
   drafts_.note_access(unit, write_weights);
   const UnitFacts& facts = units_[unit].facts;
   Op op;
@@ -263,7 +264,7 @@ void Engine::access_home(UnitId unit, bool write_weights) {
 void Engine::access_held(UnitId unit, Stream stream) {
   const Entry entry(gate_);
   compute_.continue_on(stream);
-  updates_.settle(unit);
+  updates_.run_deferred(unit);
   drafts_.note_written(unit);
   compute_.write(unit, units_[unit].facts.held, stream);
 }
@@ -271,7 +272,7 @@ void Engine::access_held(UnitId unit, Stream stream) {
 void Engine::begin_scaling(UnitId unit, Stream stream) {
   const Entry entry(gate_);
   compute_.continue_on(stream);
-  updates_.settle(unit);
+  updates_.run_deferred(unit);
   drafts_.begin_scaling(unit);
   compute_.write(unit, units_[unit].facts.held, stream);
 }
@@ -294,7 +295,7 @@ void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
 bool Engine::is_held_back(UnitId unit, Bytes offset) const {
   const Entry entry(gate_);
   return backward_updates_ &&
-         (backward_updates_->is_held_back(unit, offset) || drainer_.is_unsummed(unit, offset, Bytes{1}));
+         (backward_updates_->is_held_back(unit, offset) || drainer_.is_unreduced(unit, offset, Bytes{1}));
 }
 
 std::vector<UnitId> Engine::unclaimed() const {
@@ -315,63 +316,63 @@ Held<BackwardUpdates> Engine::backward_updates() const {
 
 // ---- ranks that share the home ------------------------------------------------------------------------------------
 
-void Engine::hold_unsummed(const std::vector<std::byte*>& memory, Stream stream) {
+void Engine::hold_unreduced(const std::vector<std::byte*>& memory, Stream stream) {
   const Entry entry(gate_);
   end_open_pass(stream);
-  NORIA_INVARIANT(options_.lane && !holds_unsummed_ && !pass_.phase && memory.size() == units_.size(),
-                  "memory for gradients that are not summed comes once, between passes");
-  holds_unsummed_ = true;
+  NORIA_INVARIANT(options_.lane && !holds_unreduced_ && !pass_.phase && memory.size() == units_.size(),
+                  "memory for gradients that are not reduced comes once, between passes");
+  holds_unreduced_ = true;
   Bytes end;
   for (UnitId unit : units_.ids()) {
     const Bytes bytes = units_[unit].facts.gradients;
     if (bytes == Bytes{0}) continue;
-    const Place place{Place::Kind::host, kUnsummedRegion};
-    const BufferId buffer = buffers_.intern({place, end, bytes, Format::travel, Purpose::unsummed_gradient, unit});
-    units_.hold_unsummed(unit, memory[static_cast<std::size_t>(unit.value)], buffer);
+    const Place place{Place::Kind::host, kUnreducedRegion};
+    const BufferId buffer = buffers_.intern({place, end, bytes, Format::travel, Purpose::unreduced_gradient, unit});
+    units_.hold_unreduced(unit, memory[static_cast<std::size_t>(unit.value)], buffer);
     end += bytes;
-    callbacks_.held_moved(unit, units_[unit].unsummed);
+    callbacks_.held_moved(unit, units_[unit].unreduced);
   }
 }
 
-bool Engine::holds_unsummed() const {
+bool Engine::holds_unreduced() const {
   const Entry entry(gate_);
-  return holds_unsummed_;
+  return holds_unreduced_;
 }
 
 void Engine::set_unsynced(bool unsynced) {
   const Entry entry(gate_);
-  NORIA_INVARIANT(!unsynced || holds_unsummed_, "there is no memory for gradients that are not summed");
+  NORIA_INVARIANT(!unsynced || holds_unreduced_, "there is no memory for gradients that are not reduced");
   drainer_.set_unsynced(unsynced);
 }
 
-bool Engine::is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const {
+bool Engine::is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const {
   const Entry entry(gate_);
-  return drainer_.is_unsummed(unit, offset, bytes);
+  return drainer_.is_unreduced(unit, offset, bytes);
 }
 
-bool Engine::is_summed(UnitId unit, Bytes offset, Bytes bytes) const {
+bool Engine::is_reduced(UnitId unit, Bytes offset, Bytes bytes) const {
   const Entry entry(gate_);
-  return drainer_.is_summed(unit, offset, bytes);
+  return drainer_.is_reduced(unit, offset, bytes);
 }
 
-void Engine::end_sums(Stream stream) {
+void Engine::end_reductions(Stream stream) {
   const Entry entry(gate_);
   if (!pass_.is(Phase::backward)) return;
   compute_.continue_on(stream);
   runner_.leave(stream);
-  runner_.sum_rest(stream);
+  runner_.reduce_rest(stream);
 }
 
-std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Meeting meeting) {
-  Standing standing;
+std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, SyncPoint point) {
+  RankPosition position;
   {
     const Entry entry(gate_);
-    NORIA_INVARIANT(collector_.has_value(), "no other rank shares this home");
-    standing = collector_->standing();
+    NORIA_INVARIANT(collector_.has_value(), "no other rank unit_shards this home");
+    position = collector_->position();
   }
-  CollectLane::Met met = options_.lane->exchange(std::move(numbers), meeting, standing);
+  CollectLane::Met met = options_.lane->exchange(std::move(numbers), point, position);
   const Entry entry(gate_);
-  if (meeting == Meeting::backward) is_uneven_ = is_uneven_ || met.was_uneven;
+  if (point == SyncPoint::backward) has_diverged_ = has_diverged_ || met.has_diverged;
   if (met.has_assisted) collector_->note_assisted();
   for (UnitId unit : met.taken) {
     collector_->note_taken(unit);
@@ -382,9 +383,9 @@ std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Me
 
 // ---- what forwards save, and units at peers -----------------------------------------------------------------------
 
-Held<Saver> Engine::saver() const {
-  NORIA_INVARIANT(saver_.has_value(), "nothing that forwards save may leave");
-  return {gate_, *saver_};
+Held<ActivationStore> Engine::activations() const {
+  NORIA_INVARIANT(activations_.has_value(), "nothing that forwards save may leave");
+  return {gate_, *activations_};
 }
 
 void Engine::await_saved(SavedId saved, Stream stream) {
@@ -393,8 +394,8 @@ void Engine::await_saved(SavedId saved, Stream stream) {
     throw UsageError("backward before noria.unwrap, or the end of the model",
                      "a backward that needs what has been moved to the home, which is gone", "call backward() first");
   }
-  saver_->await(saved, stream);
-  compute_.add_stall(saver_->take_waited_us());
+  activations_->await(saved, stream);
+  compute_.add_stall(activations_->take_waited_us());
 }
 
 void Engine::keep_copies(const std::vector<UnitId>& units) {
@@ -411,7 +412,7 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   const Entry entry(gate_);
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
-  if (saver_) saver_->set_trace(trace);
+  if (activations_) activations_->set_trace(trace);
   compute_.set_trace(trace);
   updates_.set_trace(trace);
   trace_ = std::move(trace);

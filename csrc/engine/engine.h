@@ -8,7 +8,7 @@
 //   Drafts           work on gradients before `step` asks for it
 //   BackwardUpdates  updates inside backward
 //   Collector        what ranks that share the home do together
-//   Saver            what forwards save; PeerCopies: units at peers
+//   ActivationStore            what forwards save; PeerCopies: units at peers
 //   StepStats        what happened
 //
 // Ownership: owns all of these. Shares the backend and the host optimizer. Borrows the callbacks, which must outlive
@@ -18,13 +18,13 @@
 // Threads: one call at a time; a CallGate ensures it. A call may block until a fetch has arrived, an update is sealed,
 // or gradients have landed. Never called with the GIL held.
 //
-// Note [Shards]. If ranks share the home, each rank has one part of every unit: a part of its trainable bytes, and a
-// part of its frozen bytes. All ranks have parts of equal size. A fetch copies this rank's part and gathers the parts
-// of the others. Gradients are summed over the ranks before this rank's part is drained. Gather and sum are ops of the
-// collect lane: a gather follows the fetch, a reduction comes before the drain. So ranks that run the same modules meet
-// in the same order. If ranks run different modules, the lane assists (comm/collect_lane.h). An assisting rank may take
-// sums into held gradients; it knows of them after the exchange that ends the backward. Updates of these gradients wait
-// for that as for a drain, and a draft that was made before is dropped. `p.grad` does not show what is held.
+// Note [Shards]. If ranks share the home, each rank has one shard of every unit's trainable bytes, and one of its
+// frozen bytes. All ranks have shards of equal size. A fetch copies this rank's shard and gathers the shards of the
+// others. Gradients are reduced over the ranks before this rank's shard is drained. Gather and sum are ops of
+// the collect lane: a gather follows the fetch, a reduction comes before the drain. So ranks that run the same modules
+// meet in the same order. If ranks run different modules, the lane assists (comm/collect_lane.h). An assisting rank may
+// take sums into held gradients; it knows of them after the exchange that ends the backward. Updates of these gradients
+// wait for that as for a drain, and a draft that was made before is dropped. `p.grad` does not show what is held.
 //
 // Gradients of a pass that is not synced (`set_unsynced`) are drained whole, to memory of their own. The next synced
 // pass adds gradients that come again to these, and sums the others at its end. An update inside backward that follows
@@ -44,6 +44,7 @@
 #include "base/trace.h"
 #include "device/backend.h"
 #include "device/update_time.h"
+#include "engine/activation_store.h"
 #include "engine/backward_updates.h"
 #include "engine/call_gate.h"
 #include "engine/collector.h"
@@ -56,7 +57,6 @@
 #include "engine/pass_runner.h"
 #include "engine/pass_state.h"
 #include "engine/peer_copies.h"
-#include "engine/saver.h"
 #include "engine/step_stats.h"
 #include "engine/unit_table.h"
 #include "engine/updates.h"
@@ -111,16 +111,16 @@ class Engine {
   /// The launching thread will run the unit's update when another op needs it.
   void defer_update(UnitId unit);
   /// Runs the unit's deferred update on this thread, if there is one.
-  void settle(UnitId unit);
-  void settle_all();
+  void run_deferred(UnitId unit);
+  void run_all_deferred();
   void end_step(bool blocking);
   /// Returns why weights and state do not belong together any more; empty if they do.
   std::string torn() const;
   /// Some units have been updated and others will not be. Passes and steps raise until weights and state are both
   /// loaded.
-  void tear(const std::string& why);
+  void mark_torn(const std::string& why);
   /// Call it when all weights and all state have been loaded.
-  void mend();
+  void clear_torn();
 
   // ---- the home, seen from outside ----
   /// Blocks until no op still reads or writes what the caller asks for. `write_weights`: the caller changes working
@@ -147,22 +147,22 @@ class Engine {
   void update_held(Stream stream);
 
   // ---- ranks that share the home ----
-  /// Gives memory for gradients that are not summed over the ranks, by unit. Ends a forward that is open.
-  void hold_unsummed(const std::vector<std::byte*>& memory, Stream stream);
-  bool holds_unsummed() const;
+  /// Gives memory for gradients that are not reduced over the ranks, by unit. Ends a forward that is open.
+  void hold_unreduced(const std::vector<std::byte*>& memory, Stream stream);
+  bool holds_unreduced() const;
   void set_unsynced(bool unsynced);
-  bool is_unsummed(UnitId unit, Bytes offset, Bytes bytes) const;
-  bool is_summed(UnitId unit, Bytes offset, Bytes bytes) const;
+  bool is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const;
+  bool is_reduced(UnitId unit, Bytes offset, Bytes bytes) const;
   /// Sums what is left, in a backward that ends. No sum follows, so ranks can tell each other which gradients have
   /// come.
-  void end_sums(Stream stream);
+  void end_reductions(Stream stream);
   /// Returns the numbers of all ranks, by rank. Allowed only if ranks share the home. Blocks until all that the ranks
   /// do together is done. After the exchange at the end of a backward, this engine knows the sums that were taken into
   /// held gradients while this rank assisted.
-  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers, Meeting meeting);
+  std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers, SyncPoint point);
 
   // ---- what forwards save, and units at peers ----
-  /// Brings what was saved if it is not on the device; see Saver::await.
+  /// Brings what was saved if it is not on the device; see ActivationStore::await.
   void await_saved(SavedId saved, Stream stream);
   /// From now on keeps these units at peers. Not allowed if ranks share the home.
   void keep_copies(const std::vector<UnitId>& units);
@@ -178,7 +178,7 @@ class Engine {
   Held<BackwardUpdates> backward_updates() const NORIA_UNCHECKED;
   bool updates_in_backward() const { return backward_updates_.has_value(); }
   /// Only if forwards may save.
-  Held<Saver> saver() const NORIA_UNCHECKED;
+  Held<ActivationStore> activations() const NORIA_UNCHECKED;
   Held<PeerCopies> copies() const NORIA_UNCHECKED { return {gate_, copies_}; }
   Held<const PassRunner> runner() const NORIA_UNCHECKED { return {gate_, runner_}; }
   Held<const Updates> updates() const NORIA_UNCHECKED { return {gate_, updates_}; }
@@ -188,9 +188,9 @@ class Engine {
   Held<Issuer> issuer() const NORIA_UNCHECKED { return {gate_, issuer_}; }
   Held<const BufferTable> buffers() const NORIA_UNCHECKED { return {gate_, buffers_}; }
   /// Counts nothing if forwards may not save.
-  SavedStats saved_stats() const { return saver_ ? saver()->stats() : SavedStats{}; }
+  SavedStats saved_stats() const { return activations_ ? activations()->stats() : SavedStats{}; }
   std::map<HookId, SavedByModule> saved_by_module() const {
-    return saver_ ? saver()->by_module() : std::map<HookId, SavedByModule>{};
+    return activations_ ? activations()->by_module() : std::map<HookId, SavedByModule>{};
   }
 
  private:
@@ -200,7 +200,7 @@ class Engine {
   enum class Edits : std::uint8_t { before_backward, before_step };
   void note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled = {},
                   const std::function<void()>& scale = {}) NORIA_REQUIRES(gate_);
-  void settle_in_order() NORIA_REQUIRES(gate_);
+  void run_all_deferred_locked() NORIA_REQUIRES(gate_);
 
   mutable CallGate gate_;
   const EngineOptions options_;
@@ -216,7 +216,7 @@ class Engine {
   mutable PeerCopies copies_ NORIA_GUARDED_BY(gate_);
   Fetcher fetcher_ NORIA_GUARDED_BY(gate_);
   Drainer drainer_ NORIA_GUARDED_BY(gate_);
-  mutable std::optional<Saver> saver_;  // set: what forwards save may leave
+  mutable std::optional<ActivationStore> activations_;  // set: what forwards save may leave
   const std::shared_ptr<UpdateTime> update_time_ = std::make_shared<UpdateTime>();
   PassState pass_ NORIA_GUARDED_BY(gate_);
   ComputeLane compute_ NORIA_GUARDED_BY(gate_);
@@ -226,10 +226,10 @@ class Engine {
   StepStats stats_ NORIA_GUARDED_BY(gate_);
   PassRunner runner_ NORIA_GUARDED_BY(gate_);
   std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(gate_);
-  bool holds_unsummed_ NORIA_GUARDED_BY(gate_) = false;
+  bool holds_unreduced_ NORIA_GUARDED_BY(gate_) = false;
   // Ranks have visited different units. From then on they may expect different visits next, and so fetch different
   // units ahead.
-  bool is_uneven_ NORIA_GUARDED_BY(gate_) = false;
+  bool has_diverged_ NORIA_GUARDED_BY(gate_) = false;
   bool closed_ NORIA_GUARDED_BY(gate_) = false;
 };
 

@@ -33,12 +33,13 @@ class EngineCallbacks {
   /// Returns at least `least` more bytes of home memory, for what is saved and leaves the device. Throws UsageError if
   /// there is none.
   virtual std::pair<std::byte*, Bytes> more_home(Bytes least) = 0;
-  /// Returns device memory for what was saved and has left. The callbacks keep it until `left` is called for it.
+  /// Returns device memory for what was saved and has left. The callbacks keep it until `release_saved` is called for
+  /// it.
   virtual std::byte* make_room(SavedId saved, Bytes bytes) = 0;
   /// Fills that memory from the home, on the compute stream. Blocks until it is done.
   virtual void fill(SavedId saved, const std::byte* from, Bytes bytes) = 0;
   /// What was saved now lies only at home or at a peer, or will not be asked for. Its memory on the device may go.
-  virtual void left(SavedId saved) = 0;
+  virtual void release_saved(SavedId saved) = 0;
   /// Runs the unit's deferred update now, on the calling thread (kernel="torch").
   virtual void update(UnitId unit) = 0;
 };

@@ -23,7 +23,7 @@ struct EngineOptions {
   std::optional<GradientRing> ring;   // set: updates run inside backward; see engine/backward_updates.h
   std::shared_ptr<CollectLane> lane;  // set: ranks share the home; see engine/engine.h, Note [Shards]
   CollectScratch scratch;             // for the lane
-  bool saves = false;                 // what forwards save may leave the device; see engine/saver.h
+  bool saves = false;                 // what forwards save may leave the device; see engine/activation_store.h
   std::optional<Bytes> saved_room;    // device memory for what stays; none: as little as overlap allows
 
   /// Returns true if p.grad shows what is held, so that the user's loop may read and edit it.

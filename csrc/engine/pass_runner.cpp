@@ -47,7 +47,7 @@ void PassRunner::begin(const Signature& signature) {
 }
 
 void PassRunner::begin_phase(const Signature& signature, std::optional<ItineraryId> expected) {
-  if (owners_.saver != nullptr) owners_.saver->begin_pass(signature.phase, signature.grad_enabled);
+  if (owners_.activations != nullptr) owners_.activations->begin_pass(signature.phase, signature.grad_enabled);
   if (parts_.collector != nullptr) parts_.collector->turn(signature.phase);
   const bool is_backward = signature.phase == Phase::backward;
   if (owners_.backward != nullptr) {
@@ -109,7 +109,7 @@ void PassRunner::play_until(std::int64_t visit_index) {
       owners_.fetcher.evict(op.unit);
       break;
     case Verb::fetch:
-      owners_.updates.settle(op.unit);
+      owners_.updates.run_deferred(op.unit);
       owners_.fetcher.fetch(op.unit, parts_.buffers[op.accesses.back().buffer].offset);
       break;
     case Verb::forward:
@@ -132,16 +132,17 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
   for (const Access& access : planned.accesses) {
     const Buffer buffer = parts_.buffers[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
-    owners_.updates.settle(buffer.unit);  // an update that still reads what is held, if no fetch of the unit has run it
+    owners_.updates.run_deferred(
+        buffer.unit);  // an update that still reads what is held, if no fetch of the unit has run it
     if (owners_.backward != nullptr && !owners_.drainer.is_unsynced()) owners_.backward->hold(buffer.unit);
     for (const Access& made : owners_.drainer.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
-  if (owners_.saver != nullptr) {
+  if (owners_.activations != nullptr) {
     const Stream stream = owners_.compute.stream();
-    for (const Access& read : owners_.saver->enter(visit.hook, visit.phase, planned.unit, stream)) {
+    for (const Access& read : owners_.activations->enter(visit.hook, visit.phase, planned.unit, stream)) {
       open.op.accesses.push_back(read);
     }
-    owners_.compute.add_stall(owners_.saver->take_waited_us());
+    owners_.compute.add_stall(owners_.activations->take_waited_us());
   }
   owners_.compute.issue(std::move(open));
 }
@@ -149,7 +150,7 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
 void PassRunner::enter_visit(Stream stream) {
   owners_.compute.enter(stream);
   const OpenVisit& open = *owners_.compute.visit();
-  if (owners_.saver != nullptr) owners_.saver->opened(open.opened_us);
+  if (owners_.activations != nullptr) owners_.activations->opened(open.opened_us);
   for (UnitId unit : open.visit.needs) {
     parts_.callbacks.attach(unit, owners_.fetcher.address(unit));
     attached_.push_back(unit);
@@ -163,7 +164,7 @@ void PassRunner::close_visit(Stream stream, Visiting visiting) {
   evict_attached();
   drain();
   if (visiting == Visiting::goes_on) return;
-  if (owners_.saver != nullptr) owners_.saver->leave(open.op.unit, stream);
+  if (owners_.activations != nullptr) owners_.activations->leave(open.op.unit, stream);
   if (owners_.backward != nullptr) owners_.backward->end_visit(open.visit, open.is_recomputed);
 }
 
@@ -223,9 +224,9 @@ void PassRunner::plan_gradient(UnitId unit, Visit visit) {
   count_.planned.reset();
 }
 
-void PassRunner::sum_rest(Stream stream) {
-  owners_.drainer.set_sums_rest(true);
-  for (UnitId unit : owners_.drainer.left_unsummed()) {
+void PassRunner::reduce_rest(Stream stream) {
+  owners_.drainer.set_reduces_rest(true);
+  for (UnitId unit : owners_.drainer.left_unreduced()) {
     Visit visit;
     visit.phase = Phase::backward;
     visit.gradients = {unit};
@@ -235,7 +236,7 @@ void PassRunner::sum_rest(Stream stream) {
     enter_visit(stream);
     close_visit(stream, Visiting::ends);
   }
-  owners_.drainer.set_sums_rest(false);
+  owners_.drainer.set_reduces_rest(false);
 }
 
 // ---- a pass ends --------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ void PassRunner::sum_rest(Stream stream) {
 std::vector<UnitId> PassRunner::end(Stream stream) {
   close_visit(stream, Visiting::ends);
   const Phase phase = *pass_.phase;
-  if (phase == Phase::backward) sum_rest(stream);
+  if (phase == Phase::backward) reduce_rest(stream);
   pass_.phase.reset();
   const ItineraryId itinerary = pass_.book.end();
   forget_old_passes();

@@ -17,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/activation_store.h"
 #include "engine/backward_updates.h"
 #include "engine/compute_lane.h"
 #include "engine/drafts.h"
@@ -24,7 +25,6 @@
 #include "engine/fetcher.h"
 #include "engine/pass_plans.h"
 #include "engine/pass_state.h"
-#include "engine/saver.h"
 #include "engine/step_stats.h"
 #include "engine/updates.h"
 
@@ -35,7 +35,7 @@ struct PassOwners {
   ComputeLane& compute;
   Fetcher& fetcher;
   Drainer& drainer;
-  Saver* saver;  // null: what forwards save stays
+  ActivationStore* activations;  // null: what forwards save stays
   Updates& updates;
   Drafts& drafts;
   BackwardUpdates* backward;  // null: updates run after `step`, or as drafts
@@ -59,7 +59,7 @@ class PassRunner {
   /// A gradient of this unit is about to be written; see Engine::expect_gradient.
   void expect_gradient(UnitId unit, Stream stream);
   /// Sums what only earlier passes have brought, as if a visit without modules had brought it.
-  void sum_rest(Stream stream);
+  void reduce_rest(Stream stream);
   /// Ends the pass. Returns the units whose gradients land.
   std::vector<UnitId> end(Stream stream);
   /// Ends the pass, if one is open, because it raised.

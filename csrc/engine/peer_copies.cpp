@@ -5,7 +5,7 @@
 namespace noria {
 
 void PeerCopies::shrink_peer(std::int32_t rank, Bytes left) {
-  for (auto& [unit, copy] : copies_) places_.give_back(copy.stretches);
+  for (auto& [unit, copy] : copies_) places_.give_back(copy.extents);
   copies_.clear();
   const bool is_free = places_.shrink_peer(rank, left);
   NORIA_INVARIANT(is_free, "a copy that is forgotten has a place still");
@@ -14,7 +14,7 @@ void PeerCopies::shrink_peer(std::int32_t rank, Bytes left) {
 }
 
 void PeerCopies::keep(std::vector<std::pair<UnitId, Bytes>> units) {
-  for (auto& [unit, copy] : copies_) places_.give_back(copy.stretches);
+  for (auto& [unit, copy] : copies_) places_.give_back(copy.extents);
   copies_.clear();
   kept_ = std::move(units);
   place();
@@ -22,8 +22,8 @@ void PeerCopies::keep(std::vector<std::pair<UnitId, Bytes>> units) {
 
 void PeerCopies::place() {
   for (const auto& [unit, bytes] : kept_) {
-    Stretches stretches = places_.take(bytes);
-    if (!stretches.empty()) copies_[unit].stretches = std::move(stretches);
+    Extents extents = places_.take(bytes);
+    if (!extents.empty()) copies_[unit].extents = std::move(extents);
   }
   stats_.num_units = static_cast<std::int64_t>(copies_.size());
 }
@@ -48,9 +48,9 @@ void PeerCopies::stash(UnitId unit, const Access& leased, const std::byte* from)
   copy.version = leased.version;
   std::vector<Access> accesses = {leased};
   Transfer transfer;
-  for (const Stretch& stretch : copy.stretches) {
-    accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
-    transfer.copies.push_back({stretch.memory, from + stretch.begin.count, stretch.bytes, stretch.link});
+  for (const Extent& extent : copy.extents) {
+    accesses.push_back({extent.copy, issuer_.next_version(extent.copy), Access::Mode::write});
+    transfer.copies.push_back({extent.memory, from + extent.begin.count, extent.bytes, extent.link});
   }
   ++stats_.num_stashed;
   stats_.stashed += transfer.bytes();
@@ -62,9 +62,9 @@ void PeerCopies::fetch(UnitId unit, const Access& leased, std::byte* to) {
   NORIA_INVARIANT(copy.version == leased.version, "a copy at a peer is fetched as another version");
   std::vector<Access> accesses = {leased};
   Transfer transfer;
-  for (const Stretch& stretch : copy.stretches) {
-    accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});
-    transfer.copies.push_back({to + stretch.begin.count, stretch.memory, stretch.bytes, stretch.link});
+  for (const Extent& extent : copy.extents) {
+    accesses.push_back({extent.copy, issuer_.version(extent.copy), Access::Mode::read});
+    transfer.copies.push_back({to + extent.begin.count, extent.memory, extent.bytes, extent.link});
   }
   ++stats_.num_fetched;
   stats_.fetched += transfer.bytes();

@@ -55,7 +55,7 @@ class PeerCopies {
 
  private:
   struct Copy {
-    Stretches stretches;
+    Extents extents;
     std::optional<Version> version;  // none: nothing of use
   };
   void place();

@@ -3,8 +3,8 @@
 // Units: bytes. Ownership: the memory is the caller's. Order: a range may be given back before its last reader has
 // passed. The op that writes it next waits for that reader, as for any read. Threads: the caller serialises.
 //
-// Note [Stretches]. What goes to peers is cut into one stretch for each peer that has room for it. The faster a peer's
-// link, the longer its stretch, so that all copies end together.
+// Note [Extents]. What goes to peers is cut into one extent for each peer that has room for it. The faster a peer's
+// link, the longer its extent, so that all copies end together.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct PeerMemory {
 };
 
 /// Describes a part of something that leaves the device, and where it goes.
-struct Stretch {
+struct Extent {
   Bytes begin, bytes;  // within the storage that leaves
   std::byte* memory = nullptr;
   BufferId copy;
@@ -36,7 +36,7 @@ struct Stretch {
   std::optional<std::size_t> peer;  // by the order of `add_peer`; none: the home
   RangePool::Range range;
 };
-using Stretches = std::vector<Stretch>;
+using Extents = std::vector<Extent>;
 
 class PeerPlaces {
  public:
@@ -48,9 +48,9 @@ class PeerPlaces {
   /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something beyond is still in use.
   bool shrink_peer(std::int32_t rank, Bytes left);
 
-  /// Returns the stretches; none if peers do not have as many bytes.
-  Stretches take(Bytes bytes);
-  void give_back(const Stretches& stretches);
+  /// Returns the extents; none if peers do not have as many bytes.
+  Extents take(Bytes bytes);
+  void give_back(const Extents& extents);
 
  private:
   struct Lent {
@@ -59,8 +59,8 @@ class PeerPlaces {
   };
 
   /// Cuts `bytes` over these peers. Returns the peer that has too little in one range; none if all have enough.
-  std::optional<std::size_t> cut(Bytes bytes, const std::vector<std::size_t>& peers, Stretches& stretches);
-  bool add_stretch(std::size_t peer, Bytes begin, Bytes bytes, Stretches& stretches);
+  std::optional<std::size_t> cut(Bytes bytes, const std::vector<std::size_t>& peers, Extents& extents);
+  bool add_extent(std::size_t peer, Bytes begin, Bytes bytes, Extents& extents);
 
   BufferTable& buffers_;
   const Purpose purpose_;

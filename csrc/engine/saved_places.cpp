@@ -5,10 +5,10 @@
 
 namespace noria {
 
-Stretches SavedPlaces::take(Bytes bytes, bool of_home) {
+Extents SavedPlaces::take(Bytes bytes, bool of_home) {
   if (!of_home) {
-    Stretches stretches = peers_.take(bytes);
-    if (!stretches.empty()) return stretches;
+    Extents extents = peers_.take(bytes);
+    if (!extents.empty()) return extents;
   }
   auto range = home_.take(bytes);
   if (!range) {
@@ -26,9 +26,9 @@ Stretches SavedPlaces::take(Bytes bytes, bool of_home) {
   return {{{}, bytes, range->memory, copy, 0, std::nullopt, *range}};
 }
 
-void SavedPlaces::give_back(const Stretches& stretches) {
-  if (is_at_peers(stretches)) peers_.give_back(stretches);
-  else home_.give_back(stretches.front().range);
+void SavedPlaces::give_back(const Extents& extents) {
+  if (is_at_peers(extents)) peers_.give_back(extents);
+  else home_.give_back(extents.front().range);
 }
 
 }  // namespace noria

@@ -10,7 +10,7 @@
 
 namespace noria {
 
-inline bool is_at_peers(const Stretches& stretches) { return stretches.front().peer.has_value(); }
+inline bool is_at_peers(const Extents& extents) { return extents.front().peer.has_value(); }
 
 class SavedPlaces {
  public:
@@ -24,8 +24,8 @@ class SavedPlaces {
 
   /// Returns places for all of it at peers, or for the whole at home. `of_home`: at home even if peers have room.
   /// Throws UsageError if neither has as much.
-  Stretches take(Bytes bytes, bool of_home);
-  void give_back(const Stretches& stretches);
+  Extents take(Bytes bytes, bool of_home);
+  void give_back(const Extents& extents);
 
   Bytes at_home() const { return home_.taken(); }
 

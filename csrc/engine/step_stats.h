@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "device/update_time.h"
+#include "engine/activation_store.h"
 #include "engine/drainer.h"
 #include "engine/options.h"
-#include "engine/saver.h"
 #include "engine/updates.h"
 #include "plan/itinerary.h"
 
@@ -48,7 +48,7 @@ struct StepSums {
   std::int64_t wall_us = 0;
   std::int64_t forward_us = 0, backward_us = 0;  // inside visits, by the clock of the compute lane
   std::int64_t forward_stall_us = 0, backward_stall_us = 0;
-  Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: received from other ranks, to be summed
+  Bytes forward_fetched, backward_fetched, drained, reduced;  // reduced: received from other ranks, to be reduced
   Bytes copied;                                               // between home and device, both ways, all kinds
   Bytes updated;                                              // read and written by the pool
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0, peer_us = 0;
@@ -59,12 +59,12 @@ struct StepSums {
 
 class StepStats {
  public:
-  StepStats(EngineParts parts, const Updates& updates, const Drainer& drainer, const Saver* saver,
+  StepStats(EngineParts parts, const Updates& updates, const Drainer& drainer, const ActivationStore* activations,
             std::shared_ptr<UpdateTime> update_time)
       : parts_(parts),
         updates_(updates),
         drainer_(drainer),
-        saver_(saver),
+        activations_(activations),
         update_time_(std::move(update_time)) {}
 
   /// `pass`: the totals of this pass. `planned`: its fetches by the plan that it followed to the end; none: it did not.
@@ -88,13 +88,13 @@ class StepStats {
     std::int64_t update_us = 0;
     Bytes updated;
   };
-  SavedStats saved() const { return saver_ != nullptr ? saver_->stats() : SavedStats{}; }
+  SavedStats saved() const { return activations_ != nullptr ? activations_->stats() : SavedStats{}; }
   void add_lane_times(StepSums& sums, const FirstStep& first) const;
 
   const EngineParts parts_;
   const Updates& updates_;
   const Drainer& drainer_;
-  const Saver* const saver_;  // null: what forwards save stays
+  const ActivationStore* const activations_;  // null: what forwards save stays
   const std::shared_ptr<UpdateTime> update_time_;
   std::map<ItineraryId, PassStats> passes_;
   std::int64_t forgotten_passes_ = 0;

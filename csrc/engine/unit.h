@@ -23,7 +23,7 @@ enum HomeRegion : std::int32_t {
   kSumRegion,
   kScalesRegion,
   kRingRegion,
-  kUnsummedRegion,
+  kUnreducedRegion,
   kSavedRegion,       // one token for each storage
   kSavedCopiesRegion  // the pieces of memory, one behind the other
 };
@@ -41,9 +41,9 @@ struct EngineUnit {
   std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null when frozen, and while the gradient
                                // ring has none of it
   std::optional<Spare> spare;  // none: the unit is never drafted
-  // If ranks share the home: facts.gradients bytes that are not summed over the ranks yet; null until some are wanted.
-  std::byte* unsummed = nullptr;
-  BufferId unsummed_buffer;
+  // If ranks share the home: facts.gradients bytes that are not reduced over the ranks yet; null until some are wanted.
+  std::byte* unreduced = nullptr;
+  BufferId unreduced_buffer;
   BufferId sum;                          // the sum of the squares of what is held; sum ops write it
   BufferId scales;                       // the late scales of gradients that are held
   ElementType type = ElementType::fp32;  // of gradients that ranks sum

@@ -25,7 +25,7 @@ class UnitTable {
   const std::vector<UnitFacts>& facts() const { return facts_; }
 
   /// The unit and its spare change places.
-  void exchange_with_spare(UnitId unit) {
+  void swap_with_spare(UnitId unit) {
     EngineUnit& changed = units_[unit];
     std::swap(changed.working, changed.spare->working);
     std::swap(changed.facts.working, changed.spare->working_buffer);
@@ -39,10 +39,10 @@ class UnitTable {
   }
   /// The unit's gradients have no memory for now.
   void release_held(UnitId unit) { units_[unit].held = nullptr; }
-  /// Gradients that are not summed over the ranks lie here from now on.
-  void hold_unsummed(UnitId unit, std::byte* unsummed, BufferId buffer) {
-    units_[unit].unsummed = unsummed;
-    units_[unit].unsummed_buffer = buffer;
+  /// Gradients that are not reduced over the ranks lie here from now on.
+  void hold_unreduced(UnitId unit, std::byte* unreduced, BufferId buffer) {
+    units_[unit].unreduced = unreduced;
+    units_[unit].unreduced_buffer = buffer;
   }
 
  private:

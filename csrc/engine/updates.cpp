@@ -46,7 +46,7 @@ bool Updates::is_any_deferred() const {
   return false;
 }
 
-void Updates::settle(UnitId unit) {
+void Updates::run_deferred(UnitId unit) {
   if (!deferred_[unit]) return;
   Op op = op_of(unit);
   auto begun = parts_.issuer.begin(op);
@@ -87,7 +87,7 @@ void Updates::note_ran(const Op& op, const std::vector<Ticket>& waits, std::int6
   trace_->add(std::move(span));
 }
 
-void Updates::tear(const std::string& why) {
+void Updates::mark_torn(const std::string& why) {
   if (torn_.empty()) torn_ = why;
 }
 
@@ -113,15 +113,15 @@ void Updates::refuse_torn() const {
   const std::string why = torn();
   if (why.empty()) return;
   throw MachineError("weights and optimizer state are of different steps: " + why +
-                     ". Load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
+                     ". TransferBatch a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
 }
 
-void Updates::mend() {
+void Updates::clear_torn() {
   torn_.clear();
   if (parts_.optimizer == nullptr) return;
   parts_.optimizer->idle();
   parts_.backend.idle();
-  parts_.optimizer->mend();
+  parts_.optimizer->clear_torn();
   committed_.fill(nullptr);
   try {
     parts_.issuer.sweep();

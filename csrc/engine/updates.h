@@ -2,9 +2,9 @@
 //
 // Ownership: borrows the engine's parts.
 // Order: on the pool an update is issued at `step`, and the fetch that needs it waits for it. On the launching thread
-// it is issued when another op needs what it reads or writes: `settle`. Either way the unit's version rises at `step`,
-// so no device copy of it counts as current. An update inside backward raises it there.
-// Threads: the caller serialises. `settle` blocks.
+// it is issued when another op needs what it reads or writes: `run_deferred`. Either way the unit's version rises at
+// `step`, so no device copy of it counts as current. An update inside backward raises it there. Threads: the caller
+// serialises. `run_deferred` blocks.
 #pragma once
 
 #include <cstdint>
@@ -38,20 +38,20 @@ class Updates {
   void defer(UnitId unit);
   bool is_any_deferred() const;
   /// Runs the unit's deferred update on this thread, if there is one.
-  void settle(UnitId unit);
+  void run_deferred(UnitId unit);
 
   // ---- torn: weights and state of a unit do not belong together ----
   /// A draft was committed. If its ticket fails, the unit is torn.
   void note_committed(UnitId unit, Ticket draft) { committed_[unit] = std::move(draft); }
   /// Some units have been updated and others will not be. Passes and steps raise until weights and state are both
   /// loaded. The first reason is kept.
-  void tear(const std::string& why);
+  void mark_torn(const std::string& why);
   /// Returns why weights and state do not belong together any more; empty if they do.
   std::string torn() const;
   /// Throws MachineError if they do not.
   void refuse_torn() const;
   /// All weights and all state have been loaded.
-  void mend();
+  void clear_torn();
 
   std::int64_t busy_us() const;
   LaneStats stats() const;  // of the launching thread and of the pool

@@ -325,7 +325,7 @@ std::map<UnitId, std::string> HostOptimizer::torn() const {
   return state_->torn;
 }
 
-void HostOptimizer::mend() {
+void HostOptimizer::clear_torn() {
   const MutexLock lock(state_->torn_mutex);
   state_->torn.clear();
 }

@@ -58,10 +58,10 @@ class HostOptimizer {
   bool recall(const Ticket& ticket);
   /// Returns true if the job of this ticket had not begun a moment ago.
   bool is_queued(const Ticket& ticket) const;
-  /// Returns the units whose update broke off in the middle or could not begin, and why, until `mend`. Their weights
-  /// and state belong to two different steps.
+  /// Returns the units whose update broke off in the middle or could not begin, and why, until `clear_torn`. Their
+  /// weights and state belong to two different steps.
   std::map<UnitId, std::string> torn() const;
-  void mend();
+  void clear_torn();
   /// For tests only: the next update breaks off half-way, as if the machine had failed.
   void break_next_update();
   /// Blocks until no job is queued or running.

@@ -1,4 +1,5 @@
-// Decides which bundles of saved activations leave the device and which return. The engine's Saver carries it out.
+// Decides which bundles of saved activations leave the device and which return. The engine's ActivationStore carries it
+// out.
 //
 // A bundle is what one forward visit saves. These are pure functions of what is known of the bundles.
 //

@@ -40,7 +40,7 @@ enum class Purpose : std::uint8_t {
   optimizer_state,
   gradient_sum,
   gradient_scales,  // held gradients are multiplied by these when they are used
-  unsummed_gradient,
+  unreduced_gradient,
   saved_tensor,  // on the device: what a forward saves for its backward
   saved_copy,    // in the home: a copy of a saved tensor
   peer_copy      // at a peer: a copy of a unit

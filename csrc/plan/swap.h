@@ -14,7 +14,7 @@
 // compute on the host's link may go to the host. If peers have room for only a part of what is sent to them, each of
 // these blocks gets the same fraction.
 //
-// Another rule decides which blocks stay on the device: Note [Bundles] in engine/saver.h.
+// Another rule decides which blocks stay on the device: Note [Bundles] in engine/activation_store.h.
 #pragma once
 
 #include <cstdint>

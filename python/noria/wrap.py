@@ -24,7 +24,7 @@ from noria.dist.ranks import Ranks, grid_of, raised_by_all
 from noria.dist.stage_group import StageGroup
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuffers
 from noria.host.home import Home
-from noria.host.limits import find, least, numa_node
+from noria.host.limits import min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine
 from noria.model.layout import GRADIENT_RING
 from noria.model.update_rules import SEPARABLE
@@ -217,15 +217,15 @@ def wrap(
                     "none",
                     "give the stage one, or wrap all stages without stages=",
                 )
-            found = find(compute_device(chosen))
+            found = probe_limits(compute_device(chosen))
         indices = [(stage.stage_index, stage.num_stages) for stage in stages_of(model)]
         told = [(found, indices)] if ranks is None else ranks.host.gather_objects((found, indices))
-        everybodys = [each for each, _ in told]
+        gathered = [each for each, _ in told]
         with raised_by_all(met, "noria.wrap"):
             _check_line(stages_of(model), [each for _, each in told], pipeline)
             values = ranks is None or ranks.rank == 0
             grid = None if ranks is None else ranks.grid
-            planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=least(everybodys))
+            planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=min_over_ranks(gathered))
             lines = [] if ranks is None else fingerprint(planned, updaters)
         with raised_by_all([] if pipeline is None else [pipeline], "noria.wrap"):
             if ranks is not None:
@@ -250,15 +250,15 @@ def wrap(
     return (model, optimizer) if optimizer is not None else model
 
 
-def _check_line(own: list[Any], everybodys: list[list[tuple[int, int]]], pipeline: StageGroup | None) -> None:
+def _check_line(own: list[Any], gathered: list[list[tuple[int, int]]], pipeline: StageGroup | None) -> None:
     """Raises UsageError if the stages differ between ranks, or do not match the stage group.
 
-    `everybodys`: for each rank that shares the model, the (index, number of stages) of each of its stages.
+    `gathered`: for each rank that shares the model, the (index, number of stages) of each of its stages.
     """
-    if any(each != everybodys[0] for each in everybodys):
+    if any(each != gathered[0] for each in gathered):
         raise usage_error(
             "the same stages of the pipeline on all ranks that share the model",
-            f"stages {[[number for number, _ in each] for each in everybodys]} on them",
+            f"stages {[[number for number, _ in each] for each in gathered]} on them",
             'give mesh=grid["replicas"], the ranks that share this stage, or stages=, the ranks of all stages; without '
             "either all ranks share it",
         )
@@ -417,7 +417,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.run.recover()
     wrapped.run.refuse_between_steps("noria.unwrap")
     wrapped.sync.meet("unwrap")
-    engine.settle_all()
+    engine.run_all_deferred()
     engine.idle()
     held_back = {slot.index for slot in context.slots if engine.is_held_back(slot.index)}
     if context.ranks is not None:

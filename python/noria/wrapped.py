@@ -74,7 +74,7 @@ class Wrapped:
 
     def __init__(self, context: Context, stages: StageGroup | None) -> None:
         self.context = context
-        context.home.is_moved = context.engine.is_moved
+        context.home.is_swapped = context.engine.is_swapped
         self.loads = LoadTracker(context)
         self.run = run = RunState(context, self.loads)
         self.sync = RankSync(context)

@@ -108,12 +108,12 @@ def train_as_told(rank: int, size: int, case: Case) -> None:
             case.schedule, case.policy(stage), make_optimizer, hostility=dict(case.delays), after_step=check, **made
         )
     twin = unpipelined(case.schedule, make_optimizer, stage, case.num_stages, replica=replica, **made)
-    everybodys: list[Any] = [None] * size
-    dist.all_gather_object(everybodys, lent[0])
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, lent[0])
     assert_same_bits(ours, twin)
     assert not faults, faults[0]
     if case.lends:
-        assert sum(everybodys) > 0
+        assert sum(gathered) > 0
 
 
 def broken(case: Case, stage: int, step: int, model: nn.Module, report: noria.Report) -> list[str]:

@@ -415,9 +415,9 @@ def on_more(rank: int, size: int, policy: dict[str, Any], shape: tuple[int, ...]
         found, expected = dict(model.state_dict()), dict(plain.state_dict())
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8, check_device=False)
         weights = torch.cat([value.flatten() for value in found.values()])
-        everybodys = [torch.empty_like(weights) for _ in range(size)]
-        dist.all_gather(everybodys, weights)
-        for its in everybodys:
+        gathered = [torch.empty_like(weights) for _ in range(size)]
+        dist.all_gather(gathered, weights)
+        for its in gathered:
             assert_same_bits({"weights": its}, {"weights": weights})
         noria.unwrap(model, ours)
 

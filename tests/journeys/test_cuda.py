@@ -212,7 +212,7 @@ def test_the_report_knows_what_the_device_did_and_when(update):
         optimizer.step()
         optimizer.zero_grad()
     engine = wrapped_by(model).context.engine
-    engine.settle_all()
+    engine.run_all_deferred()
     engine.idle()
     if DEVICE == "cuda":
         torch.cuda.synchronize()

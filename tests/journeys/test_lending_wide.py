@@ -196,7 +196,8 @@ PLANNED: Acts = {
 
 def is_wrong_without(rank: int, size: int, kind: str) -> None:
     """On the first stage. All that leaves it goes to the last one once that has lent. The calling thread computes
-    here, so that only what the lanes give can be late (tests/csrc/engine/saver_test.cpp has the other kinds)."""
+    here, so that only what the lanes give can be late. tests/csrc/engine/activation_store_test.cpp has the other
+    kinds."""
     wrap_plan.LEAST_SAVED = 64
     policy: dict[str, Any] = {"kernel": "torch", "activations": "offload"}
     if rank > 0:
@@ -223,9 +224,9 @@ def is_wrong_without(rank: int, size: int, kind: str) -> None:
             assert_same_bits(run("", hold_us), prompt)
             without = run(kind, hold_us)
             differs = first_difference(list(without.values()), [prompt[name] for name in without], list(without))
-            everybodys: list[Any] = [None] * size
-            dist.all_gather_object(everybodys, differs)
-            if any(everybodys):
+            gathered: list[Any] = [None] * size
+            dist.all_gather_object(gathered, differs)
+            if any(gathered):
                 return
     raise AssertionError("nothing went wrong without it")
 

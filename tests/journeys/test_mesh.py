@@ -121,9 +121,9 @@ def like_twin(rank: int, size: int, name: str) -> None:
     found = trained(model, ours, rank)
     assert_same_bits(found, expected)
     for key in ("embed.weight", "head.weight"):
-        everybodys = [torch.empty_like(found[key]) for _ in range(size)]
-        dist.all_gather(everybodys, found[key])
-        for each in everybodys:
+        gathered = [torch.empty_like(found[key]) for _ in range(size)]
+        dist.all_gather(gathered, found[key])
+        for each in gathered:
             assert_same_bits({key: each}, {key: found[key]})
     assert noria.report(model).ledger_agrees
 
@@ -139,9 +139,9 @@ def norms(rank: int, size: int, shape: tuple[int, int]) -> None:
         optimizer.step()
         assert_same_bits({"norm": optimizer.grad_norm}, {"norm": called})
         found.append(called.item())
-    everybodys: list[Any] = [None] * size
-    dist.all_gather_object(everybodys, found[0])
-    assert everybodys == [found[0]] * size
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, found[0])
+    assert gathered == [found[0]] * size
     assert math.isclose(*found, rel_tol=1e-6)
 
 

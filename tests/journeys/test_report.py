@@ -84,7 +84,7 @@ POLICIES = {
 def test_the_three_shares_are_all_that_the_pool_did(policy):
     model = trained(SLOW, steps=1, **policy)
     engine = wrapped_by(model).context.engine
-    engine.settle_all()
+    engine.run_all_deferred()
     engine.idle()
     optimizer = wrapped_by(model).drivers[0].optimizer
     sums, busy_us = engine.step_sums(), engine.update_stats()["busy_us"]
@@ -95,7 +95,7 @@ def test_the_three_shares_are_all_that_the_pool_did(policy):
         now = engine.step_sums()  # while updates run
         shares = ("update_behind_forward_us", "update_behind_backward_us", "update_exposed_us")
         assert now["update_us"] == sum(now[each] for each in shares)
-    engine.settle_all()
+    engine.run_all_deferred()
     engine.idle()
     grown_us = engine.step_sums()["update_us"] - sums["update_us"]
     assert grown_us == engine.update_stats()["busy_us"] - busy_us > 0
@@ -147,7 +147,7 @@ UNIT_BYTES = WIDTH * WIDTH * 4 + 512  # of fp32, as it is fetched: biases fill 5
 
 def host_memory_of(model: nn.Module, gib_s: float) -> tuple[Bound, HostMemory]:
     engine = wrapped_by(model).context.engine
-    engine.settle_all()
+    engine.run_all_deferred()
     engine.idle()
     bound = noria.report(model, host_memory_gib_s=gib_s).bound
     assert bound is not None

@@ -453,10 +453,10 @@ def clips(rank: int, size: int, by_call: bool, max_norm: float, kernel: str = "a
         ours.step()
         if not by_call:
             norm = ours.grad_norm
-        everybodys = [torch.zeros_like(norm) for _ in range(size)]
-        dist.all_gather(everybodys, norm)
-        for its in everybodys:
-            assert_same_bits({"norm": its}, {"norm": everybodys[0]})
+        gathered = [torch.zeros_like(norm) for _ in range(size)]
+        dist.all_gather(gathered, norm)
+        for its in gathered:
+            assert_same_bits({"norm": its}, {"norm": gathered[0]})
         assert abs(norm.item() / expected.item() - 1) < 2e-7
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         for gradient in gradients:

@@ -117,10 +117,10 @@ def clips_in_noria_s_kernels(rank: int, size: int, accumulates: bool, **policy: 
             exact = sum(float(g.double().square().sum()) for g in gradients(pair.plain)) ** 0.5
             norm = clip(pair.model.parameters(), BITES)
             assert abs(norm.item() / exact - 1) < 1e-6
-            everybodys = [torch.zeros(()) for _ in range(size)]
-            dist.all_gather(everybodys, norm)
-            for its in everybodys:
-                assert_same_bits({"norm": its}, {"norm": everybodys[0]})
+            gathered = [torch.zeros(()) for _ in range(size)]
+            dist.all_gather(gathered, norm)
+            for its in gathered:
+                assert_same_bits({"norm": its}, {"norm": gathered[0]})
             clip(pair.plain.parameters(), BITES)
             again = clip(twin.model.parameters(), BITES)
             assert_same_bits({"norm": norm}, {"norm": again})

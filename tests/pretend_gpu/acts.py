@@ -83,9 +83,9 @@ def tensors_reach_whom_they_are_for(rank: int, size: int) -> None:
         return torch.full((count,), float(value), device=device)
 
     with nccl() as group:
-        everybodys = [torch.zeros(r + 1, device=device) for r in range(size)]  # of different sizes
-        dist.all_gather(everybodys, filled(rank, rank + 1), group=group)
-        assert [each.tolist() for each in everybodys] == [[r] * (r + 1) for r in range(size)]
+        gathered = [torch.zeros(r + 1, device=device) for r in range(size)]  # of different sizes
+        dist.all_gather(gathered, filled(rank, rank + 1), group=group)
+        assert [each.tolist() for each in gathered] == [[r] * (r + 1) for r in range(size)]
         whole = torch.zeros(2 * size, device=device)
         whole[2 * rank : 2 * rank + 2] = rank + 1
         dist.all_gather_single(whole, whole[2 * rank : 2 * rank + 2], group=group)  # in place

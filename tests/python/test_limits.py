@@ -10,8 +10,8 @@ from noria.host.limits import (
     Limit,
     check_fits,
     host_limits,
-    least,
     margin_of,
+    min_over_ranks,
     numa_node,
     pinning_limit,
     tightest,
@@ -104,7 +104,7 @@ def test_lockable_memory_refuses_nothing(root):
 
 
 def free_under(*limits):
-    return least([Found("here", 1, None, limits)])
+    return min_over_ranks([Found("here", 1, None, limits)])
 
 
 def test_auto_leaves_a_margin_and_bytes_do_not():
@@ -134,16 +134,16 @@ def test_bytes_go_before_the_kernels_estimate_but_not_before_a_limit():
 def test_ranks_go_by_the_least_that_one_of_them_finds():
     memory, own = Limit("MemAvailable", "/proc/meminfo", 64 * GIB), Limit("address space", "ulimit -v", 9 * GIB, True)
     small = Limit("MemAvailable", "/proc/meminfo", 24 * GIB)
-    everybodys = [
+    gathered = [
         Found("a", 1, (5, 80), (memory,)),
         Found("b", 2, (7, 40), (small,)),  # shares its machine with a process that shares no model
         Found("a", 1, (6, 80), (memory, own)),
     ]
-    free = least(everybodys)
+    free = min_over_ranks(gathered)
     assert free.device == (5, 40)
     assert free.host == Limit("address space on rank 2", "ulimit -v", 9 * GIB, True)
     assert free.share == free.host  # no other rank shares it
-    free = least([dataclasses.replace(each, limits=each.limits[:1], device=None) for each in everybodys])
+    free = min_over_ranks([dataclasses.replace(each, limits=each.limits[:1], device=None) for each in gathered])
     assert free.device is None and free.host == Limit("MemAvailable on rank 1", "/proc/meminfo", 24 * GIB)
     name = "MemAvailable on rank 1, divided by the 2 processes there"
     assert free.share == Limit(name, "/proc/meminfo", 12 * GIB)
@@ -155,9 +155,9 @@ def test_ranks_go_by_the_least_that_one_of_them_finds():
 
 def test_many_processes_of_one_machine_share_what_is_free():
     found = Found("a", 1, None, (Limit("MemAvailable", "/proc/meminfo", 64 * GIB),))
-    assert least([found]).share.free == 64 * GIB
-    assert least([found] * 4).share.free == 16 * GIB
-    assert least([dataclasses.replace(found, num_processes=8)]).share.free == 8 * GIB
+    assert min_over_ranks([found]).share.free == 64 * GIB
+    assert min_over_ranks([found] * 4).share.free == 16 * GIB
+    assert min_over_ranks([dataclasses.replace(found, num_processes=8)]).share.free == 8 * GIB
 
 
 def test_a_refusal_names_the_bytes_by_purpose_the_limit_and_where_it_comes_from():

@@ -122,10 +122,10 @@ def test_own_groups_have_the_timeout_of_the_users(tmp_path):
         dist.destroy_process_group()
 
 
-def ranks_that_say(everybodys):
+def ranks_that_say(gathered):
     ranks = object.__new__(Ranks)
     ranks.host = object.__new__(Group)
-    ranks.host.gather_objects = lambda own: everybodys
+    ranks.host.gather_objects = lambda own: gathered
     return ranks
 
 

@@ -77,17 +77,17 @@ class Group:
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of all ranks, by rank. They have the same shape and dtype. Collective."""
-        everybodys = [torch.empty_like(own) for _ in self.ranks]
+        gathered = [torch.empty_like(own) for _ in self.ranks]
         with self._together(f"an all-gather of {format_bytes(own.nbytes * self.size)}"):
-            self._group.allgather([everybodys], [own]).wait()
-        return everybodys
+            self._group.allgather([gathered], [own]).wait()
+        return gathered
 
     def gather_on_first(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns what `gather` does on the first rank, and an empty list on the others. Collective."""
-        everybodys = [torch.empty_like(own) for _ in self.ranks] if self.rank == 0 else []
+        gathered = [torch.empty_like(own) for _ in self.ranks] if self.rank == 0 else []
         with self._together(f"a gather of {format_bytes(own.nbytes * self.size)}"):
-            self._group.gather([everybodys] if everybodys else [], [own], _to_first()).wait()
-        return everybodys
+            self._group.gather([gathered] if gathered else [], [own], _to_first()).wait()
+        return gathered
 
     def gather_objects(self, own: Any) -> list[Any]:
         """Returns the objects of all ranks, by rank. Collective."""
@@ -95,29 +95,29 @@ class Group:
         counts = [int(count) for count in self.gather(torch.tensor([data.numel()], device="cpu"))]
         padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        everybodys = zip(self.gather(padded), counts, strict=True)
-        return [pickle.loads(each[:count].numpy().tobytes()) for each, count in everybodys]
+        gathered = zip(self.gather(padded), counts, strict=True)
+        return [pickle.loads(each[:count].numpy().tobytes()) for each, count in gathered]
 
     def agree(self, lines: Sequence[str], *, expected: str, remedy: str) -> None:
         """Raises UsageError on all ranks if a line differs from rank 0's. The error names the first one. Collective."""
-        everybodys = self.gather_objects(list(lines))
-        for rank, its in enumerate(everybodys):
-            if its == everybodys[0]:
+        gathered = self.gather_objects(list(lines))
+        for rank, its in enumerate(gathered):
+            if its == gathered[0]:
                 continue
             number = next(
-                (n for n, (a, b) in enumerate(zip(everybodys[0], its, strict=False)) if a != b),
-                min(len(everybodys[0]), len(its)),
+                (n for n, (a, b) in enumerate(zip(gathered[0], its, strict=False)) if a != b),
+                min(len(gathered[0]), len(its)),
             )
-            first, other = (each[number] if number < len(each) else "nothing" for each in (everybodys[0], its))
+            first, other = (each[number] if number < len(each) else "nothing" for each in (gathered[0], its))
             raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
         """Returns this rank's failure, else that of the first rank that has one. Collective."""
         is_usage = isinstance(own, UsageError)
-        everybodys = self.gather_objects(own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}"))
+        gathered = self.gather_objects(own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}"))
         if own is not None:
             return own
-        for rank, its in enumerate(everybodys):
+        for rank, its in enumerate(gathered):
             if its is not None:
                 is_usage, text = its
                 told = f"{call} on rank {rank} failed: {text}"

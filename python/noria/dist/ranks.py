@@ -216,10 +216,10 @@ class Ranks:
         padded = torch.zeros(max(counts), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part
         gather = self.host_shards.gather_on_first if on_first else self.host_shards.gather
-        everybodys = [each.view(part.dtype) for each in gather(padded.view(torch.uint8))]
-        if not everybodys:
+        gathered = [each.view(part.dtype) for each in gather(padded.view(torch.uint8))]
+        if not gathered:
             return _without_memory(slot, part)
-        flat = torch.cat([each[:count] for each, count in zip(everybodys, counts, strict=True)])
+        flat = torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
         return flat.as_strided(slot.shape, slot.strides)
 
 

@@ -1,7 +1,7 @@
 """Handles what forwards save for their backwards, if the policy says that it must not stay on the device.
 
 - "offload": tensors that autograd saves inside of a block go to the home when the block is left, and come back ahead of
-  its backward. The engine moves them (csrc/engine/saver.h).
+  its backward. The engine moves them (csrc/engine/activation_store.h).
 - "auto": only tensors for which the device has no room are moved.
 - "recompute": a block saves its inputs only, and its backward computes the rest again, by torch.utils.checkpoint.
 

@@ -54,7 +54,7 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
-        self.is_moved: Callable[[int], bool] = lambda unit: (
+        self.is_swapped: Callable[[int], bool] = lambda unit: (
             False
         )  # True: the unit's data lies in the spare now. `Wrapped` puts the engine's here
         try:
@@ -171,7 +171,7 @@ class Home:
 
     def _offset(self, purpose: str, unit: int, spare: bool = False) -> int:
         region = self.regions[purpose]
-        other = unit in region.spares and self.is_moved(unit) != spare
+        other = unit in region.spares and self.is_swapped(unit) != spare
         return region.spares[unit] if other else region.offsets[unit]
 
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

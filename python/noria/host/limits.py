@@ -24,13 +24,13 @@ __all__ = [
     "Free",
     "Limit",
     "check_fits",
-    "find",
     "host_limits",
-    "least",
     "margin_of",
+    "min_over_ranks",
     "num_numa_nodes",
     "numa_node",
     "pinning_limit",
+    "probe_limits",
     "tightest",
 ]
 
@@ -115,7 +115,7 @@ class Free:
     share: Limit | None
 
 
-def find(device: torch.device) -> Found:
+def probe_limits(device: torch.device) -> Found:
     boot = "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id")[:1])
     is_launched = dist.is_available() and dist.is_initialized()
     beside = os.environ.get("LOCAL_WORLD_SIZE", "") if is_launched else ""  # torchrun's
@@ -137,14 +137,14 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
-def least(everybodys: Sequence[Found]) -> Free:
-    """Returns the least free memory over `everybodys`, which has one entry per rank."""
-    beside = Counter(each.host for each in everybodys)
-    devices = [each.device for each in everybodys if each.device is not None]
+def min_over_ranks(gathered: Sequence[Found]) -> Free:
+    """Returns the least free memory over `gathered`, which has one entry per rank."""
+    beside = Counter(each.host for each in gathered)
+    devices = [each.device for each in gathered if each.device is not None]
     hosts, shares = [], []
-    for rank, each in enumerate(everybodys):
+    for rank, each in enumerate(gathered):
         number = max(each.num_processes, beside[each.host])
-        on = f" on rank {rank}" if len(everybodys) > 1 else ""
+        on = f" on rank {rank}" if len(gathered) > 1 else ""
         for limit in each.limits:
             hosts.append(dataclasses.replace(limit, name=limit.name + on))
             shares.append(hosts[-1])

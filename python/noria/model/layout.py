@@ -60,7 +60,7 @@ class HomeParameter:
     - `like` has one dimension.
     - `first`: the number of the part's first element in storage order.
     - `home_offset`: the part's offset in the unit's part of the home. Without ranks it equals `offset`.
-    - `cuts`: for each rank, the number of the element behind its part.
+    - `shard_ends`: for each rank, the number of the element behind its part.
 
     Units: offsets are in bytes.
     """
@@ -83,7 +83,7 @@ class HomeParameter:
     home_offset: int = 0
     scales_offset: int = -1
     first: int = 0
-    cuts: tuple[int, ...] = ()
+    shard_ends: tuple[int, ...] = ()
 
     @property
     def trainable(self) -> bool:
@@ -91,7 +91,7 @@ class HomeParameter:
 
     def count_on(self, rank: int) -> int:
         """Returns how many elements of the parameter this rank has at home."""
-        return self.cuts[rank] - (self.cuts[rank - 1] if rank else 0)
+        return self.shard_ends[rank] - (self.shard_ends[rank - 1] if rank else 0)
 
     @staticmethod
     def flat(value: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class HomeParameter:
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the part of a whole value that the home has."""
-        if not self.cuts:
+        if not self.shard_ends:
             return value
         dense = value
         if value.stride() != self.strides or value.device.type != "cpu":
@@ -118,7 +118,7 @@ class HomeUnit:
     weights: int
     gradients: int
     parameters: list[HomeParameter]
-    num_parts: int = 1
+    num_shards: int = 1
     working_address: int = 0
     held_address: int = 0
     scales_address: int = 0
@@ -127,11 +127,11 @@ class HomeUnit:
     @property
     def home_weights(self) -> int:
         """Returns the bytes of weights at home: all of them, or one part if ranks share the unit."""
-        return self.weights // self.num_parts
+        return self.weights // self.num_shards
 
     @property
     def home_gradients(self) -> int:
-        return self.gradients // self.num_parts
+        return self.gradients // self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +215,17 @@ def _num_trainable(unit: HomeUnit) -> int:
 
 
 def describe_units(
-    units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_parts: int = 1
+    units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_shards: int = 1
 ) -> list[HomeUnit]:
     """Lays out the units.
 
-    `dtype` is `Policy.dtype`, in which floating parameters travel. `num_parts` is the number of ranks that share the
+    `dtype` is `Policy.dtype`, in which floating parameters travel. `num_shards` is the number of ranks that share the
     units, and `rank` is this one.
     """
     described: list[HomeUnit] = []
     index = 0
     # No part ends inside a block of codes, so moments are the same for any number of ranks.
-    alignment = _C.TENSOR_ALIGNMENT if num_parts == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
+    alignment = _C.TENSOR_ALIGNMENT if num_shards == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
     for spec in units:
         order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
         parameters: list[HomeParameter] = []
@@ -257,12 +257,12 @@ def describe_units(
                 weights = _align(weights + parameter.numel() * travels_in.itemsize, alignment)
             if trainable and members:
                 weights = max(weights, _C.TENSOR_ALIGNMENT)  # a unit of empty parameters has bytes too
-            weights = begin + _align(-(-(weights - begin) // num_parts), alignment) * num_parts
+            weights = begin + _align(-(-(weights - begin) // num_shards), alignment) * num_shards
             if trainable:
                 gradients = weights
-            if num_parts > 1:
-                part = (weights - begin) // num_parts
-                _cut(parameters[-len(members) :] if members else [], begin, part, rank, num_parts)
+            if num_shards > 1:
+                part = (weights - begin) // num_shards
+                _set_shards(parameters[-len(members) :] if members else [], begin, part, rank, num_shards)
         first_block = 0
         for number, slot in enumerate(slot for slot in parameters if slot.trainable):
             slot.scales_offset = number * _SCALES_BYTES
@@ -270,21 +270,21 @@ def describe_units(
             slot.first_block = first_block
             slot.num_blocks = -(-slot.like.numel() // _C.STATE_BLOCK) if slot.trainable else 0
             first_block += slot.num_blocks
-        weights = max(weights, alignment * num_parts)
-        described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_parts))
+        weights = max(weights, alignment * num_shards)
+        described.append(HomeUnit(spec.name, len(described), spec.is_block, weights, gradients, parameters, num_shards))
     return described
 
 
-def _cut(slots: list[HomeParameter], begin: int, part: int, rank: int, num_parts: int) -> None:
+def _set_shards(slots: list[HomeParameter], begin: int, part: int, rank: int, num_shards: int) -> None:
     """Splits the bytes from `begin` on over the ranks: each gets `part` bytes."""
     for slot in slots:
         itemsize, count = slot.dtype.itemsize, slot.shape.numel()
-        ends = [begin + (number + 1) * part - slot.offset for number in range(num_parts)]
-        slot.cuts = tuple(min(max(end // itemsize, 0), count) for end in ends)
-        slot.first = slot.cuts[rank - 1] if rank else 0
+        ends = [begin + (number + 1) * part - slot.offset for number in range(num_shards)]
+        slot.shard_ends = tuple(min(max(end // itemsize, 0), count) for end in ends)
+        slot.first = slot.shard_ends[rank - 1] if rank else 0
         slot.like = torch.empty(slot.count_on(rank), device="meta")
         inside = slot.offset + slot.first * itemsize - begin - rank * part
-        slot.home_offset = begin // num_parts + min(max(inside, 0), part)
+        slot.home_offset = begin // num_shards + min(max(inside, 0), part)
 
 
 def travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:

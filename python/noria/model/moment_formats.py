@@ -78,7 +78,7 @@ def moment_bytes(unit: HomeUnit, dtype: torch.dtype | None, state_dtype: str) ->
 def scale_bytes(unit: HomeUnit, state_dtype: str) -> int:
     """Returns the bytes of the scales of one moment.
 
-    They are more than 0 even if a rank's part of a trainable unit has no elements.
+    They are more than 0 even if a rank's shard of a trainable unit has no elements.
     """
     if state_dtype != "8bit" or not unit.home_gradients:
         return 0

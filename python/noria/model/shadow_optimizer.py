@@ -73,7 +73,7 @@ def is_array(key: str, value: Any) -> bool:
 
 
 def part_values(slot: HomeParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces whole tensors in a parameter's state by this rank's parts, if ranks share the model.
+    """Replaces whole tensors in a parameter's state by this rank's shards, if ranks share the model.
 
     A tensor that has the shape of a part stays as it is.
     """

@@ -64,7 +64,7 @@ class StageAdapters:
         updates inside backward used another scaling than the schedule did.
         """
         if self.context.updates_in_backward and self._awaited and self._finished and self.context.engine.has_unclaimed:
-            self.context.engine.tear("a schedule broke off after the last backward of some of its stages")
+            self.context.engine.mark_torn("a schedule broke off after the last backward of some of its stages")
         self._awaited.clear()
         self._finished.clear()
         refusals = [refusal for stage in self.stages if (refusal := stage.begin_step()) is not None]

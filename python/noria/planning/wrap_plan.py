@@ -19,7 +19,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH
-from noria.host.limits import Free, check_fits, find, least, margin_of
+from noria.host.limits import Free, check_fits, margin_of, min_over_ranks, probe_limits
 from noria.model.layout import (
     HomeParameter,
     HomeUnit,
@@ -91,7 +91,7 @@ class WrapPlan:
     reduce_bytes: int = 0
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
-    """Bytes of the scratch memory for this rank's part of a unit that only other ranks visit."""
+    """Bytes of the scratch memory for this rank's shard of a unit that only other ranks visit."""
     saved_room: int | None = None
     """Most bytes on the device for activations that blocks save through noria. None: no limit."""
     least_device: int = 0
@@ -182,7 +182,7 @@ def make_plan(
         UsageError: if the model cannot be wrapped like this, or does not fit.
     """
     device = compute_device(policy)
-    free = free or least([find(device)])
+    free = free or min_over_ranks([probe_limits(device)])
     parts = partition(roots, policy.units)
     if grid is not None:  # ranks sum one dtype at a time
         parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
@@ -303,7 +303,7 @@ def _reduce_bytes(units: list[HomeUnit]) -> int:
 
 
 def _assist_bytes(units: list[HomeUnit], num_shards: int) -> int:
-    """Returns the bytes of a rank's part of the largest stretch: a unit's trainable weights, or its frozen ones."""
+    """Returns the bytes of a rank's shard of the largest stretch: a unit's trainable weights, or its frozen ones."""
     return max(max(unit.gradients, unit.weights - unit.gradients) for unit in units) // num_shards
 
 
@@ -484,19 +484,19 @@ class _Ends:
 
     def __init__(self, units: list[HomeUnit]) -> None:
         self._own = 0
-        self._ends = [0] * max((unit.num_parts for unit in units), default=1)
+        self._ends = [0] * max((unit.num_shards for unit in units), default=1)
 
     @property
     def most(self) -> int:
         return max(self._ends)
 
     def add(self, slot: HomeParameter, whole: torch.Tensor) -> StatePlace:
-        is_cut = bool(slot.cuts) and whole.shape == slot.shape
-        shape = tuple(slot.like.shape if is_cut else whole.shape)
+        is_sharded = bool(slot.shard_ends) and whole.shape == slot.shape
+        shape = tuple(slot.like.shape if is_sharded else whole.shape)
         place = StatePlace(self._own, shape, whole.dtype)
         self._own += _aligned(math.prod(shape) * whole.itemsize)
         for rank in range(len(self._ends)):
-            self._ends[rank] += _aligned((slot.count_on(rank) if is_cut else whole.numel()) * whole.itemsize)
+            self._ends[rank] += _aligned((slot.count_on(rank) if is_sharded else whole.numel()) * whole.itemsize)
         return place
 
 

@@ -86,10 +86,10 @@ class Accumulation:
         self.late.give_back(GRADIENT_RING)  # only after the engine has left the ring
 
     def _hold_unsummed(self) -> None:
-        if self.context.engine.holds_unsummed():
+        if self.context.engine.holds_unreduced():
             return
         self._take(
-            Region.of(UNSUMMED, (unit.gradients for unit in self.context.units)), self.context.engine.hold_unsummed
+            Region.of(UNSUMMED, (unit.gradients for unit in self.context.units)), self.context.engine.hold_unreduced
         )
 
     def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:

@@ -82,9 +82,9 @@ class GatheredWeights:
             value, part = slot.flat(self._whole(slot)), slot.flat(self.context.home.working(slot))
             changed = not torch.equal(self._part(slot).view(torch.uint8), part.view(torch.uint8))
             own += [zlib.crc32(value.view(torch.uint8).numpy().data), int(changed)]
-        everybodys = self.sync.numbers(f'leave noria.materialize of "{slots[0].name}"', own)
-        for rank, its in enumerate(everybodys):
-            for slot, first, other in zip(slots, everybodys[0][::2], its[::2], strict=True):
+        gathered = self.sync.numbers(f'leave noria.materialize of "{slots[0].name}"', own)
+        for rank, its in enumerate(gathered):
+            for slot, first, other in zip(slots, gathered[0][::2], its[::2], strict=True):
                 if other != first:
                     raise usage_error(
                         "the same edits on all ranks inside of noria.materialize",
@@ -92,7 +92,7 @@ class GatheredWeights:
                         "were dropped, on all ranks",
                         "edit alike on all ranks: from the same seed, or with values that one of them has broadcast",
                     )
-        written = [slot for at, slot in enumerate(slots) if any(its[2 * at + 1] for its in everybodys)]
+        written = [slot for at, slot in enumerate(slots) if any(its[2 * at + 1] for its in gathered)]
         with torch.no_grad():
             for slot in written:
                 slot.flat(self.context.home.working(slot)).copy_(self._part(slot))

@@ -5,7 +5,7 @@ It is first checked against budget and machine, and is in the ledger while it is
 
 from __future__ import annotations
 
-from noria.host.limits import Free, check_fits, find, least
+from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.layout import Region
 from noria.policy import host_budget
 from noria.runtime.context import Context
@@ -30,7 +30,7 @@ class LateAllocations:
         budget = host_budget(self.context.policy)
         more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
-        free = self._free(region) if together else least([find(self.context.device)])
+        free = self._free(region) if together else min_over_ranks([probe_limits(self.context.device)])
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
         try:
@@ -46,8 +46,8 @@ class LateAllocations:
 
     def _free(self, region: Region) -> Free:
         """Returns the free memory. Ranks that share the model all ask before any takes, and get the same answer."""
-        ranks, found = self.context.ranks, find(self.context.device)
+        ranks, found = self.context.ranks, probe_limits(self.context.device)
         if ranks is None:
-            return least([found])
+            return min_over_ranks([found])
         self.sync.meet(f"take memory for {region.purpose}")
-        return least(ranks.host.gather_objects(found))
+        return min_over_ranks(ranks.host.gather_objects(found))

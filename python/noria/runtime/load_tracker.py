@@ -47,5 +47,5 @@ class LoadTracker:
             self._to_load = {*trainable, *self._optimizers} if torn else set()
         self._to_load.discard(part)
         if torn and not self._to_load:
-            self.context.engine.mend()
+            self.context.engine.clear_torn()
             self._torn = ""

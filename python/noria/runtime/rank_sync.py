@@ -92,9 +92,9 @@ class RankSync:
         bits = torch.tensor(list(parts.values()), dtype=torch.float64, device="cpu").view(torch.int64)
         totals = [0.0] * len(parts)
         gradients = f'the gradients of "{self.context.slots[min(parts)].name}" and {len(parts) - 1} more'
-        everybodys = self.numbers(what.format(gradients), bits.tolist())
+        gathered = self.numbers(what.format(gradients), bits.tolist())
         for rank in ranks.replica:
-            numbers = torch.tensor(everybodys[rank], dtype=torch.int64, device="cpu").view(torch.float64).tolist()
+            numbers = torch.tensor(gathered[rank], dtype=torch.int64, device="cpu").view(torch.float64).tolist()
             totals = [by(total, each) for total, each in zip(totals, numbers, strict=True)]
         return dict(zip(parts, totals, strict=True))
 
@@ -110,16 +110,16 @@ class RankSync:
             error.add_note(f"noria: this rank was about to {what}")
             raise
         size = len(own) + len(numbers)
-        everybodys = [found[begin : begin + size] for begin in range(0, len(found), size)]
-        for rank, its in enumerate(everybodys):
-            if its[: len(own)] != everybodys[0][: len(own)]:
-                first, other = (_text(each[: len(own)]) for each in (everybodys[0], its))
+        gathered = [found[begin : begin + size] for begin in range(0, len(found), size)]
+        for rank, its in enumerate(gathered):
+            if its[: len(own)] != gathered[0][: len(own)]:
+                first, other = (_text(each[: len(own)]) for each in (gathered[0], its))
                 raise usage_error(
                     "ranks that do the same",
                     f"rank 0 about to {first} and rank {rank} to {other}",
                     "let all ranks call what is collective, in the same order: state_dict() and noria.save among it",
                 )
-        return [its[len(own) :] for its in everybodys]
+        return [its[len(own) :] for its in gathered]
 
 
 def _words(text: str) -> list[int]:

@@ -209,7 +209,7 @@ class StepDriver:
         slots = [slot for groups in jobs.values() for _, members in groups for slot in members]
         updated = [slot.index for slot in slots]
         for unit in order:
-            self.context.engine.settle(unit)  # an update of an earlier step, if no forward has run since
+            self.context.engine.run_deferred(unit)  # an update of an earlier step, if no forward has run since
         for urgency, unit in enumerate(order):
             if unit in ready:
                 self._fused.submit(unit, ready[unit], urgency)

@@ -98,7 +98,7 @@ class HostKernels:
             held = self.context.home.address("held gradients", unit)
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
             if self.context.engine.update_on_pool(unit, job, urgency):
-                self.steps.change_places(unit)
+                self.steps.swap_with_spare(unit)
 
     def expected_pieces(
         self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float

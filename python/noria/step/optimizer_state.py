@@ -125,7 +125,7 @@ class HomeState:
         if not self.run.is_loading(self):
             self.run.refuse_between_steps("a look at optimizer.state")
         if parameter is None:
-            self.context.engine.settle_all()
+            self.context.engine.run_all_deferred()
             if self.context.pool is not None:
                 self.context.pool.idle()
             for unit in self.context.plan.drafted:

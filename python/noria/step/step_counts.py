@@ -98,7 +98,7 @@ class StepCounts:
                 self._new_moment(slot, key)
         return self.ready(slot, rule)
 
-    def change_places(self, unit: int) -> None:
+    def swap_with_spare(self, unit: int) -> None:
         """Moves all views of a unit's weights and state to their new place, after a draft was committed."""
         home = self.context.home
         for slot in self.context.units[unit].parameters:

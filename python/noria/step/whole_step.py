@@ -92,9 +92,9 @@ class WholeStep:
             take_gradients(self.members, self.state, self.masters)
             self.context.engine.begin_step()
             for unit in sorted({slot.unit for slot in met.values()}):
-                self.context.engine.settle(unit)  # a waiting update of another optimizer
+                self.context.engine.run_deferred(unit)  # a waiting update of another optimizer
                 self.context.engine.defer_update(unit)
-                self.context.engine.settle(unit)  # does the waits of an update; `run` finds no job
+                self.context.engine.run_deferred(unit)  # does the waits of an update; `run` finds no job
             for slot in met.values():
                 home = self.by_torch.home_parameter(slot)
                 home.__dict__ = slot.parameter.__dict__  # shares the user's attributes in both directions

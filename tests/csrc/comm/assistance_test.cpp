@@ -60,7 +60,7 @@ class Rank {
     Floats& whole = memory_.emplace_back(kRanks * kCount, -7.0F);
     std::copy(weights_[index(unit)].begin(), weights_[index(unit)].end(), whole.begin() + rank_ * kCount);
     const Ticket ticket =
-        lane_.submit(label(Verb::gather, unit), {{{bytes_of(whole), kShard}}, {}}, {}, standing(unit));
+        lane_.submit(label(Verb::gather, unit), {{{bytes_of(whole), kShard}}, {}}, {}, position(unit));
     gathered_.push_back({&whole, unit, versions_[index(unit)], ticket});
   }
   void reduce(int unit, int visit) {
@@ -69,23 +69,23 @@ class Rank {
     collective.reduction.all = bytes_of(whole);
     collective.reduction.shard = kShard;
     std::byte* const own = bytes_of(whole) + slice(rank_).count;
-    if (summed_[index(unit)]) collective.reduction.add.push_back({own, bytes_of(held_[index(unit)]), kShard});
+    if (reduced_[index(unit)]) collective.reduction.add.push_back({own, bytes_of(held_[index(unit)]), kShard});
     std::vector<Ticket> waits;
-    if (summed_[index(unit)]) waits = before_write_[index(unit)];
+    if (reduced_[index(unit)]) waits = before_write_[index(unit)];
     const Ticket reduced =
-        lane_.submit(label(Verb::reduce, unit), std::move(collective), std::move(waits), standing(unit));
-    summed_[index(unit)] = true;
+        lane_.submit(label(Verb::reduce, unit), std::move(collective), std::move(waits), position(unit));
+    reduced_[index(unit)] = true;
     const OpLabel drain{OpId(next_op_++), Lane::drain, Verb::drain, UnitId(unit)};
     before_write_[index(unit)] = {
         backend_->submit(drain, {{{bytes_of(held_[index(unit)]), own, kShard}}, {}}, {reduced})};
   }
   void break_backward() { ++num_broken_; }
   void end_backward() {
-    const auto met = lane_.exchange({rank_}, Meeting::backward, standing(0));
+    const auto met = lane_.exchange({rank_}, SyncPoint::backward, position(0));
     EXPECT_EQ(met.numbers, (std::vector<std::int64_t>{0, 1, 2}));
     for (UnitId unit : met.taken) {
       EXPECT_TRUE(taken_.insert(unit.value).second);
-      summed_[index(unit.value)] = true;
+      reduced_[index(unit.value)] = true;
     }
     for (const auto& waits : before_write_) {
       for (const Ticket& wait : waits) wait->wait_passed();
@@ -105,13 +105,13 @@ class Rank {
   void step(int number, const std::array<float, kUnits>& expected) {
     for (int unit = 0; unit < kUnits; ++unit) {
       const bool is_any = expected[index(unit)] != 0.0F;
-      EXPECT_EQ(summed_[index(unit)], is_any) << unit;
+      EXPECT_EQ(reduced_[index(unit)], is_any) << unit;
       if (!is_any) continue;
       for (float found : held_[index(unit)]) EXPECT_EQ(found, expected[index(unit)]) << "unit " << unit;
       std::fill(weights_[index(unit)].begin(), weights_[index(unit)].end(), weight(unit, rank_, number + 1));
       versions_[index(unit)] = number + 1;
     }
-    summed_ = {};
+    reduced_ = {};
     taken_.clear();
   }
   void load(int unit) { versions_[index(unit)] = -1; }
@@ -127,15 +127,15 @@ class Rank {
 
   static std::size_t index(int unit) { return static_cast<std::size_t>(unit); }
   OpLabel label(Verb verb, int unit) { return {OpId(next_op_++), Lane::collect, verb, UnitId(unit)}; }
-  Standing standing(int unit) { return {phase_, versions_[index(unit)], shares(), num_broken_}; }
-  std::shared_ptr<const Shares> shares() {
-    auto made = std::make_shared<Shares>();
+  RankPosition position(int unit) { return {phase_, versions_[index(unit)], unit_shards(), num_broken_}; }
+  std::shared_ptr<const UnitShards> unit_shards() {
+    auto made = std::make_shared<UnitShards>();
     for (int unit = 0; unit < kUnits; ++unit) {
-      auto share = std::make_shared<Share>();
+      auto share = std::make_shared<UnitShard>();
       share->version = versions_[index(unit)];
       share->weights.push_back({bytes_of(weights_[index(unit)]), kShard, bytes_of(scratch_)});
       share->gradient = {bytes_of(held_[index(unit)]), kShard, ElementType::fp32, bytes_of(scratch_), nullptr, {}};
-      if (summed_[index(unit)]) share->gradient.add.emplace_back(Bytes{0}, kShard);
+      if (reduced_[index(unit)]) share->gradient.add.emplace_back(Bytes{0}, kShard);
       share->before_write = before_write_[index(unit)];
       made->of.push_back(std::move(share));
     }
@@ -147,7 +147,7 @@ class Rank {
   std::array<Floats, kUnits> weights_, held_;
   Floats scratch_ = Floats(kCount);
   std::array<std::int64_t, kUnits> versions_{};
-  std::array<bool, kUnits> summed_{};
+  std::array<bool, kUnits> reduced_{};
   std::set<int> taken_;
   std::array<std::vector<Ticket>, kUnits> before_write_;
   std::deque<Floats> memory_;
@@ -289,8 +289,8 @@ TEST(Assistance, exchanges_that_differ_raise_on_all) {
   for (const bool by_count : {true, false}) {
     const auto said = told([&](Rank& rank, int number) {
       if (number != 1) return;
-      if (by_count) rank.lane().exchange({1, 2}, Meeting::backward);
-      else rank.lane().exchange({1}, Meeting::other);
+      if (by_count) rank.lane().exchange({1, 2}, SyncPoint::backward);
+      else rank.lane().exchange({1}, SyncPoint::other);
     });
     for (const std::string& each : said) {
       EXPECT_NE(each.find(by_count ? "exchange 2 numbers" : "do what all ranks do together"), std::string::npos)

@@ -130,7 +130,7 @@ TEST_F(CollectLaneTest, numbers_come_back_by_rank_behind_what_was_submitted) {
     threads.emplace_back([&, i] {
       ranks_[i].lane->submit({OpId(static_cast<std::int64_t>(i)), Lane::collect, Verb::gather, UnitId(0)},
                              gather(ranks_[i]), {});
-      found[i] = ranks_[i].lane->exchange({static_cast<std::int64_t>(i), 7}, Meeting::other).numbers;
+      found[i] = ranks_[i].lane->exchange({static_cast<std::int64_t>(i), 7}, SyncPoint::other).numbers;
       EXPECT_EQ(ranks_[i].memory[at(kRanks - 1, 1)], value(kRanks - 1, 1));
     });
   }
@@ -152,7 +152,7 @@ TEST_F(CollectLaneTest, closing_ends_an_op_whose_giver_never_comes) {
   const Ticket ticket = ranks_[0].lane->submit(label(Verb::gather, 0), gather(ranks_[0]), {never});
   ranks_[0].lane->close();
   EXPECT_NE(failure_of(ticket), "");
-  EXPECT_THROW(ranks_[0].lane->exchange({1}, Meeting::other), MachineError);
+  EXPECT_THROW(ranks_[0].lane->exchange({1}, SyncPoint::other), MachineError);
 }
 
 }  // namespace

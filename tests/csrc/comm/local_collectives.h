@@ -83,7 +83,7 @@ class LocalCollectives final : public Collectives {
   }
 
   void reduce(const Reduction& reduced) override {
-    NORIA_INVARIANT(reduced.type == ElementType::fp32, "only floats are summed here");
+    NORIA_INVARIANT(reduced.type == ElementType::fp32, "only floats are reduced here");
     for (const auto& [memory, bytes] : reduced.zero) std::memset(memory, 0, static_cast<std::size_t>(bytes.count));
     const std::vector<float> sum = sum_of(reduced.all, reduced.shard);
     std::memcpy(reduced.all + rank_ * reduced.shard.count, sum.data(), static_cast<std::size_t>(reduced.shard.count));
@@ -100,7 +100,7 @@ class LocalCollectives final : public Collectives {
     });
   }
 
-  void give(const Giving& given, const Wanting& wanting) override {
+  void give(const ShardSend& given, const Wanting& wanting) override {
     std::memcpy(given.scratch, given.own, static_cast<std::size_t>(given.shard.count));
     meet_for_shards(given.scratch, wanting, [](int, const void*) {});
   }
@@ -108,8 +108,8 @@ class LocalCollectives final : public Collectives {
   void reduce_some(const Reduction& reduced) override { reduce(reduced); }
 
   /// Gradients that no rank has: null, to the rank that sums.
-  void take(const Taking& taken) override {
-    NORIA_INVARIANT(taken.type == ElementType::fp32 && taken.wide == nullptr, "only floats are summed here");
+  void take(const ShardReceive& taken) override {
+    NORIA_INVARIANT(taken.type == ElementType::fp32 && taken.wide == nullptr, "only floats are reduced here");
     auto* part = reinterpret_cast<float*>(taken.scratch);
     const std::vector<float> sum = sum_of(nullptr, taken.shard);
     std::copy(sum.begin(), sum.end(), part);

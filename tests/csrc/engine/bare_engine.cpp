@@ -74,8 +74,8 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     all_gradients += kSlotBytes * unit.num_trainable;
   }
   if (shards_.size > 1) {
-    unsummed_ = Arena(all_gradients);
-    unsummed_.register_with(machine_.backend);
+    unreduced_ = Arena(all_gradients);
+    unreduced_.register_with(machine_.backend);
   }
   for (Arena& array : home_) {
     array = Arena(total);
@@ -197,12 +197,12 @@ void BareEngine::gradient(std::size_t unit, std::size_t slot) {
   Unit& into = units_[unit];
   Slot& state = into.slots.at(slot);
   const Bytes offset = kSlotBytes * static_cast<std::int64_t>(slot);
-  const bool adds = shards_.size > 1 ? engine_.is_unsummed(id, offset, kSlotBytes) : state.arrived || state.held;
+  const bool adds = shards_.size > 1 ? engine_.is_unreduced(id, offset, kSlotBytes) : state.arrived || state.held;
   const bool onto_buffer = state.written || (adds && engine_.is_brought(id, offset, kSlotBytes));
   const Write write = onto_buffer ? Write::onto_buffer : adds ? Write::onto_held : Write::plain;
   if (write == Write::plain) state.guarded = false;  // the drain waits for readers of what was held
   const std::size_t start = slot * kSlotElements;
-  const float* onto = shards_.size > 1 ? into.unsummed : into.home[1];
+  const float* onto = shards_.size > 1 ? into.unreduced : into.home[1];
   compute([write, number = ++num_gradients_, result = into.result.data() + start, held = onto + start,
            buffer = floats(into.buffer) + start, coarse = shards_.size > 1] {
     for (std::size_t i = 0; i < kSlotElements; ++i) {
@@ -267,21 +267,21 @@ void BareEngine::zero_grad() {
 }
 
 void BareEngine::set_unsynced(bool unsynced) {
-  if (unsynced && !engine_.holds_unsummed()) {
+  if (unsynced && !engine_.holds_unreduced()) {
     std::vector<std::byte*> memory;
-    std::byte* next = unsummed_.data();
+    std::byte* next = unreduced_.data();
     for (const Unit& unit : units_) {
       memory.push_back(next);
       next += (kSlotBytes * static_cast<std::int64_t>(unit.slots.size())).count;
     }
-    engine_.hold_unsummed(memory, machine_.stream);
+    engine_.hold_unreduced(memory, machine_.stream);
   }
   engine_.set_unsynced(unsynced);
 }
 
 void BareEngine::update(std::size_t unit, bool on_pool) {
   const UnitId id(static_cast<std::int32_t>(unit));
-  engine_.settle(id);  // the update before this one
+  engine_.run_deferred(id);  // the update before this one
   Unit& updated = units_[unit];
   for (Slot& slot : updated.slots) {
     if (!slot.held) continue;
@@ -380,7 +380,7 @@ void BareEngine::home_moved(UnitId unit, std::byte* working) {
 std::pair<std::byte*, Bytes> BareEngine::more_home(Bytes) { throw InvariantError("the bare engine saves nothing"); }
 std::byte* BareEngine::make_room(SavedId, Bytes) { throw InvariantError("the bare engine saves nothing"); }
 void BareEngine::fill(SavedId, const std::byte*, Bytes) { throw InvariantError("the bare engine saves nothing"); }
-void BareEngine::left(SavedId) { throw InvariantError("the bare engine saves nothing"); }
+void BareEngine::release_saved(SavedId) { throw InvariantError("the bare engine saves nothing"); }
 
 void BareEngine::update(UnitId unit) {
   if (std::exchange(fail_next_update_, false)) throw MachineError("the update of " + std::to_string(unit.value));
@@ -439,7 +439,7 @@ void BareEngine::await_stream() {
 }
 
 void BareEngine::idle() {
-  engine_.settle_all();
+  engine_.run_all_deferred();
   await_stream();
   engine_.idle();
 }

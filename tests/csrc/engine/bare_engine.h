@@ -1,6 +1,6 @@
 // The engine without torch: a model of plain arrays, whose layers mix bits, driven by the verbs that hooks would call.
 //
-// Where ranks share the home (`collectives`), it has this rank's part of every unit's trained slots, and of its frozen
+// Where ranks share the home (`collectives`), it has this rank's shard of every unit's trained slots, and of its frozen
 // ones, one behind the other; all ranks compute the same, so that the mean of their gradients is each of them; and
 // these have so few digits that the order of sums does not matter.
 //
@@ -81,7 +81,7 @@ class BareEngine final : public EngineCallbacks {
   /// Mixes a held gradient into the unit's result on the stream, as logging it would.
   void look(std::size_t unit, std::size_t slot);
   void zero_grad();
-  /// From now on gradients stay on their rank, or are summed over the ranks.
+  /// From now on gradients stay on their rank, or are reduced over the ranks.
   void set_unsynced(bool unsynced);
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
@@ -136,13 +136,13 @@ class BareEngine final : public EngineCallbacks {
   Ranges held_gradients(UnitId unit) const override;
   void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override {
-    (shards_.size > 1 ? of(unit).unsummed : of(unit).home[1]) = reinterpret_cast<float*>(held);
+    (shards_.size > 1 ? of(unit).unreduced : of(unit).home[1]) = reinterpret_cast<float*>(held);
   }
   void update(UnitId unit) override;
   std::pair<std::byte*, Bytes> more_home(Bytes least) override;
   std::byte* make_room(SavedId saved, Bytes bytes) override;
   void fill(SavedId saved, const std::byte* from, Bytes bytes) override;
-  void left(SavedId saved) override;
+  void release_saved(SavedId saved) override;
 
  private:
   void compute(std::function<void()> kernel);
@@ -161,7 +161,7 @@ class BareEngine final : public EngineCallbacks {
     std::vector<Slot> slots;
     std::array<float*, 4> home{};   // weights, held, moment1, moment2; of this rank
     std::array<float*, 4> spare{};  // as home, without held; null where the unit is never drafted
-    float* unsummed = nullptr;      // whole gradients of this rank
+    float* unreduced = nullptr;     // whole gradients of this rank
     std::size_t num_at_home = 0;    // elements
     std::vector<std::uint32_t> result;
     std::byte* attached = nullptr;
@@ -180,7 +180,7 @@ class BareEngine final : public EngineCallbacks {
   BufferTable buffers_;
   std::array<Arena, 4> home_;
   std::array<Arena, 4> spare_;
-  Arena ring_, unsummed_;
+  Arena ring_, unreduced_;
   std::vector<Unit> units_;
   Phase phase_ = Phase::forward;
   std::uint32_t num_gradients_ = 0;

@@ -1,4 +1,4 @@
-#include "engine/saver.h"
+#include "engine/activation_store.h"
 
 #include <algorithm>
 #include <iterator>
@@ -18,7 +18,7 @@ void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us 
 
 }  // namespace
 
-void Saver::begin_pass(Phase phase, bool saves) {
+void ActivationStore::begin_pass(Phase phase, bool saves) {
   is_inside_ = false;
   saves_ = phase == Phase::forward && saves;
   if (phase == Phase::backward) return;
@@ -37,7 +37,7 @@ void Saver::begin_pass(Phase phase, bool saves) {
   order_.begin_forward(is_all_used);
 }
 
-bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
+bool ActivationStore::shrink_peer(std::int32_t rank, Bytes left) {
   let_go_forgotten();
   if (!places_.shrink_peer(rank, left)) return false;
   // A forgotten storage may still be on its way, to a visit that the stream has not reached yet.
@@ -45,7 +45,7 @@ bool Saver::shrink_peer(std::int32_t rank, Bytes left) {
   return true;
 }
 
-SavedId Saver::save(const std::byte* memory, Bytes bytes) {
+SavedId ActivationStore::save(const std::byte* memory, Bytes bytes) {
   const SavedId saved(next_id_++);
   if (free_tokens_.empty()) free_tokens_.push_back(num_tokens_++);
   const Bytes token{free_tokens_.back()};
@@ -63,50 +63,50 @@ SavedId Saver::save(const std::byte* memory, Bytes bytes) {
   return saved;
 }
 
-void Saver::take_place(Entry& entry, bool goes_home) {
-  if (!entry.stretches.empty()) return;
-  entry.stretches = places_.take(entry.bytes, goes_home);
-  if (is_at_peers(entry.stretches)) stats_.at_peers += entry.bytes;
+void ActivationStore::take_place(Entry& entry, bool goes_home) {
+  if (!entry.extents.empty()) return;
+  entry.extents = places_.take(entry.bytes, goes_home);
+  if (is_at_peers(entry.extents)) stats_.at_peers += entry.bytes;
   stats_.most_at_peers = std::max(stats_.most_at_peers, stats_.at_peers);
 }
 
-void Saver::give_back_place(Entry& entry) {
-  if (entry.stretches.empty()) return;
-  if (is_at_peers(entry.stretches)) stats_.at_peers -= entry.bytes;
-  places_.give_back(std::exchange(entry.stretches, {}));
+void ActivationStore::give_back_place(Entry& entry) {
+  if (entry.extents.empty()) return;
+  if (is_at_peers(entry.extents)) stats_.at_peers -= entry.bytes;
+  places_.give_back(std::exchange(entry.extents, {}));
 }
 
 // ---- what is saved ----------------------------------------------------------------------------------------------
 
 // `memory` null: it has left the device.
-void Saver::note_there(Entry& entry, const std::byte* memory) {
+void ActivationStore::note_there(Entry& entry, const std::byte* memory) {
   if (entry.memory == nullptr && memory != nullptr) stats_.there += entry.bytes;
   if (entry.memory != nullptr && memory == nullptr) stats_.there -= entry.bytes;
   stats_.most_there = std::max(stats_.most_there, stats_.there);
   entry.memory = memory;
 }
 
-void Saver::share(SavedId saved) {
+void ActivationStore::share(SavedId saved) {
   if (!open_) open_ = Bundle{HookId(), order_.newest(), {}, false};  // outside of visits: its backward is not foreseen
   if (at(saved).forward != order_.newest()) at(saved).forward.reset();
   if (std::find(open_->saved.begin(), open_->saved.end(), saved) == open_->saved.end()) open_->saved.push_back(saved);
 }
 
-void Saver::forget(SavedId saved) {
+void ActivationStore::forget(SavedId saved) {
   Entry& entry = at(saved);
   entry.is_forgotten = true;
   if (entry.ticket && !entry.ticket->passed()) forgotten_.push_back(saved);
   else let_go(saved);
 }
 
-void Saver::let_go_forgotten() {
+void ActivationStore::let_go_forgotten() {
   for (SavedId saved : std::exchange(forgotten_, {})) forget(saved);
 }
 
-void Saver::let_go(SavedId saved) {
+void ActivationStore::let_go(SavedId saved) {
   Entry& entry = at(saved);
   note_there(entry, nullptr);
-  callbacks_.left(saved);
+  callbacks_.release_saved(saved);
   stats_.saved -= entry.bytes;
   give_back_place(entry);
   free_tokens_.push_back(static_cast<std::int32_t>(issuer_.buffers()[entry.token].offset.count));
@@ -115,7 +115,7 @@ void Saver::let_go(SavedId saved) {
 
 // ---- visits -----------------------------------------------------------------------------------------------------
 
-std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
+std::vector<Access> ActivationStore::enter(HookId hook, Phase phase, UnitId unit, Stream stream) {
   let_go_forgotten();
   awaited_.clear();  // of a visit that could not be opened: they are still coming
   if (std::exchange(is_inside_, true)) return {};
@@ -139,9 +139,9 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   reload(now, unit, stream);
   for (std::size_t ahead = 1; ahead < needed.size(); ++ahead) {
     std::vector<SavedId> next = alive(*needed[ahead]);
-    std::erase_if(next, [this](SavedId saved) { return at(saved).state == State::there; });
+    std::erase_if(next, [this](SavedId saved) { return at(saved).state == State::resident; });
     Bytes bytes;
-    for (SavedId saved : next) bytes += at(saved).state == State::away ? at(saved).bytes : Bytes{0};
+    for (SavedId saved : next) bytes += at(saved).state == State::offloaded ? at(saved).bytes : Bytes{0};
     if (!room().has_room_ahead(stats_.there, bytes)) break;
     reload(next, unit, stream);
   }
@@ -149,32 +149,32 @@ std::vector<Access> Saver::enter(HookId hook, Phase phase, UnitId unit, Stream s
   for (SavedId saved : now) {
     const Entry& entry = at(saved);
     reads.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    if (entry.state == State::coming) awaited_.push_back(saved);
+    if (entry.state == State::reloading) awaited_.push_back(saved);
   }
   return reads;
 }
 
 // Before this call a copy may still write there, also if the visit's waits have failed.
-void Saver::opened(std::int64_t at_us) {
+void ActivationStore::opened(std::int64_t at_us) {
   entered_us_ = at_us;
   for (SavedId saved : std::exchange(awaited_, {})) {
     const auto entry = entries_.find(saved);
-    if (entry == entries_.end() || entry->second.state != State::coming) continue;
-    entry->second.state = State::there;
+    if (entry == entries_.end() || entry->second.state != State::reloading) continue;
+    entry->second.state = State::resident;
     entry->second.ticket.reset();
   }
 }
 
-bool Saver::is_alive(SavedId saved) const {
+bool ActivationStore::is_alive(SavedId saved) const {
   const auto entry = entries_.find(saved);
   return entry != entries_.end() && !entry->second.is_forgotten;
 }
 
-bool Saver::is_any_alive(const Bundle& bundle) const {
+bool ActivationStore::is_any_alive(const Bundle& bundle) const {
   return std::any_of(bundle.saved.begin(), bundle.saved.end(), [this](SavedId saved) { return is_alive(saved); });
 }
 
-std::vector<SavedId> Saver::alive(const Bundle& bundle) const {
+std::vector<SavedId> ActivationStore::alive(const Bundle& bundle) const {
   std::vector<SavedId> found;
   std::copy_if(bundle.saved.begin(), bundle.saved.end(), std::back_inserter(found),
                [this](SavedId saved) { return is_alive(saved); });
@@ -183,7 +183,7 @@ std::vector<SavedId> Saver::alive(const Bundle& bundle) const {
 
 // Returns the bundle that a backward visit of this module uses, and then the next ones that are needed, at most
 // kMostAhead. Returns nothing if the module has saved nothing that is alive.
-std::vector<Saver::Bundles::iterator> Saver::use(HookId hook) {
+std::vector<ActivationStore::Bundles::iterator> ActivationStore::use(HookId hook) {
   std::vector<Bundles::iterator> known;
   std::vector<SavedBundle> facts;
   for (auto bundle = bundles_.begin(); bundle != bundles_.end(); ++bundle) {
@@ -200,7 +200,7 @@ std::vector<Saver::Bundles::iterator> Saver::use(HookId hook) {
   return found;
 }
 
-void Saver::leave(UnitId unit, Stream stream) {
+void ActivationStore::leave(UnitId unit, Stream stream) {
   let_go_forgotten();
   is_inside_ = false;
   if (open_ && !open_->saved.empty()) {
@@ -227,19 +227,19 @@ void Saver::leave(UnitId unit, Stream stream) {
   offload_until(Bytes{0}, room().may_stay(stats_.most_saved), unit);
 }
 
-void Saver::tell_trace() const {
+void ActivationStore::tell_trace() const {
   if (!trace_) return;
   const Bytes lent = own_room_ ? *own_room_ - *room_ : Bytes{0};
   trace_->sample(SavedMemory{trace_->now_us(), stats_.there, stats_.at_peers, held(), lent});
 }
 
 // A block is expected to save as much as other blocks, until its own size is known.
-Bytes Saver::expected_of(HookId hook) const {
+Bytes ActivationStore::expected_of(HookId hook) const {
   const auto known = by_module_.find(hook);
   return known == by_module_.end() ? stats_.largest : known->second.bytes;
 }
 
-void Saver::refuse_large_bundle() const {
+void ActivationStore::refuse_large_bundle() const {
   if (!own_room_ || stats_.largest * 2 <= *own_room_) return;
   throw UsageError("activation_memory for what two blocks save, " + to_string(stats_.largest * 2) + " (" +
                        std::to_string(2 * stats_.largest.count) + " bytes)",
@@ -249,9 +249,9 @@ void Saver::refuse_large_bundle() const {
 
 // ---- out and back -----------------------------------------------------------------------------------------------
 
-Bytes Saver::leaving_bytes() const {
+Bytes ActivationStore::leaving_bytes() const {
   Bytes bytes;
-  for (const Leaving& load : leaving_) {
+  for (const PendingOffload& load : leaving_) {
     for (SavedId saved : load.saved) {
       const auto entry = entries_.find(saved);
       if (entry != entries_.end() && !entry->second.is_wanted) bytes += entry->second.bytes;
@@ -261,7 +261,7 @@ Bytes Saver::leaving_bytes() const {
 }
 
 // Makes room for `bytes` more on the device.
-void Saver::make_way(Bytes bytes, UnitId unit) {
+void ActivationStore::make_way(Bytes bytes, UnitId unit) {
   offload_until(bytes, room().most(), unit);
   end_left();
   while (!leaving_.empty() && stats_.there + bytes > room().most()) {
@@ -271,7 +271,7 @@ void Saver::make_way(Bytes bytes, UnitId unit) {
 }
 
 // Offloads bundles until `room` holds what stays and `more`.
-void Saver::offload_until(Bytes more, Bytes room, UnitId unit) {
+void ActivationStore::offload_until(Bytes more, Bytes room, UnitId unit) {
   while (staying_.size() > kLeastStaying) {
     const Bytes least = bytes_to_leave(stats_.there, leaving_bytes(), more, room);
     if (least == Bytes{0}) break;
@@ -279,7 +279,7 @@ void Saver::offload_until(Bytes more, Bytes room, UnitId unit) {
   }
 }
 
-void Saver::offload_farthest(Bytes least, UnitId unit) {
+void ActivationStore::offload_farthest(Bytes least, UnitId unit) {
   std::vector<std::int64_t> forwards;
   for (const auto& bundle : staying_) forwards.push_back(bundle->forward);
   const auto leaves = staying_.begin() + static_cast<std::ptrdiff_t>(farthest(forwards, order_));
@@ -293,64 +293,64 @@ void Saver::offload_farthest(Bytes least, UnitId unit) {
   if (going.size() == all.size()) staying_.erase(leaves);
 }
 
-std::vector<SavedId> Saver::idle(const Bundle& bundle) const {
+std::vector<SavedId> ActivationStore::idle(const Bundle& bundle) const {
   std::vector<SavedId> found = alive(bundle);
   std::erase_if(found, [this](SavedId saved) {
     const Entry& entry = entries_.at(saved);
-    return entry.state != State::there || entry.is_wanted;
+    return entry.state != State::resident || entry.is_wanted;
   });
   return found;
 }
 
-void Saver::await(SavedId saved, Stream stream) {
+void ActivationStore::await(SavedId saved, Stream stream) {
   Entry& entry = at(saved);
   entry.is_wanted = true;
   if (entry.forward) order_.note_backward(*entry.forward);
-  if (entry.state == State::there || entry.state == State::leaving) return;
+  if (entry.state == State::resident || entry.state == State::offloading) return;
   ++stats_.num_unforeseen;
   std::vector<SavedId> coming;
-  if (entry.state == State::away && is_at_peers(entry.stretches)) coming = want({saved}, UnitId());
+  if (entry.state == State::offloaded && is_at_peers(entry.extents)) coming = want({saved}, UnitId());
   const std::int64_t since_us = clock_us();
   if (!coming.empty()) {
     await_stream(stream);
     bring(coming, UnitId());
   }
-  if (entry.state == State::coming) {
+  if (entry.state == State::reloading) {
     backend_.wait({entry.ticket}, stream, {OpId(), Lane::compute, Verb::backward, UnitId()});
     entry.ticket->wait_passed();
     entry.ticket.reset();
   } else {
     note_there(entry, callbacks_.make_room(saved, entry.bytes));
-    callbacks_.fill(saved, entry.stretches.front().memory, entry.bytes);
+    callbacks_.fill(saved, entry.extents.front().memory, entry.bytes);
     give_back_place(entry);
     ++stats_.num_reloaded;
     stats_.reloaded += entry.bytes;
   }
-  entry.state = State::there;
+  entry.state = State::resident;
   waited_us_ += clock_us() - since_us;
 }
 
-void Saver::await_stream(Stream stream) {
+void ActivationStore::await_stream(Stream stream) {
   const Ticket now = backend_.open({OpId(), Lane::compute, Verb::user, UnitId()});
   backend_.give(now, stream);
   now->wait_passed();
 }
 
 // From here on the stream has what is in the memory of these. Before a reload: no op uses that memory any more.
-void Saver::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) {
+void ActivationStore::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) {
   Op op;
   op.lane = Lane::compute;
   op.verb = Verb::save;
   op.unit = unit;
   for (SavedId each : saved) {
     Entry& entry = at(each);
-    if (std::exchange(entry.is_marked, true) && entry.state != State::away) continue;  // another bundle has it too
+    if (std::exchange(entry.is_marked, true) && entry.state != State::offloaded) continue;  // another bundle has it too
     op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
   }
   issuer_.pass(std::move(op), stream);
 }
 
-Ticket Saver::submit(Load load, Lane lane, Verb verb, UnitId unit) {
+Ticket ActivationStore::submit(TransferBatch load, Lane lane, Verb verb, UnitId unit) {
   load.op.lane = lane;
   load.op.verb = verb;
   load.op.unit = unit;
@@ -358,27 +358,27 @@ Ticket Saver::submit(Load load, Lane lane, Verb verb, UnitId unit) {
   return issuer_.submit(std::move(load.op), std::move(load.transfer));
 }
 
-void Saver::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit) {
-  Load to_home, to_peers;
+void ActivationStore::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit) {
+  TransferBatch to_home, to_peers;
   for (SavedId saved : going) {
     Entry& entry = at(saved);
     take_place(entry, go_home);
-    Load& load = is_at_peers(entry.stretches) ? to_peers : to_home;
+    TransferBatch& load = is_at_peers(entry.extents) ? to_peers : to_home;
     load.saved.push_back(saved);
     load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});
-    for (const Stretch& stretch : entry.stretches) {
-      load.transfer.copies.push_back({stretch.memory, entry.memory + stretch.begin.count, stretch.bytes, stretch.link});
-      load.op.accesses.push_back({stretch.copy, issuer_.next_version(stretch.copy), Access::Mode::write});
+    for (const Extent& extent : entry.extents) {
+      load.transfer.copies.push_back({extent.memory, entry.memory + extent.begin.count, extent.bytes, extent.link});
+      load.op.accesses.push_back({extent.copy, issuer_.next_version(extent.copy), Access::Mode::write});
     }
   }
-  for (Load* load : {&to_home, &to_peers}) {
+  for (TransferBatch* load : {&to_home, &to_peers}) {
     if (load->saved.empty()) continue;
     const bool is_to_peers = load == &to_peers;
     const Bytes bytes = load->transfer.bytes();
     std::vector<SavedId> saved = load->saved;
     const Ticket ticket = submit(std::move(*load), is_to_peers ? Lane::peer : Lane::drain, Verb::offload, unit);
     for (SavedId each : saved) {
-      at(each).state = State::leaving;
+      at(each).state = State::offloading;
       at(each).ticket = ticket;
     }
     stats_.num_offloaded += static_cast<std::int64_t>(saved.size());
@@ -389,20 +389,20 @@ void Saver::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit
 }
 
 // Waits for the load that was sent out first.
-void Saver::await_leaving(UnitId unit) {
+void ActivationStore::await_leaving(UnitId unit) {
   const std::int64_t since_us = clock_us();
   backend_.wait({leaving_.front().ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
   waited_us_ += clock_us() - since_us;
   end_left();
 }
 
-void Saver::end_left() {
+void ActivationStore::end_left() {
   for (auto load = leaving_.begin(); load != leaving_.end();) {
     if (!load->ticket->passed()) {
       ++load;
       continue;
     }
-    Leaving left = std::move(*load);
+    PendingOffload left = std::move(*load);
     load = leaving_.erase(load);
     std::erase_if(left.saved, [this](SavedId saved) { return !entries_.contains(saved); });
     try {
@@ -416,30 +416,30 @@ void Saver::end_left() {
   }
 }
 
-void Saver::end_copy(SavedId saved) {
+void ActivationStore::end_copy(SavedId saved) {
   Entry& entry = at(saved);
   entry.ticket.reset();
-  entry.state = entry.is_wanted ? State::there : State::away;
+  entry.state = entry.is_wanted ? State::resident : State::offloaded;
   if (entry.is_wanted) give_back_place(entry);
   if (entry.is_wanted || entry.is_forgotten) return;
   note_there(entry, nullptr);
-  callbacks_.left(saved);
+  callbacks_.release_saved(saved);
 }
 
-void Saver::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream) {
+void ActivationStore::reload(const std::vector<SavedId>& wanted, UnitId unit, Stream stream) {
   const std::vector<SavedId> coming = want(wanted, unit);
   if (coming.empty()) return;
   mark(unit, coming, stream);  // another tensor may have used that memory until now
   bring(coming, unit);
 }
 
-std::vector<SavedId> Saver::want(const std::vector<SavedId>& wanted, UnitId unit) {
+std::vector<SavedId> ActivationStore::want(const std::vector<SavedId>& wanted, UnitId unit) {
   std::vector<SavedId> coming;
   Bytes bytes;
   for (SavedId saved : wanted) {
     Entry& entry = at(saved);
     entry.is_wanted = true;
-    if (entry.state != State::away) continue;
+    if (entry.state != State::offloaded) continue;
     coming.push_back(saved);
     bytes += entry.bytes;
   }
@@ -449,20 +449,20 @@ std::vector<SavedId> Saver::want(const std::vector<SavedId>& wanted, UnitId unit
   return coming;
 }
 
-void Saver::bring(const std::vector<SavedId>& coming, UnitId unit) {
-  Load from_home, from_peers;
+void ActivationStore::bring(const std::vector<SavedId>& coming, UnitId unit) {
+  TransferBatch from_home, from_peers;
   for (SavedId saved : coming) {
     Entry& entry = at(saved);
-    Load& load = is_at_peers(entry.stretches) ? from_peers : from_home;
+    TransferBatch& load = is_at_peers(entry.extents) ? from_peers : from_home;
     load.saved.push_back(saved);
-    for (const Stretch& stretch : entry.stretches) {
+    for (const Extent& extent : entry.extents) {
       load.transfer.copies.push_back(
-          {const_cast<std::byte*>(entry.memory) + stretch.begin.count, stretch.memory, stretch.bytes, stretch.link});
-      load.op.accesses.push_back({stretch.copy, issuer_.version(stretch.copy), Access::Mode::read});
+          {const_cast<std::byte*>(entry.memory) + extent.begin.count, extent.memory, extent.bytes, extent.link});
+      load.op.accesses.push_back({extent.copy, issuer_.version(extent.copy), Access::Mode::read});
     }
     load.op.accesses.push_back({entry.token, issuer_.next_version(entry.token), Access::Mode::write});
   }
-  for (Load* load : {&from_home, &from_peers}) {
+  for (TransferBatch* load : {&from_home, &from_peers}) {
     if (load->saved.empty()) continue;
     const bool is_from_peers = load == &from_peers;
     const Bytes loaded = load->transfer.bytes();
@@ -470,7 +470,7 @@ void Saver::bring(const std::vector<SavedId>& coming, UnitId unit) {
     const Ticket ticket = submit(std::move(*load), is_from_peers ? Lane::peer : Lane::fetch, Verb::reload, unit);
     if (is_from_peers) last_from_peers_ = ticket;
     for (SavedId each : saved) {
-      at(each).state = State::coming;
+      at(each).state = State::reloading;
       at(each).ticket = ticket;
       // Peers have little memory, and the op that writes it next stands on the same lane. The home has more memory, and
       // the fetch lane may stand behind fetches: the next op to use the place would wait for those.

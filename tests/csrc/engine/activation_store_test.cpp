@@ -1,6 +1,6 @@
 // What forwards save goes out and comes back whole on a stream that runs behind the calling thread, whose memory is
 // handed out again as soon as it is free, as torch's allocator does; and each kind of wait matters.
-#include "engine/saver.h"
+#include "engine/activation_store.h"
 
 #include <gtest/gtest.h>
 
@@ -51,11 +51,11 @@ class Machine final : public EngineCallbacks {
         lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
         stream_(backend_.create_stream()),
         home_(static_cast<std::size_t>(setting.home_blocks * num_floats_)),
-        saver_(issuer_, backend_, *this, setting.room) {
+        activations_(issuer_, backend_, *this, setting.room) {
     for (const int num_blocks : setting.peers) {
       std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
       const SharedMemory told = lender_.shared(memory);
-      saver_.add_peer({num_peers_, num_peers_, 1.0 + num_peers_, backend_.open_shared(told), told.bytes});
+      activations_.add_peer({num_peers_, num_peers_, 1.0 + num_peers_, backend_.open_shared(told), told.bytes});
       lent_.push_back({memory, told.bytes});
       ++num_peers_;
     }
@@ -64,14 +64,14 @@ class Machine final : public EngineCallbacks {
 
   void omit(const std::string& kind) { issuer_.hazards().omit(kind); }
   std::vector<std::string> kinds() const { return issuer_.wait_kinds(); }
-  const SavedStats& stats() const { return saver_.stats(); }
-  Bytes held() const { return saver_.held(); }
-  void set_room(Bytes room) { saver_.set_room(room); }
+  const SavedStats& stats() const { return activations_.stats(); }
+  Bytes held() const { return activations_.held(); }
+  void set_room(Bytes room) { activations_.set_room(room); }
 
   /// Memory of rank 1, as its owner sees it.
   std::byte* borrow(Bytes bytes) {
     std::byte* const memory = lender_.allocate_shared(bytes);
-    saver_.add_peer({1, 0, 1, backend_.open_shared(lender_.shared(memory)), bytes});
+    activations_.add_peer({1, 0, 1, backend_.open_shared(lender_.shared(memory)), bytes});
     return memory;
   }
   /// How many bytes of what a peer lends are not zero any more.
@@ -80,10 +80,10 @@ class Machine final : public EngineCallbacks {
     return bytes.count - std::count(memory, memory + bytes.count, std::byte{0});
   }
   Bytes copied() const { return backend_.stats(Lane::peer).bytes; }
-  bool shrink_peer(Bytes left) { return saver_.shrink_peer(1, left); }
+  bool shrink_peer(Bytes left) { return activations_.shrink_peer(1, left); }
 
-  void send_home(std::set<HookId> hooks) { saver_.send_home(std::move(hooks)); }
-  std::int64_t take_waited_us() { return saver_.take_waited_us(); }
+  void send_home(std::set<HookId> hooks) { activations_.send_home(std::move(hooks)); }
+  std::int64_t take_waited_us() { return activations_.take_waited_us(); }
 
   /// What is to come back waits until the ticket is given.
   Ticket hold_fetches() {
@@ -98,21 +98,23 @@ class Machine final : public EngineCallbacks {
     backend_.idle();
   }
   /// A visit that gets no further.
-  void enter_backward(int module) { (void)saver_.enter(HookId(module), Phase::backward, UnitId(module), stream_); }
-  void reset() { saver_.leave(UnitId(), stream_); }
+  void enter_backward(int module) {
+    (void)activations_.enter(HookId(module), Phase::backward, UnitId(module), stream_);
+  }
+  void reset() { activations_.leave(UnitId(), stream_); }
   bool is_on_device(SavedId saved) const { return blocks_.contains(saved); }
 
   /// A visit that saves several storages, each of the first bytes of a block; what is in them is their value.
   std::vector<SavedId> forward_many(int module, const std::vector<Bytes>& sizes, float value) {
-    (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
+    (void)activations_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     std::vector<SavedId> saved;
     for (const Bytes bytes : sizes) {
       float* const block = allocate();
       backend_.enqueue(stream_, [block, value, count = num_floats_] { std::fill(block, block + count, value); });
-      saved.push_back(saver_.save(reinterpret_cast<const std::byte*>(block), bytes));
+      saved.push_back(activations_.save(reinterpret_cast<const std::byte*>(block), bytes));
       blocks_[saved.back()] = block;
     }
-    saver_.leave(UnitId(module), stream_);
+    activations_.leave(UnitId(module), stream_);
     return saved;
   }
   /// How many of the visit's storages have not come back with this value.
@@ -135,17 +137,17 @@ class Machine final : public EngineCallbacks {
     return static_cast<int>(std::count_if(found.begin(), found.end(), [&](float each) { return each != value; }));
   }
 
-  void begin_forward() { saver_.begin_pass(Phase::forward, /*saves=*/true); }
+  void begin_forward() { activations_.begin_pass(Phase::forward, /*saves=*/true); }
   SavedId forward(int module, float value) {
-    (void)saver_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
+    (void)activations_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     float* const block = allocate();
     backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
       std::fill(block, block + count, value);
     });
-    const SavedId saved = saver_.save(reinterpret_cast<const std::byte*>(block), block_);
+    const SavedId saved = activations_.save(reinterpret_cast<const std::byte*>(block), block_);
     blocks_[saved] = block;
-    saver_.leave(UnitId(module), stream_);
+    activations_.leave(UnitId(module), stream_);
     return saved;
   }
   /// The value that the module had saved, once the stream has come so far.
@@ -153,14 +155,14 @@ class Machine final : public EngineCallbacks {
     Op op;
     op.verb = Verb::backward;
     op.unit = UnitId(module);
-    op.accesses = saver_.enter(HookId(module), Phase::backward, UnitId(module), stream_);
+    op.accesses = activations_.enter(HookId(module), Phase::backward, UnitId(module), stream_);
     op.accesses.push_back({weights_, 0, Access::Mode::read});
     auto begun = issuer_.begin(op);
     const Ticket visit = backend_.open(begun.label, {});
     issuer_.keep(op.id, visit);
     backend_.wait(begun.waits, stream_, begun.label);
-    saver_.opened(0);
-    saver_.await(saved, stream_);
+    activations_.opened(0);
+    activations_.await(saved, stream_);
     also();
     const float* const block = blocks_.at(saved);
     backend_.enqueue(stream_, [block, value, count = num_floats_] {
@@ -172,8 +174,8 @@ class Machine final : public EngineCallbacks {
     });
     backend_.give(visit, stream_);
     last_visit_ = op.id;
-    saver_.forget(saved);
-    saver_.leave(UnitId(module), stream_);
+    activations_.forget(saved);
+    activations_.leave(UnitId(module), stream_);
   }
   /// Whether weights that a peer keeps, and that come now to where the last visit read its own, wait for that one.
   bool is_last_visit_waited_for() {
@@ -194,8 +196,8 @@ class Machine final : public EngineCallbacks {
   }
 
   void visit_head() {
-    (void)saver_.enter(HookId(kModules), Phase::forward, UnitId(), stream_);
-    saver_.leave(UnitId(), stream_);
+    (void)activations_.enter(HookId(kModules), Phase::forward, UnitId(), stream_);
+    activations_.leave(UnitId(), stream_);
   }
   /// Drops what is not asked for any more.
   void let_go() {
@@ -203,8 +205,8 @@ class Machine final : public EngineCallbacks {
     begin_forward();
     forget(forward(0, 0));
   }
-  void forget(SavedId saved) { saver_.forget(saved); }
-  void add_peer(int rank) { saver_.add_peer({rank, 0, 1.0, nullptr, Bytes{0}}); }
+  void forget(SavedId saved) { activations_.forget(saved); }
+  void add_peer(int rank) { activations_.add_peer({rank, 0, 1.0, nullptr, Bytes{0}}); }
 
   // ---- EngineCallbacks ----
   void attach(UnitId, std::byte*) override {}
@@ -227,7 +229,7 @@ class Machine final : public EngineCallbacks {
     finish();
     std::memcpy(blocks_.at(saved), from, static_cast<std::size_t>(bytes.count));
   }
-  void left(SavedId saved) override {
+  void release_saved(SavedId saved) override {
     const auto found = blocks_.find(saved);
     if (found == blocks_.end()) return;
     free_.push_back(found->second);
@@ -262,7 +264,7 @@ class Machine final : public EngineCallbacks {
   OpId last_visit_;
   int num_peers_ = 0;
   std::vector<std::pair<const std::byte*, Bytes>> lent_;
-  Saver saver_;
+  ActivationStore activations_;
 };
 
 /// How many values came back wrong.
@@ -322,7 +324,7 @@ int count_wrong_in_turn(Machine& machine) {
   return num_wrong;
 }
 
-TEST(Saver, what_was_saved_comes_back_whatever_is_late) {
+TEST(ActivationStore, what_was_saved_comes_back_whatever_is_late) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     for (const bool in_order : {true, false}) {
       Machine machine({.seed = seed});
@@ -337,7 +339,7 @@ TEST(Saver, what_was_saved_comes_back_whatever_is_late) {
   }
 }
 
-TEST(Saver, a_room_is_filled_and_never_exceeded) {
+TEST(ActivationStore, a_room_is_filled_and_never_exceeded) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     std::int64_t num_offloaded = 3 * 2 * kModules;
     for (const int bundles : {2, 3, 5, 8, 12, 16}) {
@@ -352,7 +354,7 @@ TEST(Saver, a_room_is_filled_and_never_exceeded) {
   }
 }
 
-TEST(Saver, who_leaves_is_whose_backward_comes_last) {
+TEST(ActivationStore, who_leaves_is_whose_backward_comes_last) {
   Machine machine({.room = kBytes * (kModules + 2)});
   std::vector<SavedId> first, second;
   for (std::vector<SavedId>* saved : {&first, &second}) {
@@ -424,7 +426,7 @@ int count_leaving(const std::vector<Turn>& turns, int num_staying) {
   return num_leaving;
 }
 
-TEST(Saver, stages_that_take_turns_on_a_rank_are_known_from_the_second_step) {
+TEST(ActivationStore, stages_that_take_turns_on_a_rank_are_known_from_the_second_step) {
   for (const int rank : {0, 1}) {
     for (const int num_staying : {8, 12, 16}) {
       const std::vector<Turn> turns = interleaved(rank, 4);
@@ -456,7 +458,7 @@ TEST(Saver, stages_that_take_turns_on_a_rank_are_known_from_the_second_step) {
   }
 }
 
-TEST(Saver, a_wrong_guess_costs_no_bit) {
+TEST(ActivationStore, a_wrong_guess_costs_no_bit) {
   for (const int bundles : {2, 5}) {
     Machine machine({.seed = 1, .room = kBytes * bundles});
     for (const bool in_order : {false, true, false}) {
@@ -468,7 +470,7 @@ TEST(Saver, a_wrong_guess_costs_no_bit) {
 }
 
 // As a graph does that is dropped after some of its backward, while the tensors of its next blocks are on their way.
-TEST(Saver, what_nobody_asks_for_any_more_does_not_come_back_over_who_has_its_memory_next) {
+TEST(ActivationStore, what_nobody_asks_for_any_more_does_not_come_back_over_who_has_its_memory_next) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "memory that is free too early races, which is what this looks for";
 #endif
@@ -501,7 +503,7 @@ TEST(Saver, what_nobody_asks_for_any_more_does_not_come_back_over_who_has_its_me
   }
 }
 
-TEST(Saver, what_is_forgotten_while_it_leaves_gives_its_room_to_the_next_forward) {
+TEST(ActivationStore, what_is_forgotten_while_it_leaves_gives_its_room_to_the_next_forward) {
   for (const std::vector<int>& peers : {std::vector<int>{}, {100}}) {
     Machine machine({.hold_offloads_us = 10'000, .room = kBytes * 4, .peers = peers});
     for (int round = 0; round < 3; ++round) {
@@ -515,19 +517,19 @@ TEST(Saver, what_is_forgotten_while_it_leaves_gives_its_room_to_the_next_forward
   }
 }
 
-TEST(Saver, a_room_for_less_than_two_bundles_is_refused) {
+TEST(ActivationStore, a_room_for_less_than_two_bundles_is_refused) {
   Machine machine({.room = kBytes + kBytes - Bytes{1}});
   machine.begin_forward();
   (void)machine.forward(0, 1.0F);
   EXPECT_THROW((void)machine.forward(1, 1.0F), UsageError);
 }
 
-TEST(Saver, peers_are_used_first_and_the_home_for_what_they_have_no_room_for) {
+TEST(ActivationStore, peers_are_used_first_and_the_home_for_what_they_have_no_room_for) {
   // 0: nothing, 1: something, 2: all.
   const std::vector<std::pair<std::vector<int>, int>> cases{{{100}, 0}, {{30, 30, 30}, 0}, {{2, 1}, 1}, {{}, 2}};
   for (const auto& [peers, at_home] : cases) {
     for (const bool in_order : {true, false}) {
-      // Large enough to be cut into a stretch for each link.
+      // Large enough to be cut into an extent for each link.
       Machine machine({.seed = 1, .peers = peers, .block = Bytes{768 << 10}});
       EXPECT_EQ(count_wrong(machine, in_order), 0);
       const SavedStats& stats = machine.stats();
@@ -543,7 +545,7 @@ TEST(Saver, peers_are_used_first_and_the_home_for_what_they_have_no_room_for) {
   }
 }
 
-TEST(Saver, what_is_cut_over_links_comes_back_whole_with_any_size) {
+TEST(ActivationStore, what_is_cut_over_links_comes_back_whole_with_any_size) {
   for (const std::int64_t bytes : {4096, 262'144, 262'148, 524'300, 1'000'004, 3'000'000}) {
     Machine machine({.seed = 1, .peers = {40, 40, 40}, .block = Bytes{bytes}});
     EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0) << bytes;
@@ -551,7 +553,7 @@ TEST(Saver, what_is_cut_over_links_comes_back_whole_with_any_size) {
   }
 }
 
-TEST(Saver, what_is_cut_goes_over_each_link_in_proportion_to_what_it_carries) {
+TEST(ActivationStore, what_is_cut_goes_over_each_link_in_proportion_to_what_it_carries) {
   constexpr Bytes kBlock{6 * (256 << 10)};
   Machine machine({.peers = {40, 40, 40}, .block = kBlock});
   machine.begin_forward();
@@ -566,12 +568,12 @@ TEST(Saver, what_is_cut_goes_over_each_link_in_proportion_to_what_it_carries) {
   for (const int peer : {0, 1, 2}) EXPECT_EQ(machine.count_written(peer), share * (1 + peer)) << peer;
 }
 
-TEST(Saver, a_rank_lends_once) {
+TEST(ActivationStore, a_rank_lends_once) {
   Machine machine({.peers = {1}});
   EXPECT_THROW(machine.add_peer(0), InvariantError);
 }
 
-TEST(Saver, a_stage_of_a_pipeline_takes_no_more_elsewhere_than_it_lacks) {
+TEST(ActivationStore, a_stage_of_a_pipeline_takes_no_more_elsewhere_than_it_lacks) {
   // Three forwards are in flight at most; what comes back has given its place away.
   for (const std::uint64_t seed : {1, 2, 3}) {
     for (const int bundles : {4, 8, 16}) {
@@ -585,7 +587,7 @@ TEST(Saver, a_stage_of_a_pipeline_takes_no_more_elsewhere_than_it_lacks) {
   }
 }
 
-TEST(Saver, no_way_is_made_for_modules_that_save_nothing) {
+TEST(ActivationStore, no_way_is_made_for_modules_that_save_nothing) {
   for (int round = 0; round < 2; ++round) {
     Machine machine({.room = kBytes * kModules});
     for (int step = 0; step < 3; ++step) {
@@ -605,14 +607,14 @@ TEST(Saver, no_way_is_made_for_modules_that_save_nothing) {
   }
 }
 
-TEST(Saver, where_some_of_the_room_is_lent_two_bundles_have_theirs_still) {
+TEST(ActivationStore, where_some_of_the_room_is_lent_two_bundles_have_theirs_still) {
   Machine machine({.seed = 1, .room = kBytes * 8});
   machine.set_room(kBytes + kBytes - Bytes{1});
   EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
   EXPECT_LE(machine.stats().most_there, kBytes * 2);
 }
 
-TEST(Saver, a_peer_that_wants_memory_back_has_it_when_nothing_lies_there_and_it_is_not_used_again) {
+TEST(ActivationStore, a_peer_that_wants_memory_back_has_it_when_nothing_lies_there_and_it_is_not_used_again) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     Machine machine({.seed = seed, .hold_reloads_us = 5'000});
     const std::byte* const lent = machine.borrow(kBytes * 4);
@@ -640,7 +642,7 @@ TEST(Saver, a_peer_that_wants_memory_back_has_it_when_nothing_lies_there_and_it_
   }
 }
 
-TEST(Saver, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over) {
+TEST(ActivationStore, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over) {
   Machine machine({});
   std::vector<SavedId> saved;
   machine.begin_forward();
@@ -658,7 +660,7 @@ TEST(Saver, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over
   EXPECT_FALSE(machine.is_on_device(saved[0]));
 }
 
-TEST(Saver, an_unforeseen_tensor_says_nothing_of_the_end_of_the_visit_that_asks) {
+TEST(ActivationStore, an_unforeseen_tensor_says_nothing_of_the_end_of_the_visit_that_asks) {
   Machine machine({.peers = {100}});
   std::vector<SavedId> first, second;
   for (std::vector<SavedId>* saved : {&first, &second}) {
@@ -677,7 +679,7 @@ TEST(Saver, an_unforeseen_tensor_says_nothing_of_the_end_of_the_visit_that_asks)
   EXPECT_EQ(found, std::vector<float>(kModules, 1));
 }
 
-TEST(Saver, only_as_many_storages_leave_as_are_in_the_way) {
+TEST(ActivationStore, only_as_many_storages_leave_as_are_in_the_way) {
   // Two bundles of four have their place in the room; what else it has is filled to the last storage.
   constexpr int kStorages = 4;
   for (const int more : {0, 1, 2, 3, 4, 5}) {
@@ -699,7 +701,7 @@ TEST(Saver, only_as_many_storages_leave_as_are_in_the_way) {
   }
 }
 
-TEST(Saver, storages_of_any_size_leave_in_part_and_come_back_whole) {
+TEST(ActivationStore, storages_of_any_size_leave_in_part_and_come_back_whole) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const std::vector<Bytes> sizes{Bytes{4096}, Bytes{512}, Bytes{1024}, Bytes{2048}};
@@ -725,7 +727,7 @@ TEST(Saver, storages_of_any_size_leave_in_part_and_come_back_whole) {
   }
 }
 
-TEST(Saver, what_is_sent_home_takes_no_room_of_peers) {
+TEST(ActivationStore, what_is_sent_home_takes_no_room_of_peers) {
   Machine machine({.seed = 1, .peers = {100}});
   std::set<HookId> most;
   for (int module = 1; module < kModules; ++module) most.insert(HookId(module));
@@ -736,7 +738,7 @@ TEST(Saver, what_is_sent_home_takes_no_room_of_peers) {
   EXPECT_GT(stats.offloaded, stats.offloaded_to_peers);
 }
 
-TEST(Saver, what_the_caller_waits_for_what_leaves_is_told_once) {
+TEST(ActivationStore, what_the_caller_waits_for_what_leaves_is_told_once) {
   Machine machine({.hold_offloads_us = 2'000, .room = kBytes * 2});
   EXPECT_EQ(machine.take_waited_us(), 0);
   machine.begin_forward();
@@ -760,7 +762,7 @@ void expect_waits_to_matter(const Setting& plain) {
 }
 
 // Nothing is reloaded, and no token is handed on, before its copies are over: so what waits for those is never held up.
-TEST(Saver, all_other_kinds_of_wait_are_for_what_is_over_already) {
+TEST(ActivationStore, all_other_kinds_of_wait_are_for_what_is_over_already) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "without its waits it races, on purpose";
 #endif
@@ -792,14 +794,14 @@ TEST(Saver, all_other_kinds_of_wait_are_for_what_is_over_already) {
             (std::set<std::string>{"offload -> save on saved_tensor (WAR)", "reload -> save on saved_tensor (WAW)"}));
 }
 
-TEST(Saver, each_kind_of_wait_matters) {
+TEST(ActivationStore, each_kind_of_wait_matters) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "without its waits it races, on purpose";
 #endif
   expect_waits_to_matter({});
 }
 
-TEST(Saver, each_kind_of_wait_of_the_peer_lane_matters) {
+TEST(ActivationStore, each_kind_of_wait_of_the_peer_lane_matters) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "without its waits it races, on purpose";
 #endif

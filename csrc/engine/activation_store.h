@@ -1,4 +1,5 @@
-// Saver moves what forwards save off the device, to peers or to the host, and brings it back ahead of the backward.
+// ActivationStore moves what forwards save off the device, to peers or to the host, and brings it back ahead of the
+// backward.
 //
 // Ownership: borrows issuer and backend from the engine. The callbacks hold the device memory and get more memory at
 // home. The memory that peers lend is the caller's.
@@ -66,10 +67,10 @@ struct SavedByModule {
   std::int64_t gap_us = 0;  // from the end of the visit to its backward
 };
 
-class Saver {
+class ActivationStore {
  public:
   /// `room`: device memory for bundles; none: as few stay as overlap allows.
-  Saver(Issuer& issuer, Backend& backend, EngineCallbacks& callbacks, std::optional<Bytes> room)
+  ActivationStore(Issuer& issuer, Backend& backend, EngineCallbacks& callbacks, std::optional<Bytes> room)
       : issuer_(issuer),
         backend_(backend),
         callbacks_(callbacks),
@@ -123,13 +124,13 @@ class Saver {
   const std::map<HookId, SavedByModule>& by_module() const { return by_module_; }
 
  private:
-  enum class State : std::uint8_t { there, leaving, away, coming };
+  enum class State : std::uint8_t { resident, offloading, offloaded, reloading };
   struct Entry {
-    Stretches stretches;  // where it goes or lies; none: it is on the device, or comes
+    Extents extents;  // where it goes or lies; none: it is on the device, or comes
     BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;
-    State state = State::there;
+    State state = State::resident;
     Ticket ticket;                        // of the copy under way
     std::optional<std::int64_t> forward;  // the only forward that saved it; none: several
     bool is_marked = false;
@@ -145,12 +146,12 @@ class Saver {
   };
   using Bundles = std::list<Bundle>;
   /// Holds storages that go the same way, in one op.
-  struct Load {
+  struct TransferBatch {
     std::vector<SavedId> saved;
     Op op;
     Transfer transfer;
   };
-  struct Leaving {
+  struct PendingOffload {
     std::vector<SavedId> saved;
     Ticket ticket;
   };
@@ -165,7 +166,7 @@ class Saver {
   std::vector<SavedId> want(const std::vector<SavedId>& wanted, UnitId unit);
   /// Queues the copies back. Call it when no op uses that memory any more.
   void bring(const std::vector<SavedId>& coming, UnitId unit);
-  Ticket submit(Load load, Lane lane, Verb verb, UnitId unit);
+  Ticket submit(TransferBatch load, Lane lane, Verb verb, UnitId unit);
   void make_way(Bytes bytes, UnitId unit);
   void offload_until(Bytes more, Bytes room, UnitId unit);
   /// Offloads at least `least` bytes of the farthest bundle, or all of it if it has less.
@@ -207,7 +208,7 @@ class Saver {
   bool is_inside_ = false;                 // of a visit
   std::optional<Bundle> open_;             // of the open forward visit
   std::deque<Bundles::iterator> staying_;  // they stay in whole or in part; in the order of their visits
-  std::deque<Leaving> leaving_;            // in the order of issue
+  std::deque<PendingOffload> leaving_;     // in the order of issue
   std::vector<SavedId> forgotten_;         // but a copy is still under way
   std::int64_t entered_us_ = 0;
   std::int64_t waited_us_ = 0;

@@ -15,16 +15,16 @@
 namespace noria {
 
 /// Describes what this rank holds of one unit.
-struct Share {
-  std::int64_t version = 0;     // of its weights: n: as step n left them; -1 - n: as loaded after step n
-  std::vector<Giving> weights;  // one for each stretch that is gathered
+struct UnitShard {
+  std::int64_t version = 0;        // of its weights: n: as step n left them; -1 - n: as loaded after step n
+  std::vector<ShardSend> weights;  // one for each extent that is gathered
   std::vector<Ticket> before_read;
-  Taking gradient;  // `to` null: this rank has no memory to hold it
+  ShardReceive gradient;  // `to` null: this rank has no memory to hold it
   std::vector<Ticket> before_write;
 };
 
-struct Shares {
-  std::vector<std::shared_ptr<const Share>> of;  // by unit
+struct UnitShards {
+  std::vector<std::shared_ptr<const UnitShard>> of;  // by unit
 };
 
 }  // namespace noria
