@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "bindings/element_types.h"
 #include "bindings/lane_stats.h"
@@ -36,6 +37,20 @@ auto asked(Question question) {
   return py::cpp_function([question](const TorchBridge& self) { return question(self.engine()); }, NoGil());
 }
 
+/// Binds a member function of one of the bridge's owners.
+template <class Owner, class Result, class... Arguments>
+auto of_owner(Owner& (TorchBridge::*owner)(), Result (Owner::*call)(Arguments...)) {
+  return [=](TorchBridge& self, Arguments... arguments) -> Result {
+    return ((self.*owner)().*call)(std::forward<Arguments>(arguments)...);
+  };
+}
+template <class Owner, class Result, class... Arguments>
+auto of_owner(Owner& (TorchBridge::*owner)(), Result (Owner::*call)(Arguments...) const) {
+  return [=](TorchBridge& self, Arguments... arguments) -> Result {
+    return ((self.*owner)().*call)(std::forward<Arguments>(arguments)...);
+  };
+}
+
 std::byte* pointer(std::int64_t address) { return reinterpret_cast<std::byte*>(address); }
 
 std::vector<std::byte*> pointers(const std::vector<std::int64_t>& addresses) {
@@ -56,20 +71,39 @@ std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
   return units;
 }
 
+/// Describes a parameter as Python lays it out. Offsets are in bytes.
+struct ParameterSpec {
+  at::Tensor parameter;
+  std::string name;
+  at::ScalarType dtype;  // of the working copy
+  std::int64_t offset;
+  std::int64_t gradient_offset;  // -1: frozen
+  std::int64_t scales;           // the address of its late scales; 0: it never has any
+};
+
+/// Describes a unit as Python lays it out: sizes in bytes, and addresses in the home. An address is 0 if the home has
+/// no such part.
+struct UnitSpec {
+  std::string name;
+  std::int64_t weights, gradients;
+  std::int64_t working, held, spare;
+  std::vector<ParameterSpec> parameters;
+};
+
 /// Home buffers are ranges of regions. Each purpose has its region, and so have the spare buffers. Each region is a
 /// place of its own.
-std::vector<BridgedUnit> read_units(const py::list& described, BufferTable& buffers, const Shards& shards) {
+std::vector<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
   std::vector<BridgedUnit> units;
   Bytes working_end, held_end, spare_end;
-  for (const py::handle& item : described) {
+  for (const UnitSpec& spec : specs) {
     BridgedUnit unit;
     const UnitId id(static_cast<std::int32_t>(units.size()));
     UnitFacts& facts = unit.engine.facts;
-    facts.name = item.attr("name").cast<std::string>();
-    facts.weights = Bytes{item.attr("weights").cast<std::int64_t>()};
-    facts.gradients = Bytes{item.attr("gradients").cast<std::int64_t>()};
-    unit.engine.working = pointer(item.attr("working_address").cast<std::int64_t>());
-    if (facts.gradients > Bytes{0}) unit.engine.held = pointer(item.attr("held_address").cast<std::int64_t>());
+    facts.name = spec.name;
+    facts.weights = Bytes{spec.weights};
+    facts.gradients = Bytes{spec.gradients};
+    unit.engine.working = pointer(spec.working);
+    if (facts.gradients > Bytes{0}) unit.engine.held = pointer(spec.held);
     const auto range = [&](HomeRegion region, Bytes& end, Bytes bytes, Format format, Purpose purpose) {
       const Buffer buffer{{Place::Kind::host, region}, end, bytes, format, purpose, id};
       end += bytes;
@@ -85,28 +119,19 @@ std::vector<BridgedUnit> read_units(const py::list& described, BufferTable& buff
     unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     Bytes scales_start{id.value};
     unit.engine.scales = range(kScalesRegion, scales_start, Bytes{1}, Format::master, Purpose::gradient_scales);
-    const auto scales_address = item.attr("scales_address").cast<std::int64_t>();
-    if (const auto spare_address = item.attr("spare_address").cast<std::int64_t>(); spare_address != 0) {
+    if (spec.spare != 0) {
       Spare spare;
-      spare.working = pointer(spare_address);
+      spare.working = pointer(spec.spare);
       Bytes spare_state_start{id.value};
       spare.working_buffer = range(kSpareWorkingRegion, spare_end, weights, Format::travel, Purpose::working_copy);
       spare.state_buffer =
           range(kSpareStateRegion, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
       unit.engine.spare = spare;
     }
-    for (const py::handle& each : item.attr("parameters")) {
-      BridgedParameter parameter;
-      parameter.variable = each.attr("parameter").cast<at::Tensor>();
-      parameter.name = each.attr("name").cast<std::string>();
-      parameter.dtype = each.attr("dtype").cast<at::ScalarType>();
-      parameter.offset = each.attr("offset").cast<std::int64_t>();
-      parameter.gradient_offset = each.attr("gradient_offset").cast<std::int64_t>();
-      if (const auto offset = each.attr("scales_offset").cast<std::int64_t>(); scales_address != 0 && offset >= 0) {
-        parameter.scales = reinterpret_cast<float*>(pointer(scales_address + offset));
-      }
-      if (parameter.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{parameter.gradient_offset});
-      unit.parameters.push_back(std::move(parameter));
+    for (const ParameterSpec& each : spec.parameters) {
+      auto* const scales = reinterpret_cast<float*>(pointer(each.scales));
+      unit.parameters.push_back({each.parameter, each.name, each.dtype, each.offset, each.gradient_offset, scales});
+      if (each.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{each.gradient_offset});
     }
     units.push_back(std::move(unit));
   }
@@ -116,7 +141,7 @@ std::vector<BridgedUnit> read_units(const py::list& described, BufferTable& buff
 /// The address, the bytes of a slot, the number of slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
-std::shared_ptr<TorchBridge> make_torch_bridge(const py::list& described, std::shared_ptr<Backend> backend,
+std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,
                                                std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                                std::int64_t arena, std::int32_t window, bool prefetch_at_step,
                                                std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
@@ -126,7 +151,7 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const py::list& described, std::s
                                                std::optional<std::int64_t> saved_room) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
-  std::vector<BridgedUnit> units = read_units(described, buffers, shards);
+  std::vector<BridgedUnit> units = read_units(specs, buffers, shards);
   const c10::Device on(device);
   EngineOptions options;
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
@@ -150,8 +175,8 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const py::list& described, std::s
     options.scratch = {pointer(reduce_scratch), pointer(assist_scratch)};
   }
   const py::gil_scoped_release no_gil;
-  return std::make_shared<TorchBridge>(options, std::move(backend), std::move(units), std::move(buffers),
-                                       std::move(optimizer), on, held_home, Bytes{least_saved.value_or(0)});
+  return std::make_shared<TorchBridge>(options, std::move(backend), units, std::move(buffers), std::move(optimizer), on,
+                                       held_home, Bytes{least_saved.value_or(0)});
 }
 
 /// Shared, so that a copy needs no GIL. The last owner takes the GIL and frees it.
@@ -252,6 +277,20 @@ void bind_torch_bridge(py::module_& m) {
       [](const at::Tensor& tensor, std::int64_t address) { move_storage(tensor.storage(), pointer(address)); },
       py::arg("tensor"), py::arg("address"));
 
+  py::class_<ParameterSpec>(m, "ParameterSpec")
+      .def(py::init([](at::Tensor parameter, std::string name, at::ScalarType dtype, std::int64_t offset,
+                       std::int64_t gradient_offset, std::int64_t scales) {
+             return ParameterSpec{std::move(parameter), std::move(name), dtype, offset, gradient_offset, scales};
+           }),
+           py::kw_only(), py::arg("parameter"), py::arg("name"), py::arg("dtype"), py::arg("offset"),
+           py::arg("gradient_offset"), py::arg("scales"));
+  py::class_<UnitSpec>(m, "UnitSpec")
+      .def(py::init([](std::string name, std::int64_t weights, std::int64_t gradients, std::int64_t working,
+                       std::int64_t held, std::int64_t spare, std::vector<ParameterSpec> parameters) {
+             return UnitSpec{std::move(name), weights, gradients, working, held, spare, std::move(parameters)};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("weights"), py::arg("gradients"), py::arg("working"),
+           py::arg("held"), py::arg("spare"), py::arg("parameters"));
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   py::class_<TorchBridge, std::shared_ptr<TorchBridge>>(m, "TorchBridge")
       .def(py::init(&make_torch_bridge), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
@@ -327,8 +366,7 @@ void bind_torch_bridge(py::module_& m) {
           },
           NoGil())
       .def(
-          "set_saved_room",
-          [](TorchBridge& self, std::int64_t room) { self.engine().activations()->set_room(Bytes{room}); },
+          "set_saved_room", [](TorchBridge& self, std::int64_t room) { self.engine().activations()->set_room(Bytes{room}); },
           py::arg("room"), NoGil())
       .def("set_saved_callback",
            [](TorchBridge& self, py::function more_home) {
@@ -369,7 +407,7 @@ void bind_torch_bridge(py::module_& m) {
            })
       .def("set_backward_callback",
            [](TorchBridge& self, py::function begin) {
-             self.set_backward_callback([kept = keep(std::move(begin))] { keep_python_errors([&] { (*kept)(); }); });
+             self.claims().set_callback([kept = keep(std::move(begin))] { keep_python_errors([&] { (*kept)(); }); });
            })
       .def(
           "expect_in_backward",
@@ -379,11 +417,11 @@ void bind_torch_bridge(py::module_& m) {
             self.engine().backward_updates()->expect(UnitId(unit), {std::move(job), std::move(offsets)});
           },
           NoGil())
-      .def("set_accumulating", &TorchBridge::set_accumulating, NoGil())
+      .def("set_accumulating", of_owner(&TorchBridge::claims, &BackwardClaims::set_accumulating), NoGil())
       .def(
           "set_last_of",
           [](TorchBridge& self, const std::optional<std::vector<std::int32_t>>& units) {
-            self.set_last_of(units ? std::optional(unit_ids(*units)) : std::nullopt);
+            self.claims().set_last_of(units ? std::optional(unit_ids(*units)) : std::nullopt);
           },
           NoGil())
       .def(
@@ -407,15 +445,15 @@ void bind_torch_bridge(py::module_& m) {
           NoGil())
       .def(
           "holds_unreduced", [](TorchBridge& self) { return self.engine().holds_unreduced(); }, NoGil())
-      .def("set_unsynced", &TorchBridge::set_unsynced, NoGil())
+      .def("set_unsynced", of_owner(&TorchBridge::backwards, &Backwards::set_unsynced), NoGil())
       .def(
           "access_held", [](TorchBridge& self, std::int32_t unit) { self.engine().access_held(UnitId(unit), nullptr); },
           NoGil())
       .def(
           "holds_all", [](TorchBridge& self) { return self.engine().holds_all(); }, NoGil())
-      .def("is_held_back", &TorchBridge::is_held_back, NoGil())
-      .def("update_held", &TorchBridge::update_held, NoGil())
-      .def("refuse_unclaimed", &TorchBridge::refuse_unclaimed, NoGil())
+      .def("is_held_back", of_owner(&TorchBridge::claims, &BackwardClaims::is_held_back), NoGil())
+      .def("update_held", of_owner(&TorchBridge::claims, &BackwardClaims::update_held), NoGil())
+      .def("refuse_unclaimed", of_owner(&TorchBridge::claims, &BackwardClaims::refuse_unclaimed), NoGil())
       .def("take_updated",
            [](TorchBridge& self, const std::vector<std::int32_t>& units) {
              const std::vector<UnitId> ids = unit_ids(units);
@@ -436,42 +474,36 @@ void bind_torch_bridge(py::module_& m) {
       .def("torn", [](TorchBridge& self) { return without_gil([&] { return self.engine().torn(); }); })
       .def(
           "clear_torn", [](TorchBridge& self) { self.engine().clear_torn(); }, NoGil())
-      .def("clear_callbacks",
-           [](TorchBridge& self) {
-             self.set_update_callback({});
-             self.set_backward_callback({});
-             self.set_saved_callback({});
-             self.set_parts({});
-           })
+      .def("clear_callbacks", &TorchBridge::clear_callbacks)
       .def("add_hook",
            [](TorchBridge& self, std::string name, const std::vector<std::int32_t>& needs) {
-             return self.add_hook(std::move(name), unit_ids(needs)).value;
+             return self.visits().add_hook(std::move(name), unit_ids(needs)).value;
            })
-      .def("begin_forward", &TorchBridge::begin_forward, NoGil())
-      .def("end_forward", &TorchBridge::end_forward, NoGil())
+      .def("begin_forward", of_owner(&TorchBridge::visits, &ModuleVisits::begin_forward), NoGil())
+      .def("end_forward", of_owner(&TorchBridge::visits, &ModuleVisits::end_forward), NoGil())
       .def(
-          "enter", [](TorchBridge& self, std::int32_t hook) { self.enter(HookId(hook)); }, NoGil())
+          "enter", [](TorchBridge& self, std::int32_t hook) { self.visits().enter(HookId(hook)); }, NoGil())
       .def(
           "leave",
           [](TorchBridge& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
-            self.leave(HookId(hook), outputs);
+            self.visits().leave(HookId(hook), outputs);
           },
           NoGil())
       .def(
           "inner_outputs",
           [](TorchBridge& self, std::int32_t hook, const std::vector<at::Tensor>& outputs) {
-            self.inner_outputs(HookId(hook), outputs);
+            self.visits().inner_outputs(HookId(hook), outputs);
           },
           NoGil())
-      .def("inner_was_first", [](TorchBridge& self, std::int32_t hook) { return self.inner_was_first(HookId(hook)); })
+      .def("inner_was_first", [](TorchBridge& self, std::int32_t hook) { return self.visits().inner_was_first(HookId(hook)); })
       .def(
-          "visit_for_operator", [](TorchBridge& self, std::int32_t hook) { self.visit_for_operator(HookId(hook)); },
+          "visit_for_operator", [](TorchBridge& self, std::int32_t hook) { self.visits().visit_for_operator(HookId(hook)); },
           NoGil())
-      .def("recover", &TorchBridge::recover, NoGil())
-      .def("abandon_forward", &TorchBridge::abandon_forward, NoGil())
+      .def("recover", of_owner(&TorchBridge::backwards, &Backwards::recover), NoGil())
+      .def("abandon_forward", of_owner(&TorchBridge::backwards, &Backwards::abandon_forward), NoGil())
       .def("gradient_is",
            [](TorchBridge& self, int index) {
-             switch (self.gradient_is(index)) {
+             switch (self.gradients().is(index)) {
              case GradientIs::none:
                return "none";
              case GradientIs::held:
@@ -481,19 +513,19 @@ void bind_torch_bridge(py::module_& m) {
              }
              return "";
            })
-      .def("take_foreign_gradient", &TorchBridge::take_foreign_gradient, NoGil())
+      .def("take_foreign_gradient", of_owner(&TorchBridge::gradients, &GradientViews::take_foreign), NoGil())
       .def("begin_step", &TorchBridge::begin_step, NoGil())
       .def(
           "late_scales",
           [](TorchBridge& self, int index) {
-            const auto [memory, count] = self.late_scales(index);
+            const auto [memory, count] = self.gradients().late_scales(index);
             return std::pair{reinterpret_cast<std::uintptr_t>(memory), count};
           },
           NoGil())
-      .def("take_scales", &TorchBridge::take_scales, NoGil())
-      .def("scale_values", &TorchBridge::scale_values, NoGil())
-      .def("drop_scales", &TorchBridge::drop_scales, NoGil())
-      .def("first_scaled", &TorchBridge::first_scaled, NoGil())
+      .def("take_scales", of_owner(&TorchBridge::gradients, &GradientViews::take_scales), NoGil())
+      .def("scale_values", of_owner(&TorchBridge::gradients, &GradientViews::scale_values), NoGil())
+      .def("drop_scales", of_owner(&TorchBridge::gradients, &GradientViews::drop_scales), NoGil())
+      .def("first_scaled", of_owner(&TorchBridge::gradients, &GradientViews::first_scaled), NoGil())
       .def("sums_in_backward",
            [](TorchBridge& self, const std::vector<std::int32_t>& units) {
              std::map<std::pair<std::int32_t, std::int64_t>, double> result;
@@ -517,16 +549,15 @@ void bind_torch_bridge(py::module_& m) {
                });
                return found;
              };
-             self.set_parts({norms_of, [kept = keep(std::move(multiply))](int index) {
+             self.gradients().set_rank_parts({norms_of, [kept = keep(std::move(multiply))](int index) {
                                keep_python_errors([&] { (*kept)(index); });
                              }});
            })
-      .def("apply_scales", &TorchBridge::apply_scales, NoGil())
-      .def("unscale_used", &TorchBridge::unscale_used, NoGil())
+      .def("apply_scales", of_owner(&TorchBridge::gradients, &GradientViews::apply_scales), NoGil())
+      .def("unscale_used", of_owner(&TorchBridge::gradients, &GradientViews::unscale_used), NoGil())
       .def(
           "is_swapped",
-          [](TorchBridge& self, std::int32_t unit) { return self.engine().drafts()->is_swapped(UnitId(unit)); },
-          NoGil())
+          [](TorchBridge& self, std::int32_t unit) { return self.engine().drafts()->is_swapped(UnitId(unit)); }, NoGil())
       .def("draft_counts",
            [](TorchBridge& self) {
              const DraftCounts counts = without_gil([&] { return self.engine().drafts()->counts(); });
@@ -565,15 +596,14 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "end_step", [](TorchBridge& self, bool blocking) { self.engine().end_step(blocking); }, NoGil())
       .def(
-          "run_deferred", [](TorchBridge& self, std::int32_t unit) { self.engine().run_deferred(UnitId(unit)); },
-          NoGil())
+          "run_deferred", [](TorchBridge& self, std::int32_t unit) { self.engine().run_deferred(UnitId(unit)); }, NoGil())
       .def(
           "run_all_deferred", [](TorchBridge& self) { self.engine().run_all_deferred(); }, NoGil())
       .def(
           "next_forward_order", [](TorchBridge& self) { return plain(self.engine().next_forward_order()); }, NoGil())
-      .def("guard_gradients", &TorchBridge::guard_gradients, NoGil())
-      .def("bump_versions", &TorchBridge::bump_versions)
-      .def("note_step", &TorchBridge::note_step, py::arg("updated"), py::arg("hyperparameters"))
+      .def("guard_gradients", [](TorchBridge& self) { self.gradients().guard(); }, NoGil())
+      .def("bump_versions", of_owner(&TorchBridge::storages, &StorageBinding::bump_versions))
+      .def("note_step", of_owner(&TorchBridge::audit, &RankAudit::note_step), py::arg("updated"), py::arg("hyperparameters"))
       .def(
           "access_home",
           [](TorchBridge& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); },
@@ -584,17 +614,17 @@ void bind_torch_bridge(py::module_& m) {
              const std::vector<std::int64_t>& shown) { self.open_home(unit_ids(units), pointers(shown), write); },
           NoGil(), py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>())
       .def(
-          "is_written", [](const TorchBridge& self, std::int32_t unit) { return self.is_written(UnitId(unit)); },
+          "is_written", [](TorchBridge& self, std::int32_t unit) { return self.home().is_written(UnitId(unit)); },
           py::arg("unit"))
       .def(
           "close_home",
           [](TorchBridge& self, const std::vector<std::int32_t>& units, bool write) {
-            self.close_home(unit_ids(units), write);
+            self.home().close(unit_ids(units), write);
           },
           NoGil())
-      .def("bring_home", &TorchBridge::bring_home, NoGil())
-      .def("release", &TorchBridge::release)
-      .def("exchange", &TorchBridge::exchange, NoGil())
+      .def("bring_home", of_owner(&TorchBridge::home, &HomeView::bring), NoGil())
+      .def("release", of_owner(&TorchBridge::storages, &StorageBinding::release))
+      .def("exchange", of_owner(&TorchBridge::audit, &RankAudit::exchange), NoGil())
       .def(
           "idle", [](TorchBridge& self) { self.engine().idle(); }, NoGil())
       .def("close", &TorchBridge::close, NoGil())

@@ -4,48 +4,50 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
 #include "bindings/python_errors.h"
-#include "bindings/torch_bridge.h"
 
 namespace noria {
 namespace {
 
 using torch::autograd::variable_list;
-using TorchBridgeRef = std::shared_ptr<TorchBridge*>;  // null after the TorchBridge has closed
 
 struct BackwardBegins final : torch::autograd::FunctionPreHook {
-  BackwardBegins(TorchBridgeRef bridge, int hook, bool inner) : bridge(std::move(bridge)), hook(hook), inner(inner) {}
+  BackwardBegins(AutogradEventsRef events, int hook, bool inner)
+      : events(std::move(events)),
+        hook(hook),
+        inner(inner) {}
   variable_list operator()(const variable_list& gradients) override {
-    if (*bridge != nullptr) as_python_errors([&] { (*bridge)->backward_begins(HookId(hook), inner); });
+    if (*events != nullptr) as_python_errors([&] { (*events)->backward_begins(HookId(hook), inner); });
     return gradients;
   }
-  TorchBridgeRef bridge;
+  AutogradEventsRef events;
   int hook;
   bool inner;
 };
 
 struct CatchGradient final : torch::autograd::FunctionPreHook {
-  CatchGradient(TorchBridgeRef bridge, int index) : bridge(std::move(bridge)), index(index) {}
+  CatchGradient(AutogradEventsRef events, int index) : events(std::move(events)), index(index) {}
   variable_list operator()(const variable_list& gradients) override {
-    if (*bridge == nullptr) return gradients;
+    if (*events == nullptr) return gradients;
     variable_list kept;
-    as_python_errors([&] { kept = (*bridge)->catch_gradient(index, gradients); });
+    as_python_errors([&] { kept = (*events)->catch_gradient(index, gradients); });
     return kept;
   }
-  TorchBridgeRef bridge;
+  AutogradEventsRef events;
   int index;
 };
 
 struct AfterAccumulate final : torch::autograd::FunctionPostHook {
-  AfterAccumulate(TorchBridgeRef bridge, int index) : bridge(std::move(bridge)), index(index) {}
+  AfterAccumulate(AutogradEventsRef events, int index) : events(std::move(events)), index(index) {}
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    if (*bridge != nullptr) as_python_errors([&] { (*bridge)->after_accumulate(index); });
+    if (*events != nullptr) as_python_errors([&] { (*events)->after_accumulate(index); });
     return outputs;
   }
-  TorchBridgeRef bridge;
+  AutogradEventsRef events;
   int index;
 };
 
@@ -53,27 +55,29 @@ struct AfterAccumulate final : torch::autograd::FunctionPostHook {
 template <class Caught, class Hook>
 bool is_left_behind(const std::unique_ptr<Hook>& hook) {
   const auto* ours = dynamic_cast<const Caught*>(hook.get());
-  return ours != nullptr && *ours->bridge == nullptr;
+  return ours != nullptr && *ours->events == nullptr;
 }
 
 }  // namespace
 
-void hook_backward(const at::Tensor& output, const TorchBridgeRef& bridge, int hook, bool inner) {
+bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
+
+void hook_backward(const at::Tensor& output, const AutogradEventsRef& events, int hook, bool inner) {
   // A module inside this one may have made the node and hooked it.
   for (const auto& known : output.grad_fn()->pre_hooks()) {
     const auto* earlier = dynamic_cast<const BackwardBegins*>(known.get());
-    if (earlier == nullptr || earlier->bridge != bridge || *bridge == nullptr) continue;
-    if ((*bridge)->is_announced_by(HookId(hook), HookId(earlier->hook))) return;
+    if (earlier == nullptr || earlier->events != events || *events == nullptr) continue;
+    if ((*events)->is_announced_by(HookId(hook), HookId(earlier->hook))) return;
   }
-  output.grad_fn()->add_pre_hook(std::make_unique<BackwardBegins>(bridge, hook, inner));
+  output.grad_fn()->add_pre_hook(std::make_unique<BackwardBegins>(events, hook, inner));
 }
 
-void hook_accumulator(torch::autograd::Node& accumulator, const TorchBridgeRef& bridge, int index) {
+void hook_accumulator(torch::autograd::Node& accumulator, const AutogradEventsRef& events, int index) {
   // If the user keeps a loss, the node stays, with the hooks of earlier wrap calls: one more after each wrap.
   std::erase_if(accumulator.pre_hooks(), [](const auto& each) { return is_left_behind<CatchGradient>(each); });
   std::erase_if(accumulator.post_hooks(), [](const auto& each) { return is_left_behind<AfterAccumulate>(each); });
-  accumulator.add_pre_hook(std::make_unique<CatchGradient>(bridge, index));
-  accumulator.add_post_hook(std::make_unique<AfterAccumulate>(bridge, index));
+  accumulator.add_pre_hook(std::make_unique<CatchGradient>(events, index));
+  accumulator.add_post_hook(std::make_unique<AfterAccumulate>(events, index));
 }
 
 bool has_foreign_hooks(torch::autograd::Node& accumulator) {

@@ -682,12 +682,40 @@ def storage_of(tensor: torch.Tensor) -> int:
 def watch(tensor: torch.Tensor) -> None: ...
 def move_tensor(tensor: torch.Tensor, address: int) -> None: ...
 
+class ParameterSpec:
+    """Describes a parameter to TorchBridge. Offsets are in bytes.
+
+    `gradient_offset` is -1 if the parameter is frozen. `scales` is the address of its late scales; 0: it never has any.
+    """
+
+    def __init__(
+        self, *, parameter: torch.Tensor, name: str, dtype: torch.dtype, offset: int, gradient_offset: int, scales: int
+    ) -> None: ...
+
+class UnitSpec:
+    """Describes a unit to TorchBridge: sizes in bytes, and addresses in the home.
+
+    `working`, `held` and `spare` are 0 if the home has no such part.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        weights: int,
+        gradients: int,
+        working: int,
+        held: int,
+        spare: int,
+        parameters: Sequence[ParameterSpec],
+    ) -> None: ...
+
 class SavedTensor: ...
 
 class TorchBridge:
     def __init__(
         self,
-        units: list[Any],
+        units: Sequence[UnitSpec],
         backend: Backend,
         optimizer: HostOptimizer | None,
         device: str,

@@ -297,7 +297,7 @@ def _carry_out(
     if ranks is not None:
         missing = ranks.word_of_first(missing)
     engine = _C.TorchBridge(
-        units=units,
+        units=[unit.spec() for unit in units],
         backend=backend,
         optimizer=pool,
         device=str(device),

@@ -110,7 +110,7 @@ class HomeParameter:
 
 @dataclasses.dataclass
 class HomeUnit:
-    """Tells the engine what it needs about a unit. Sizes are in bytes. Addresses are 0 until the home is taken."""
+    """Describes a unit and its place in the home. Sizes are in bytes. Addresses are 0 until the home is taken."""
 
     name: str
     index: int
@@ -132,6 +132,30 @@ class HomeUnit:
     @property
     def home_gradients(self) -> int:
         return self.gradients // self.num_shards
+
+    def spec(self) -> _C.UnitSpec:
+        """Returns what the engine must know."""
+        return _C.UnitSpec(
+            name=self.name,
+            weights=self.weights,
+            gradients=self.gradients,
+            working=self.working_address,
+            held=self.held_address,
+            spare=self.spare_address,
+            parameters=[
+                _C.ParameterSpec(
+                    parameter=slot.parameter,
+                    name=slot.name,
+                    dtype=slot.dtype,
+                    offset=slot.offset,
+                    gradient_offset=slot.gradient_offset,
+                    scales=self.scales_address + slot.scales_offset
+                    if self.scales_address and slot.scales_offset >= 0
+                    else 0,
+                )
+                for slot in self.parameters
+            ],
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -299,9 +299,9 @@ Nccl::Work Nccl::gather(std::vector<Tensors>& to, Tensors& from, const c10d::Gat
   const Tensors all = is_root ? to.at(0) : Tensors();
   return queue(OpType::GATHER, joined(from, all), all, [options, is_root](Gloo& gloo, Tensors& here) {
     Tensors own{here[0]};
-    std::vector<Tensors> everybodys;
-    if (is_root) everybodys.push_back(from_second(here));
-    gloo.finish(gloo.collectives->gather(everybodys, own, options));
+    std::vector<Tensors> gathered;
+    if (is_root) gathered.push_back(from_second(here));
+    gloo.finish(gloo.collectives->gather(gathered, own, options));
   });
 }
 
@@ -311,9 +311,9 @@ Nccl::Work Nccl::scatter(Tensors& to, std::vector<Tensors>& from, const c10d::Sc
   const Tensors all = is_root ? from.at(0) : Tensors();
   return queue(OpType::SCATTER, joined(to, all), to, [options, is_root](Gloo& gloo, Tensors& here) {
     Tensors own{here[0]};
-    std::vector<Tensors> everybodys;
-    if (is_root) everybodys.push_back(from_second(here));
-    gloo.finish(gloo.collectives->scatter(own, everybodys, options));
+    std::vector<Tensors> gathered;
+    if (is_root) gathered.push_back(from_second(here));
+    gloo.finish(gloo.collectives->scatter(own, gathered, options));
   });
 }
 

@@ -1,0 +1,25 @@
+#include "bindings/bridge_parts.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <string>
+
+#include "base/errors.h"
+
+namespace noria {
+
+Stream BridgeParts::current_stream() const {
+  if (device.is_cpu()) return nullptr;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  void* handle = guard.getStream(device).native_handle();
+  return handle != nullptr ? handle : kDefaultStream;
+}
+
+void BridgeParts::refuse_other_process() const {
+  if (is_own_process()) return;
+  throw UsageError("a wrapped model used in the process that wrapped it",
+                   "it in process " + std::to_string(getpid()) + ", forked from " + std::to_string(process),
+                   "wrap inside the child, or let data loader workers leave the model alone");
+}
+
+}  // namespace noria
