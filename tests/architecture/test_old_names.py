@@ -28,7 +28,7 @@ RENAMED = {
     "Stretch": "Extent",
     "Taking": "ShardReceive",
     "change_places": "swap_with_spare",
-    "gathered": "gathered",
+    "everybodys": "gathered",
     "is_moved": "is_swapped",
     "is_unsummed": "is_unreduced",
     "settle_all": "run_all_deferred",
