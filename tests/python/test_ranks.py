@@ -67,7 +67,7 @@ def test_the_parts_of_all_ranks_tile_every_parameter(parameters, dtypes, num_ran
                     whole = unit.gradients + rank * part_of_frozen + inside
                 assert inside >= 0
                 assert whole == slot.offset + slot.first * slot.dtype.itemsize
-                if slot.cuts and slot.dtype.itemsize <= 4:
+                if slot.shard_ends and slot.dtype.itemsize <= 4:
                     assert slot.first % _C.STATE_BLOCK == 0
         for slots in zip(*(other.parameters for other in its), strict=True):
             value = slots[0].parameter.detach()
@@ -76,7 +76,7 @@ def test_the_parts_of_all_ranks_tile_every_parameter(parameters, dtypes, num_ran
                 assert slots[0].part_of(value) is value
                 continue
             assert [slot.like.numel() for slot in slots] == [slots[0].count_on(rank) for rank in range(num_ranks)]
-            assert all(slot.cuts == slots[0].cuts and slot.offset == slots[0].offset for slot in slots)
+            assert all(slot.shard_ends == slots[0].shard_ends and slot.offset == slots[0].offset for slot in slots)
             parts = [slot.part_of(value) for slot in slots]
             assert all(part.shape == slot.like.shape for part, slot in zip(parts, slots, strict=True))
             rebuilt = torch.cat(parts).as_strided(slots[0].shape, slots[0].strides)
@@ -90,7 +90,7 @@ def test_one_rank_has_the_home_that_it_always_had(parameters, dtypes):
     for unit in describe_units(partition([Holder(parameters, own)], "auto").units, travels_in):
         assert unit.home_weights == unit.weights and unit.home_gradients == unit.gradients
         for slot in unit.parameters:
-            assert slot.home_offset == slot.offset and slot.first == 0 and slot.cuts == ()
+            assert slot.home_offset == slot.offset and slot.first == 0 and slot.shard_ends == ()
             assert slot.offset % _C.TENSOR_ALIGNMENT == 0
 
 

@@ -231,7 +231,7 @@ CASES = {
     "reduce -> backward on gradient_buffer (WAW)": Case(gradients_that_no_plan_foresaw((1, 1), (2, 2)), cells=5),
     "backward -> gather on weights (WAW)": Case(a_backward_that_raises((1, 1), (1, 1), (2, 2)), cells=6),
     "update -> update on optimizer_state (WAW)": SharedCase(two_steps((2, 0), (1, 1)), threads=2),
-    "drain -> fetch on unsummed_gradient (RAW)": Case(accumulating((1, 1), (2, 2)), cells=6),
+    "drain -> fetch on unreduced_gradient (RAW)": Case(accumulating((1, 1), (2, 2)), cells=6),
     "fetch -> reduce on gradient_buffer (WAW)": Case(accumulating((1, 1), (1, 1), left_out=1), cells=4),
     "reduce -> fetch on gradient_buffer (WAW)": Case(accumulating((1, 1), (2, 2)), cells=5),
     "backward -> fetch on gradient_buffer (WAW)": Case(

@@ -353,7 +353,7 @@ def test_who_changes_the_home_waits_for_the_collect_lane_which_may_be_assisting_
 
     device, working = ranges("device:0", "weights"), ranges("host:0", "working_copy")
     held, state = ranges("host:1", "held_gradient"), ranges("host:2", "optimizer_state")
-    unsummed = ranges("host:3", "unsummed_gradient")
+    unreduced = ranges("host:3", "unreduced_gradient")
 
     def op(index, lane, verb, unit, **modes):
         accesses = [_C.Access(buffer, 0, mode) for mode, touched in modes.items() for buffer in touched]
@@ -362,7 +362,7 @@ def test_who_changes_the_home_waits_for_the_collect_lane_which_may_be_assisting_
     ops = [
         op(0, "collect", "gather", 0, write=[device[0]]),
         op(1, "fetch", "fetch", 1, read=[working[1]], write=[device[1]]),
-        op(2, "drain", "drain", 1, write=[unsummed[1]]),
+        op(2, "drain", "drain", 1, write=[unreduced[1]]),
         op(3, "update", "sum", 1, read=[held[1]]),
         op(4, "update", "update", 0, read=[held[0]], write=[state[0], working[0]]),
         op(5, "collect", "reduce", 1, write=[device[0]]),

@@ -21,7 +21,7 @@ class TornEngine:
     def torn(self) -> str:
         return self.why
 
-    def mend(self) -> None:
+    def clear_torn(self) -> None:
         self.why = ""
 
 
