@@ -234,7 +234,7 @@ class Run:
     def counts(self) -> dict[str, int]:
         stats = {lane: self.wrapped.context.backend.stats(lane) for lane in (*LANES, "compute")}
         stalled = sum(stats["compute"]["stalled_us"].values())
-        saved = self.wrapped.context.engine.saved_stats()
+        saved = self.wrapped.context.engine.saved.saved_stats()
         peers = saved["offloaded_to_peers"] + saved["reloaded_from_peers"]
         swapped = {"host": saved["offloaded"] + saved["reloaded"] - peers, "peers": peers}
         return {lane: stats[lane]["bytes"] for lane in LANES} | swapped | {"stalled": stalled}

@@ -149,11 +149,11 @@ class Run:
     def block(self, num_steps: int) -> None:
         """A first step fills the lanes; then each lasts from the end of the one before it to its own end."""
         self.step()
-        before, last = self.engine.step_sums(), time.perf_counter()
+        before, last = self.engine.statistics.step_sums(), time.perf_counter()
         for _ in range(num_steps):
             self.step()
             now = time.perf_counter()
-            after = self.engine.step_sums()
+            after = self.engine.statistics.step_sums()
             self.times.append(now - last)
             for name in after:
                 self.sums.setdefault(name, []).append(after[name] - before[name])

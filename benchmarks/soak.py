@@ -208,8 +208,8 @@ class Measures:
             "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
             "ledger bytes": ledger_bytes,
             "events": sum(wrapped_by(each.model).context.backend.num_events for each in stays),
-            "remembered ops": sum(wrapped_by(each.model).context.engine.num_remembered for each in stays),
-            "kinds of passes": sum(len(wrapped_by(each.model).context.engine.passes()) for each in stays),
+            "remembered ops": sum(wrapped_by(each.model).context.engine.statistics.num_remembered for each in stays),
+            "kinds of passes": sum(len(wrapped_by(each.model).context.engine.statistics.passes()) for each in stays),
         }
         found |= _C.living()
         if self.device == "cuda":

@@ -286,7 +286,7 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
     wrapped = wrapped_together(model)
     if write_trace:
         wrapped.context.write_trace()
-    engine, sums = wrapped.context.engine, wrapped.context.engine.step_sums()
+    engine, sums = wrapped.context.engine, wrapped.context.engine.statistics.step_sums()
     bound, updates = _bound(wrapped, sums, host_memory_gib_s), _update_time(sums)
     return Report(
         device=str(wrapped.context.device),
@@ -305,21 +305,21 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
                 each["fetches"],
                 each["unplanned_visits"],
             )
-            for each in engine.passes()
+            for each in engine.statistics.passes()
         ],
-        forgotten_passes=engine.num_forgotten_passes,
+        forgotten_passes=engine.statistics.num_forgotten_passes,
         ledger=_ledger(wrapped),
-        num_fetches=engine.num_fetches,
-        drafts=engine.draft_counts(),
-        saved=engine.saved_stats(),
+        num_fetches=engine.statistics.num_fetches,
+        drafts=engine.updates.draft_counts(),
+        saved=engine.saved.saved_stats(),
         recomputed=wrapped.activations.recomputed(),
         loans=[loan for loan in wrapped.peer_memory.loans if loan.bytes],
         row_name=wrapped.peer_memory.row_name,
-        copies=engine.copy_stats(),
-        unclaimed_fetches=engine.num_unclaimed_fetches,
-        peak_lease_bytes=engine.peak_bytes,
-        peak_units=engine.peak_units,
-        resident=[wrapped.context.units[unit].name for unit in engine.resident_units()],
+        copies=engine.copies.copy_stats(),
+        unclaimed_fetches=engine.statistics.num_unclaimed_fetches,
+        peak_lease_bytes=engine.statistics.peak_bytes,
+        peak_units=engine.statistics.peak_units,
+        resident=[wrapped.context.units[unit].name for unit in engine.statistics.resident_units()],
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
@@ -335,8 +335,12 @@ def _lanes(wrapped: Wrapped) -> list[LaneReport]:
     if not wrapped.peer_memory.borrowed:
         names.remove("peer")
     for lane in names:
-        stats = wrapped.context.engine.update_stats() if lane == "update" else wrapped.context.backend.stats(lane)
-        busy = wrapped.context.engine.compute_us if lane == "compute" else stats["busy_us"]
+        stats = (
+            wrapped.context.engine.statistics.update_stats()
+            if lane == "update"
+            else wrapped.context.backend.stats(lane)
+        )
+        busy = wrapped.context.engine.statistics.compute_us if lane == "compute" else stats["busy_us"]
         stalled = {" -> ".join(kind): us for kind, us in stats["stalled_us"].items()}
         lanes.append(LaneReport(lane, busy, stats["num_ops"], stats["bytes"], stalled))
     return lanes
@@ -344,7 +348,7 @@ def _lanes(wrapped: Wrapped) -> list[LaneReport]:
 
 def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     context = wrapped.context
-    backend, arena_bytes, beside = context.backend, context.engine.arena_bytes, context.device_buffers.taken
+    backend, arena_bytes, beside = context.backend, context.engine.statistics.arena_bytes, context.device_buffers.taken
     taken = {("host", purpose): arena.bytes for purpose, arena in context.home.arenas.items()}
     if backend.staging_bytes:
         taken[("host", STAGING_RING)] = backend.staging_bytes

@@ -417,16 +417,17 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.run.recover()
     wrapped.run.refuse_between_steps("noria.unwrap")
     wrapped.sync.meet("unwrap")
-    engine.run_all_deferred()
+    engine.updates.run_all_deferred()
     engine.idle()
-    held_back = {slot.index for slot in context.slots if engine.is_held_back(slot.index)}
+    held_back = {slot.index for slot in context.slots if engine.backward.is_held_back(slot.index)}
     if context.ranks is not None:
         held_back.clear()  # each rank has only a part of them
+    shown = engine.gradients
     for slot in context.slots:
         if context.shows_gradients or slot.index in held_back:
-            engine.apply_scales(slot.index)
+            shown.apply_scales(slot.index)
     await_device(context.device)  # the device may still write gradients, which the host reads from now on
-    gradients = [(slot, slot.parameter.grad, engine.gradient_is(slot.index)) for slot in context.slots]
+    gradients = [(slot, slot.parameter.grad, shown.gradient_is(slot.index)) for slot in context.slots]
     values = {slot.index: wrapped.sync.values(slot) for slot in context.slots}
     states = [driver.plain() for driver in wrapped.drivers]
     for driver, state in zip(wrapped.drivers, states, strict=True):
@@ -435,7 +436,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     with plainly():
         for slot, gradient, kind in gradients:
             slot.parameter.grad = None
-            engine.release(slot.index, values[slot.index])
+            engine.home.release(slot.index, values[slot.index])
             if gradient is not None and (kind != "held" or context.shows_gradients or slot.index in held_back):
                 slot.parameter.grad = context.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:

@@ -74,7 +74,7 @@ class Wrapped:
 
     def __init__(self, context: Context, stages: StageGroup | None) -> None:
         self.context = context
-        context.home.is_swapped = context.engine.is_swapped
+        context.home.is_swapped = context.engine.home.is_swapped
         self.loads = LoadTracker(context)
         self.run = run = RunState(context, self.loads)
         self.sync = RankSync(context)
@@ -107,12 +107,12 @@ class Wrapped:
     def _connect_engine(self) -> None:
         """Sets the engine's callbacks, by weak references: the engine must not keep alive what it calls."""
         context, engine = self.context, self.context.engine
-        engine.set_update_callback(weakly(self.drivers.run_update))
+        engine.updates.set_update_callback(weakly(self.drivers.run_update))
         if context.ranks is not None:
             self.norms = ShardedNorms(context, self.sync, self.drivers)
-            engine.set_parts_callbacks(weakly_asked(self.norms.norms), weakly(self.norms.multiply))
+            engine.ranks.set_parts_callbacks(weakly_asked(self.norms.norms), weakly(self.norms.multiply))
         if context.updates_in_backward:
-            engine.set_backward_callback(weakly(self.drivers.begin_backward))
+            engine.backward.set_backward_callback(weakly(self.drivers.begin_backward))
         if context.trace is not None:
             engine.set_trace(context.trace)
 

@@ -97,7 +97,7 @@ class GradientSide:
         if wrapped is None:
             return
         for slot in wrapped.context.slots:
-            if slot.parameter.grad is not None and wrapped.context.engine.gradient_is(slot.index) == "held":
+            if slot.parameter.grad is not None and wrapped.context.engine.gradients.gradient_is(slot.index) == "held":
                 slot.parameter.grad = slot.parameter.grad.clone()
 
     def backward(self, number: int, scale: float = 1.0) -> None:

@@ -299,7 +299,7 @@ def crammed(drain_gib_s: float | None) -> tuple[Wide, torch.optim.Optimizer]:
 def saved_of(model: nn.Module) -> dict[str, int]:
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    return wrapped.context.engine.saved_stats()
+    return wrapped.context.engine.saved.saved_stats()
 
 
 def step_of(model: nn.Module, optimizer: Any) -> None:
@@ -389,7 +389,7 @@ def test_copies_hide_behind_forwards_on_their_way_out_and_behind_backwards_on_th
     with mock.patch.object(_C, "choose_ways", choose):
         for _ in range(3):
             model(torch.randn(4, 64, WIDTH)).square().mean().backward()
-            sums.append(wrapped.context.engine.step_sums())
+            sums.append(wrapped.context.engine.statistics.step_sums())
             optimizer.step()
             optimizer.zero_grad()
     [(_, _, out_free_us, back_free_us)] = offered
@@ -452,7 +452,7 @@ def test_what_forward_and_backward_wait_for_what_leaves_is_among_their_stalls():
     for _ in range(3):
         step_of(model, optimizer)
         waited.append(wrapped.context.backend.stats("compute")["stalled_us"][("offload", "save")])
-    sums = wrapped.context.engine.step_sums()  # but for the first step
+    sums = wrapped.context.engine.statistics.step_sums()  # but for the first step
     assert waited[2] > waited[0]
     assert sums["forward_stall_us"] + sums["backward_stall_us"] >= waited[2] - waited[0] - 2 * 12  # whole microseconds
 

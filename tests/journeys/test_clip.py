@@ -680,19 +680,20 @@ def test_a_factor_that_is_left_to_the_update_is_what_the_update_uses(policy, dev
         if device != "cpu":
             torch.cuda.synchronize()
         before = held.clone()
-        assert wrapped.context.engine.scale_values(slot.index)
+        assert wrapped.context.engine.gradients.scale_values(slot.index)
         if poke:
-            own = wrapped.context.engine.begin_step
+            own = wrapped.context.engine.updates.begin_step
 
             def begin_step() -> None:
                 own()
                 if device != "cpu":
                     torch.cuda.synchronize()
-                address, count = wrapped.context.engine.late_scales(slot.index)
+                address, count = wrapped.context.engine.gradients.late_scales(slot.index)
                 assert count == 1
                 ctypes.c_float.from_address(address).value *= 2
 
-            forwarding = Forwarding(wrapped.context.engine, begin_step=begin_step)
+            engine = wrapped.context.engine
+            forwarding = Forwarding(engine, updates=Forwarding(engine.updates, begin_step=begin_step))
             object.__setattr__(wrapped.context, "engine", forwarding)
         side.optimizer.step()
         weight = model.state_dict()["head.weight"].clone()

@@ -212,7 +212,7 @@ def test_the_report_knows_what_the_device_did_and_when(update):
         optimizer.step()
         optimizer.zero_grad()
     engine = wrapped_by(model).context.engine
-    engine.run_all_deferred()
+    engine.updates.run_all_deferred()
     engine.idle()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def test_the_report_knows_what_the_device_did_and_when(update):
     bound, updates, lanes = report.bound, report.updates, {lane.lane: lane for lane in report.lanes}
     assert bound is not None and updates is not None
     assert min(lanes[lane].busy_us for lane in ("compute", "fetch", "drain", "update")) > 0
-    sums = engine.step_sums()
+    sums = engine.statistics.step_sums()
     assert 0 < sums["forward_us"] + sums["backward_us"] < lanes["compute"].busy_us  # without the first step
     shares = (updates.behind_forward_us, updates.behind_backward_us, updates.exposed_us)
     assert min(shares) >= 0 and sum(shares) == updates.total_us > 0

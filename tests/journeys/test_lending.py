@@ -225,8 +225,8 @@ def are_apart(rank: int, size: int) -> None:
 
 # Once all has been handed over: what the engine is told.
 TOLD: dict[str, tuple[int, Any, str]] = {
-    "a place for what is saved": (0, _C.TorchBridge, "add_peer"),
-    "a place for units": (0, _C.TorchBridge, "add_copy_peer"),
+    "a place for what is saved": (0, _C.EngineSaved, "add_peer"),
+    "a place for units": (0, _C.EngineCopies, "add_copy_peer"),
 }
 
 
@@ -475,7 +475,9 @@ def test_lender_that_has_back_only_the_whole_asks_for_what_it_lacks_of_all_that_
         device=torch.device("cuda"),
         plan=SimpleNamespace(saved_room=2 * of_arena),
         ledger=SimpleNamespace(expected=lambda *_: of_arena),
-        engine=SimpleNamespace(saved_stats=lambda: {"most_saved": of_arena + KIB64, "largest": KIB64}),
+        engine=SimpleNamespace(
+            saved=SimpleNamespace(saved_stats=lambda: {"most_saved": of_arena + KIB64, "largest": KIB64})
+        ),
     )
     stages: Any = SimpleNamespace(rank=0, group=SimpleNamespace(ranks=[0, 1, 2]))
     lender: Any = SimpleNamespace(ask_back=lambda *told: asked.append(told))

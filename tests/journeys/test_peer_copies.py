@@ -176,9 +176,11 @@ class Steps:
             device=torch.device("cpu"),
             units=[SimpleNamespace(weights=1 << 20) for _ in range(3)],
             engine=SimpleNamespace(
-                times_fetched=lambda: list(self._times),
-                copy_stats=lambda: dict(self._copies),
-                keep_copies=lambda units: setattr(self, "kept", units),
+                copies=SimpleNamespace(
+                    times_fetched=lambda: list(self._times),
+                    copy_stats=lambda: dict(self._copies),
+                    keep_copies=lambda units: setattr(self, "kept", units),
+                )
             ),
             backend=SimpleNamespace(stats=lambda lane: dict(self._lanes[lane])),
         )

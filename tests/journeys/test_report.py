@@ -84,21 +84,21 @@ POLICIES = {
 def test_the_three_shares_are_all_that_the_pool_did(policy):
     model = trained(SLOW, steps=1, **policy)
     engine = wrapped_by(model).context.engine
-    engine.run_all_deferred()
+    engine.updates.run_all_deferred()
     engine.idle()
     optimizer = wrapped_by(model).drivers[0].optimizer
-    sums, busy_us = engine.step_sums(), engine.update_stats()["busy_us"]
+    sums, busy_us = engine.statistics.step_sums(), engine.statistics.update_stats()["busy_us"]
     for _ in range(4):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        now = engine.step_sums()  # while updates run
+        now = engine.statistics.step_sums()  # while updates run
         shares = ("update_behind_forward_us", "update_behind_backward_us", "update_exposed_us")
         assert now["update_us"] == sum(now[each] for each in shares)
-    engine.run_all_deferred()
+    engine.updates.run_all_deferred()
     engine.idle()
-    grown_us = engine.step_sums()["update_us"] - sums["update_us"]
-    assert grown_us == engine.update_stats()["busy_us"] - busy_us > 0
+    grown_us = engine.statistics.step_sums()["update_us"] - sums["update_us"]
+    assert grown_us == engine.statistics.update_stats()["busy_us"] - busy_us > 0
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_drafts_hide_behind_backward_too():
 def test_the_first_step_is_left_out():
     model = trained(SLOW, steps=1, update="blocking")
     assert noria.report(model).updates is None
-    assert wrapped_by(model).context.engine.update_stats()["busy_us"] >= SLOW * BLOCKS
-    assert wrapped_by(model).context.engine.step_sums()["update_us"] == 0
+    assert wrapped_by(model).context.engine.statistics.update_stats()["busy_us"] >= SLOW * BLOCKS
+    assert wrapped_by(model).context.engine.statistics.step_sums()["update_us"] == 0
 
 
 # ---- the memory of the host -----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ UNIT_BYTES = WIDTH * WIDTH * 4 + 512  # of fp32, as it is fetched: biases fill 5
 
 def host_memory_of(model: nn.Module, gib_s: float) -> tuple[Bound, HostMemory]:
     engine = wrapped_by(model).context.engine
-    engine.run_all_deferred()
+    engine.updates.run_all_deferred()
     engine.idle()
     bound = noria.report(model, host_memory_gib_s=gib_s).bound
     assert bound is not None

@@ -136,13 +136,13 @@ def test_after_three_steps_nothing_is_taken_any_more(kernel: str, update: str):
     for moment, _ in ours.journey():
         if not moment.endswith("update"):
             continue
-        fetches.append(wrapped.context.engine.num_fetches)
+        fetches.append(wrapped.context.engine.statistics.num_fetches)
         taken["arenas"].append({purpose: arena.bytes for purpose, arena in wrapped.context.home.arenas.items()})
         taken["device memory"].append((wrapped.context.backend.allocated, wrapped.context.backend.num_allocations))
-        taken["kinds of passes"].append(len(wrapped.context.engine.passes()))
+        taken["kinds of passes"].append(len(wrapped.context.engine.statistics.passes()))
         taken["events"].append(wrapped.context.backend.num_events)
         wrapped.context.engine.idle()  # what has not passed yet would be remembered
-        taken["remembered ops"].append(wrapped.context.engine.num_remembered)
+        taken["remembered ops"].append(wrapped.context.engine.statistics.num_remembered)
     assert len(fetches) == case.steps
     assert all(before < after for before, after in itertools.pairwise(fetches))
     assert taken["remembered ops"][-1] > 0

@@ -533,7 +533,7 @@ def unwraps(rank: int, size: int) -> None:
             wrapped = wrapped_by(model)
             assert wrapped is not None and set(wrapped.context.device_buffers.taken) == {"parts for other ranks"}
             noria.unwrap(model, optimizer)
-            assert wrapped.context.backend.allocated == wrapped.context.engine.arena_bytes
+            assert wrapped.context.backend.allocated == wrapped.context.engine.statistics.arena_bytes
             assert type(optimizer) is torch.optim.SGD
             assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
             go_on_here(model, optimizer)

@@ -43,7 +43,7 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
     model.state_dict()  # collective: after it, all lanes are idle
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    sums, busy_us = wrapped.context.engine.step_sums(), wrapped.context.backend.stats("collect")["busy_us"]
+    sums, busy_us = wrapped.context.engine.statistics.step_sums(), wrapped.context.backend.stats("collect")["busy_us"]
     assert busy_us > 0 and abs(sums["forward_collect_us"] + sums["backward_collect_us"] - busy_us) <= 2
     lanes = {lane.lane: lane for lane in noria.report(model).lanes}
     fetch, drain, collect = (lanes[name] for name in ("fetch", "drain", "collect"))
@@ -62,7 +62,10 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
     for number in range(2):
         loss_of(model, number).backward()
         optimizer.step()
-    slowed = wrapped.context.engine.step_sums() | {"forward_collect_us": 3_000_000, "backward_collect_us": 4_000_000}
+    slowed = wrapped.context.engine.statistics.step_sums() | {
+        "forward_collect_us": 3_000_000,
+        "backward_collect_us": 4_000_000,
+    }
     found, steps = _bound(wrapped, slowed, 1e6), slowed["num_steps"]
     assert found is not None and found.deferred_us == found.drafting_us == 7e6 / steps
     assert "collect " in str(noria.report(model))

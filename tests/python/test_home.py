@@ -141,7 +141,7 @@ def ledger_with(staging_bytes: int) -> list[LedgerRow]:
         device=planned.device,
         home=types.SimpleNamespace(arenas={}),
         device_buffers=types.SimpleNamespace(taken={}),
-        engine=types.SimpleNamespace(arena_bytes=planned.arena_bytes),
+        engine=types.SimpleNamespace(statistics=types.SimpleNamespace(arena_bytes=planned.arena_bytes)),
         backend=types.SimpleNamespace(staging_bytes=staging_bytes, allocated=planned.device_bytes),
     )
     return _ledger(types.SimpleNamespace(context=context))

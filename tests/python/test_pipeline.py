@@ -45,7 +45,7 @@ def test_what_blocks_will_save_is_known_to_the_byte(name, dtype):
     real = MODELS[name]()
     noria.wrap(real, device="cpu", activations="auto", activation_memory="4GiB", dtype=dtype)
     real(torch.zeros(1, LENGTH, dtype=torch.int64))
-    assert wrapped_by(real).context.engine.saved_stats()["most_saved"] == sum(together.values())
+    assert wrapped_by(real).context.engine.saved.saved_stats()["most_saved"] == sum(together.values())
 
 
 class OfReLUs(nn.Module):

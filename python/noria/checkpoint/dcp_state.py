@@ -153,7 +153,7 @@ class _ModelParts:
                 module.set_extra_state(state_dict[name])
         slot_of = self.wrapped.context.slot_of
         slots = [slot_of[parameter].index for parameter in self._model.parameters() if parameter in slot_of]
-        self.wrapped.context.engine.bump_versions(slots)
+        self.wrapped.context.engine.home.bump_versions(slots)
         for part in (*slots, *((module, key) for _, module, key in self._buffers())):
             self.wrapped.loads.note(part)
 
@@ -170,12 +170,12 @@ class _ModelParts:
 
         def write(flat: torch.Tensor) -> None:
             wrapped.run.refuse_between_steps("a load of weights", mends=True)
-            wrapped.context.engine.access_home(slot.unit, True)
+            wrapped.context.engine.home.access_home(slot.unit, True)
             wrapped.weights.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
 
         def before_read() -> None:
             wrapped.run.refuse_between_steps("a save of weights")
-            wrapped.context.engine.access_home(slot.unit, False)
+            wrapped.context.engine.home.access_home(slot.unit, False)
 
         return ShardTensor.of(
             slot.shape,

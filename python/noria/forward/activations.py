@@ -55,13 +55,14 @@ class Activations:
         self._inside: list[_Entered] = []  # innermost last
         self._taken = 0  # bytes at home
         self._num_pieces = 0
-        self._saving = _saving_hooks(weakref.ref(self.context.engine))
+        self._saved = context.engine.saved
+        self._saving = _saving_hooks(weakref.ref(self._saved))
         self._recomputation: Recomputation | None = None
         if self.context.policy.activations == "recompute" or self.context.plan.saved_room is not None:
             self._recomputation = Recomputation(context, peer_cache, chooses=self.context.plan.saved_room is not None)
         if context.plan.least_saved is not None:
             blocks = [spec.module for spec in self.context.partition.hooks if spec.is_block]
-            self.context.engine.set_saved_callback(weakly_asked(self.more_home))
+            self._saved.set_saved_callback(weakly_asked(self.more_home))
             for block in blocks:
                 self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                 self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
@@ -118,11 +119,11 @@ class Activations:
         return address, size
 
 
-def _saving_hooks(engine: weakref.ref[_C.TorchBridge]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _saving_hooks(saved: weakref.ref[_C.EngineSaved]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Returns hooks that autograd graphs keep. They hold the engine weakly: a graph may outlive it."""
 
-    def found() -> _C.TorchBridge:
-        alive = engine()
+    def found() -> _C.EngineSaved:
+        alive = saved()
         if alive is None:
             raise usage_error(
                 "a backward while its model is wrapped",
@@ -131,4 +132,4 @@ def _saving_hooks(engine: weakref.ref[_C.TorchBridge]) -> tuple[Callable[[Any], 
             )
         return alive
 
-    return lambda tensor: found().pack(tensor), lambda saved: found().unpack(saved)
+    return lambda tensor: found().pack(tensor), lambda packed: found().unpack(packed)

@@ -103,7 +103,7 @@ class ModuleHooks:
         self.loads = loads
         self.step = step
         self.activations = activations
-        self.engine = context.engine
+        self._visits = context.engine.hooks
         self.keeps_alive: object = None
         self._check_peers = check_peers
         self._expect_updates = expect_updates
@@ -161,7 +161,7 @@ class ModuleHooks:
             training, grad = module.training, torch.is_grad_enabled()
             if (number, training, grad) not in self._known_roots:
                 _refuse_split_backwards()
-            self.engine.begin_forward(number, training, grad)
+            self._visits.begin_forward(number, training, grad)
             if self._wants_watch(number, training, grad):
                 self.watch.start()
 
@@ -177,11 +177,11 @@ class ModuleHooks:
             self.watch.stop()
             raised = sys.exception() is not self._entered_roots[-1].handled
             if raised:
-                self.engine.abandon_forward()
+                self._visits.abandon_forward()
             else:
                 self._known_roots.add((number, module.training, torch.is_grad_enabled()))
                 self._needs_watch |= self.watch.num_seen > 0
-                self.engine.end_forward(tensors_of(output))
+                self._visits.end_forward(tensors_of(output))
             self._entered_roots.clear()
             if not raised and torch.is_grad_enabled():
                 self._expect_updates()
@@ -206,7 +206,7 @@ class ModuleHooks:
         self._entered_roots.clear()
         self.watch.stop()
         self.activations.abandon()
-        self.engine.abandon_forward()
+        self._visits.abandon_forward()
 
     def _other_thread(self) -> int | None:
         """Returns the thread that runs a forward, if it is another one.
@@ -234,8 +234,9 @@ class ModuleHooks:
         return check == "operators" or self._needs_watch or (number, training, grad) not in self._known_roots
 
     def _install_hook(self, spec: HookSpec) -> None:
-        engine, watch = self.engine, self.watch
-        hook = engine.add_hook(spec.name, list(spec.needs))
+        visits, watch = self._visits, self.watch
+        enter_visit, leave_visit = visits.enter, visits.leave  # looked up once: called for each block
+        hook = visits.add_hook(spec.name, list(spec.needs))
 
         # A module around blocks may use its own parameters at any time: inside such a module the watch stays on.
         suspends = set(self.context.unit_indices(spec.module)) <= set(spec.needs)
@@ -258,10 +259,10 @@ class ModuleHooks:
             if handed and not handed.issubset(spec.needs):
                 key = frozenset(handed)
                 if key not in with_more:
-                    with_more[key] = engine.add_hook(spec.name, sorted(handed.union(spec.needs)))
+                    with_more[key] = visits.add_hook(spec.name, sorted(handed.union(spec.needs)))
                 chosen = with_more[key]
             entered.append(chosen)
-            engine.enter(chosen)
+            enter_visit(chosen)
             if suspends:
                 watch.suspend()
 
@@ -270,7 +271,7 @@ class ModuleHooks:
                 return  # this forward was refused
             if suspends:
                 watch.resume()
-            engine.leave(entered.pop() if entered else hook, tensors_of(output))
+            leave_visit(entered.pop() if entered else hook, tensors_of(output))
 
         self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
         self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))
@@ -278,7 +279,7 @@ class ModuleHooks:
             return
 
         def inner(module: nn.Module, args: Any, output: Any) -> None:
-            engine.inner_outputs(hook, tensors_of(output))
+            visits.inner_outputs(hook, tensors_of(output))
 
         for module in spec.module.modules():
             if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
@@ -291,10 +292,10 @@ class ModuleHooks:
         """
         if not self._inner_handles or self.context.policy.check == "operators":
             return
-        if not any(done["phase"] == "backward" for done in self.engine.passes()):
+        if not any(done["phase"] == "backward" for done in self.context.engine.statistics.passes()):
             return
         for hook, handles in self._inner_handles.items():
-            if self.engine.inner_was_first(hook):
+            if self._visits.inner_was_first(hook):
                 self._handles += handles  # they stay until `remove`
                 continue
             for handle in handles:
@@ -305,9 +306,9 @@ class ModuleHooks:
         hook = self._operator_hooks.get(units)
         if hook is None:
             name = "operator on " + ", ".join(self.context.units[unit].name for unit in units)
-            hook = self._operator_hooks[units] = self.engine.add_hook(name, list(units))
-        self.engine.visit_for_operator(hook)
+            hook = self._operator_hooks[units] = self._visits.add_hook(name, list(units))
+        self._visits.visit_for_operator(hook)
         return hook
 
     def _hook_operator_outputs(self, hook: int, outputs: list[torch.Tensor]) -> None:
-        self.engine.inner_outputs(hook, outputs)
+        self._visits.inner_outputs(hook, outputs)

@@ -163,10 +163,10 @@ class Recomputation:
     def _see(self) -> _Seen:
         engine, stats = self.context.engine, self.context.backend.stats
         lanes = {lane: (stats(lane)["busy_us"], stats(lane)["bytes"]) for lane in ("drain", "fetch", "peer")}
-        sums = engine.step_sums()
+        sums = engine.statistics.step_sums()
         compute = (sums["forward_us"], sums["backward_us"])
         stalled = stalled_us(self.context.backend, "offload", "reload")
-        return _Seen(engine.saved_stats(), engine.saved_by_module(), lanes, *compute, stalled)
+        return _Seen(engine.saved.saved_stats(), engine.saved.saved_by_module(), lanes, *compute, stalled)
 
     def _choose(self, before: _Seen, now: _Seen) -> None:
         def more(name: str) -> int:
@@ -207,7 +207,7 @@ class Recomputation:
         chosen = list(zip(self._offered, ways, strict=True))
         self._recompute(block for block, way in chosen if way == "recompute")
         if to_peers:
-            self.context.engine.send_saved_home({block.hook for block, way in chosen if way == "host"})
+            self.context.engine.saved.send_saved_home({block.hook for block, way in chosen if way == "host"})
 
     def _look_again(self, stalled_us: int) -> None:
         """Tries one more block, or ends the trials. `stalled_us`: waits for copies in the last step."""

@@ -107,7 +107,7 @@ class PeerCache:
 
     def _keep(self, units: list[int]) -> None:
         if units != self._kept:
-            self.context.engine.keep_copies(units)
+            self.context.engine.copies.keep_copies(units)
         self._kept = units
         if not units:
             self._is_done = True
@@ -135,9 +135,9 @@ class PeerCache:
 
     def _see(self) -> _Seen:
         engine, stats = self.context.engine, self.context.backend.stats
-        home, peer, copies = stats("fetch"), stats("peer"), engine.copy_stats()
+        home, peer, copies = stats("fetch"), stats("peer"), engine.copies.copy_stats()
         return _Seen(
-            engine.times_fetched(),
+            engine.copies.times_fetched(),
             time.perf_counter() * 1e6,
             stalled_us(self.context.backend, "fetch"),
             home["busy_us"],

@@ -78,7 +78,7 @@ class PeerMemory:
         self.check()
         if self.stages is None:
             return
-        if not self._has_met and all(each["phase"] != "backward" for each in self.context.engine.passes()):
+        if not self._has_met and all(each["phase"] != "backward" for each in self.context.engine.statistics.passes()):
             return  # nothing was saved yet, e.g. a step before a checkpoint load
         if self._has_met:
             self._give_back()
@@ -146,15 +146,15 @@ class PeerMemory:
         """
         if self.context.ranks is not None:
             return 0
-        times = self.context.engine.times_fetched()
+        times = self.context.engine.copies.times_fetched()
         return sum(unit.weights for unit, count in zip(self.context.units, times, strict=True) if count > 1)
 
     def _own_need(self) -> int:
-        saved = self.context.engine.saved_stats()
+        saved = self.context.engine.saved.saved_stats()
         return own_need(saved["most_saved"], saved["largest"])
 
     def _need_and_spare(self) -> tuple[int, int]:
-        saved, room = self.context.engine.saved_stats(), self.context.plan.saved_room
+        saved, room = self.context.engine.saved.saved_stats(), self.context.plan.saved_room
         if room is None and self.context.policy.activations != "offload":
             return 0, 0
         return need_and_spare(saved["most_saved"], saved["largest"], room)
@@ -214,11 +214,11 @@ class PeerMemory:
                 loan = source.loan
                 link = links[loan.lender][loan.borrower]
                 if loan.for_saved:
-                    self.context.engine.add_peer(loan.lender, loan.lender, link, source.address, loan.for_saved)
+                    self.context.engine.saved.add_peer(loan.lender, loan.lender, link, source.address, loan.for_saved)
                     source.is_for_saved = True
                 if loan.for_units:
                     units = source.address + loan.for_saved
-                    self.context.engine.add_copy_peer(
+                    self.context.engine.copies.add_copy_peer(
                         loan.lender, loan.lender, link, units, loan.for_units, loan.for_saved
                     )
                     source.is_for_units = True
@@ -287,8 +287,8 @@ class PeerMemory:
         """
         engine, loan = self.context.engine, source.loan
         if source.is_for_units:
-            engine.shrink_copy_peer(loan.lender, max(left - loan.for_saved, 0))
-        if source.is_for_saved and left < loan.for_saved and not engine.shrink_peer(loan.lender, left):
+            engine.copies.shrink_copy_peer(loan.lender, max(left - loan.for_saved, 0))
+        if source.is_for_saved and left < loan.for_saved and not engine.saved.shrink_peer(loan.lender, left):
             return loan.for_saved
         return left
 
@@ -327,7 +327,7 @@ class PeerMemory:
         """Leaves the room that the arena does not take to what this stage's own blocks save."""
         room = self.context.plan.saved_room
         assert room is not None
-        self.context.engine.set_saved_room(room - self.context.device_buffers.taken.get(LENT, 0))
+        self.context.engine.saved.set_saved_room(room - self.context.device_buffers.taken.get(LENT, 0))
 
     def _shrunk(self, loan: Loan, left: int) -> Loan:
         self.loans[self.loans.index(loan)] = shrunk = loan.shrunk(left)

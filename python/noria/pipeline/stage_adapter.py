@@ -63,7 +63,12 @@ class StageAdapters:
         Marks the weights as torn if a schedule broke off after the last backward of some stages. Raises UsageError if
         updates inside backward used another scaling than the schedule did.
         """
-        if self.context.updates_in_backward and self._awaited and self._finished and self.context.engine.has_unclaimed:
+        if (
+            self.context.updates_in_backward
+            and self._awaited
+            and self._finished
+            and self.context.engine.backward.has_unclaimed
+        ):
             self.context.engine.mark_torn("a schedule broke off after the last backward of some of its stages")
         self._awaited.clear()
         self._finished.clear()
@@ -74,7 +79,7 @@ class StageAdapters:
     def begin_schedule(self, stage: _StageAdapter) -> None:
         self.run.check_alive()
         self.run.recover()
-        self.context.engine.refuse_unclaimed("another step of a schedule")
+        self.context.engine.backward.refuse_unclaimed("another step of a schedule")
         self._finished.discard(stage)
         if stage.stage.has_backward:
             self._awaited.add(stage)
@@ -99,11 +104,11 @@ class StageAdapters:
     @contextlib.contextmanager
     def more_to_come(self) -> Iterator[None]:
         """Tells the engine that no backward inside the block brings the last gradients before a step."""
-        self.context.engine.set_last_of([])
+        self.context.engine.backward.set_last_of([])
         try:
             yield
         finally:
-            self.context.engine.set_last_of(None)
+            self.context.engine.backward.set_last_of(None)
 
     @contextlib.contextmanager
     def backward(self, stage: _StageAdapter, is_last: bool, is_step_next: bool) -> Iterator[None]:
@@ -112,7 +117,7 @@ class StageAdapters:
         elif self.context.updates_in_backward:
             self.accumulation.hold_all()
         units = self._finished_by(stage) if is_last and (is_step_next or self.context.updates_in_backward) else []
-        self.context.engine.set_last_of(units)
+        self.context.engine.backward.set_last_of(units)
         self._ending = stage if is_last else None
         try:
             yield
@@ -120,7 +125,7 @@ class StageAdapters:
                 self._finished.add(stage)
         finally:
             self._ending = None
-            self.context.engine.set_last_of(None)
+            self.context.engine.backward.set_last_of(None)
 
     def _finished_by(self, stage: _StageAdapter) -> list[int]:
         """Returns the units whose last gradients come with the last backward of this stage.
@@ -292,32 +297,32 @@ class _StageAdapter:
         divisor = self._scaled_by = given["grad_scale_factor"]
         if divisor == 1:
             return own()
-        engine = self.context.engine
+        gradients, backward = self.context.engine.gradients, self.context.engine.backward
         by_unit: dict[int, list[HomeParameter]] = {}
         for slot in self.slots:
             gradient = slot.parameter.grad
             if gradient is None:
                 continue
-            if engine.gradient_is(slot.index) != "held":
+            if gradients.gradient_is(slot.index) != "held":
                 gradient.div_(divisor)
-            elif not self.context.updates_in_backward or engine.is_held_back(slot.index):
+            elif not self.context.updates_in_backward or backward.is_held_back(slot.index):
                 by_unit.setdefault(slot.unit, []).append(slot)
             elif divisor != self.divisor:
                 self._divided_by = divisor  # begin_step must not raise it again
                 raise _scaled_otherwise(self.divisor, divisor)
         scaling = self.adapters.scaling_by(divisor)
-        num_late = sum(engine.apply_scales(slot.index) for slots in by_unit.values() for slot in slots)
+        num_late = sum(gradients.apply_scales(slot.index) for slots in by_unit.values() for slot in slots)
         if num_late > 0:
             await_device(self.context.device)
         for unit, slots in by_unit.items():
-            engine.begin_scaling(unit)
+            gradients.begin_scaling(unit)
             for slot in slots:
                 held = self.context.home.held(slot)
                 if self.context.device.type == "cpu":
                     held.div_(divisor)
                 else:
                     held.mul_(scaling[1])
-            engine.end_scaling(unit, *scaling)
+            gradients.end_scaling(unit, *scaling)
         return None
 
     # ---- helpers ----

@@ -48,8 +48,8 @@ class Accumulation:
         self.context = context
         self.run = run
         self.late = late
-        self._accumulating = _Mode(self.hold_all, context.engine.set_accumulating)
-        self._unsynced = _Mode(self._hold_unsummed, context.engine.set_unsynced)
+        self._accumulating = _Mode(self.hold_all, context.engine.backward.set_accumulating)
+        self._unsynced = _Mode(self._hold_unsummed, context.engine.ranks.set_unsynced)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Returns the block of `with optimizer.accumulate():`, for updates that run inside backward."""
@@ -80,16 +80,17 @@ class Accumulation:
 
     def hold_all(self) -> None:
         """Holds all gradients, in place of the ring of updates inside backward."""
-        if self.context.engine.holds_all():
+        if self.context.engine.backward.holds_all():
             return
-        self._take(held_region(self.context.units), self.context.engine.hold_all)
+        self._take(held_region(self.context.units), self.context.engine.backward.hold_all)
         self.late.give_back(GRADIENT_RING)  # only after the engine has left the ring
 
     def _hold_unsummed(self) -> None:
-        if self.context.engine.holds_unreduced():
+        if self.context.engine.ranks.holds_unreduced():
             return
         self._take(
-            Region.of(UNSUMMED, (unit.gradients for unit in self.context.units)), self.context.engine.hold_unreduced
+            Region.of(UNSUMMED, (unit.gradients for unit in self.context.units)),
+            self.context.engine.ranks.hold_unreduced,
         )
 
     def _take(self, region: Region, use: Callable[[list[int]], None]) -> None:

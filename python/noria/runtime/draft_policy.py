@@ -33,7 +33,7 @@ class DraftPolicy:
                 self.pay, self._steps_in_vain, self._steps_that_would_hold = True, 0, 0
                 self.context.notes.remove(_STOPPED)
             return
-        counts = self.context.engine.draft_counts()
+        counts = self.context.engine.updates.draft_counts()
         kept = counts["kept"] + counts["unchanged"]
         lost = counts["changed"] + counts["redone"] + counts["dropped"]
         was_kept, was_lost = self._counts

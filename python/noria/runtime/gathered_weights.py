@@ -65,7 +65,7 @@ class GatheredWeights:
             self.late.give_back(region.purpose)
 
     def _fill(self, unit: int) -> None:
-        self.context.engine.access_home(unit, False)
+        self.context.engine.home.access_home(unit, False)
         for slot in self.context.units[unit].parameters:
             part = self.context.home.working(slot)
             self._whole(slot).copy_(self.sync.whole(slot, part, "values"))

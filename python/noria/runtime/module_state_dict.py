@@ -107,11 +107,11 @@ class ModuleStateDicts:
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
         units = sorted({slot.unit for slot in own.values()})
         if self.context.ranks is None:
-            self.context.engine.open_home(units, True)
+            self.context.engine.home.open_home(units, True)
             self._loads.append(units)
         else:
             for unit in units:
-                self.context.engine.access_home(unit, True)
+                self.context.engine.home.access_home(unit, True)
         for name, slot in own.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == slot.shape:
@@ -132,4 +132,4 @@ class ModuleStateDicts:
         raised, or that bypasses `load_state_dict`, does not call this; the next use of the home does.
         """
         while self._loads:
-            self.context.engine.close_home(self._loads.pop(), True)
+            self.context.engine.home.close_home(self._loads.pop(), True)

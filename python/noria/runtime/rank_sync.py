@@ -105,7 +105,7 @@ class RankSync:
         """
         own = _words(what)
         try:
-            found = self.context.engine.exchange([*own, *numbers])
+            found = self.context.engine.ranks.exchange([*own, *numbers])
         except UsageError as error:
             error.add_note(f"noria: this rank was about to {what}")
             raise

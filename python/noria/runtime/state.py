@@ -158,8 +158,8 @@ class RunState:
         """
         if self.context.updates_in_backward:
             if not in_backward():
-                self.context.engine.recover()  # from a backward that raised
-            self.context.engine.refuse_unclaimed(what)
+                self.context.engine.hooks.recover()  # from a backward that raised
+            self.context.engine.backward.refuse_unclaimed(what)
         if not mends:
             self.loads.refuse_missing(what)
         if not mends and (torn := self.context.engine.torn()):
@@ -176,7 +176,7 @@ class RunState:
             return  # the pass is alive
         for forget in self.on_recover:
             forget()
-        self.context.engine.recover()
+        self.context.engine.hooks.recover()
         self.settle_writes()
 
     def settle_writes(self) -> None:

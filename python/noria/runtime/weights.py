@@ -46,7 +46,7 @@ class Weights:
         if self._give is not None:
             return self._give(slot)
         self.run.refuse_between_steps("a look at weights")
-        self.engine.access_home(slot.unit, False)
+        self.engine.home.access_home(slot.unit, False)
         if self.context.ranks is not None:
             shown = self.gathered.value(slot)
             return self.sync.values(slot) if shown is None else shown.clone()
@@ -76,7 +76,7 @@ class Weights:
 
     def _before_write(self, index: int) -> None:
         self.run.refuse_between_steps("a write to weights", mends=True)
-        self.engine.access_home(self.context.slots[index].unit, True)
+        self.engine.home.access_home(self.context.slots[index].unit, True)
         self._written_views.add(index)
 
     def settle_writes(self) -> None:
@@ -120,7 +120,7 @@ class Weights:
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
         with self.gathered.taken(units) as memory, self.run.materializing():
             with plainly():
-                self.engine.open_home(list(units), not read_only, memory)
+                self.engine.home.open_home(list(units), not read_only, memory)
             was = {slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master and not read_only}
             versions = {slot.index: slot.parameter._version for slot in slots}
             self._before_materialize.append(was)
@@ -129,7 +129,7 @@ class Weights:
                 yield
             finally:
                 self._before_materialize.pop()  # blocks nest
-                shared = self.engine.bring_home()
+                shared = self.engine.home.bring_home()
                 await_device(self.context.device)  # copies that the user and `bring_home` have queued
                 try:
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
@@ -141,7 +141,7 @@ class Weights:
                         complaints = written
                         self._take_writes(slots, {slot.unit for slot in complaints})
                 finally:
-                    self.engine.close_home(list(units), not read_only or bool(complaints))
+                    self.engine.home.close_home(list(units), not read_only or bool(complaints))
         if complaints:
             raise usage_error(
                 "no writes inside noria.materialize(..., read_only=True)",
@@ -158,6 +158,6 @@ class Weights:
     def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:
         """Makes masters follow writes to `units`, and writes that no version counter shows (`p.data.mul_()`)."""
         for slot in slots:
-            if slot.unit in units or (self.context.ranks is None and self.engine.is_written(slot.unit)):
-                self.engine.access_home(slot.unit, True)
+            if slot.unit in units or (self.context.ranks is None and self.engine.home.is_written(slot.unit)):
+                self.engine.home.access_home(slot.unit, True)
                 self.masters.follow_write(slot)

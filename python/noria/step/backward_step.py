@@ -68,7 +68,7 @@ class BackwardStep:
                 arrays = self.fused.arrays(unit, rule, None)
                 anywhere = self.context.home.address("working copies", unit)
                 job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
-                self.context.engine.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
+                self.context.engine.backward.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
 
     def claim(self) -> UsageError | None:
@@ -77,21 +77,22 @@ class BackwardStep:
         Returns the error of that step, or None. The updates stay in force also if there is an error.
         """
         engine = self.context.engine
-        engine.begin_step()
+        gradients, backward = engine.gradients, engine.backward
+        engine.updates.begin_step()
         own = list(self.members.slots())
-        are_held_back = any(engine.is_held_back(slot.index) for slot in own)
+        are_held_back = any(backward.is_held_back(slot.index) for slot in own)
         if are_held_back:  # by accumulate(): the updates of all optimizers begin now
             for slot in self.context.slots:
-                if engine.is_held_back(slot.index):
-                    engine.apply_scales(slot.index)
-        clipped = engine.first_scaled([slot.index for slot in own])
+                if backward.is_held_back(slot.index):
+                    gradients.apply_scales(slot.index)
+        clipped = gradients.first_scaled([slot.index for slot in own])
         for slot in own:
             if slot.trainable:
-                engine.drop_scales(slot.index)
+                gradients.drop_scales(slot.index)
         if are_held_back:
             self._expect_all()
-            engine.update_held()
-        updated_now = engine.take_updated(sorted({slot.unit for slot in own}))
+            backward.update_held()
+        updated_now = backward.take_updated(sorted({slot.unit for slot in own}))
         used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
         now = self.fused.scalars(1.0)
         updated, changed, strange, refusal = [], None, None, None
@@ -100,7 +101,7 @@ class BackwardStep:
             for parameter in group["params"]:
                 slot = self.context.slot_of[parameter]
                 scalars = used.get((slot.unit, slot.gradient_offset)) if parameter.numel() else None
-                says = engine.gradient_is(slot.index)
+                says = gradients.gradient_is(slot.index)
                 is_used = scalars is not None or (parameter.numel() == 0 and says == "held")
                 if is_used != (says == "held") or says == "foreign":
                     strange = slot
@@ -120,9 +121,9 @@ class BackwardStep:
                 scaling = AS_IT_IS if scalars is None else (scalars.divisor, scalars.prefactor)
                 if not as_it_was or (scalars is not None and now(number, rule, group, step, scaling) != scalars):
                     changed = number
-        engine.bump_versions(updated)
+        engine.home.bump_versions(updated)
         self.members.note_step(updated)
-        engine.end_step(False)
+        engine.updates.end_step(False)
         if changed is not None:
             return usage_error(
                 'hyperparameters under update="backward" as they were when backward began',

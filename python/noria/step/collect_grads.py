@@ -21,7 +21,7 @@ def take_foreign(context: Context, slot: HomeParameter) -> None:
 
     Raises UsageError if the parameter was frozen when it was wrapped, or if the gradient is sparse.
     """
-    if context.engine.gradient_is(slot.index) != "foreign":
+    if context.engine.gradients.gradient_is(slot.index) != "foreign":
         return
     if not slot.trainable:
         raise usage_error(
@@ -32,7 +32,7 @@ def take_foreign(context: Context, slot: HomeParameter) -> None:
     gradient = slot.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
         raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
-    context.engine.take_foreign_gradient(slot.index)
+    context.engine.gradients.take_foreign_gradient(slot.index)
 
 
 def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> Jobs:
@@ -54,7 +54,7 @@ def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> 
             masters.confirm_low_bits(slot)
             take_foreign(members.context, slot)
             if members.kernel == "whole":
-                members.context.engine.apply_scales(slot.index)
+                members.context.engine.gradients.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
             jobs.setdefault(unit, []).append((hyper, slots))

@@ -60,7 +60,7 @@ class Drafts:
             here, there = (self.fused.arrays(unit, rule, None, spare) for spare in (False, True))
             held = self.context.home.address("held gradients", unit)
             job = _C.UpdateJob(rule.name, pieces, here, gradient=held, to=there, sums=self.norms.wants_sums)
-            self.context.engine.expect_update(unit, job)
+            self.context.engine.updates.expect_update(unit, job)
         return set(whole)
 
     def _expect_sums(self, told: set[int]) -> None:
@@ -69,4 +69,4 @@ class Drafts:
             if slot.trainable and slot.unit not in told:
                 by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
-            self.context.engine.expect_update(unit, self.fused.sum_job(unit, slots))
+            self.context.engine.updates.expect_update(unit, self.fused.sum_job(unit, slots))

@@ -204,23 +204,24 @@ class StepDriver:
         jobs = take_gradients(self._members, self._state, self.services.weights.masters)
         factor, expected = norms.factor(jobs), norms.expected_factor
         ready = self._fused.ready(jobs, factor)
-        self.context.engine.begin_step()
-        order = [unit for unit in self.context.engine.next_forward_order() if unit in jobs]
+        engine, updates = self.context.engine, self.context.engine.updates
+        updates.begin_step()
+        order = [unit for unit in updates.next_forward_order() if unit in jobs]
         slots = [slot for groups in jobs.values() for _, members in groups for slot in members]
         updated = [slot.index for slot in slots]
         for unit in order:
-            self.context.engine.run_deferred(unit)  # an update of an earlier step, if no forward has run since
+            updates.run_deferred(unit)  # an update of an earlier step, if no forward has run since
         for urgency, unit in enumerate(order):
             if unit in ready:
                 self._fused.submit(unit, ready[unit], urgency)
             else:
                 self._by_torch.defer(unit, jobs[unit])
-        self.context.engine.bump_versions(updated)
+        engine.home.bump_versions(updated)
         self._members.note_step(updated)
         try:
-            self.context.engine.end_step(self.context.policy.update == "blocking")
+            updates.end_step(self.context.policy.update == "blocking")
         finally:
-            self.context.engine.guard_gradients()  # the pool still reads some, also if an update by torch raised
+            engine.gradients.guard_gradients()  # the pool still reads some, also if an update by torch raised
         norms.unscale(slots)
         self.services.draft_policy.judge(would_hold=norms.max_grad_norm is not None and factor == expected)
         self.num_steps += 1

@@ -72,7 +72,7 @@ class GradNorm:
         for slot in slots:  # `_norm` has already applied their late scales
             if slot.unit not in accessed:
                 accessed.add(slot.unit)
-                self.context.engine.access_held(slot.unit)
+                self.context.engine.gradients.access_held(slot.unit)
             self.context.home.held(slot).mul_(factor)
 
     def clip_at_step(self, max_norm: float) -> torch.Tensor:
@@ -121,10 +121,10 @@ class GradNorm:
         scale = getattr(self.members.optimizer, "grad_scale", None)
         if scale is None:
             return
-        engine = self.context.engine
+        gradients = self.context.engine.gradients
         inverse = scale.double().reciprocal().float().to(self.context.device)  # a scale set by hand may be anywhere
-        held = {slot.index for slot in slots if engine.gradient_is(slot.index) == "held"}
-        engine.unscale_used(list(held), inverse)
+        held = {slot.index for slot in slots if gradients.gradient_is(slot.index) == "held"}
+        gradients.unscale_used(list(held), inverse)
         grads = (slot.parameter.grad for slot in slots if slot.index not in held)
         others = [grad for grad in grads if grad is not None]
         if others:
@@ -139,18 +139,18 @@ class GradNorm:
         order = list(slots)
         is_late = False  # True: the device still multiplies gradients; sum jobs wait for that themselves
         for slot in order:
-            is_late |= self.context.engine.apply_scales(slot.index)
+            is_late |= self.context.engine.gradients.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
         sums = dict.fromkeys((slot.index for slot in order), 0.0)  # in the same order on all ranks
         fused = {unit: members for unit, members in by_unit.items() if self.members.fuses(unit)}
         jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in fused.items()]
-        for members, found in zip(fused.values(), self.context.engine.sum_gradients(jobs), strict=True):
+        for members, found in zip(fused.values(), self.context.engine.gradients.sum_gradients(jobs), strict=True):
             sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
         if is_late and len(fused) < len(by_unit):
             await_device(self.context.device)
         for unit, members in by_unit.items():
             if unit not in fused:
-                self.context.engine.access_held(unit)
+                self.context.engine.gradients.access_held(unit)
                 sums.update((slot.index, _sum_of_squares(self.context.home.held(slot))) for slot in members)
         sums = self.sync.combine(sums, f"clip {{}} to a norm of {max_norm}")
         return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32, device="cpu")

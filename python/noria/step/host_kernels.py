@@ -92,12 +92,12 @@ class HostKernels:
             in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
             pieces, scales = jobs.setdefault((rule, -1 if in_home else slot.index), ([], []))
             pieces.append(self._piece(slot, scalars))
-            scales.append(self.context.engine.late_scales(slot.index))
+            scales.append(self.context.engine.gradients.late_scales(slot.index))
         for (rule, index), (pieces, scales) in jobs.items():
             arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
             held = self.context.home.address("held gradients", unit)
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
-            if self.context.engine.update_on_pool(unit, job, urgency):
+            if self.context.engine.updates.update_on_pool(unit, job, urgency):
                 self.steps.swap_with_spare(unit)
 
     def expected_pieces(

@@ -104,7 +104,7 @@ class HomeState:
         for slot, values, key in strayed:
             owner = owners.get(_C.storage_of(values[key]))
             if owner is not None and owner != (slot.index, key):
-                self.context.engine.access_home(self.context.slots[owner[0]].unit, False)
+                self.context.engine.home.access_home(self.context.slots[owner[0]].unit, False)
                 values[key] = values[key].clone()
 
     def take_over(self) -> None:
@@ -125,13 +125,15 @@ class HomeState:
         if not self.run.is_loading(self):
             self.run.refuse_between_steps("a look at optimizer.state")
         if parameter is None:
-            self.context.engine.run_all_deferred()
+            self.context.engine.updates.run_all_deferred()
             if self.context.pool is not None:
                 self.context.pool.idle()
             for unit in self.context.plan.drafted:
-                self.context.engine.access_home(unit, False)  # the user may edit the state now, so its draft is dropped
+                self.context.engine.home.access_home(
+                    unit, False
+                )  # the user may edit the state now, so its draft is dropped
         elif isinstance(parameter, nn.Parameter) and parameter in self.context.slot_of:
-            self.context.engine.access_home(self.context.slot_of[parameter].unit, False)
+            self.context.engine.home.access_home(self.context.slot_of[parameter].unit, False)
 
     def adopt(self, slot: HomeParameter) -> None:
         """Moves the state tensors that the optimizer has made into the home, if the plan has room for them."""
@@ -223,7 +225,7 @@ class HomeState:
 
         The draft was computed before this edit.
         """
-        self.context.engine.access_home(unit, False)
+        self.context.engine.home.access_home(unit, False)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
         return self.context.home.has(PURPOSE_OF[key], slot.unit)

@@ -70,7 +70,7 @@ class ParamGroups:
             return
         defaults = self.optimizer.defaults
         hyper = [comparable({key: group.get(key) for key in defaults}) for group in self.optimizer.param_groups]
-        self.context.engine.note_step(updated, zlib.crc32(repr(hyper).encode()))
+        self.context.engine.ranks.note_step(updated, zlib.crc32(repr(hyper).encode()))
 
     def check(self, groups: list[dict[str, Any]]) -> None:
         for number, group in enumerate(groups):

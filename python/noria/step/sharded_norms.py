@@ -57,10 +57,11 @@ class ShardedNorms:
     def multiply(self, index: int) -> None:
         """Applies the late scales of a gradient to the shard that this rank holds, and drops them."""
         slot = self.context.slots[index]
-        scales = self.context.engine.scale_values(slot.index)
+        gradients = self.context.engine.gradients
+        scales = gradients.scale_values(slot.index)
         if scales:
-            self.context.engine.access_held(slot.unit)
-            self.context.engine.drop_scales(slot.index)
+            gradients.access_held(slot.unit)
+            gradients.drop_scales(slot.index)
             for scale in scales:
                 self.context.home.held(slot).mul_(scale)
 
@@ -75,11 +76,11 @@ class ShardedNorms:
             for slot in slots:
                 by_unit.setdefault(slot.unit, []).append(slot)
             jobs = [(unit, fusing[members[0].index].sum_job(unit, members)) for unit, members in by_unit.items()]
-            for members, found in zip(by_unit.values(), self.context.engine.sum_gradients(jobs), strict=True):
+            for members, found in zip(by_unit.values(), self.context.engine.gradients.sum_gradients(jobs), strict=True):
                 sums.update((slot.index, each) for slot, each in zip(members, found, strict=True))
         else:
             for slot in slots:
-                self.context.engine.access_held(slot.unit)
+                self.context.engine.gradients.access_held(slot.unit)
                 sums[slot.index] = _power_sum(self.context.home.held(slot), order)
         return self._roots({slot.index: sums[slot.index] for slot in slots}, order)
 
@@ -87,9 +88,9 @@ class ShardedNorms:
         """Returns norms from the sums that update="backward" took when it used the gradients."""
         if order != 2.0 or not slots:
             return {}
-        engine = self.context.engine
-        slots = [slot for slot in slots if not engine.is_held_back(slot.index)]  # gradients not used yet have no sum
-        found = engine.sums_in_backward(sorted({slot.unit for slot in slots}))
+        backward = self.context.engine.backward
+        slots = [slot for slot in slots if not backward.is_held_back(slot.index)]  # those not used yet have no sum
+        found = backward.sums_in_backward(sorted({slot.unit for slot in slots}))
         sums: dict[int, float] = {}
         for slot in slots:
             place = (slot.unit, slot.gradient_offset)
@@ -109,7 +110,7 @@ class ShardedNorms:
         }
 
     def _by_torch(self, slot: HomeParameter, of_list: bool, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-        self.context.engine.access_held(slot.unit)
+        self.context.engine.gradients.access_held(slot.unit)
         whole = self.sync.whole(slot, self.context.home.held(slot), "the gradient")
         there = whole.to(self.context.device)
         if of_list:

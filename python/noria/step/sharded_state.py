@@ -147,7 +147,7 @@ class OptimizerShards:
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:
             self.run.refuse_between_steps("a load of optimizer state", mends=True)
-            self.context.engine.access_home(slot.unit, True)
+            self.context.engine.home.access_home(slot.unit, True)
             value = flat.as_strided(slot.like.shape, slot.like.stride())
             with torch.no_grad():
                 if key == "low_bits":

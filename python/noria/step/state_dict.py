@@ -70,7 +70,7 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
         state.part()
         for parameter in parameters:
             slot = members.context.slot_of[parameter]
-            members.context.engine.access_home(slot.unit, True)
+            members.context.engine.home.access_home(slot.unit, True)
             low = low_bits.get(parameter)
             if low is not None and slot.has_master:
                 state.masters.set_low_bits(slot, low)

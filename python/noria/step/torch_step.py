@@ -60,7 +60,7 @@ class TorchStep:
 
     def defer(self, unit: int, groups: Groups) -> None:
         self._jobs[unit] = groups
-        self.context.engine.defer_update(unit)
+        self.context.engine.updates.defer_update(unit)
 
     def run(self, unit: int) -> None:
         """Runs the real optimizer on one unit if an update of that unit is waiting.
@@ -119,7 +119,7 @@ class TorchStep:
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
         held = self.context.home.held(slot)
-        for scale in self.context.engine.take_scales(slot.index):
+        for scale in self.context.engine.gradients.take_scales(slot.index):
             held.mul_(scale)
         if not slot.has_master:
             return held

@@ -74,7 +74,7 @@ class WholeStep:
             result = step(optimizer) if closure is None else step(optimizer, with_the_model)
         finally:
             self._take_home_back()
-        self.context.engine.end_step(True)
+        self.context.engine.updates.end_step(True)
         return result
 
     def _lend_home(self) -> None:
@@ -90,11 +90,11 @@ class WholeStep:
         exchange(self.members.optimizer, meet)
         with plainly():
             take_gradients(self.members, self.state, self.masters)
-            self.context.engine.begin_step()
+            self.context.engine.updates.begin_step()
             for unit in sorted({slot.unit for slot in met.values()}):
-                self.context.engine.run_deferred(unit)  # a waiting update of another optimizer
-                self.context.engine.defer_update(unit)
-                self.context.engine.run_deferred(unit)  # does the waits of an update; `run` finds no job
+                self.context.engine.updates.run_deferred(unit)  # a waiting update of another optimizer
+                self.context.engine.updates.defer_update(unit)
+                self.context.engine.updates.run_deferred(unit)  # does the waits of an update; `run` finds no job
             for slot in met.values():
                 home = self.by_torch.home_parameter(slot)
                 home.__dict__ = slot.parameter.__dict__  # shares the user's attributes in both directions
@@ -138,4 +138,4 @@ class WholeStep:
                 elif gradient is not None and gradient is not slot.parameter.grad and gradient._version != written:
                     slot.parameter.grad.copy_(gradient)  # type: ignore[union-attr]  # the optimizer had a copy
                 home.grad = None
-        self.context.engine.bump_versions(updated)
+        self.context.engine.home.bump_versions(updated)

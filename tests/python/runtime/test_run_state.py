@@ -21,6 +21,7 @@ class Engine:
         self.heard: list[str] = []
         self.is_torn = ""
         self.unclaimed = ""
+        self.hooks = self.backward = self  # parts of the engine
 
     def torn(self) -> str:
         return self.is_torn

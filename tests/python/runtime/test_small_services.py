@@ -78,7 +78,7 @@ class Drafting:
         self.counts = dict.fromkeys(("kept", "unchanged", "changed", "redone", "dropped"), 0)
         self.notes: list[str] = []
         plan = SimpleNamespace(drafted=frozenset({0} if drafted else ()))
-        engine = SimpleNamespace(draft_counts=lambda: dict(self.counts))
+        engine = SimpleNamespace(updates=SimpleNamespace(draft_counts=lambda: dict(self.counts)))
         context: Any = SimpleNamespace(plan=plan, engine=engine, notes=self.notes)
         self.policy = DraftPolicy(context)
 
