@@ -21,15 +21,7 @@ while [ $# -gt 0 ]; do
 done
 needs=("cmake>=3.25,<5" ninja "setuptools>=77,<82" "tbb>=2021.13" "tbb-devel>=2021.13" numpy rich "pytest>=8" hypothesis)
 
-step=$SECONDS
-told() {
-  echo "== $1: $((SECONDS - step)) s"
-  step=$SECONDS
-}
-fail() {
-  echo "FAILED: $1" >&2
-  exit 1
-}
+. tools/steps.sh
 
 # ---- a fresh environment ----
 name=torch_$torch

@@ -21,15 +21,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-step=$SECONDS
-told() {
-  echo "== $1: $((SECONDS - step)) s"
-  step=$SECONDS
-}
-fail() {
-  echo "FAILED: $1" >&2
-  exit 1
-}
+. tools/steps.sh
 
 # ---- which wheel, and what it says ----
 if [ -z "$wheel" ]; then

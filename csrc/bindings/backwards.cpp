@@ -116,7 +116,7 @@ void Backwards::share_arrivals() {
     arrived.add(static_cast<std::size_t>(index));
   }
   const auto came = owners_.catcher.note_arrived(owners_.audit.share_arrivals(std::move(arrived)));
-  if (parts_.engine.updates_in_backward()) parts_.engine.backward_updates()->note_arrived(came);
+  if (parts_.updates_in_backward) parts_.engine.backward_updates()->note_arrived(came);
 }
 
 void Backwards::set_unsynced(bool unsynced) {

@@ -62,12 +62,8 @@ const char* word_of(GradientIs is) {
   return "";
 }
 
-template <class Result, class... Arguments>
-auto of_views(Result (GradientViews::*call)(Arguments...)) {
-  return of_owner<EngineGradients>(&TorchBridge::gradients, call);
-}
-template <class Result, class... Arguments>
-auto of_views(Result (GradientViews::*call)(Arguments...) const) {
+template <class Call>
+auto of_views(Call call) {
   return of_owner<EngineGradients>(&TorchBridge::gradients, call);
 }
 

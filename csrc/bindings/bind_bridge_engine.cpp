@@ -100,12 +100,8 @@ std::map<std::pair<std::int32_t, std::int64_t>, double> sums_in_backward(const E
   return result;
 }
 
-template <class Result, class... Arguments>
-auto of_claims(Result (BackwardClaims::*call)(Arguments...)) {
-  return of_owner<EngineBackward>(&TorchBridge::claims, call);
-}
-template <class Result, class... Arguments>
-auto of_claims(Result (BackwardClaims::*call)(Arguments...) const) {
+template <class Call>
+auto of_claims(Call call) {
   return of_owner<EngineBackward>(&TorchBridge::claims, call);
 }
 

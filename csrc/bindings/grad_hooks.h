@@ -11,7 +11,7 @@
 
 namespace noria {
 
-/// AutogradEvents is told what autograd does.
+/// Hooks on autograd nodes call AutogradEvents when a backward begins and when a gradient comes.
 class AutogradEvents {
  public:
   virtual ~AutogradEvents() = default;

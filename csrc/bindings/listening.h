@@ -46,8 +46,8 @@ void multiply_by(const at::Tensor& target, const Scale& scale);
 /// Returns the same scale, with its own copy of the tensor.
 Scale kept(const Scale& scale);
 
-/// Listener hears what operators do with tensors. It gives each tensor a number, by which it is told. This base class
-/// answers nothing.
+/// Operators call Listener before and after they use a tensor. Each tensor has a number, which the calls name. The
+/// functions of this base class do nothing.
 class Listener {
  public:
   virtual ~Listener() = default;

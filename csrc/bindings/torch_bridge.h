@@ -41,7 +41,6 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
 
   // ---- its owners ----
   Engine& engine() { return engine_; }
-  const Engine& engine() const { return engine_; }
   StorageBinding& storages() { return storages_; }
   GradientViews& gradients() { return views_; }
   ModuleVisits& visits() { return visits_; }

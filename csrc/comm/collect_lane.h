@@ -47,7 +47,7 @@ struct Collective {
   Reduction reduction;
   bool empty() const { return gathers.empty() && reduction.all == nullptr; }
 
-  /// Returns the fewest bytes that a rank must receive from the others. It sends as many.
+  /// Returns how many bytes a rank receives from other ranks, at least. It sends the same number.
   Bytes received(const Shards& shards) const {
     Bytes bytes = reduction.received(shards);
     for (const Gather& each : gathers) bytes += each.received(shards);

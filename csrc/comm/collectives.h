@@ -36,7 +36,7 @@ struct Gather {
   std::byte* all = nullptr;
   Bytes shard;
 
-  /// Returns the fewest bytes that a rank must receive from the others. It sends as many.
+  /// Returns how many bytes a rank receives from other ranks, at least. It sends the same number.
   Bytes received(const Shards& shards) const { return shard * (shards.size - 1); }
 };
 
@@ -73,7 +73,7 @@ struct Reduction {
   std::shared_ptr<const ParameterSet> arrived;
   std::shared_ptr<ParameterSet> arrived_anywhere;
 
-  /// Returns the fewest bytes that a rank must receive from the others. It sends as many.
+  /// Returns how many bytes a rank receives from other ranks, at least. It sends the same number.
   Bytes received(const Shards& shards) const {
     const bool is_narrow = type == ElementType::fp16 || type == ElementType::bf16;
     const Bytes reduced = shard * (scratch != nullptr && is_narrow ? 2 : 1);

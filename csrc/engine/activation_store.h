@@ -11,7 +11,7 @@
 // last time (plan/backward_order.h). The backwards of one module are expected in the order of its forwards, and each
 // backward visits its modules in reverse. So the future is known, and Belady's rule chooses what leaves
 // (plan/activation_plan.h). At least one bundle stays: the one that a backward needs first. Of the last bundle to
-// leave, only as many storages leave as are in the way. When a backward visit takes its bundle, the next bundles are
+// leave, storages leave only until there is room enough. When a backward visit takes its bundle, the next bundles are
 // already on their way back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is
 // brought then (`await`).
 //

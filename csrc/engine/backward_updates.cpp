@@ -193,9 +193,7 @@ void BackwardUpdates::update(UnitId unit) {
     return;
   }
   NORIA_INVARIANT(expected_[unit].has_value(), "it is not known how to update " + parts_.units[unit].facts.name);
-  // If ranks share the home, other ranks may have gradients that this rank does not know of before the pass has ended.
-  const bool is_known = parts_.collector == nullptr || !pass_.phase;
-  UpdateJob job = is_known ? take_job(unit) : take_shared_job(unit);
+  UpdateJob job = take_job(unit);
   drainer_.forget_reduced(unit);
   is_updated_[unit] = true;
   if (parts_.collector != nullptr) {
@@ -218,34 +216,28 @@ void BackwardUpdates::update(UnitId unit) {
   release_held(unit);
 }
 
-// Takes the gradients that have come, and records the update of them in `unclaimed_`.
+// Takes the gradients that have come, and records the update of them in `unclaimed_`. If ranks share the home, other
+// ranks may have gradients that this rank does not know of before the pass has ended. Then the job names all pieces,
+// and leaves out those that no rank has when it begins.
 UpdateJob BackwardUpdates::take_job(UnitId unit) {
+  const bool is_known = parts_.collector == nullptr || !pass_.phase;
   const Expected& expected = *expected_[unit];
   Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
   UpdateJob job = expected.job;
   job.gradient = parts_.units[unit].held;
   job.pieces.clear();
-  for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
-    if (!claimed.come.contains(expected.gradients[i])) continue;
-    job.pieces.push_back(expected.job.pieces[i]);
-    claimed.pieces.emplace_back(expected.gradients[i], expected.job.pieces[i].scalars);
-  }
-  NORIA_INVARIANT(job.pieces.size() == claimed.come.size(), "a gradient came that no update wants");
-  return job;
-}
-
-// As `take_job`, for all gradients. The job itself leaves out those that no rank has had, when it begins.
-UpdateJob BackwardUpdates::take_shared_job(UnitId unit) {
-  const Expected& expected = *expected_[unit];
-  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
-  UpdateJob job = expected.job;
-  job.gradient = parts_.units[unit].held;
   std::vector<std::optional<std::size_t>> asked;  // by piece: the parameter whose arrival decides; none: it has come
   for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
     const Bytes offset = expected.gradients[i];
-    claimed.pieces.emplace_back(offset, expected.job.pieces[i].scalars);
     const bool has_come = claimed.come.contains(offset);
+    if (is_known && !has_come) continue;
+    job.pieces.push_back(expected.job.pieces[i]);
+    claimed.pieces.emplace_back(offset, expected.job.pieces[i].scalars);
     asked.push_back(has_come ? std::nullopt : std::optional(parts_.units[unit].parameter_at(offset)));
+  }
+  if (is_known) {
+    NORIA_INVARIANT(job.pieces.size() == claimed.come.size(), "a gradient came that no update wants");
+    return job;
   }
   job.wants = [arrived = drainer_.take_arrivals(unit), asked](std::size_t piece) {
     return !asked[piece] || (arrived && arrived->contains(*asked[piece]));

@@ -108,7 +108,6 @@ class BackwardUpdates {
   bool completes(UnitId unit) const { return !accumulating_ && drafts_.brings_last(unit); }
   void update(UnitId unit);
   UpdateJob take_job(UnitId unit);
-  UpdateJob take_shared_job(UnitId unit);
 
   const EngineParts parts_;
   const PassState& pass_;

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <functional>
 #include <thread>
-#include <utility>
 
 #include "base/errors.h"
 #include "base/mutex.h"
@@ -21,15 +20,13 @@ class NORIA_THREAD_ANNOTATION(capability("gate")) CallGate {
   /// Holds the gate from its construction to its destruction. Throws InvariantError if this thread holds it already.
   class NORIA_THREAD_ANNOTATION(scoped_lockable) Entry {
    public:
-    explicit Entry(CallGate& gate) NORIA_ACQUIRE(gate) : gate_(&gate) { gate.enter(); }
-    ~Entry() NORIA_RELEASE() {
-      if (gate_ != nullptr) gate_->leave();
-    }
-    Entry(Entry&& other) noexcept NORIA_UNCHECKED : gate_(std::exchange(other.gate_, nullptr)) {}
-    Entry& operator=(Entry&&) = delete;  // a gate is held once
+    explicit Entry(CallGate& gate) NORIA_ACQUIRE(gate) : gate_(gate) { gate.enter(); }
+    ~Entry() NORIA_RELEASE() { gate_.leave(); }
+    Entry(const Entry&) = delete;  // a gate is held once
+    Entry& operator=(const Entry&) = delete;
 
    private:
-    CallGate* gate_;
+    CallGate& gate_;
   };
 
   /// Calls `call` without the gate, and takes the gate again. The caller holds the gate.

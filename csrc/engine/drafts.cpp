@@ -99,7 +99,7 @@ void Drafts::note_priorities(const PassState& pass) {
 
 void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<UnitId, Bytes>>& drained) {
   for (const auto& [unit, bytes] : drained) {
-    drop(unit);  // if its work has begun, more gradients came than were foreseen
+    drop(unit);  // work that has begun has read an incomplete gradient
     if (!is_eager_ || !brings_last(unit)) continue;
     auto& expected = eager_[unit];
     // Of a shard `step` does not ask for gradients that no rank has.

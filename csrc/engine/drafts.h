@@ -57,8 +57,8 @@ class Drafts {
   /// Tells that the next backward brings these units their last gradients before a step. Other units will get more.
   /// None: this is not known. Holds until the next call.
   void set_last_of(const std::optional<std::vector<UnitId>>& units);
-  /// The gradient has been scaled on the stream, as its draft foresaw or not: it was divided, then multiplied. Call
-  /// Engine::begin_scaling before.
+  /// The gradient has been divided and then multiplied on the stream. If its draft expected other numbers, the draft is
+  /// dropped. Call Engine::begin_scaling before.
   void end_scaling(UnitId unit, float divisor, float prefactor);
   /// Returns true if early work reads this unit's gradients, or has read them. A caller that writes them must then call
   /// Engine::access_held first.

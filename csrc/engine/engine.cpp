@@ -292,6 +292,11 @@ void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
   backward_updates_->hold_all(held);
 }
 
+bool Engine::holds_all() const {
+  const Entry entry(gate_);
+  return !backward_updates_ || backward_updates_->holds_all();
+}
+
 bool Engine::is_held_back(UnitId unit, Bytes offset) const {
   const Entry entry(gate_);
   return backward_updates_ &&
@@ -309,7 +314,7 @@ void Engine::update_held(Stream stream) {
   backward_updates_->update_held(stream);
 }
 
-Held<BackwardUpdates> Engine::backward_updates() const {
+Held<BackwardUpdates> Engine::backward_updates() {
   NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
   return {gate_, *backward_updates_};
 }
@@ -376,16 +381,26 @@ std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Sy
   if (met.has_assisted) collector_->note_assisted();
   for (UnitId unit : met.taken) {
     collector_->note_taken(unit);
-    drafts_.drop(unit);  // more gradients came than were foreseen
+    drafts_.drop(unit);  // its gradients were not complete yet
   }
   return std::move(met.numbers);
 }
 
 // ---- what forwards save, and units at peers -----------------------------------------------------------------------
 
-Held<ActivationStore> Engine::activations() const {
+Held<ActivationStore> Engine::activations() {
   NORIA_INVARIANT(activations_.has_value(), "nothing that forwards save may leave");
   return {gate_, *activations_};
+}
+
+SavedStats Engine::saved_stats() const {
+  const Entry entry(gate_);
+  return activations_ ? activations_->stats() : SavedStats{};
+}
+
+std::map<HookId, SavedByModule> Engine::saved_by_module() const {
+  const Entry entry(gate_);
+  return activations_ ? activations_->by_module() : std::map<HookId, SavedByModule>{};
 }
 
 void Engine::await_saved(SavedId saved, Stream stream) {

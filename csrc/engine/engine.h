@@ -138,7 +138,7 @@ class Engine {
   /// Gives memory for all gradients, by unit. Ends a forward that is open.
   void hold_all(const std::vector<std::byte*>& held, Stream stream);
   /// Returns true if there is memory for all gradients.
-  bool holds_all() const { return !backward_updates_ || backward_updates()->holds_all(); }
+  bool holds_all() const;
   /// Returns true if a gradient has come that no update has used.
   bool is_held_back(UnitId unit, Bytes offset) const;
   /// Returns the units whose update was issued inside backward and that BackwardUpdates::take_updated has not returned.
@@ -173,25 +173,22 @@ class Engine {
 
   // ---- its owners: what their headers list for callers of the engine. `Held` takes the gate, which clang does not
   // see. ----
-  Held<Drafts> drafts() const NORIA_UNCHECKED { return {gate_, drafts_}; }
+  Held<Drafts> drafts() NORIA_UNCHECKED { return {gate_, drafts_}; }
   /// Only with update="backward".
-  Held<BackwardUpdates> backward_updates() const NORIA_UNCHECKED;
-  bool updates_in_backward() const { return backward_updates_.has_value(); }
+  Held<BackwardUpdates> backward_updates() NORIA_UNCHECKED;
   /// Only if forwards may save.
-  Held<ActivationStore> activations() const NORIA_UNCHECKED;
-  Held<PeerCopies> copies() const NORIA_UNCHECKED { return {gate_, copies_}; }
+  Held<ActivationStore> activations() NORIA_UNCHECKED;
+  Held<PeerCopies> copies() NORIA_UNCHECKED { return {gate_, copies_}; }
   Held<const PassRunner> runner() const NORIA_UNCHECKED { return {gate_, runner_}; }
   Held<const Updates> updates() const NORIA_UNCHECKED { return {gate_, updates_}; }
   Held<const StepStats> stats() const NORIA_UNCHECKED { return {gate_, stats_}; }
   Held<const Fetcher> fetcher() const NORIA_UNCHECKED { return {gate_, fetcher_}; }
   Held<const Leases> leases() const NORIA_UNCHECKED { return {gate_, leases_}; }
-  Held<Issuer> issuer() const NORIA_UNCHECKED { return {gate_, issuer_}; }
+  Held<Issuer> issuer() NORIA_UNCHECKED { return {gate_, issuer_}; }
   Held<const BufferTable> buffers() const NORIA_UNCHECKED { return {gate_, buffers_}; }
   /// Counts nothing if forwards may not save.
-  SavedStats saved_stats() const { return activations_ ? activations()->stats() : SavedStats{}; }
-  std::map<HookId, SavedByModule> saved_by_module() const {
-    return activations_ ? activations()->by_module() : std::map<HookId, SavedByModule>{};
-  }
+  SavedStats saved_stats() const;
+  std::map<HookId, SavedByModule> saved_by_module() const;
 
  private:
   using Entry = CallGate::Entry;
@@ -206,23 +203,23 @@ class Engine {
   const EngineOptions options_;
   const std::shared_ptr<Backend> backend_;
   UnitTable units_ NORIA_GUARDED_BY(gate_);
-  mutable BufferTable buffers_ NORIA_GUARDED_BY(gate_);
+  BufferTable buffers_ NORIA_GUARDED_BY(gate_);
   EngineCallbacks& callbacks_;
   const std::shared_ptr<HostOptimizer> optimizer_;  // null: updates run on the launching thread
-  mutable Issuer issuer_ NORIA_GUARDED_BY(gate_);
+  Issuer issuer_ NORIA_GUARDED_BY(gate_);
   Leases leases_ NORIA_GUARDED_BY(gate_);
   std::optional<Collector> collector_;  // set: ranks share the home
   const EngineParts parts_;
-  mutable PeerCopies copies_ NORIA_GUARDED_BY(gate_);
+  PeerCopies copies_ NORIA_GUARDED_BY(gate_);
   Fetcher fetcher_ NORIA_GUARDED_BY(gate_);
   Drainer drainer_ NORIA_GUARDED_BY(gate_);
-  mutable std::optional<ActivationStore> activations_;  // set: what forwards save may leave
+  std::optional<ActivationStore> activations_;  // set: what forwards save may leave
   const std::shared_ptr<UpdateTime> update_time_ = std::make_shared<UpdateTime>();
   PassState pass_ NORIA_GUARDED_BY(gate_);
   ComputeLane compute_ NORIA_GUARDED_BY(gate_);
   Updates updates_ NORIA_GUARDED_BY(gate_);
-  mutable Drafts drafts_ NORIA_GUARDED_BY(gate_);
-  mutable std::optional<BackwardUpdates> backward_updates_;  // none: updates run after `step`, or as drafts
+  Drafts drafts_ NORIA_GUARDED_BY(gate_);
+  std::optional<BackwardUpdates> backward_updates_;  // none: updates run after `step`, or as drafts
   StepStats stats_ NORIA_GUARDED_BY(gate_);
   PassRunner runner_ NORIA_GUARDED_BY(gate_);
   std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(gate_);

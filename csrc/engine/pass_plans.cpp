@@ -14,7 +14,8 @@ std::shared_ptr<const PassPlan> PassPlans::plan(std::vector<Visit> visits, std::
   const EngineOptions& options = parts_.options;
   const std::vector<UnitFacts>& facts = parts_.units.facts();
   fetcher_.evict_stale();
-  // Gradients that were not foreseen come one after the other, and are then remembered together.
+  // The book keeps all gradients of a visit together, but gradients without a plan came one after the other. So they
+  // may not fit at once.
   for (Visit& visit : visits) {
     while (visit.gradients.size() > 1 && smallest_budget({visit}, facts).arena > options.budget.arena) {
       visit.gradients.pop_back();

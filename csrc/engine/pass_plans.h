@@ -24,7 +24,7 @@ class PassPlans {
         fetcher_(fetcher) {}
 
   /// Plans these visits from what lies on the device now. `next`: visits expected after them. Gradients for which a
-  /// visit has no room are left out: they then come as if they had not been foreseen.
+  /// visit has no room are left out: each is planned when it comes.
   std::shared_ptr<const PassPlan> plan(std::vector<Visit> visits, std::vector<Visit> next);
   /// Returns the plan of this itinerary's visits from `position` on.
   std::shared_ptr<const PassPlan> plan_from(ItineraryId itinerary, std::int64_t position);

@@ -194,7 +194,7 @@ void PassRunner::expect_gradient(UnitId unit, Stream stream) {
   if (owners_.backward != nullptr) owners_.backward->refuse_updated(unit, "a gradient of it came");
   if (!owners_.drainer.is_open(unit)) {
     NORIA_INVARIANT(owners_.compute.visit() != nullptr, "a gradient arrived outside of a visit");
-    // Not foreseen: the visit goes on as a new op, which has a buffer for this unit too.
+    // The plan has no buffer for this gradient. So the visit goes on as a new op that has one.
     const Visit visit = owners_.compute.visit()->visit;
     const bool is_recomputed = owners_.compute.visit()->is_recomputed;
     close_visit(stream, Visiting::goes_on);

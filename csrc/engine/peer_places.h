@@ -48,7 +48,7 @@ class PeerPlaces {
   /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something beyond is still in use.
   bool shrink_peer(std::int32_t rank, Bytes left);
 
-  /// Returns the extents; none if peers do not have as many bytes.
+  /// Returns the extents. Returns none if peers have fewer bytes free.
   Extents take(Bytes bytes);
   void give_back(const Extents& extents);
 

@@ -6,13 +6,7 @@
 namespace noria {
 
 void Completion::begin_backward(const std::vector<Visit>* expected) {
-  last_visit_.fill(-1);
-  if (expected == nullptr) return;
-  std::int64_t index = 0;
-  for (const Visit& visit : *expected) {
-    for (UnitId unit : visit.needs) last_visit_[unit] = index;
-    ++index;
-  }
+  note_last_visits(expected, &Visit::needs, last_visit_);
 }
 
 void Completion::expect(UnitId unit) {

@@ -77,4 +77,15 @@ std::string to_text(const PassPlan& plan, const BufferTable& buffers, const std:
   return text + (plan.exit.empty() ? " nothing\n" : "\n");
 }
 
+void note_last_visits(const std::vector<Visit>* visits, std::vector<UnitId> Visit::* units,
+                      UnitMap<std::int64_t>& last) {
+  last.fill(-1);
+  if (visits == nullptr) return;
+  std::int64_t index = 0;
+  for (const Visit& visit : *visits) {
+    for (UnitId unit : visit.*units) last[unit] = index;
+    ++index;
+  }
+}
+
 }  // namespace noria

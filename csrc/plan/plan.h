@@ -16,6 +16,7 @@
 
 #include "base/bytes.h"
 #include "base/ids.h"
+#include "base/unit_map.h"
 #include "base/words.h"
 
 namespace noria {
@@ -116,6 +117,11 @@ struct Visit {
   std::vector<UnitId> gradients;  // sorted, unique
   auto operator<=>(const Visit&) const = default;
 };
+
+/// Notes by unit the index of the last of these visits that names it in `units` (its needs, or its gradients). Other
+/// units have -1. `visits` null: no unit is named.
+void note_last_visits(const std::vector<Visit>* visits, std::vector<UnitId> Visit::* units,
+                      UnitMap<std::int64_t>& last);
 
 struct PassPlan {
   std::vector<Visit> visits;

@@ -32,7 +32,9 @@ CLAUSE_BEGINS = r"""(?:[.,;:(]\s+|//+\s*|\#\s*|\"\"\"|^\s*\n\s*|\b(?:is|are)\s)"
 def forbidden() -> re.Pattern[str]:
     """Returns a pattern of the phrases that rule 4 of CONTRIBUTING.md lists. There is no other list."""
     rule = re.search(
-        r"^4\. No (.*), and no clause that begins with (.*)\.$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+        r"^4\. Do not write (.*)\. Do not begin a clause with (.*)\.$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.MULTILINE,
     )
     assert rule is not None
     anywhere, at_begin = ("|".join(GAP.join(p.split()) for p in re.findall('"(.*?)"', part)) for part in rule.groups())

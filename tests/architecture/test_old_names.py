@@ -36,6 +36,9 @@ RENAMED = {
     "urgency_of": "priority_of",
 }
 
+WORDS = {"Beside", "Shares", "Standing", "Stretch", "Taking"}
+"""Old names that are words: "Shares the backend." may begin a sentence."""
+
 SOURCES = [
     path
     for folder in ("csrc", "python", "docs", "benchmarks", "examples", "tools")
@@ -47,12 +50,11 @@ SOURCES = [
 @pytest.mark.parametrize("name", RENAMED)
 def test_an_old_name_is_not_used(name):
     pattern = re.compile(rf'(?<![\w."]){name}(?![\w"])')
-    # At the beginning of a sentence it is a word: "Shares the backend."
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in SOURCES
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if pattern.search(line) and not re.search(rf"\b{name} [a-z]", line)
+        if pattern.search(line) and not (name in WORDS and re.search(rf"\b{name} [a-z]", line))
     ]
     assert not found, f"it is called {RENAMED[name]} now"
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+from tests.architecture.test_language import PAGES, ROOT
+
 HEADERS = {path: path.read_text() for path in (ROOT / "csrc").rglob("*.h")}
 
 
 def named(pattern: str) -> list[tuple[str, str]]:
     """Returns what the pattern's group matches inside backticks, with its page."""
     found = []
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for code in re.findall(r"`([^`\n]+)`", page.read_text()):
             found += [(page.name, match[1]) for match in re.finditer(pattern, code)]
     return found
