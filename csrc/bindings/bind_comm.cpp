@@ -33,8 +33,8 @@ void bind_comm(py::module_& m) {
       py::arg("shards"), py::arg("across"), py::arg("numbers"), py::arg("replica"), py::arg("device"), NoGil());
 
   py::class_<CollectLane, std::shared_ptr<CollectLane>>(m, "CollectLane")
-      .def(py::init<std::shared_ptr<Backend>, std::shared_ptr<Collectives>, std::vector<std::string>>(),
-           py::arg("backend"), py::arg("collectives"), py::arg("names"))
+      .def(py::init<std::shared_ptr<Backend>, std::shared_ptr<Collectives>, std::vector<std::string>, bool>(),
+           py::arg("backend"), py::arg("collectives"), py::arg("names"), py::arg("assists"))
       .def(
           "gather",
           [](CollectLane& self, std::int64_t op, std::int32_t unit, std::int64_t all, std::int64_t shard) {

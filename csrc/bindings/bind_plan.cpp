@@ -265,7 +265,7 @@ void bind_hazards(py::module_& m) {
   id_property(wait, "on", &Wait::on);
 
   py::class_<Hazards>(m, "Hazards")
-      .def(py::init<const BufferTable&>(), py::arg("buffers"), py::keep_alive<1, 2>())
+      .def(py::init<const BufferTable&, bool>(), py::arg("buffers"), py::arg("assists") = false, py::keep_alive<1, 2>())
       .def("issue", &Hazards::issue, py::arg("op"))
       .def("omit", &Hazards::omit, py::arg("kind"))
       .def_property_readonly("num_remembered", &Hazards::num_remembered);

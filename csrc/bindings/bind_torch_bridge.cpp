@@ -94,7 +94,7 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& spec
                                                std::shared_ptr<HostOptimizer> optimizer, const std::string& device,
                                                std::int64_t arena, std::int32_t window, bool prefetch_at_step,
                                                std::shared_ptr<Arena> held_home, const std::optional<RingOfSlots>& ring,
-                                               const std::shared_ptr<Collectives>& collectives,
+                                               const std::shared_ptr<Collectives>& collectives, bool assists,
                                                std::int64_t reduce_scratch, std::int64_t assist_scratch,
                                                std::optional<std::int64_t> least_saved,
                                                std::optional<std::int64_t> saved_room) {
@@ -120,7 +120,7 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& spec
         if (parameter.gradient_offset == 0) unit.engine.type = element_type(parameter.dtype);
       }
     }
-    options.lane = std::make_shared<CollectLane>(backend, collectives, std::move(names));
+    options.lane = std::make_shared<CollectLane>(backend, collectives, std::move(names), assists);
     options.scratch = {pointer(reduce_scratch), pointer(assist_scratch)};
   }
   const py::gil_scoped_release no_gil;
@@ -200,7 +200,7 @@ void bind_torch_bridge(py::module_& m) {
   py::class_<TorchBridge, std::shared_ptr<TorchBridge>>(m, "TorchBridge")
       .def(py::init(&make_torch_bridge), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
-           py::arg("collectives"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
+           py::arg("collectives"), py::arg("assists"), py::arg("reduce_scratch"), py::arg("assist_scratch"),
            py::arg("least_saved") = py::none(), py::arg("saved_room") = py::none())
       .def_property_readonly("hooks", part<EngineHooks>())
       .def_property_readonly("gradients", part<EngineGradients>())

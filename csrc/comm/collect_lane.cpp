@@ -1,12 +1,12 @@
 #include "comm/collect_lane.h"
 
 #include <algorithm>
+#include <future>
 #include <limits>
 #include <tuple>
 #include <utility>
 
 #include "base/errors.h"
-#include "base/mutex.h"
 
 namespace noria {
 namespace {
@@ -17,43 +17,20 @@ constexpr const char* kRemedy = "let all ranks call the same, as often and betwe
                                 "These processes cannot go on: start "
                                 "again from a checkpoint";
 
-constexpr std::size_t kNumbers = 5;
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::min();
-
-// Carries the result of an exchange to the thread that waits for it.
-struct Answer {
-  Mutex mutex;
-  Condition changed;
-  bool done NORIA_GUARDED_BY(mutex) = false;
-  CollectLane::Met met NORIA_GUARDED_BY(mutex);
-  std::exception_ptr error NORIA_GUARDED_BY(mutex);
-
-  void give(CollectLane::Met found, std::exception_ptr failure) {
-    const MutexLock lock(mutex);
-    met = std::move(found);
-    error = std::move(failure);
-    done = true;
-    changed.notify_all();
-  }
-  CollectLane::Met await() {
-    const MutexLock lock(mutex);
-    while (!done) changed.wait(mutex);
-    if (error) std::rethrow_exception(error);
-    return std::move(met);
-  }
-};
 
 }  // namespace
 
 CollectLane::CollectLane(std::shared_ptr<Backend> backend, std::shared_ptr<Collectives> collectives,
-                         std::vector<std::string> names)
+                         std::vector<std::string> names, bool assists)
     : backend_(std::move(backend)),
       collectives_(std::move(collectives)),
-      names_(std::move(names)),
       rank_(collectives_->rank()),
-      size_(collectives_->size()),
       shards_(collectives_->shards()),
-      thread_("collect") {}
+      thread_("collect") {
+  if (assists) agreement_.emplace(collectives_, 1, std::move(names), kRemedy);
+  else announcer_.emplace(collectives_, std::move(names));
+}
 
 void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
   thread_.enqueue({[this, act = std::move(act), failed] {
@@ -71,10 +48,17 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
 Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits,
                            RankPosition position) {
   const Ticket ticket = backend_->open(label, collective.received(shards_));
+  Agree agreed;
+  if (!collective.empty()) {
+    const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
+    const auto& arrived = collective.reduction.arrived;
+    agreed = agree({act, position.phase, label.unit.value, position.version, position.num_broken},
+                   arrived ? arrived->words() : std::vector<std::int64_t>(), label.op, position);
+  }
   enqueue(
       [this, label, ticket, collective = std::move(collective), waits = std::move(waits),
-       position = std::move(position)] {
-        run(label, collective, waits, position);
+       position = std::move(position), agreed = std::move(agreed)] {
+        run(label, collective, waits, position, agreed);
         backend_->give(ticket, collectives_->stream());
       },
       [this, ticket](std::exception_ptr error) { backend_->give_failed(ticket, std::move(error)); });
@@ -82,14 +66,9 @@ Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vec
 }
 
 void CollectLane::run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits,
-                      const RankPosition& position) {
+                      const RankPosition& position, const Agree& agreed) {
   for (const Ticket& wait : waits) thread_.await_issued(wait);
-  Wanting wanting;
-  if (!collective.empty()) {
-    const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
-    const Intent own{act, position.phase, label.unit.value, position.version, position.num_broken};
-    wanting = meet(own, label.op, position.unit_shards.get()).wanting;
-  }
+  const auto [wanting, has_assisted, numbers] = agreed ? agreed() : Agreed();
   backend_->wait(waits, collectives_->stream(), label);
   const bool by_all = std::find(wanting.begin(), wanting.end(), false) == wanting.end();
   for (const Gather& each : collective.gathers) {
@@ -97,7 +76,7 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
     else collectives_->gather_some(each, wanting);
   }
   Reduction& reduction = collective.reduction;
-  if (reduction.arrived) reduction.arrived_anywhere->add_all(collectives_->exchange(reduction.arrived->words()));
+  if (reduction.arrived) reduction.arrived_anywhere->add_all(numbers);
   if (reduction.all == nullptr) return;
   if (taken_.contains(label.unit.value)) {
     std::byte* const held = position.unit_shards->of[static_cast<std::size_t>(label.unit.value)]->gradient.to;
@@ -109,22 +88,32 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
 
 CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, SyncPoint point,
                                        const RankPosition& position) {
-  const auto answer = std::make_shared<Answer>();
+  const Intent own{Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
+                   static_cast<std::int64_t>(point), position.num_broken};
+  const auto answer = std::make_shared<std::promise<Met>>();
   enqueue(
-      [this, answer, point, position, numbers = std::move(numbers)] {
-        const Intent own{Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
-                         static_cast<std::int64_t>(point), position.num_broken};
-        Met met;
-        met.has_assisted = meet(own, OpId(), position.unit_shards.get()).has_assisted;
-        if (!numbers.empty()) met.numbers = collectives_->exchange(numbers);
-        met.has_diverged = std::exchange(has_diverged_, false);
+      [this, answer, point, agreed = agree(own, std::move(numbers), OpId(), position)] {
+        Agreed found = agreed();
+        Met met{std::move(found.numbers), {}, std::exchange(has_diverged_, false), found.has_assisted};
         if (point == SyncPoint::backward) {
           for (std::int64_t unit : std::exchange(taken_, {})) met.taken.emplace_back(static_cast<std::int32_t>(unit));
         }
-        answer->give(std::move(met), nullptr);
+        answer->set_value(std::move(met));
       },
-      [answer](std::exception_ptr error) { answer->give({}, std::move(error)); });
-  return answer->await();
+      [answer](std::exception_ptr error) { answer->set_exception(std::move(error)); });
+  return answer->get_future().get();
+}
+
+CollectLane::Agree CollectLane::agree(const Intent& own, std::vector<std::int64_t> numbers, OpId op,
+                                      const RankPosition& position) {
+  if (announcer_) {
+    return [announced = announcer_->announce(own, std::move(numbers))] { return Agreed{{}, false, announced.get()}; };
+  }
+  return [this, own, op, numbers = std::move(numbers), unit_shards = position.unit_shards] {
+    Agreed agreed = meet(own, op, unit_shards.get());
+    if (!numbers.empty()) agreed.numbers = collectives_->exchange(numbers);
+    return agreed;
+  };
 }
 
 void CollectLane::forget_taken() {
@@ -134,64 +123,40 @@ void CollectLane::forget_taken() {
 CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const UnitShards* unit_shards) {
   Agreed agreed;
   while (true) {
-    const std::vector<Intent> heads = tell(own);
-    agree_on_broken(heads);
-    const auto rank_of = [](const Intent& head) {  // smallest first
-      const bool backwards = head.act != Intent::Act::gather || head.phase == Phase::backward;
-      return std::tuple(head.act, backwards, backwards ? -head.subject : head.subject);
+    const std::vector<Intent> all = agreement_->tell({own}).front();
+    Agreement::refuse_other_broken(all);
+    const auto rank_of = [](const Intent& intent) {  // smallest first
+      const bool backwards = intent.act != Intent::Act::gather || intent.phase == Phase::backward;
+      return std::tuple(intent.act, backwards, backwards ? -intent.subject : intent.subject);
     };
-    const auto first = std::min_element(heads.begin(), heads.end(),
+    const auto first = std::min_element(all.begin(), all.end(),
                                         [&](const Intent& a, const Intent& b) { return rank_of(a) < rank_of(b); });
     const Intent& chosen = *first;
-    const auto number = static_cast<std::size_t>(first - heads.begin());
+    const auto number = static_cast<std::size_t>(first - all.begin());
     Wanting& wanting = agreed.wanting = {};
-    for (std::size_t other = 0; other < heads.size(); ++other) {
-      wanting.push_back(heads[other].is_same_op(chosen));
-      if (wanting.back() && heads[other].version != chosen.version) refuse(heads, number, other);
+    for (std::size_t other = 0; other < all.size(); ++other) {
+      wanting.push_back(all[other].is_same_op(chosen));
+      if (wanting.back() && all[other].version != chosen.version) agreement_->refuse(all, number, other);
     }
     const auto another = std::find(wanting.begin(), wanting.end(), false);
     if (another == wanting.end()) return agreed;
     if (chosen.act == Intent::Act::exchange) {
-      refuse(heads, number, static_cast<std::size_t>(another - wanting.begin()));
+      agreement_->refuse(all, number, static_cast<std::size_t>(another - wanting.begin()));
     }
     has_diverged_ = true;
     const bool is_own = own.is_same_op(chosen);
     const UnitShard* shard =
         unit_shards == nullptr ? nullptr : unit_shards->of[static_cast<std::size_t>(chosen.subject)].get();
-    agree_on_version(heads, chosen, is_own ? nullptr : shard);
+    agree_on_version(all, chosen, is_own ? nullptr : shard);
     if (is_own) return agreed;
     assist(chosen, wanting, op, *shard);
     agreed.has_assisted = true;
   }
 }
 
-std::vector<CollectLane::Intent> CollectLane::tell(const Intent& own) {
-  const std::vector<std::int64_t> all =
-      collectives_->exchange({static_cast<std::int64_t>(own.act), static_cast<std::int64_t>(own.phase), own.subject,
-                              own.version, own.num_broken});
-  std::vector<Intent> heads;
-  for (std::size_t i = 0; i < all.size(); i += kNumbers) {
-    heads.push_back(
-        {static_cast<Intent::Act>(all[i]), static_cast<Phase>(all[i + 1]), all[i + 2], all[i + 3], all[i + 4]});
-  }
-  return heads;
-}
-
-// Throws if a backward has raised on some ranks alone. What the other ranks reduced in it is of another batch than what
-// comes next on the ranks where it raised.
-void CollectLane::agree_on_broken(const std::vector<Intent>& heads) {
-  for (std::size_t other = 0; other < heads.size(); ++other) {
-    if (heads[other].num_broken == heads[0].num_broken) continue;
-    throw UsageError("a backward that raises on all ranks or on none",
-                     std::to_string(heads[other].num_broken) + " since wrap that have raised on rank " +
-                         std::to_string(other) + ", and " + std::to_string(heads[0].num_broken) + " on rank 0",
-                     "start again from a checkpoint, on all ranks; skip a batch before its backward, on any of them");
-  }
-}
-
 // Only an assisting rank knows whether it has that version, so each rank says so before any begins.
-void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const UnitShard* shard) {
-  const bool is_own = heads[static_cast<std::size_t>(rank_)].is_same_op(chosen);
+void CollectLane::agree_on_version(const std::vector<Intent>& all, const Intent& chosen, const UnitShard* shard) {
+  const bool is_own = all[static_cast<std::size_t>(rank_)].is_same_op(chosen);
   std::int64_t own = kNone;
   if (is_own) own = chosen.version;
   else if (shard != nullptr && (chosen.act == Intent::Act::gather || shard->gradient.to != nullptr))
@@ -199,13 +164,11 @@ void CollectLane::agree_on_version(const std::vector<Intent>& heads, const Inten
   const std::vector<std::int64_t> versions = collectives_->exchange({own});
   for (std::size_t other = 0; other < versions.size(); ++other) {
     if (versions[other] == chosen.version) continue;
-    const auto first =
-        std::find_if(heads.begin(), heads.end(), [&](const Intent& head) { return head.is_same_op(chosen); });
-    if (versions[other] == kNone) refuse(heads, static_cast<std::size_t>(first - heads.begin()), other);
-    throw UsageError("ranks that step together",
-                     "rank " + std::to_string(first - heads.begin()) + " about to " + describe(chosen) +
-                         ", which rank " + std::to_string(other) + " has " + describe_version(versions[other]),
-                     kRemedy);
+    const auto first = static_cast<std::size_t>(
+        std::find_if(all.begin(), all.end(), [&](const Intent& intent) { return intent.is_same_op(chosen); }) -
+        all.begin());
+    if (versions[other] == kNone) agreement_->refuse(all, first, other);
+    agreement_->refuse_version(all, first, other, versions[other]);
   }
 }
 
@@ -222,35 +185,6 @@ void CollectLane::assist(const Intent& chosen, const Wanting& wanting, OpId op, 
   ShardReceive taking = shard.gradient;
   if (!taken_.insert(chosen.subject).second) taking.add = {{Bytes{0}, taking.shard}};
   collectives_->take(taking);
-}
-
-void CollectLane::refuse(const std::vector<Intent>& heads, std::size_t first, std::size_t other) const {
-  const auto [low, high] = std::minmax(first, other);
-  const bool are_alike = describe(heads[low]) == describe(heads[high]);
-  const auto count = [&](const Intent& head) {
-    return are_alike ? ", and to exchange " + std::to_string(head.subject) + " numbers" : "";
-  };
-  throw UsageError("ranks that do the same",
-                   "rank " + std::to_string(low) + " about to " + describe(heads[low]) + count(heads[low]) +
-                       " and rank " + std::to_string(high) + " to " + describe(heads[high]) + count(heads[high]),
-                   kRemedy);
-}
-
-std::string CollectLane::describe_version(std::int64_t version) {
-  if (version == 0) return "as wrap left it";
-  if (version < 0) return "as it was loaded after step " + std::to_string(-1 - version);
-  return "as step " + std::to_string(version) + " left it";
-}
-
-std::string CollectLane::describe(const Intent& intent) const {
-  if (intent.act == Intent::Act::exchange) {
-    const bool ends_backward = static_cast<SyncPoint>(intent.version) == SyncPoint::backward;
-    return ends_backward ? "end a backward"
-                         : "do what all ranks do together (state_dict(), a save, a load, a norm, noria.materialize, "
-                           "noria.unwrap, the first no_sync())";
-  }
-  const std::string verb = intent.act == Intent::Act::gather ? "gather" : "reduce";
-  return verb + " \"" + names_.at(static_cast<std::size_t>(intent.subject)) + "\" " + describe_version(intent.version);
 }
 
 }  // namespace noria

@@ -5,13 +5,17 @@
 // Threads: every member may be called from any thread, and none takes the GIL. Only the lane's own thread calls the
 // collectives.
 //
-// Note [Agreement]. Example: some ranks take a branch that skips a unit, and the other ranks gather this unit. Before
-// each op the ranks tell each other which op they are at, and at which version of the unit. If all are at the same op,
-// they do it. If not, all choose the same one of these ops, by a rule that lets ranks that have skipped units wait for
-// the other ranks. Gathers come before reductions, and exchanges come last. In a forward the unit with the lowest
-// number comes first, in a backward the unit with the highest. Ranks that are at the chosen op do it. The other ranks
-// assist and stay at their own op. Then all tell each other again. An exchange is done when all ranks are at it, so
-// ranks meet there even if some have skipped units.
+// Note [Agreement]. Before each op the ranks tell each other which op they are at, and at which version of the unit.
+// Usually all ranks run the same modules, and an Announcer compares the ops as they are queued. If two ranks differ,
+// all throw before the op begins.
+//
+// With `assists`, ranks may run different modules. Example: some ranks take a branch that skips a unit, and the other
+// ranks gather this unit. Then the lane itself asks before each op. If all are at the same op, they do it. If not, all
+// choose the same one of these ops, by a rule that lets ranks that have skipped units wait for the other ranks. Gathers
+// come before reductions, and exchanges come last. In a forward the unit with the lowest number comes first, in a
+// backward the unit with the highest. Ranks that are at the chosen op do it. The other ranks assist and stay at their
+// own op. Then all tell each other again. An exchange is done when all ranks are at it, so ranks meet there even if
+// some have skipped units.
 //
 // All ranks throw if ranks have different versions of a unit, or if their exchanges differ. They also throw if a
 // backward has raised on some ranks alone, because that leaves sums of different batches. After a failure the lane asks
@@ -30,10 +34,13 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "comm/agreement.h"
+#include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/unit_shards.h"
 #include "device/host_lane.h"
@@ -63,19 +70,14 @@ struct RankPosition {
   std::int64_t num_broken = 0;                    // how many of the backwards that sum have raised
 };
 
-/// Says where ranks exchange numbers: at the end of a backward, or for what the calling thread does next together with
-/// the other ranks (a norm, `state_dict()`). In the latter case the numbers say what that is.
-enum class SyncPoint : std::uint8_t { backward, other };
-
 class CollectLane {
  public:
-  /// `names`: of the units, for messages.
+  /// `names`: of the units, for messages. `assists`: ranks may run different modules.
   CollectLane(std::shared_ptr<Backend> backend, std::shared_ptr<Collectives> collectives,
-              std::vector<std::string> names);
+              std::vector<std::string> names, bool assists);
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
   Shards shards() const { return shards_; }
+  bool assists() const { return !announcer_; }
 
   /// Queues `collective` after `waits`. Does not synchronize.
   Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, RankPosition position = {});
@@ -95,51 +97,42 @@ class CollectLane {
   void idle() { thread_.idle(); }
   /// Stops the lane and releases the collectives.
   void close() {
+    if (announcer_) announcer_->close();
     thread_.close();
     collectives_.reset();
   }
 
  private:
-  /// Describes what a rank is about to do, as it tells the others.
-  struct Intent {
-    enum class Act : std::uint8_t { gather, reduce, exchange };
-    Act act = Act::exchange;
-    Phase phase = Phase::forward;
-    std::int64_t subject = 0;  // the unit, or how many numbers
-    std::int64_t version = 0;  // of the unit, or which SyncPoint
-    std::int64_t num_broken = 0;
-    bool is_same_op(const Intent& other) const { return act == other.act && subject == other.subject; }
-  };
   using Failed = std::function<void(std::exception_ptr)>;
 
   /// Queues `act`. Calls `failed` if `act` throws, if the lane has failed before, or if it is closed.
   void enqueue(std::function<void()> act, const Failed& failed);
-  void run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits, const RankPosition& position);
-  /// Assists until this rank's op is the chosen one. Returns which ranks are at this op.
+  /// What an op needs of the other ranks.
   struct Agreed {
-    Wanting wanting;
-    bool has_assisted = false;
+    Wanting wanting;                    // the ranks that are at this op; empty: all are
+    bool has_assisted = false;          // before this op
+    std::vector<std::int64_t> numbers;  // of all ranks, if they exchange numbers for this op
   };
+  /// Returns a function that blocks until the ranks agree on this op. The lane's own thread calls it.
+  using Agree = std::function<Agreed()>;
+  Agree agree(const Intent& own, std::vector<std::int64_t> numbers, OpId op, const RankPosition& position);
+  void run(const OpLabel& label, Collective collective, const std::vector<Ticket>& waits, const RankPosition& position,
+           const Agree& agreed);
+  /// Assists until this rank's op is the chosen one.
   Agreed meet(const Intent& own, OpId op, const UnitShards* unit_shards);
-  std::vector<Intent> tell(const Intent& own);
-  void agree_on_version(const std::vector<Intent>& heads, const Intent& chosen, const UnitShard* shard);
+  void agree_on_version(const std::vector<Intent>& all, const Intent& chosen, const UnitShard* shard);
   void assist(const Intent& chosen, const Wanting& wanting, OpId op, const UnitShard& shard);
-  /// Throws UsageError: ranks `first` and `other` are about to do ops that do not go together.
-  [[noreturn]] void refuse(const std::vector<Intent>& heads, std::size_t first, std::size_t other) const;
-  static void agree_on_broken(const std::vector<Intent>& heads);
-  std::string describe(const Intent& intent) const;
-  static std::string describe_version(std::int64_t version);
 
   const std::shared_ptr<Backend> backend_;
   std::shared_ptr<Collectives> collectives_;
-  const std::vector<std::string> names_;
   const int rank_;
-  const int size_;
   const Shards shards_;
-  std::exception_ptr failure_;    // the first; lane thread only
-  std::set<std::int64_t> taken_;  // units; lane thread only
-  bool has_diverged_ = false;     // lane thread only
-  HostLane thread_;               // last: it is destroyed before what it uses
+  std::optional<Announcer> announcer_;  // null: this rank assists
+  std::optional<Agreement> agreement_;  // for a rank that assists
+  std::exception_ptr failure_;          // the first; lane thread only
+  std::set<std::int64_t> taken_;        // units; lane thread only
+  bool has_diverged_ = false;           // lane thread only
+  HostLane thread_;                     // last: it is destroyed before what it uses
 };
 
 }  // namespace noria

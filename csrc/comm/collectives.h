@@ -4,7 +4,8 @@
 // Units: bytes. Ownership: memory is the caller's.
 // Order: every rank calls the same members with the same sizes in the same order. A rank that assists calls `give` or
 // `take` instead. On a machine with streams each call is ordered on `stream`; elsewhere it is over when it returns.
-// Threads: one at a time. Never called with the GIL. A call throws MachineError if a rank has died or hangs.
+// Threads: one at a time, but `exchange` may run beside another member. Never called with the GIL. A call throws
+// MachineError if a rank has died or hangs.
 #pragma once
 
 #include <cstddef>

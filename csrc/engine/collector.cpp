@@ -30,7 +30,7 @@ void Collector::submit(Op op, Collective collective) {
 RankPosition Collector::position() {
   RankPosition where;
   where.phase = phase_;
-  where.unit_shards = unit_shards();
+  if (lane_->assists()) where.unit_shards = unit_shards();
   where.num_broken = num_broken_;
   return where;
 }

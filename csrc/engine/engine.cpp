@@ -14,7 +14,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       buffers_(std::move(buffers)),
       callbacks_(callbacks),
       optimizer_(std::move(optimizer)),
-      issuer_(*backend_, buffers_),
+      issuer_(*backend_, buffers_, options_.lane && options_.lane->assists()),
       leases_(backend_, options_.budget.arena),
       collector_(options_.lane ? std::make_optional<Collector>(issuer_, units_, options_.lane, options_.scratch,
                                                                /*takes_sums=*/!options_.ring)

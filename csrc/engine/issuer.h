@@ -22,7 +22,11 @@ namespace noria {
 
 class Issuer {
  public:
-  Issuer(Backend& backend, BufferTable& buffers) : backend_(backend), buffers_(buffers), hazards_(buffers) {}
+  /// `assists`: of the collect lane, if there is one.
+  Issuer(Backend& backend, BufferTable& buffers, bool assists)
+      : backend_(backend),
+        buffers_(buffers),
+        hazards_(buffers, assists) {}
 
   struct Begun {
     OpLabel label;

@@ -176,7 +176,7 @@ struct Hazards::State {
     Purpose purpose;
   };
 
-  explicit State(const BufferTable& table) : buffers(table) {}
+  State(const BufferTable& table, bool may_assist) : buffers(table), assists(may_assist) {}
 
   RangeMap& ranges_of(const Place& place) {
     for (auto& [known, ranges] : places) {
@@ -213,6 +213,7 @@ struct Hazards::State {
   }
 
   const BufferTable& buffers;
+  const bool assists;
   PastOps ops;
   Past collecting = kNobody;  // the newest op of the collect lane
   std::vector<std::pair<Place, RangeMap>> places;
@@ -223,7 +224,7 @@ struct Hazards::State {
   Clock clock;                        // kept for its memory
 };
 
-Hazards::Hazards(const BufferTable& buffers) : state_(std::make_unique<State>(buffers)) {}
+Hazards::Hazards(const BufferTable& buffers, bool assists) : state_(std::make_unique<State>(buffers, assists)) {}
 Hazards::~Hazards() = default;
 
 std::vector<Wait> Hazards::issue(const Op& op) {
@@ -236,7 +237,7 @@ std::vector<Wait> Hazards::issue(const Op& op) {
   candidates.clear();
   for (const Access& access : op.accesses) {
     state.collect(access);
-    if (op.lane != Lane::collect) state.collect_assistance(access);
+    if (state.assists && op.lane != Lane::collect) state.collect_assistance(access);
   }
   // Newest first, because an op implies only older ones. Several rules may find the same op. Then RAW names the wait,
   // because it says most.
@@ -301,7 +302,7 @@ std::size_t Hazards::num_remembered() const {
 }
 
 WaitList derive(const std::vector<Op>& ops, const BufferTable& buffers) {
-  Hazards hazards(buffers);
+  Hazards hazards(buffers, /*assists=*/false);
   WaitList list;
   list.waits.resize(ops.size());
   for (std::size_t i = 0; i < ops.size(); ++i) {

@@ -41,13 +41,13 @@ struct Wait {
 /// Returns text such as "update -> fetch on working_copy (RAW)".
 std::string kind_of(const Wait& wait, Verb waiter);
 
-// Note [Assistance]. While an op of the collect lane runs, the lane may read working copies and write held gradients of
-// any unit. It does this for ranks that visit other units (comm/collect_lane.h). So an op of another lane that writes a
-// working copy, or touches a held gradient, waits for the newest op of the collect lane. `before` returns what the
-// collect lane itself must wait for when it assists.
+// Note [Assistance]. If the collect lane assists (comm/collect_lane.h), it may read working copies and write held
+// gradients of any unit while an op of it runs. It does this for ranks that visit other units. So an op of another lane
+// that writes a working copy, or touches a held gradient, waits for the newest op of the collect lane. `before` returns
+// what the collect lane itself must wait for when it assists.
 class Hazards {
  public:
-  explicit Hazards(const BufferTable& buffers);
+  Hazards(const BufferTable& buffers, bool assists);
   ~Hazards();
 
   /// Returns the ops that `op` must wait for, newest first; none for Verb::evict. `op.id` must grow from call to call.

@@ -170,6 +170,13 @@ class Policy:
     None: the dtype of the gradients. torch.float32 takes extra device memory: 4 bytes per element of the largest
     unit's gradients."""
 
+    find_unused_parameters: bool = False
+    """Whether ranks that share the model may run different modules in a pass, as in DistributedDataParallel.
+
+    Examples: LayerDrop, branches, an expert for each rank, an evaluation on rank 0 alone. False: all ranks run the same
+    modules in the same order, or all raise UsageError. True takes a message between all ranks before each gather and
+    each sum. In one process the value does not matter."""
+
     check: str = "auto"
     """How closely noria watches for uses of evicted units.
 
@@ -216,6 +223,9 @@ class Policy:
             raise usage_error(
                 "reduce_dtype=None or torch.float32", f"reduce_dtype={self.reduce_dtype!r}", "choose one of these"
             )
+        if not isinstance(self.find_unused_parameters, bool):
+            found = f"find_unused_parameters={self.find_unused_parameters!r}"
+            raise usage_error("find_unused_parameters=True or False", found, "choose one of the two")
         _check_choice("check", self.check, ["auto", "operators", "off"])
         _check_trace(self.trace)
 

@@ -307,6 +307,7 @@ def _carry_out(
         held_home=home.arenas.get("held gradients"),
         ring=_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
+        assists=policy.find_unused_parameters,
         reduce_scratch=device_buffers.address(REDUCE_SCRATCH),
         assist_scratch=device_buffers.address(ASSIST_SCRATCH),
         least_saved=planned.least_saved,

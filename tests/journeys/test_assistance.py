@@ -1,11 +1,13 @@
-"""Ranks that share a model and visit different parts of it train it to the bits of DistributedDataParallel with
-find_unused_parameters. What needs two ranks runs in the same two processes, one journey after the other."""
+"""With find_unused_parameters=True, ranks that share a model may visit different parts of it: they train it to the bits
+of DistributedDataParallel with the same argument. Without it all ranks raise. What needs two ranks runs in the same two
+processes, one journey after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -189,7 +192,7 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     expected = course.loop(ddp, theirs := course.optimizer(plain.parameters()), rank)
     ours = course.optimizer(model.parameters())
     with on_machine(hostility=course.hostility):
-        noria.wrap(model, ours, device=DEVICE, **course.policy)
+        noria.wrap(model, ours, device=DEVICE, find_unused_parameters=True, **course.policy)
     found = course.loop(model, ours, rank)
     expected |= {**plain.state_dict(), **state_tensors(theirs)}
     found |= {**model.state_dict(), **state_tensors(ours)}
@@ -213,7 +216,7 @@ def clips(rank: int, size: int, policy: dict[str, Any]) -> None:
     model.load_state_dict(plain.state_dict())
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device=DEVICE, max_grad_norm=0.05, **policy)
+        noria.wrap(model, ours, device=DEVICE, max_grad_norm=0.05, find_unused_parameters=True, **policy)
     for number in range(STEPS):
         for side in (plain, model):
             loss_of(side, 100 * rank + number).backward()
@@ -251,7 +254,9 @@ def of_narrow_gradients(rank: int, size: int) -> None:
         plain, model = Branching().bfloat16(), Branching()
         model.load_state_dict(plain.state_dict())
         optimizer = sgd(model.parameters())
-        noria.wrap(model, optimizer, device=DEVICE, window=2, dtype=torch.bfloat16, **options)
+        noria.wrap(
+            model, optimizer, device=DEVICE, window=2, dtype=torch.bfloat16, find_unused_parameters=True, **options
+        )
         sums: dict[str, torch.Tensor] = {}
         for part in range(2):  # the second is added to the first
             for side in (plain, model):
@@ -279,12 +284,12 @@ def of_narrow_gradients(rank: int, size: int) -> None:
         assert noria.report(model).ledger_agrees
 
 
-def refuses_ranks_out_of_step(rank: int, size: int) -> None:
+def refuses_ranks_out_of_step(rank: int, size: int, policy: dict[str, Any]) -> None:
     """One looks before the step, the other after it."""
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device=DEVICE, window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     loss_of(model, rank).backward()
     if rank == 1:
         optimizer.step()
@@ -294,11 +299,11 @@ def refuses_ranks_out_of_step(rank: int, size: int) -> None:
         assert part in str(caught.value), str(caught.value)
 
 
-def refuses_another_backward_on_one_rank(rank: int, size: int) -> None:
+def refuses_another_backward_on_one_rank(rank: int, size: int, policy: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device=DEVICE, window=2)
+    noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     with pytest.raises(noria.UsageError, match="ranks that"):
         for number in range(3):
             loss_of(model, number).backward()
@@ -306,6 +311,58 @@ def refuses_another_backward_on_one_rank(rank: int, size: int) -> None:
                 loss_of(model, number).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+DIFFERENT: dict[str, Course] = {
+    "a branch": Course(Branching),
+    "a branch, drafts": Course(Branching, policy=DRAFTS),
+    "a branch, all resident": Course(Branching, policy={}),
+    "LayerDrop": Course(),
+    "LayerDrop, updates in backward": Course(policy={"window": 2, "update": "backward"}),
+    "an expert for each rank": Course(Experts),
+    "gradients that end early": Course(Framed),
+    "a look on rank 0": Course(Net, loop=loop_with_a_look_on_rank_0),
+}
+
+
+def refuses_other_modules(rank: int, size: int, name: str) -> None:
+    """Units of equal size among them, whose bytes would mix without an error. No update is made of mixed bytes: what a
+    rank keeps is what the last whole step left."""
+    course = DIFFERENT[name]
+    torch.manual_seed(0)
+    plain, model = course.model(), course.model()
+    model.load_state_dict(plain.state_dict())
+    ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    optimizer, theirs = course.optimizer(model.parameters()), course.optimizer(plain.parameters())
+    num_steps = 0
+    with on_machine(hostility=course.hostility):
+        noria.wrap(model, optimizer, device=DEVICE, **course.policy)
+
+    def count(*_: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    optimizer.register_step_post_hook(count)
+    with pytest.raises(noria.UsageError, match="ranks that do the same") as caught:
+        course.loop(model, optimizer, rank)
+    assert "find_unused_parameters=True" in str(caught.value), str(caught.value)
+    assert {"rank 0", "rank 1"} <= set(re.findall(r"rank \d", str(caught.value))), str(caught.value)
+    if course.policy.get("update") == "backward" or course.loop is not plain_loop:
+        return
+    for number in range(num_steps):  # these were whole steps of all ranks
+        loss_of(ddp, 100 * rank + number).backward()
+        theirs.step()
+        theirs.zero_grad()
+    wrapped = wrapped_by(model)
+    assert wrapped is not None
+    with contextlib.suppress(noria.UsageError):  # once more
+        wrapped.context.engine.idle()
+    kept, expected = {}, {}
+    values = dict(plain.named_parameters())
+    for slot in wrapped.context.slots:  # of each, the shard of this rank
+        kept[slot.name] = wrapped.context.home.working(slot)
+        expected[slot.name] = slot.part_of(values[slot.name].detach())
+    assert_same_bits(kept, expected)
 
 
 def fail_in_backward_of(block: nn.Module) -> Any:
@@ -370,7 +427,7 @@ def two_optimizers(rank: int, size: int) -> None:
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     theirs, ours = ([sgd(side.head.parameters()), sgd(side.blocks.parameters())] for side in (plain, model))
     with on_machine(hostility=HOSTILE):
-        noria.wrap(model, ours, device=DEVICE, window=2)
+        noria.wrap(model, ours, device=DEVICE, window=2, find_unused_parameters=True)
     for number in range(16):
         for side, updaters in ((ddp, theirs), (model, ours)):
             loss_of(side, 100 * rank + number).backward()
@@ -386,7 +443,7 @@ def refuses_under_updates_in_backward(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Experts()
     optimizer = sgd(model.parameters())
-    noria.wrap(model, optimizer, device=DEVICE, window=2, update="backward")
+    noria.wrap(model, optimizer, device=DEVICE, window=2, update="backward", find_unused_parameters=True)
     with pytest.raises(Exception) as caught:
         for number in range(2):
             loss_of(model, number).backward()
@@ -404,7 +461,8 @@ def on_more(rank: int, size: int, policy: dict[str, Any], shape: tuple[int, ...]
         model.load_state_dict(plain.state_dict())
         theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
         with on_machine(hostility=HOSTILE):
-            noria.wrap(model, ours, device=DEVICE, mesh=init_device_mesh(DEVICE, shape), **policy)
+            mesh = init_device_mesh(DEVICE, shape)
+            noria.wrap(model, ours, device=DEVICE, mesh=mesh, find_unused_parameters=True, **policy)
         for number in range(STEPS):
             for side in (plain, model):
                 loss_of(side, 100 * rank + number).backward()
@@ -432,7 +490,8 @@ def on_replicas(rank: int, size: int, make: Callable[[], nn.Module]) -> None:
     model.load_state_dict(plain.state_dict())
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     theirs, ours = sgd(plain.parameters()), sgd(model.parameters())
-    noria.wrap(model, ours, device=DEVICE, window=2, mesh=init_device_mesh(DEVICE, (size, 1)))
+    mesh = init_device_mesh(DEVICE, (size, 1))
+    noria.wrap(model, ours, device=DEVICE, window=2, mesh=mesh, find_unused_parameters=True)
     expected = plain_loop(ddp, theirs, rank) | plain.state_dict()
     assert_same_bits(plain_loop(model, ours, rank) | dict(model.state_dict()), dict(expected))
     noria.unwrap(model, ours)
@@ -440,8 +499,10 @@ def on_replicas(rank: int, size: int, make: Callable[[], nn.Module]) -> None:
 
 # ---- tests ------------------------------------------------------------------------------------------------------
 
+EITHER: dict[str, dict[str, Any]] = {"same modules": {}, "other modules": {"find_unused_parameters": True}}
 RAISING: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "on one": ({"window": 2}, (1, -1)),
+    "on one, other modules": ({"window": 2, "find_unused_parameters": True}, (1, -1)),
     "on one, drafts": (DRAFTS, (-1, 3)),
     "at two places": ({"window": 2}, (3, 0)),
 }
@@ -451,8 +512,12 @@ OF_TWO: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "clips": (clips, ({"window": 2},)),
     "clips, drafts": (clips, (DRAFTS,)),
     "narrow": (of_narrow_gradients, ()),
-    "out of step": (refuses_ranks_out_of_step, ()),
-    "another backward": (refuses_another_backward_on_one_rank, ()),
+    **{f"out of step: {name}": (refuses_ranks_out_of_step, (policy,)) for name, policy in EITHER.items()},
+    **{
+        f"another backward: {name}": (refuses_another_backward_on_one_rank, (policy,))
+        for name, policy in EITHER.items()
+    },
+    **{f"refuses {name}": (refuses_other_modules, (name,)) for name in DIFFERENT},
     "updates in backward": (refuses_under_updates_in_backward, ()),
     **{f"raises {name}": (refuses_a_backward_that_raised_on_one_rank, args) for name, args in RAISING.items()},
     "raises on all": (goes_on_after_a_backward_that_raised_on_all_ranks, ()),
@@ -481,12 +546,19 @@ def test_gradients_of_16_bits_that_only_some_ranks_have_are_summed_as_others_are
     assert_fine(found, "narrow")
 
 
-def test_ranks_of_which_one_has_stepped_and_the_other_has_not_are_told_both_steps(found):
-    assert_fine(found, "out of step")
+@pytest.mark.parametrize("name", EITHER)
+def test_ranks_of_which_one_has_stepped_and_the_other_has_not_are_told_both_steps(found, name):
+    assert_fine(found, f"out of step: {name}")
 
 
-def test_a_backward_that_only_one_rank_makes_raises_on_all(found):
-    assert_fine(found, "another backward")
+@pytest.mark.parametrize("name", EITHER)
+def test_a_backward_that_only_one_rank_makes_raises_on_all(found, name):
+    assert_fine(found, f"another backward: {name}")
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_run_different_modules_all_raise_and_nothing_is_updated(found, name):
+    assert_fine(found, f"refuses {name}")
 
 
 @pytest.mark.parametrize("name", RAISING)

@@ -298,7 +298,7 @@ def writes_on_one_rank_alone(rank: int, size: int) -> None:
 
 def waits_for_who_is_elsewhere(rank: int, size: int, root: str) -> None:
     """A rank that evaluates before it loads or saves is assisted by those that are there already."""
-    model, updater = made("adamw", seed=rank + 5)
+    model, updater = made("adamw", seed=rank + 5, find_unused_parameters=True)
     together(model, updater, [rank], size, range(1))
     folder, file = os.path.join(root, "elsewhere"), os.path.join(root, "elsewhere.pt")
     noria.save(file, model, updater)

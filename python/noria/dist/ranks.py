@@ -161,15 +161,14 @@ class Ranks:
             group.close()
 
     def collectives(self, device: torch.device) -> _C.Collectives:
-        """Makes the groups of the collect lane. Collective."""
-        numbers = self._group(self.grid.members)
-        on_host = device.type != "cuda"
-        shards = across = ""
-        if self.num_shards > 1:
-            shards = (numbers if on_host and self.num_replicas == 1 else self._group(self.grid.row, device)).name
-        if self.num_replicas > 1:
-            across = (numbers if on_host and self.num_shards == 1 else self._group(self.grid.column, device)).name
-        return _C.make_c10d_collectives(shards, across, numbers.name, self.replica, str(device))
+        """Makes the groups of the collect lane. Collective.
+
+        Numbers have a group of their own, because a thread exchanges them while the lane gathers and sums.
+        """
+        numbers = self._group(self.grid.members).name
+        shards = self._group(self.grid.row, device).name if self.num_shards > 1 else ""
+        across = self._group(self.grid.column, device).name if self.num_replicas > 1 else ""
+        return _C.make_c10d_collectives(shards, across, numbers, self.replica, str(device))
 
     def agree(
         self,

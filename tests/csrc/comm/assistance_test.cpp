@@ -40,7 +40,9 @@ class Rank {
   Rank(const std::shared_ptr<LocalGroup>& group, int rank, const HostBackendOptions& options)
       : rank_(rank),
         backend_(std::make_shared<HostBackend>(options)),
-        lane_(backend_, std::make_shared<LocalCollectives>(group, rank), {"a", "b", "c", "d", "e"}) {
+        lane_(backend_, std::make_shared<LocalCollectives>(group, rank),
+              std::vector<std::string>{"a", "b", "c", "d", "e"},
+              /*assists=*/true) {
     for (int unit = 0; unit < kUnits; ++unit) {
       weights_[index(unit)].assign(kCount, weight(unit, rank, 0));
       held_[index(unit)].assign(kCount, -1.0F);

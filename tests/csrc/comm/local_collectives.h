@@ -16,9 +16,9 @@
 namespace noria {
 
 /// Where ranks meet: `meet` shows all what each brought, until all have left again.
-class LocalGroup {
+class MeetingPlace {
  public:
-  explicit LocalGroup(int size) : brought_(static_cast<std::size_t>(size)), size_(size) {}
+  explicit MeetingPlace(int size) : brought_(static_cast<std::size_t>(size)), size_(size) {}
 
   int size() const { return size_; }
 
@@ -62,7 +62,24 @@ class LocalGroup {
   bool is_left_ = false;
 };
 
-class LocalCollectives final : public Collectives {
+/// Two places, so that one thread may exchange numbers while another gathers or sums.
+class LocalGroup {
+ public:
+  explicit LocalGroup(int size) : bytes_(size), numbers_(size) {}
+
+  int size() const { return bytes_.size(); }
+  MeetingPlace& bytes() { return bytes_; }
+  MeetingPlace& numbers() { return numbers_; }
+  void leave() {
+    bytes_.leave();
+    numbers_.leave();
+  }
+
+ private:
+  MeetingPlace bytes_, numbers_;
+};
+
+class LocalCollectives : public Collectives {
  public:
   LocalCollectives(std::shared_ptr<LocalGroup> group, int rank) : group_(std::move(group)), rank_(rank) {}
 
@@ -72,7 +89,7 @@ class LocalCollectives final : public Collectives {
   Stream stream() const override { return nullptr; }
 
   void gather(const Gather& gathered) override {
-    group_->meet(rank_, gathered.all, [&](const std::vector<const void*>& brought) {
+    group_->bytes().meet(rank_, gathered.all, [&](const std::vector<const void*>& brought) {
       for (std::size_t other = 0; other < brought.size(); ++other) {
         if (other == static_cast<std::size_t>(rank_)) continue;
         const auto offset = static_cast<std::int64_t>(other) * gathered.shard.count;
@@ -122,7 +139,7 @@ class LocalCollectives final : public Collectives {
 
   std::vector<std::int64_t> exchange(const std::vector<std::int64_t>& numbers) override {
     std::vector<std::int64_t> all;
-    group_->meet(rank_, &numbers, [&](const std::vector<const void*>& brought) {
+    group_->numbers().meet(rank_, &numbers, [&](const std::vector<const void*>& brought) {
       for (const void* its : brought) {
         const auto& theirs = *static_cast<const std::vector<std::int64_t>*>(its);
         all.insert(all.end(), theirs.begin(), theirs.end());
@@ -136,7 +153,7 @@ class LocalCollectives final : public Collectives {
     const auto count = static_cast<std::size_t>(shard.count) / sizeof(float);
     const auto begin = static_cast<std::size_t>(rank_) * count;
     std::vector<float> sum(count, 0.0F);
-    group_->meet(rank_, all, [&](const std::vector<const void*>& brought) {
+    group_->bytes().meet(rank_, all, [&](const std::vector<const void*>& brought) {
       for (const void* its : brought) {
         for (std::size_t i = 0; i < count && its != nullptr; ++i) {
           sum[i] += static_cast<const float*>(its)[begin + i] / static_cast<float>(size());
@@ -151,7 +168,7 @@ class LocalCollectives final : public Collectives {
   void meet_for_shards(const std::byte* own, const Wanting& wanting, Copy copy) {
     for (int root = 0; root < size(); ++root) {
       if (!wanting[static_cast<std::size_t>(root)]) continue;
-      group_->meet(rank_, own, [&](const std::vector<const void*>& brought) {
+      group_->bytes().meet(rank_, own, [&](const std::vector<const void*>& brought) {
         for (int other = 0; root == rank_ && other < size(); ++other) {
           if (other != rank_) copy(other, brought[static_cast<std::size_t>(other)]);
         }

@@ -36,11 +36,11 @@ BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
 
 BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
                        std::shared_ptr<HostOptimizer> optimizer, bool drafts, int ring_slots,
-                       std::shared_ptr<Collectives> collectives)
+                       std::shared_ptr<Collectives> collectives, bool assists)
     : machine_(std::move(machine)),
       shards_(collectives ? Shards{collectives->rank(), collectives->size()} : Shards{}),
       // Braces: the units are laid out before the buffers that this interns are moved.
-      engine_{options(budget, prefetch_at_step, units, ring_slots, collectives),
+      engine_{options(budget, prefetch_at_step, units, ring_slots, collectives, assists),
               machine_.backend,
               lay_out(units, drafts, ring_slots > 0),
               std::move(buffers_),
@@ -48,7 +48,7 @@ BareEngine::BareEngine(const std::vector<BareUnit>& units, BareMachine machine, 
               std::move(optimizer)} {}
 
 EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units,
-                                  int ring_slots, const std::shared_ptr<Collectives>& collectives) {
+                                  int ring_slots, const std::shared_ptr<Collectives>& collectives, bool assists) {
   EngineOptions result;
   result.device = {Place::Kind::device, 0};
   result.budget = budget;
@@ -56,7 +56,7 @@ EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const st
   if (collectives) {
     std::vector<std::string> names;
     for (std::size_t unit = 0; unit < units.size(); ++unit) names.push_back("unit " + std::to_string(unit));
-    result.lane = std::make_shared<CollectLane>(machine_.backend, collectives, std::move(names));
+    result.lane = std::make_shared<CollectLane>(machine_.backend, collectives, std::move(names), assists);
   }
   if (ring_slots == 0) return result;
   Bytes slot;

@@ -52,10 +52,11 @@ struct BareUnit {
 class BareEngine final : public EngineCallbacks {
  public:
   /// `drafts`: units that are trained as a whole have spare buffers. `ring_slots`: for gradients; if there are any,
-  /// updates run inside backward. `collectives`: of the ranks that share the home, if any.
+  /// updates run inside backward. `collectives`: of the ranks that share the home, if any;
+  /// `assists`: they may run different modules.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
              std::shared_ptr<HostOptimizer> optimizer, bool drafts = false, int ring_slots = 0,
-             std::shared_ptr<Collectives> collectives = nullptr);
+             std::shared_ptr<Collectives> collectives = nullptr, bool assists = false);
   ~BareEngine() override;
 
   Engine& engine() { return engine_; }
@@ -171,7 +172,7 @@ class BareEngine final : public EngineCallbacks {
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
   std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
   EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots,
-                        const std::shared_ptr<Collectives>& collectives);
+                        const std::shared_ptr<Collectives>& collectives, bool assists);
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);
 
   BareMachine machine_;

@@ -48,7 +48,7 @@ std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, 
                                  std::int64_t max_delay_us, const std::map<std::string, std::int64_t>& hold_us,
                                  bool poison, std::int64_t kernel_us, bool drafts, int ring_slots,
                                  const std::shared_ptr<LocalGroup>& group, int rank, int threads,
-                                 std::int64_t hold_peer_us) {
+                                 std::int64_t hold_peer_us, bool assists) {
   Hostility hostility{seed, max_delay_us, {}, poison, hold_peer_us};
   for (const auto& [verb, us] : hold_us) hostility.hold_us[parse_verb(verb)] = us;
   std::vector<BareUnit> described;
@@ -60,7 +60,7 @@ std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, 
   computes.kernel_us = kernel_us;
   return std::make_unique<BareEngine>(described, std::move(computes), Budget{Bytes{arena}, window}, prefetch_at_step,
                                       pool ? std::make_shared<HostOptimizer>(options) : nullptr, drafts, ring_slots,
-                                      group ? std::make_shared<LocalCollectives>(group, rank) : nullptr);
+                                      group ? std::make_shared<LocalCollectives>(group, rank) : nullptr, assists);
 }
 
 py::list passes_of(BareEngine& bare) {
@@ -119,7 +119,8 @@ PYBIND11_MODULE(_bare_engine, m) {
            py::arg("machine") = "host", py::arg("pool") = true, py::arg("prefetch_at_step") = true, py::arg("seed") = 0,
            py::arg("max_delay_us") = 0, py::arg("hold_us") = std::map<std::string, std::int64_t>(),
            py::arg("poison") = false, py::arg("kernel_us") = 0, py::arg("drafts") = false, py::arg("ring_slots") = 0,
-           py::arg("group") = nullptr, py::arg("rank") = 0, py::arg("threads") = 1, py::arg("hold_peer_us") = 0)
+           py::arg("group") = nullptr, py::arg("rank") = 0, py::arg("threads") = 1, py::arg("hold_peer_us") = 0,
+           py::arg("assists") = false)
       .def("begin_forward", &BareEngine::begin_forward, py::arg("root") = 0, py::arg("training") = true,
            py::arg("grad_enabled") = true, Release())
       .def("begin_backward", &BareEngine::begin_backward, Release())

@@ -115,7 +115,7 @@ TEST(Hazards, long_stream_over_changing_ranges_is_remembered_by_its_ranges_only)
   constexpr std::int64_t kCells = 28;
   constexpr std::int64_t kChains = 5;
   std::mt19937 random(11);
-  Hazards hazards(buffers);
+  Hazards hazards(buffers, /*assists=*/false);
   for (std::int64_t i = 0; i < 20000; ++i) {
     Op op;
     op.id = OpId(i);

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from noria import _C
+from noria.dist.groups import Group
 
 from tests.ranks import on_ranks
 
@@ -18,18 +19,19 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 TYPES = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def new_lane() -> _C.CollectLane:
-    name = dist.group.WORLD.group_name
-    collectives = _C.make_c10d_collectives(name, "", name, range(dist.get_world_size()), "cpu")
-    return _C.CollectLane(_C.make_host_backend(1 << 20), collectives, ["head", "tail"])
+def new_lane(assists: bool = False) -> _C.CollectLane:
+    ranks = range(dist.get_world_size())
+    shards, numbers = Group(ranks), Group(ranks)
+    collectives = _C.make_c10d_collectives(shards.name, "", numbers.name, ranks, "cpu")
+    return _C.CollectLane(_C.make_host_backend(1 << 20), collectives, ["head", "tail"], assists)
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(size * COUNT, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def gather_and_reduce(rank: int, size: int) -> None:
-    lane = new_lane()
+def gather_and_reduce(rank: int, size: int, assists: bool) -> None:
+    lane = new_lane(assists)
     op = 0
     for name, dtype in TYPES.items():
         shard = COUNT * dtype.itemsize
@@ -62,9 +64,9 @@ def gather_and_reduce(rank: int, size: int) -> None:
     assert lane.exchange([rank, 7]) == [number for other in range(size) for number in (other, 7)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_shards_are_gathered_and_gradients_summed_to_torchs_bits(size):
-    on_ranks(size, gather_and_reduce)
+@pytest.mark.parametrize(("size", "assists"), [(1, False), (2, False), (3, False), (2, True)])
+def test_shards_are_gathered_and_gradients_summed_to_torchs_bits(size, assists):
+    on_ranks(size, gather_and_reduce, assists)
 
 
 def do_different_things(rank: int, size: int) -> str:

@@ -76,6 +76,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 def test_any_loop_of_ranks_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data):
     model, program = data.draw(programs())
     arena, window = data.draw(budgets(model, program))
+    assists = data.draw(st.booleans())
     ranks = followed(
         data.draw(st.sampled_from([2, 4])),
         model,
@@ -88,11 +89,12 @@ def test_any_loop_of_ranks_in_any_window_gives_the_bits_of_a_loop_that_moves_not
         seed=data.draw(st.integers(0, 1000)),
         max_delay_us=data.draw(st.sampled_from([0, 30, 200])),
         poison=data.draw(st.booleans()),
+        assists=assists,
     )
     for engine in ranks.engines:
         assert engine.num_fetches > 0 and engine.peak_bytes <= engine.arena_bytes == arena
     kinds = {kind for engine in ranks.engines for kind in engine.wait_kinds()}
-    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE | ASSISTANCE
+    assert kinds <= CASES.keys() | UNSHARED.keys() | GIVEN_AT_ONCE | NEVER_LATE | (ASSISTANCE if assists else set())
     ranks.each("close")
 
 
@@ -245,8 +247,8 @@ CASES = {
     "gather -> poison on weights (WAW)": Case(a_gradient_that_no_plan_foresaw(), poison=True, later="poison"),
 }
 
-# For assistance (plan/hazards.h, Note [Assistance]), after any newest op of the collect lane. All ranks here play the
-# same program, so no rank assists, and nothing goes wrong without it.
+# If the collect lane assists (plan/hazards.h, Note [Assistance]), after any newest op of it. All ranks here play the same
+# program, so no rank does assist, and nothing goes wrong without it.
 ASSISTANCE = {
     f"{giver} -> {waiter}"
     for giver in ("gather", "reduce")

@@ -345,7 +345,7 @@ def test_ops_come_in_issue_order():
             hazards.issue(_C.Op(late, "fetch", "fetch"))
 
 
-def test_who_changes_the_home_waits_for_the_collect_lane_which_may_be_assisting_and_nobody_else_does():
+def test_who_changes_the_home_waits_for_the_collect_lane_if_that_assists_and_nobody_else_does():
     buffers = _C.BufferTable()
 
     def ranges(place, purpose):
@@ -368,4 +368,7 @@ def test_who_changes_the_home_waits_for_the_collect_lane_which_may_be_assisting_
         op(5, "collect", "reduce", 1, write=[device[0]]),
         op(6, "drain", "drain", 1, write=[held[1]]),
     ]
-    assert _C.derive(ops, buffers) == [[], [], [], [0], [0], [], [5, 3]]
+    hazards = _C.Hazards(buffers, assists=True)
+    assert [[wait.on for wait in hazards.issue(op)] for op in ops] == [[], [], [], [0], [0], [], [5, 3]]
+    hazards = _C.Hazards(buffers)
+    assert [[wait.on for wait in hazards.issue(op)] for op in ops] == [[], [], [], [], [], [], [3]]
