@@ -13,13 +13,13 @@ class Living {
  public:
   static std::int64_t count() { return count_; }
 
- protected:
+ private:
+  friend Owner;
   Living() { ++count_; }
   Living(const Living&) { ++count_; }
   Living& operator=(const Living&) = default;
   ~Living() { --count_; }
 
- private:
   static inline std::atomic<std::int64_t> count_ = 0;
 };
 

@@ -59,8 +59,8 @@ std::optional<std::size_t> needed_after(const std::vector<SavedBundle>& bundles,
                                         const BackwardOrder& order, const IsAlive& is_alive) {
   const auto is_needed = [&](std::size_t i) { return !bundles[i].is_used && is_alive(i); };
   const std::int64_t forward = bundles[used].forward;
-  for (std::size_t i = used; i-- > 0 && bundles[i].forward == forward;) {
-    if (is_needed(i)) return i;
+  for (std::size_t i = used; i > 0 && bundles[i - 1].forward == forward; --i) {
+    if (is_needed(i - 1)) return i - 1;
   }
   std::optional<std::size_t> found;
   for (std::size_t i = 0; i < bundles.size(); ++i) {
