@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import textwrap
-import time
 
+import _pretend_gpu
 import pytest
 import torch
 
@@ -22,6 +23,14 @@ FAILED = "index_select failed on the device"
 def fail(device=0):
     """Fails on the current stream, and no thread waits."""
     acts.fail_unheard(torch.device("cuda", device))
+
+
+def fail_by_now():
+    """As `fail`. Returns when it has failed."""
+    _pretend_gpu.forget_failure()  # an earlier one, of which a caller has heard
+    fail()
+    while not _pretend_gpu.has_failed():
+        os.sched_yield()
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -78,21 +87,21 @@ def test_a_failure_behind_a_tests_back_fails_that_test_alone(tmp_path, place):
 def test_who_hears_of_a_failure_has_waited():
     """Else a copy would come down to memory that went with the exception."""
     x = torch.ones(8, device="cuda")
-    fail()
-    torch.cuda._sleep(400_000_000)
-    time.sleep(0.05)  # it has failed by now, and the stream still sleeps
-    with pytest.raises(RuntimeError, match=FAILED):
-        x.cpu()
-    assert torch.cuda.current_stream().query()
+    with machine(lazy=False):
+        fail_by_now()
+        torch.cuda._sleep(400_000_000)
+        with pytest.raises(RuntimeError, match=FAILED):
+            x.cpu()
+        assert torch.cuda.current_stream().query()
 
 
 def test_an_error_of_a_call_does_not_hide_a_failure_of_the_device():
-    fail()
-    time.sleep(0.05)  # it has failed by now
-    with pytest.raises(RuntimeError, match="cudaErrorInvalidDevice"):
-        torch.cuda.set_device(7)
-    with pytest.raises(RuntimeError, match=FAILED):
-        torch.cuda.synchronize()
+    with machine(lazy=False):
+        fail_by_now()
+        with pytest.raises(RuntimeError, match="cudaErrorInvalidDevice"):
+            torch.cuda.set_device(7)
+        with pytest.raises(RuntimeError, match=FAILED):
+            torch.cuda.synchronize()
 
 
 def test_a_launch_on_a_stream_that_was_destroyed_is_refused():

@@ -13,6 +13,7 @@ from noria.dist.groups import Group
 from noria.dist.ranks import Ranks
 from noria.model.layout import describe_units
 from noria.model.partition import partition
+from noria.wrapped import wrapped_by
 from torch import nn
 
 SHAPES = st.one_of(
@@ -104,8 +105,8 @@ def test_a_group_of_one_shares_with_nobody(tmp_path):
     try:
         model = nn.Linear(3, 3)
         noria.wrap(model, device="cpu")
-        with noria.materialize(model):
-            pass
+        wrapped = wrapped_by(model)
+        assert wrapped is not None and wrapped.context.ranks is None
         noria.unwrap(model)
     finally:
         dist.destroy_process_group()

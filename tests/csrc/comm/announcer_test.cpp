@@ -114,7 +114,7 @@ TEST_F(AnnouncerTest, what_comes_before_a_difference_is_agreed_on_and_all_that_f
   }
   open();
   const std::string said = failure_of(agreed[0][1]);
-  for (const std::string& part :
+  for (const char* part :
        {"rank 0 about to gather \"body\"", "rank 1 to gather \"tail\"", "find_unused_parameters=True"}) {
     EXPECT_NE(said.find(part), std::string::npos) << said;
   }

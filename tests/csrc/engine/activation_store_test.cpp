@@ -256,7 +256,7 @@ class Machine final : public EngineCallbacks {
   HostBackend backend_, lender_;
   const Stream stream_;
   BufferTable buffers_;
-  Issuer issuer_{backend_, buffers_};
+  Issuer issuer_{backend_, buffers_, /*assists=*/false};
   std::vector<float> home_;
   bool has_home_ = false;
   const BufferId weights_ =

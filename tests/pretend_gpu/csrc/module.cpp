@@ -57,6 +57,7 @@ PYBIND11_MODULE(_pretend_gpu, m) {
     fake_cuda::reset_waits();
   });
   m.def("report_faults", &fake_cuda::report_faults);
+  m.def("has_failed", &pretend_gpu::has_failed);
   m.def("forget_failure", &pretend_gpu::forget_failure);
   m.def("stop", &fake_cuda::stop, Release());
   m.def(

@@ -128,6 +128,11 @@ void record_failure(const std::string& text, cudaError_t error) {
   fake_cuda::set_sticky_error(error);
 }
 
+bool has_failed() {
+  const std::lock_guard lock(state().mutex);
+  return !state().failure.empty();
+}
+
 void forget_failure() {
   const std::lock_guard lock(state().mutex);
   state().failure.clear();

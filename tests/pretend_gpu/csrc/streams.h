@@ -63,6 +63,8 @@ void run_for_free_on(const c10::Stream& stream, std::function<void()> work);
 void synchronize(const c10::Stream& stream);
 void synchronize_device(int device);
 bool is_idle(const c10::Stream& stream);
+/// Whether something has failed since `forget_failure`.
+bool has_failed();
 void forget_failure();
 void record_failure(const std::string& text, cudaError_t error);
 /// Without the way there through torch.

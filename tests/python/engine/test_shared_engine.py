@@ -247,8 +247,8 @@ CASES = {
     "gather -> poison on weights (WAW)": Case(a_gradient_that_no_plan_foresaw(), poison=True, later="poison"),
 }
 
-# If the collect lane assists (plan/hazards.h, Note [Assistance]), after any newest op of it. All ranks here play the same
-# program, so no rank does assist, and nothing goes wrong without it.
+# If the collect lane assists (plan/hazards.h, Note [Assistance]), after any newest op of it. All ranks here play the
+# same program, so no rank does assist, and nothing goes wrong without it.
 ASSISTANCE = {
     f"{giver} -> {waiter}"
     for giver in ("gather", "reduce")

@@ -1,7 +1,6 @@
 """The host pool: the result depends on no thread, and order, failures and counts are as promised."""
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +267,7 @@ def begun(optimizer):
     """The ticket of a job that the pool is at work on: what is submitted now is ready when it looks again."""
     while True:
         ticket = optimizer.submit(Unit(10).job(), op=1000)
-        time.sleep(0.005)
+        os.sched_yield()
         if not optimizer.recall(ticket) and not ticket.passed():
             return ticket
 
