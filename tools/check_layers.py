@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-STEPS = {"base": 0, "plan": 1, "device": 1, "store": 2, "comm": 2, "optim": 3, "engine": 4, "bindings": 5}
+STEPS = {"base": 0, "plan": 1, "device": 1, "store": 2, "comm": 2, "optim": 3, "engine": 4, "testing": 4, "bindings": 5}
 SUFFIXES = {".h", ".cpp", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -90,11 +90,11 @@ void bind_gradients(py::module_& m) {
           "guard_gradients", [](const EngineGradients& self) { self->gradients().guard(); }, NoGil())
       .def(
           "access_held",
-          [](const EngineGradients& self, std::int32_t unit) { self.engine().access_held(UnitId(unit), nullptr); },
+          [](const EngineGradients& self, std::int32_t unit) { self.engine().access_held(UnitId(unit), Stream()); },
           py::arg("unit"), NoGil())
       .def(
           "begin_scaling",
-          [](const EngineGradients& self, std::int32_t unit) { self.engine().begin_scaling(UnitId(unit), nullptr); },
+          [](const EngineGradients& self, std::int32_t unit) { self.engine().begin_scaling(UnitId(unit), Stream()); },
           py::arg("unit"), NoGil())
       .def(
           "end_scaling",

@@ -26,53 +26,24 @@ namespace {
 using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
 
-constexpr std::string_view kPeerLink = "peer:";  // in the names of limits, before one link's number
-
 std::byte* at(Address address) { return reinterpret_cast<std::byte*>(address); }
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
-Stream as_stream(Address handle) { return reinterpret_cast<Stream>(handle); }
 
 OpLabel make_label(std::int64_t op, const std::string& lane, const std::string& verb, std::int32_t unit) {
   return {OpId(op), parse_lane(lane), parse_verb(verb), UnitId(unit)};
 }
 
-Hostility make_hostility(const py::dict& fields) {
-  Hostility hostility;
-  for (const auto& [name, value] : fields) {
-    const auto field = py::cast<std::string>(name);
-    if (field == "seed") {
-      hostility.seed = py::cast<std::uint64_t>(value);
-    } else if (field == "max_delay_us") {
-      hostility.max_delay_us = py::cast<std::int64_t>(value);
-    } else if (field == "hold_us") {
-      for (const auto& [verb, us] : py::cast<std::map<std::string, std::int64_t>>(value)) {
-        hostility.hold_us[parse_verb(verb)] = us;
-      }
-    } else if (field == "poison") {
-      hostility.poison = py::cast<bool>(value);
-    } else {
-      throw UsageError("hostility with seed, max_delay_us, hold_us or poison", "\"" + field + "\"", "correct the name");
-    }
-  }
-  return hostility;
+/// None: the machine's own.
+std::shared_ptr<Pace> or_own(std::shared_ptr<Pace> pace) { return pace ? std::move(pace) : std::make_shared<Pace>(); }
+
+std::shared_ptr<HostBackend> make_host(std::int64_t capacity, std::shared_ptr<Pace> pace) {
+  return std::make_shared<HostBackend>(HostBackendOptions{Bytes{capacity}, or_own(std::move(pace))});
 }
 
-std::shared_ptr<HostBackend> make_host(std::int64_t capacity,
-                                       const std::map<std::string, std::pair<double, double>>& limits,
-                                       const py::dict& hostility) {
-  HostBackendOptions options{Bytes{capacity}, {}, make_hostility(hostility)};
-  for (const auto& [name, limit] : limits) {
-    const LaneLimit both{limit.first, limit.second};
-    if (name.starts_with(kPeerLink)) options.links[std::stoi(name.substr(kPeerLink.size()))] = both;
-    else options.limits[parse_lane(name)] = both;
-  }
-  return std::make_shared<HostBackend>(options);
-}
-
-std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, const py::dict& hostility,
+std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, std::shared_ptr<Pace> pace,
                                    std::int64_t staging_piece, const std::shared_ptr<const cuda::Runtime>& runtime,
                                    std::int64_t copy_piece) {
-  CudaBackendOptions options{device_index, Bytes{capacity}, make_hostility(hostility)};
+  CudaBackendOptions options{device_index, Bytes{capacity}, or_own(std::move(pace))};
   options.copy_piece = Bytes{copy_piece};
   options.staging_piece = Bytes{staging_piece};
   py::gil_scoped_release release;
@@ -206,7 +177,7 @@ void bind_backend(py::module_& m) {
           py::arg("op") = -1, py::arg("verb") = "forward", py::arg("unit") = -1, py::arg("lane") = "compute",
           py::arg("bytes") = 0, Release())
       .def(
-          "give", [](Backend& b, const Ticket& ticket, Address stream) { b.give(ticket, as_stream(stream)); },
+          "give", [](Backend& b, const Ticket& ticket, Address stream) { b.give(ticket, Stream(stream)); },
           py::arg("ticket"), py::arg("stream") = 0, Release())
       .def(
           "give_failed",
@@ -218,7 +189,7 @@ void bind_backend(py::module_& m) {
           "wait",
           [](Backend& b, const std::vector<Ticket>& tickets, Address stream, std::int64_t op, const std::string& verb,
              std::int32_t unit,
-             const std::string& lane) { b.wait(tickets, as_stream(stream), make_label(op, lane, verb, unit)); },
+             const std::string& lane) { b.wait(tickets, Stream(stream), make_label(op, lane, verb, unit)); },
           py::arg("tickets"), py::arg("stream") = 0, py::kw_only(), py::arg("op") = -1, py::arg("verb") = "forward",
           py::arg("unit") = -1, py::arg("lane") = "compute", Release())
       .def(
@@ -249,17 +220,17 @@ void bind_backend(py::module_& m) {
 
   py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend")
       .def(
-          "create_stream", [](HostBackend& b) { return address_of(b.create_stream()); }, Release())
+          "create_stream", [](HostBackend& b) { return b.create_stream().value(); }, Release())
       .def(
           "enqueue_copy",
           [](HostBackend& b, Address stream, Address to, Address from, std::size_t bytes) {
-            b.enqueue(as_stream(stream), [=] { std::memcpy(at(to), at(from), bytes); });
+            b.enqueue(Stream(stream), [=] { std::memcpy(at(to), at(from), bytes); });
           },
           py::arg("stream"), py::arg("to"), py::arg("from_"), py::arg("bytes"), Release())
       .def(
           "enqueue_hold",
           [](HostBackend& b, Address stream, const std::shared_ptr<HostTicket>& until) {
-            b.enqueue(as_stream(stream), [until] { until->wait_passed(); });
+            b.enqueue(Stream(stream), [until] { until->wait_passed(); });
           },
           py::arg("stream"), py::arg("until"), Release());
 }
@@ -270,29 +241,19 @@ void bind_device(py::module_& m) {
   bind_tickets(m);
   bind_shared_memory(m);
   bind_backend(m);
-  m.attr("DEFAULT_STREAM") = address_of(kDefaultStream);
-  m.def("make_host_backend", &make_host, py::arg("capacity"),
-        py::arg("limits") = std::map<std::string, std::pair<double, double>>(), py::arg("hostility") = py::dict());
+  m.attr("DEFAULT_STREAM") = Stream::of(nullptr).value();
+  m.def("make_host_backend", &make_host, py::arg("capacity"), py::arg("pace") = py::none());
   py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<cuda::Runtime>(open_cuda(path)); }),
            py::arg("path"))
       .def_readonly("path", &cuda::Runtime::path)
       .def_property_readonly("version", &version_of);
   m.def("find_cuda_runtime", [] { return std::const_pointer_cast<cuda::Runtime>(cuda::Runtime::find()); });
-  m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"),
-        py::arg("hostility") = py::dict(), py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count,
-        py::arg("runtime") = py::none(), py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
+  m.def("make_cuda_backend", &make_cuda, py::arg("device_index"), py::arg("capacity"), py::arg("pace") = py::none(),
+        py::arg("staging_piece") = CudaBackendOptions{}.staging_piece.count, py::arg("runtime") = py::none(),
+        py::arg("copy_piece") = CudaBackendOptions{}.copy_piece.count);
   m.attr("STAGING_BYTES") = CudaBackendOptions{}.staging_bytes().count;
   m.def("cuda_absent_reason", &cuda_absent_reason, py::arg("runtime") = py::none(), Release());
-  m.def(
-      "hostile_delays",
-      [](std::uint64_t seed, std::int64_t max_delay_us, const std::string& lane, int count) {
-        Delays delays({seed, max_delay_us, {}, false}, parse_lane(lane));
-        std::vector<std::int64_t> drawn;
-        for (int i = 0; i < count; ++i) drawn.push_back(delays.next_us());
-        return drawn;
-      },
-      py::arg("seed"), py::arg("max_delay_us"), py::arg("lane"), py::arg("count"));
 }
 
 }  // namespace noria

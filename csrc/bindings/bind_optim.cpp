@@ -74,17 +74,10 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   return job;
 }
 
-std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, double bandwidth_gib_s, double latency_us,
-                                                   std::uint64_t seed, std::int64_t max_delay_us, std::int64_t hold_us,
-                                                   bool is_beside_device, int numa_node) {
-  HostOptimizerOptions options;
-  options.num_threads = num_threads;
-  options.is_beside_device = is_beside_device;
-  options.numa_node = numa_node;
-  options.limit = {bandwidth_gib_s, latency_us};
-  options.hostility.seed = seed;
-  options.hostility.max_delay_us = max_delay_us;
-  if (hold_us > 0) options.hostility.hold_us = {{Verb::update, hold_us}, {Verb::draft, hold_us}};
+std::shared_ptr<HostOptimizer> make_host_optimizer(int num_threads, bool is_beside_device, int numa_node,
+                                                   std::shared_ptr<Pace> pace) {
+  HostOptimizerOptions options{num_threads, is_beside_device, numa_node};
+  if (pace) options.pace = std::move(pace);
   return std::make_shared<HostOptimizer>(options);
 }
 
@@ -197,9 +190,8 @@ void bind_optim(py::module_& m) {
   bind_kernels(m);
 
   py::class_<HostOptimizer, std::shared_ptr<HostOptimizer>>(m, "HostOptimizer")
-      .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(), py::arg("bandwidth_gib_s") = 0.0,
-           py::arg("latency_us") = 0.0, py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("hold_us") = 0,
-           py::arg("is_beside_device") = false, py::arg("numa_node") = -1)
+      .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(),
+           py::arg("is_beside_device") = false, py::arg("numa_node") = -1, py::arg("pace") = py::none())
       .def(
           "submit",
           [](HostOptimizer& optimizer, UpdateJob job, std::vector<Ticket> waits, int priority, std::int64_t op,
@@ -209,7 +201,6 @@ void bind_optim(py::module_& m) {
           },
           py::arg("job"), py::arg("waits") = std::vector<Ticket>(), py::kw_only(), py::arg("priority") = 0,
           py::arg("op") = -1, py::arg("unit") = -1, py::arg("verb") = "update", Release())
-      .def("break_next_update", &HostOptimizer::break_next_update)
       .def("recall", &HostOptimizer::recall, py::arg("ticket"), Release())
       .def("idle", &HostOptimizer::idle, Release())
       .def("close", &HostOptimizer::close, Release())

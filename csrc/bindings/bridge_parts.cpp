@@ -9,10 +9,9 @@
 namespace noria {
 
 Stream BridgeParts::current_stream() const {
-  if (device.is_cpu()) return nullptr;
+  if (device.is_cpu()) return {};
   const c10::impl::VirtualGuardImpl guard(device.type());
-  void* handle = guard.getStream(device).native_handle();
-  return handle != nullptr ? handle : kDefaultStream;
+  return Stream::of(guard.getStream(device).native_handle());
 }
 
 void BridgeParts::refuse_other_process() const {

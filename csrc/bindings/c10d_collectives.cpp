@@ -60,7 +60,7 @@ class C10dCollectives final : public Collectives {
     const int num_replicas = across_ ? across_->getSize() : 1;
     return within_ ? Shards{within_->getRank(), within_->getSize(), num_replicas} : Shards{0, 1, num_replicas};
   }
-  Stream stream() const override { return stream_ ? stream_->native_handle() : nullptr; }
+  Stream stream() const override { return stream_ ? Stream::of(stream_->native_handle()) : Stream(); }
 
   void gather(const Gather& gathered) override {
     if (!within_) return;

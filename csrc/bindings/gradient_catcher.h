@@ -81,7 +81,7 @@ class GradientCatcher {
   GradientViews& views_;
   UnitMap<std::unique_ptr<UnitStorage>> buffers_;  // null: frozen
   std::vector<Caught> caught_;                     // by parameter
-  Stream accumulators_stream_ = nullptr;           // the stream that the accumulators were made on
+  Stream accumulators_stream_;                     // the stream that the accumulators were made on
 };
 
 }  // namespace noria

@@ -5,6 +5,7 @@
 namespace noria {
 
 void bind_base(pybind11::module_& m);
+void bind_testing(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_store(pybind11::module_& m);
@@ -17,6 +18,7 @@ void bind_torch_bridge(pybind11::module_& m);
 PYBIND11_MODULE(_C, m) {
   m.doc() = "noria's engine; private to the noria package";
   noria::bind_base(m);
+  noria::bind_testing(m);
   noria::bind_device(m);
   noria::bind_plan(m);
   noria::bind_store(m);

@@ -13,10 +13,8 @@
 // wait for it. On CUDA a wait on an event that was never recorded passes silently. So every wait first waits, on the
 // host, for issued. Threads of host lanes wait for passed.
 //
-// Note [The null stream]. Torch's default CUDA stream has the native handle null, and null here means the calling
-// thread. The CUDA backend therefore takes null for both. `give` records on the device's default stream. `wait` makes
-// that stream wait, and blocks the calling thread too. This is always correct, but nothing overlaps. A caller that
-// means the default stream alone passes kDefaultStream.
+// Note [The calling thread]. If a caller computes itself (device/stream.h), the CUDA backend takes it for the device's
+// default stream too: `give` records there. `wait` makes that stream wait, and blocks the calling thread.
 #pragma once
 
 #include <array>
@@ -36,6 +34,8 @@
 #include "base/living.h"
 #include "base/trace.h"
 #include "base/words.h"
+#include "device/pace.h"
+#include "device/stream.h"
 
 namespace noria {
 
@@ -77,12 +77,6 @@ using Ticket = std::shared_ptr<TicketState>;
 
 /// Waits for all tickets, even if some fail. Then throws the first failure.
 void wait_for_all(const std::vector<Ticket>& tickets);
-
-/// The compute queue that the caller uses now: a cudaStream_t, or a compute stream of a HostBackend. Null means that
-/// the calling thread itself computes, and has finished when it says so (but see Note [The null stream]).
-using Stream = void*;
-/// The device's own default stream, whose native handle is null. The value is that of cudaStreamLegacy.
-inline const Stream kDefaultStream = reinterpret_cast<Stream>(std::uintptr_t{1});  // NOLINT(performance-no-int-to-ptr)
 
 struct CopySpan {
   std::byte* to;
@@ -210,28 +204,9 @@ class Backend : public Living<Backend> {
   virtual bool poisons() const = 0;
 };
 
-/// Limits the rate of a lane, or of each link of the peer lane, so that overlap can be measured on any machine. 0 means
-/// unlimited.
-struct LaneLimit {
-  double bandwidth_gib_s = 0;
-  double latency_us = 0;
-};
-
-/// Describes the hostile setting: everything that may happen late does happen late.
-struct Hostility {
-  std::uint64_t seed = 0;                // 0: no random delays
-  std::int64_t max_delay_us = 0;         // random, up to this: before and after each lane op, and after compute waits
-  std::map<Verb, std::int64_t> hold_us;  // how long ops of this verb are held back before they run
-  bool poison = false;                   // overwrite vacated memory with 0xFF
-  std::int64_t hold_peer_us = 0;         // how much longer each op of the peer lane waits
-};
-
 struct HostBackendOptions {
-  Bytes capacity;                    // the cap on device memory
-  std::map<Lane, LaneLimit> limits;  // of fetch, drain and peer (the host optimizer has update's limit)
-  Hostility hostility;
-  /// Limits of single links of the peer lane that differ from its `limits`.
-  std::map<int, LaneLimit> links = {};  // NOLINT(readability-redundant-member-init): lets callers list the others alone
+  Bytes capacity;  // the cap on device memory
+  std::shared_ptr<Pace> pace = std::make_shared<Pace>();
 };
 
 std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options);
@@ -239,7 +214,7 @@ std::shared_ptr<Backend> make_host_backend(const HostBackendOptions& options);
 struct CudaBackendOptions {
   int device_index = 0;
   Bytes capacity;
-  Hostility hostility;
+  std::shared_ptr<Pace> pace = std::make_shared<Pace>();
   // The largest copy on the fetch or drain lane. Between two copies a copy engine can serve others, such as the user's.
   Bytes copy_piece{std::int64_t{32} << 20};
   // The ring of the fetch lane and of the drain lane, if home memory must be staged. One piece is filled while others

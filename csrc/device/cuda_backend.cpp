@@ -98,20 +98,17 @@ class CudaBackend final : public Backend {
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
   bool is_captured(Stream stream) const override;
   bool pins() const override { return true; }
-  bool poisons() const override { return options_.hostility.poison; }
+  bool poisons() const override { return options_.pace->poisons(); }
 
  private:
   struct CopyLane {
-    CopyLane(Lane lane, cuda::CopyKind kind, const Hostility& hostility)
-        : kind(kind),
-          delays(hostility, lane),
-          thread(std::string(to_string(lane))) {}
+    CopyLane(Lane lane, cuda::CopyKind kind) : lane(lane), kind(kind), thread(std::string(to_string(lane))) {}
+    const Lane lane;
     const cuda::CopyKind kind;
     cuda::StreamHandle stream = nullptr;
     std::unique_ptr<StagingRing> ring;           // Note [Staged home]; made before the first transfer that needs it
     std::vector<cuda::EventHandle> ring_events;  // by piece
-    Delays delays;
-    HostLane thread;  // last: destroyed before what it uses
+    HostLane thread;                             // last: destroyed before what it uses
   };
   class RingLink;
 
@@ -133,7 +130,6 @@ class CudaBackend final : public Backend {
   const std::shared_ptr<EventPool> events_;
   LaneLedger ledger_;
   mutable CudaTimes times_;
-  Delays compute_delays_;
   CopyLane fetch_, drain_, peer_;
   CudaLinks links_;
   bool closed_ = false;
@@ -198,11 +194,10 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<cons
       device_(std::move(runtime), options.device_index),
       events_(std::make_shared<EventPool>(device_)),
       times_(device_, ledger_),
-      compute_delays_(options.hostility, Lane::compute),
-      fetch_(Lane::fetch, cuda::kHostToDevice, options.hostility),
-      drain_(Lane::drain, cuda::kDeviceToHost, options.hostility),
+      fetch_(Lane::fetch, cuda::kHostToDevice),
+      drain_(Lane::drain, cuda::kDeviceToHost),
       // Not cudaMemcpyDefault: given an address of the home, it would detect host memory and copy through the host.
-      peer_(Lane::peer, cuda::kDeviceToDevice, options.hostility),
+      peer_(Lane::peer, cuda::kDeviceToDevice),
       links_(device_, events_) {
   OnDevice on(device_);
   cuda::Error error = cuda::kSuccess;
@@ -491,7 +486,7 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
     op.waits.push_back(TimedOp::wait_of(wait));
     hold_back(lane.stream, wait);
   }
-  lane.delays.sleep(label.verb);
+  sleep_for_us(options_.pace->before_us(lane.lane, label.verb));
   times_.begin(op, lane.stream);
   if (lane.kind == cuda::kDeviceToDevice) {
     links_.copy(transfer.copies, lane.stream);
@@ -504,7 +499,7 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
   }
   auto ended = times_.end(std::move(op), lane.stream);
   times_.poll();
-  lane.delays.sleep();
+  sleep_for_us(options_.pace->after_us(lane.lane));
   ticket->record(lane.stream, std::move(ended));  // last: a callback on this thread may release the backend itself
 }
 
@@ -540,10 +535,8 @@ CudaTicket& CudaBackend::as_cuda_ticket(const Ticket& ticket) const {
   return *on_device;
 }
 
-static_assert(sizeof(cuda::StreamHandle) == sizeof(Stream));
-
 static cuda::StreamHandle native(Stream stream) {
-  return static_cast<cuda::StreamHandle>(stream == nullptr ? kDefaultStream : stream);
+  return static_cast<cuda::StreamHandle>((stream.is_calling_thread() ? Stream::of(nullptr) : stream).handle());
 }
 
 Ticket CudaBackend::open(const OpLabel& label, Bytes bytes) {
@@ -580,9 +573,9 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
   const auto held_up = times_.pause(waiter, !tickets.empty(), waiting);
   for (const Ticket& ticket : tickets) hold_back(waiting, ticket);
   times_.waits(std::move(op));
-  if (stream == nullptr) {  // Note [The null stream]: the caller waits too
+  if (stream.is_calling_thread()) {  // Note [The calling thread]
     for (const Ticket& ticket : tickets) ticket->wait_passed();
-    compute_delays_.sleep(waiter.verb);
+    sleep_for_us(options_.pace->before_us(Lane::compute, waiter.verb));
   } else {
     hold_compute(waiting, waiter.verb);
   }
@@ -591,7 +584,7 @@ void CudaBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
 
 // Holds the stream and not the caller, which runs ahead of the stream as in normal use.
 void CudaBackend::hold_compute(cuda::StreamHandle stream, Verb verb) {
-  const std::int64_t us = compute_delays_.next_us() + compute_delays_.hold_us(verb);
+  const std::int64_t us = options_.pace->before_us(Lane::compute, verb);
   if (us == 0) return;
   auto held = std::make_unique<std::int64_t>(us);
   device_.check(device_->LaunchHostFunc(stream, &hold_stream, held.get()), "cudaLaunchHostFunc");

@@ -12,15 +12,11 @@
 #include "base/errors.h"
 #include "device/host_memory.h"
 #include "device/host_ticket.h"
+#include "device/timing.h"
 
 namespace noria {
 
 namespace {
-
-LaneLimit limit_of(const HostBackendOptions& options, Lane lane) {
-  const auto found = options.limits.find(lane);
-  return found == options.limits.end() ? LaneLimit{} : found->second;
-}
 
 HostTicket& as_host_ticket(const Ticket& ticket) {
   auto* host = dynamic_cast<HostTicket*>(ticket.get());
@@ -38,15 +34,9 @@ std::vector<OpId> ids_of(const std::vector<Ticket>& tickets) {
 }  // namespace
 
 struct HostBackend::TransferLane {
-  TransferLane(Lane lane, const HostBackendOptions& options)
-      : limit(limit_of(options, lane)),
-        links(lane == Lane::peer ? options.links : std::map<int, LaneLimit>{}),
-        delays(options.hostility, lane),
-        thread(std::string(to_string(lane))) {}
+  explicit TransferLane(Lane which) : lane(which), thread(std::string(to_string(which))) {}
 
-  const LaneLimit limit;
-  const std::map<int, LaneLimit> links;
-  Delays delays;
+  const Lane lane;
   std::int64_t free_ns = 0;  // when the last op ended; only the lane's thread uses it
   HostLane thread;           // last: destroyed before what it uses
 };
@@ -77,10 +67,9 @@ struct HostBackend::ComputeStream {
 
 HostBackend::HostBackend(const HostBackendOptions& options)
     : options_(options),
-      compute_delays_(options.hostility, Lane::compute),
-      fetch_(std::make_unique<TransferLane>(Lane::fetch, options)),
-      drain_(std::make_unique<TransferLane>(Lane::drain, options)),
-      peer_(std::make_unique<TransferLane>(Lane::peer, options)) {}
+      fetch_(std::make_unique<TransferLane>(Lane::fetch)),
+      drain_(std::make_unique<TransferLane>(Lane::drain)),
+      peer_(std::make_unique<TransferLane>(Lane::peer)) {}
 
 HostBackend::~HostBackend() { close(); }
 
@@ -214,8 +203,8 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
     lane.thread.await_issued(ticket);
     free_ns = stood_until(ticket, label, free_ns);
   }
-  const bool delayed = lane.delays.sleep(label.verb);
-  const std::int64_t least_ns = least_duration_ns(lane.limit, transfer, lane.links);
+  const bool delayed = sleep_for_us(options_.pace->before_us(lane.lane, label.verb));
+  const std::int64_t least_ns = options_.pace->least_ns(lane.lane, transfer);
   // A limited op begins at the moment it could. So the lane reaches its bandwidth even if each wake-up is late.
   const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
 
@@ -229,7 +218,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
   lane.free_ns = std::max(start_ns + least_ns, now_ns());
   sleep_until_ns(lane.free_ns);
   ledger_.transferred(label, start_ns, lane.free_ns, transfer.bytes(), ids_of(waits));
-  if (lane.delays.sleep()) lane.free_ns = now_ns();
+  if (sleep_for_us(options_.pace->after_us(lane.lane))) lane.free_ns = now_ns();
 }
 
 std::int64_t HostBackend::stood_until(const Ticket& ticket, const OpLabel& waiter, std::int64_t since_ns) {
@@ -250,7 +239,7 @@ Ticket HostBackend::open(const OpLabel& label, Bytes bytes) {
 
 void HostBackend::give(const Ticket& ticket, Stream stream) {
   HostTicket& host = as_host_ticket(ticket);
-  if (stream == nullptr) {
+  if (stream.is_calling_thread()) {
     given(ticket->label);
     host.pass();
     return;
@@ -276,14 +265,14 @@ void HostBackend::give_failed(const Ticket& ticket, std::exception_ptr error) {
 }
 
 void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) {
-  if (stream == nullptr) {
+  if (stream.is_calling_thread()) {
     std::int64_t since_ns = now_ns();
     const auto held_up = paused(waiter, since_ns, !tickets.empty());
     for (const Ticket& ticket : tickets) {
       ticket->wait_passed();
       since_ns = stood_until(ticket, waiter, since_ns);
     }
-    compute_delays_.sleep(waiter.verb);
+    sleep_for_us(options_.pace->before_us(Lane::compute, waiter.verb));
     if (held_up) resumed(*held_up, tickets);
     return;
   }
@@ -299,7 +288,7 @@ void HostBackend::wait(const std::vector<Ticket>& tickets, Stream stream, const 
       compute.thread.await_issued(ticket);
       idle_since_ns = stood_until(ticket, waiter, idle_since_ns);
     }
-    compute_delays_.sleep(waiter.verb);
+    sleep_for_us(options_.pace->before_us(Lane::compute, waiter.verb));
     if (held_up) resumed(*held_up, tickets);
   });
 }
@@ -344,7 +333,7 @@ void HostBackend::given(const OpLabel& label) {
 
 Stream HostBackend::create_stream() {
   auto stream = std::make_unique<ComputeStream>();
-  Stream handle = stream.get();
+  const Stream handle = Stream::of(stream.get());
   const MutexLock lock(mutex_);
   streams_.emplace(handle, std::move(stream));
   return handle;

@@ -1,10 +1,10 @@
 // Acts as a device on a machine without one: real memory under a real cap, real lane threads, real copies.
 //
-// It is a full backend (layers compute on the CPU), and the strictest place to test everything above it. Lanes can be
-// slowed to a given bandwidth and latency. The hostile setting delays everything that may be late, and overwrites
-// vacated memory. Contract: device/backend.h. The CUDA backend must pass the same test suite.
+// It is a full backend (layers compute on the CPU), and the strictest place to test everything above it: a slow pace
+// (testing/slow_pace.h) delays everything that may be late, and limits lanes. Contract: device/backend.h. The CUDA
+// backend must pass the same test suite.
 //
-// Order: with the null stream the calling thread is the compute lane. Then `give` passes the ticket at once, and `wait`
+// Order: if the calling thread computes, it is the compute lane. Then `give` passes the ticket at once, and `wait`
 //   blocks until its tickets are passed. A stream of `create_stream` is a thread that behaves like a CUDA stream:
 //   `give` and `wait` are queued behind its work and return at once.
 #pragma once
@@ -20,7 +20,6 @@
 #include "device/host_lane.h"
 #include "device/lane_ledger.h"
 #include "device/opened_memory.h"
-#include "device/timing.h"
 
 namespace noria {
 
@@ -64,7 +63,7 @@ class HostBackend final : public Backend {
   void set_update_time(std::shared_ptr<UpdateTime> time) override { ledger_.set_update_time(std::move(time)); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
   bool pins() const override { return false; }
-  bool poisons() const override { return options_.hostility.poison; }
+  bool poisons() const override { return options_.pace->poisons(); }
 
   /// Makes an asynchronous compute stream, which the backend owns until `close`.
   Stream create_stream();
@@ -87,7 +86,6 @@ class HostBackend final : public Backend {
 
   const HostBackendOptions options_;
   LaneLedger ledger_;
-  Delays compute_delays_;
   std::unique_ptr<TransferLane> fetch_, drain_, peer_;
 
   mutable Mutex mutex_;

@@ -391,7 +391,7 @@ void ActivationStore::offload(const std::vector<SavedId>& going, bool go_home, U
 // Waits for the load that was sent out first.
 void ActivationStore::await_leaving(UnitId unit) {
   const std::int64_t since_us = clock_us();
-  backend_.wait({leaving_.front().ticket}, nullptr, {OpId(), Lane::compute, Verb::save, unit});
+  backend_.wait({leaving_.front().ticket}, Stream(), {OpId(), Lane::compute, Verb::save, unit});
   waited_us_ += clock_us() - since_us;
   end_left();
 }

@@ -445,7 +445,7 @@ void Engine::close() {
   const Entry entry(gate_);
   if (std::exchange(closed_, true)) return;
   try {
-    runner_.reset(nullptr);
+    runner_.reset(Stream());
   } catch (...) {  // NOLINT(bugprone-empty-catch): the caller has heard of it before; nothing runs after this
   }
   if (optimizer_) optimizer_->close();

@@ -90,8 +90,7 @@ void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
 struct HostOptimizer::State {
   explicit State(const HostOptimizerOptions& options)
       : num_threads(threads_for(options)),
-        limit(options.limit),
-        delays(options.hostility, Lane::update),
+        pace(options.pace),
         arena(place_of(options).set_max_concurrency(num_threads)) {
     // TBB starts no more workers than there are cores unless this allows it. More are slower, but the user asked for
     // them.
@@ -111,16 +110,14 @@ struct HostOptimizer::State {
 
   const pid_t pid = getpid();
   const int num_threads;
-  const LaneLimit limit;
+  const std::shared_ptr<Pace> pace;
   LaneLedger ledger;
   const std::shared_ptr<UpdateQueue> queue = std::make_shared<UpdateQueue>();
   std::once_flag closed;
-  std::atomic<bool> breaks_next = false;
   mutable Mutex torn_mutex;
   std::map<UnitId, std::string> torn NORIA_GUARDED_BY(torn_mutex);
 
   // Only the serving thread uses these.
-  Delays delays;
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
   std::vector<Chunk> chunks;         // kept between jobs: it does not grow in a steady state
@@ -184,10 +181,10 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     update.job.pieces = std::move(wanted);
   }
 
-  const std::int64_t hold_us = delays.next_us() + delays.hold_us(update.label.verb);
+  const std::int64_t hold_us = pace->before_us(Lane::update, update.label.verb);
   // A draft is held a second time, between note and work. If a gradient is written then, it is used but not noted.
   const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
-  const std::int64_t after_note_us = is_noted ? delays.hold_us(update.label.verb) : 0;
+  const std::int64_t after_note_us = is_noted ? pace->between_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
     return;
@@ -195,12 +192,12 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   try {
     // Under a limit, a job that directly follows another starts when that one was due to end. So sleeps that are a
     // little too long do not add up.
-    const bool is_limited = least_duration_ns(limit, update.job.bytes()) > 0;
+    const bool is_limited = pace->least_ns(Lane::update, update.job.bytes()) > 0;
     const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
     ledger.works(Lane::update, start_ns);
     const Bytes bytes = compute(update.job, after_note_us);
-    free_ns = std::max(now_ns(), start_ns + least_duration_ns(limit, bytes));
+    free_ns = std::max(now_ns(), start_ns + pace->least_ns(Lane::update, bytes));
     ledger.works(Lane::update, start_ns, free_ns);
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
@@ -245,7 +242,7 @@ Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note
   const auto add = [&](const Chunk& chunk) {
     sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
   };
-  const bool breaks = job.task != UpdateTask::sum && breaks_next.exchange(false);
+  const bool breaks = job.task != UpdateTask::sum && pace->breaks_update();
   const auto update = [&](const Chunk& chunk) {
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     if (breaks) throw MachineError("this update was told to break off");
@@ -329,8 +326,6 @@ void HostOptimizer::clear_torn() {
   const MutexLock lock(state_->torn_mutex);
   state_->torn.clear();
 }
-
-void HostOptimizer::break_next_update() { state_->breaks_next = true; }
 
 bool HostOptimizer::is_queued(const Ticket& ticket) const {
   return getpid() == state_->pid && state_->queue->holds(ticket);

@@ -37,9 +37,8 @@ struct HostOptimizerOptions {
   /// least half of the cores.
   int num_threads = 0;
   bool is_beside_device = false;
-  int numa_node = -1;   // the node of the pool's threads: TBB binds them if it can (libtbbbind). The home uses it too
-  LaneLimit limit;      // so that an update-bound step can be measured on any machine
-  Hostility hostility;  // delays and holds come between a job's waits and its work
+  int numa_node = -1;  // the node of the pool's threads: TBB binds them if it can (libtbbbind). The home uses it too
+  std::shared_ptr<Pace> pace = std::make_shared<Pace>();  // its delays come between a job's waits and its work
 };
 
 class HostOptimizer {
@@ -62,8 +61,6 @@ class HostOptimizer {
   /// weights and state belong to two different steps.
   std::map<UnitId, std::string> torn() const;
   void clear_torn();
-  /// For tests only: the next update breaks off half-way, as if the machine had failed.
-  void break_next_update();
   /// Blocks until no job is queued or running.
   void idle();
   /// Finishes the running job, fails the tickets of the others, joins the thread. Idempotent.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import noria
 import pytest
 import torch
-from noria.testing import assert_same_bits, on_machine
+from noria import _C
+from noria.host import machine
+from noria.testing import Machine, assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -917,12 +921,31 @@ def test_two_optimizers_update_their_own_units():
 # ---- updates that break off ----
 
 
+@contextlib.contextmanager
+def breakable(**settings: Any) -> Iterator[Callable[[], None]]:
+    """As `on_machine`. Gives a function that makes the next update break off half-way, as if the machine had failed."""
+    paces = []
+
+    class Breakable(Machine):
+        def pace(self) -> _C.SlowPace:
+            paces.append(super().pace())
+            return paces[-1]
+
+    def break_next_update() -> None:
+        for pace in paces:  # the pool asks one of them
+            pace.break_next_update()
+
+    with machine.on(Breakable(**settings)):
+        yield break_next_update
+
+
 @pytest.mark.parametrize("update", ["auto", "blocking", "backward"])
 def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_torn(update):
-    model, optimizer = wrapped(update=update, draft_memory=0)
+    with breakable() as break_next_update:
+        model, optimizer = wrapped(update=update, draft_memory=0)
     train_on(model, optimizer, 0)
     saved = weights_of(model)
-    wrapped_by(model).context.pool.break_next_update()
+    break_next_update()
     with pytest.raises(RuntimeError, match="told to break off"):
         train_on(model, optimizer, 1, 2, 3)
     for _ in range(20):  # other calls that wait for it raise it too, each once
@@ -940,13 +963,12 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
 
 
 def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
-    with on_machine(hostility={"hold_us": {"draft": 20_000}}):
+    with breakable(hostility={"hold_us": {"draft": 20_000}}) as break_next_update:
         model, optimizer = wrapped(update="auto", draft_memory="64MiB")
-    pool = wrapped_by(model).context.pool
     train_on(model, optimizer, *range(3))
     saved = weights_of(model)
     loss_of(model, 3).backward()
-    pool.break_next_update()
+    break_next_update()
     optimizer.step()
     optimizer.zero_grad()
     for _ in range(8):

@@ -21,7 +21,7 @@ PAIRS = [(1, 0)]
 def of_host(rank: int, size: int) -> None:
     """No faster than the link is, nothing of it among the lane's numbers, and all memory is back."""
     stages = StageGroup([0, 1])
-    backend = _C.make_host_backend(8 * MIB, {"peer": (8.0, 0.0), "peer:1": (0.25, 0.0)})
+    backend = _C.make_host_backend(8 * MIB, _C.SlowPace({"peer": (8.0, 0.0), "peer:1": (0.25, 0.0)}))
     trace = _C.Trace(100)
     backend.set_trace(trace)
     bandwidth, failed = measured(stages, backend, torch.device("cpu"), PAIRS, SPARE)

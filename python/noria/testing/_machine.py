@@ -41,9 +41,8 @@ class Machine(machine.Machine):
             capacity: The most bytes that the backend may take there.
         """
         if device.type == "cuda":
-            return _C.make_cuda_backend(device.index, capacity, self.hostility)
-        lanes = {lane: limit for lane, limit in self.limits.items() if lane != "update"}
-        return _C.make_host_backend(capacity, lanes, self.hostility)
+            return _C.make_cuda_backend(device.index, capacity, self.pace())
+        return _C.make_host_backend(capacity, self.pace())
 
     def pool(self, *, is_beside_device: bool, numa_node: int | None) -> _C.HostOptimizer:
         """Returns a new host pool. `wrap` calls this.
@@ -52,18 +51,16 @@ class Machine(machine.Machine):
             is_beside_device: True if layers compute on a device, so that the pool has the cores to itself.
             numa_node: The node whose cores the pool uses. None: all cores.
         """
-        bandwidth, latency = self.limits.get("update", (0.0, 0.0))
-        holds = self.hostility.get("hold_us", {})
         return _C.HostOptimizer(
             self.update_threads,
-            bandwidth_gib_s=bandwidth,
-            latency_us=latency,
-            seed=self.hostility.get("seed", 0),
-            max_delay_us=self.hostility.get("max_delay_us", 0),
-            hold_us=max(holds.get(verb, 0) for verb in ("update", "draft")),
             is_beside_device=is_beside_device,
             numa_node=-1 if numa_node is None else numa_node,
+            pace=self.pace(),
         )
+
+    def pace(self) -> _C.SlowPace:
+        """Returns a new pace, which holds up ops as this machine does."""
+        return _C.SlowPace(self.limits, self.hostility)
 
 
 @contextlib.contextmanager

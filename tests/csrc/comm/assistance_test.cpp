@@ -13,6 +13,7 @@
 #include "comm/collect_lane.h"
 #include "device/host_backend.h"
 #include "local_collectives.h"
+#include "testing/slow_pace.h"
 
 namespace noria {
 namespace {
@@ -212,13 +213,15 @@ TEST(Assistance, ranks_that_visit_different_units_get_all_weights_and_all_sums) 
         }
       }
     }
-    HostBackendOptions options{Bytes{1 << 20}, {}, {}};
-    options.hostility.seed = seed + 1;
-    options.hostility.max_delay_us = seed % 2 == 0 ? 0 : 200;
-    if (seed % 3 == 0) options.hostility.hold_us[Verb::drain] = 500;
+    Hostility hostility;
+    hostility.seed = seed + 1;
+    hostility.max_delay_us = seed % 2 == 0 ? 0 : 200;
+    if (seed % 3 == 0) hostility.hold_us[Verb::drain] = 500;
     const auto group = std::make_shared<LocalGroup>(kRanks);
     std::deque<Rank> ranks;
-    for (int rank = 0; rank < kRanks; ++rank) ranks.emplace_back(group, rank, options);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      ranks.emplace_back(group, rank, HostBackendOptions{Bytes{1 << 20}, slow(hostility)});
+    }
     std::vector<std::thread> threads;
     for (std::size_t rank = 0; rank < kRanks; ++rank) {
       threads.emplace_back([&, rank] {
@@ -248,7 +251,7 @@ std::string failure_of(const std::function<void()>& act) {
 std::array<std::string, kRanks> told(const std::function<void(Rank&, int)>& act) {
   const auto group = std::make_shared<LocalGroup>(kRanks);
   std::deque<Rank> ranks;
-  for (int rank = 0; rank < kRanks; ++rank) ranks.emplace_back(group, rank, HostBackendOptions{Bytes{1 << 20}, {}, {}});
+  for (int rank = 0; rank < kRanks; ++rank) ranks.emplace_back(group, rank, HostBackendOptions{Bytes{1 << 20}});
   std::array<std::string, kRanks> said;
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kRanks; ++rank) {

@@ -28,7 +28,7 @@ class CollectLaneTest : public testing::TestWithParam<bool> {
   CollectLaneTest() {
     for (int rank = 0; rank < kRanks; ++rank) {
       Rank& made = ranks_[static_cast<std::size_t>(rank)];
-      made.backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 20}, {}, {}});
+      made.backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 20}});
       made.lane = std::make_unique<CollectLane>(made.backend, std::make_shared<LocalCollectives>(group_, rank),
                                                 std::vector<std::string>{"head", "tail"}, GetParam());
       for (std::int64_t i = 0; i < kShard; ++i) made.memory[at(rank, i)] = value(rank, i);
@@ -102,7 +102,7 @@ TEST_P(CollectLaneTest, an_op_runs_after_what_it_waits_for) {
   for (std::size_t i = 0; i < kRanks; ++i) {
     EXPECT_FALSE(tickets[i]->passed());
     ranks_[i].memory[at(static_cast<int>(i), 0)] = 77.0F;
-    ranks_[i].backend->give(givers[i], nullptr);
+    ranks_[i].backend->give(givers[i], Stream());
   }
   for (const Ticket& ticket : tickets) ticket->wait_passed();
   for (Rank& rank : ranks_) {

@@ -86,7 +86,7 @@ class LocalCollectives : public Collectives {
   int rank() const override { return rank_; }
   int size() const override { return group_->size(); }
   Shards shards() const override { return {rank_, size()}; }
-  Stream stream() const override { return nullptr; }
+  Stream stream() const override { return {}; }
 
   void gather(const Gather& gathered) override {
     group_->bytes().meet(rank_, gathered.all, [&](const std::vector<const void*>& brought) {

@@ -19,6 +19,7 @@
 #include "device/host_ticket.h"
 #include "device/lane_ledger.h"
 #include "device/timing.h"
+#include "testing/slow_pace.h"
 
 namespace noria {
 namespace {
@@ -48,7 +49,7 @@ std::vector<std::byte> filled(int value) {
   return std::vector<std::byte>(static_cast<std::size_t>(kSize.count), std::byte(value));
 }
 
-HostBackendOptions roomy() { return {Bytes{1 << 20}, {}, {}}; }
+HostBackendOptions roomy() { return {Bytes{1 << 20}}; }
 
 TEST(HostTicketTest, callbacks_run_once_and_in_order_also_when_added_late) {
   HostTicket ticket(kUpdate);
@@ -134,7 +135,7 @@ TEST(HostLaneTest, two_closers_both_return_when_the_thread_has_ended) {
 }
 
 TEST(HostBackendTest, capacity_is_a_cap_and_bytes_are_exact) {
-  HostBackend backend({Bytes{1000}, {}, {}});
+  HostBackend backend(HostBackendOptions{Bytes{1000}});
   std::byte* memory = backend.allocate(Bytes{999});
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % (2u << 20), 0u);
   std::memset(memory, 1, 999);
@@ -172,7 +173,7 @@ TEST(HostBackendTest, another_process_reads_and_writes_shared_memory) {
 }
 
 TEST(HostBackendTest, opened_memory_is_no_allocation_and_outlives_the_descriptor) {
-  HostBackend lender(roomy()), borrower({Bytes{0}, {}, {}});
+  HostBackend lender(roomy()), borrower(HostBackendOptions{Bytes{0}});
   std::byte* memory = lender.allocate_shared(kSize);
   SharedMemory told = lender.shared(memory);
   std::byte* opened = borrower.open_shared(told);
@@ -191,7 +192,7 @@ TEST(HostBackendTest, opened_memory_is_no_allocation_and_outlives_the_descriptor
 
 TEST(HostBackendTest, whole_pages_of_shared_memory_go_back_to_the_machine_before_the_rest) {
   const Bytes page{sysconf(_SC_PAGESIZE)};
-  HostBackend lender({page * 8, {}, {}}), borrower({Bytes{0}, {}, {}});
+  HostBackend lender(HostBackendOptions{page * 8}), borrower(HostBackendOptions{Bytes{0}});
   std::byte* memory = lender.allocate_shared(page * 8);
   std::byte* opened = borrower.open_shared(lender.shared(memory));
   std::memset(memory, 1, static_cast<std::size_t>(page.count * 8));
@@ -211,7 +212,7 @@ TEST(HostBackendTest, whole_pages_of_shared_memory_go_back_to_the_machine_before
 TEST(HostBackendTest, hostile_swaps_with_a_peer_keep_every_byte) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     HostBackendOptions options = roomy();
-    options.hostility = {seed, 50, {}, true};
+    options.pace = slow({seed, 50, {}, true});
     HostBackend lender(roomy()), backend(options);
     std::byte* lent = lender.allocate_shared(kSize);
     std::byte* opened = backend.open_shared(lender.shared(lent));
@@ -273,7 +274,7 @@ TEST(TimingTest, a_transfer_takes_as_long_as_its_slowest_link_and_its_fills) {
 TEST(HostBackendTest, hostile_lanes_and_streams_never_outrun_a_ticket) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     HostBackendOptions options = roomy();
-    options.hostility = {seed, 50, {{Verb::forward, 20}}, true};
+    options.pace = slow({seed, 50, {{Verb::forward, 20}}, true});
     HostBackend backend(options);
     Stream stream = backend.create_stream();
     std::byte* window = backend.allocate(kSize);
@@ -315,7 +316,7 @@ TEST(HostBackendTest, a_failed_wait_fails_the_op_and_the_lane_goes_on) {
   late->fail(reason("lost"));
   EXPECT_EQ(failure_of(behind), "lost");
   EXPECT_EQ(failure_of(after), "");
-  EXPECT_THROW(backend.wait({failed}, nullptr, kForward), MachineError);
+  EXPECT_THROW(backend.wait({failed}, Stream(), kForward), MachineError);
 }
 
 TEST(HostBackendTest, give_failed_releases_the_drain) {
@@ -350,7 +351,7 @@ TEST(HostBackendTest, close_fails_what_is_queued_while_others_submit_and_wait) {
 
 TEST(HostBackendTest, stats_and_spans_are_there_when_the_ticket_has_passed) {
   HostBackendOptions options = roomy();
-  options.limits[Lane::fetch] = {1.0, 100};
+  options.pace = slow({}, {{{Lane::fetch, {1.0, 100}}}});
   HostBackend backend(options);
   auto trace = std::make_shared<Trace>(100);
   backend.set_trace(trace);

@@ -47,8 +47,8 @@ class Machine final : public EngineCallbacks {
   explicit Machine(const Setting& setting)
       : block_(setting.block),
         num_floats_(setting.block.count / static_cast<std::int64_t>(sizeof(float))),
-        backend_(HostBackendOptions{Bytes{1 << 20}, {}, hostility_of(setting)}),
-        lender_(HostBackendOptions{setting.block * 1000, {}, {}}),
+        backend_(HostBackendOptions{Bytes{1 << 20}, slow(hostility_of(setting))}),
+        lender_(HostBackendOptions{setting.block * 1000}),
         stream_(backend_.create_stream()),
         home_(static_cast<std::size_t>(setting.home_blocks * num_floats_)),
         activations_(issuer_, backend_, *this, setting.room) {
@@ -94,7 +94,7 @@ class Machine final : public EngineCallbacks {
   }
   void idle() { backend_.idle(); }
   void let_fetches_go(const Ticket& until) {
-    backend_.give(until, nullptr);
+    backend_.give(until, Stream());
     backend_.idle();
   }
   /// A visit that gets no further.

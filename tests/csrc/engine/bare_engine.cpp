@@ -27,8 +27,8 @@ constexpr double kRate = 0.05;
 }  // namespace
 
 BareMachine make_host_machine(const Hostility& hostility, bool asynchronous) {
-  auto backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 24}, {}, hostility});
-  if (!asynchronous) return {backend, nullptr, nullptr, [](Stream, const std::function<void()>& work) { work(); }};
+  auto backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 24}, slow(hostility)});
+  if (!asynchronous) return {backend, {}, {}, [](Stream, const std::function<void()>& work) { work(); }};
   auto* host = backend.get();
   return {backend, host->create_stream(), host->create_stream(),
           [host](Stream stream, std::function<void()> work) { host->enqueue(stream, std::move(work)); }};
@@ -409,7 +409,7 @@ void BareEngine::write_home(std::size_t unit, float value) {
 // ---- a peer -----------------------------------------------------------------------------------------------------
 
 void BareEngine::lend(Bytes bytes) {
-  lender_ = std::make_shared<HostBackend>(HostBackendOptions{bytes, {}, {}});
+  lender_ = std::make_shared<HostBackend>(HostBackendOptions{bytes});
   std::byte* const memory = lender_->allocate_shared(bytes);
   std::memset(memory, 0xFF, static_cast<std::size_t>(bytes.count));
   engine_.copies()->add_peer({1, 0, 1, machine_.backend->open_shared(lender_->shared(memory)), bytes});

@@ -26,6 +26,7 @@
 #include "device/host_ticket.h"
 #include "engine/engine.h"
 #include "store/arena.h"
+#include "testing/slow_pace.h"
 
 namespace noria {
 
@@ -35,8 +36,8 @@ inline constexpr Bytes kSlotBytes{512};
 /// Where the model computes. `enqueue` queues work on a stream, or does it at once where that is null.
 struct BareMachine {
   std::shared_ptr<Backend> backend;
-  Stream stream = nullptr;
-  Stream other_stream = nullptr;
+  Stream stream;
+  Stream other_stream;
   std::function<void(Stream, std::function<void()>)> enqueue;
   std::int64_t kernel_us = 0;  // what each piece of work takes at least
 };

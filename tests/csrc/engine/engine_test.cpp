@@ -23,7 +23,7 @@ Hostility hostility(std::uint64_t seed) {
 std::unique_ptr<BareEngine> make(std::uint64_t seed, Bytes arena, bool drafts = false) {
   HostOptimizerOptions options;
   options.num_threads = 2;
-  options.hostility = hostility(seed);
+  options.pace = slow(hostility(seed));
   return std::make_unique<BareEngine>(kUnits, make_host_machine(hostility(seed), /*asynchronous=*/true),
                                       Budget{arena, 0}, /*prefetch_at_step=*/true,
                                       std::make_shared<HostOptimizer>(options), drafts);

@@ -35,11 +35,12 @@ BareMachine make_machine(const std::string& name, const Hostility& hostility) {
   if (name == "calling thread") return make_host_machine(hostility, /*asynchronous=*/false);
   NORIA_INVARIANT(name == "fake cuda", "no such machine: " + name);
   static const auto runtime = cuda::Runtime::open(library_of(reinterpret_cast<const void*>(&fake_cuda::make_stream)));
-  auto backend = make_cuda_backend({0, Bytes{1 << 24}, hostility}, runtime);
+  auto backend = make_cuda_backend({0, Bytes{1 << 24}, slow(hostility)}, runtime);
   const std::shared_ptr<CUstream_st> stream(fake_cuda::make_stream(), &cudaStreamDestroy);
   const std::shared_ptr<CUstream_st> other(fake_cuda::make_stream(), &cudaStreamDestroy);
-  return {backend, stream.get(), other.get(), [stream, other](Stream on, std::function<void()> work) {
-            fake_cuda::run_on(static_cast<CUstream_st*>(on), std::move(work));
+  return {backend, Stream::of(stream.get()), Stream::of(other.get()),
+          [stream, other](Stream on, std::function<void()> work) {
+            fake_cuda::run_on(static_cast<CUstream_st*>(on.handle()), std::move(work));
           }};
 }
 
@@ -55,7 +56,7 @@ std::unique_ptr<BareEngine> make(const std::vector<std::pair<int, int>>& units, 
   for (const auto& [slots, trainable] : units) described.push_back({slots, trainable});
   HostOptimizerOptions options;
   options.num_threads = threads;
-  options.hostility = hostility;
+  options.pace = slow(hostility);
   BareMachine computes = make_machine(machine, hostility);
   computes.kernel_us = kernel_us;
   return std::make_unique<BareEngine>(described, std::move(computes), Budget{Bytes{arena}, window}, prefetch_at_step,
@@ -96,7 +97,7 @@ PYBIND11_MODULE(_bare_engine, m) {
 
   py::class_<noria::Leases>(m, "Leases")
       .def(py::init([](std::int64_t arena, std::int64_t capacity) {
-             return std::make_unique<noria::Leases>(noria::make_host_backend({noria::Bytes{capacity}, {}, {}}),
+             return std::make_unique<noria::Leases>(noria::make_host_backend({noria::Bytes{capacity}}),
                                                     noria::Bytes{arena});
            }),
            py::arg("arena"), py::arg("capacity"))

@@ -19,6 +19,7 @@
 #include "base/errors.h"
 #include "device/host_ticket.h"
 #include "optim/digest.h"
+#include "testing/slow_pace.h"
 
 namespace noria {
 namespace {
@@ -312,7 +313,8 @@ TEST(HostOptimizer, CloseFailsWhatIsQueuedAndMayBeCalledTwice) {
 
 TEST(HostOptimizer, DestructorReleasesWaitersAndDoesNotWaitForHolds) {
   auto options = threads(1);
-  options.hostility.hold_us[Verb::update] = 3'600'000'000;  // an hour: only an interrupted hold ends this test
+  // An hour: only an interrupted hold ends this test.
+  options.pace = slow({0, 0, {{Verb::update, 3'600'000'000}}});
   Unit unit(10);
   Ticket sealed;
   {
@@ -348,8 +350,7 @@ TEST(HostOptimizer, LetsGoOfTicketsSoThatNothingGrows) {
 
 TEST(HostOptimizer, SubmitsFromManyThreadsAllRun) {
   auto options = threads(2);
-  options.hostility.seed = 7;
-  options.hostility.max_delay_us = 20;
+  options.pace = slow({7, 20, {}});
   HostOptimizer optimizer(options);
   constexpr int kThreads = 4, kJobs = 25;
   std::vector<std::unique_ptr<Unit>> units;
@@ -372,8 +373,7 @@ TEST(HostOptimizer, SubmitsFromManyThreadsAllRun) {
 
 TEST(HostOptimizer, LimitIsALowerBoundOfBusyTimeAndBytesAreCounted) {
   auto options = threads(1);
-  options.limit.bandwidth_gib_s = 1.0;
-  options.limit.latency_us = 50;
+  options.pace = slow({}, {{{Lane::update, {1.0, 50}}}});
   HostOptimizer optimizer(options);
   Unit unit(1 << 18);
   for (std::int64_t op = 0; op < 3; ++op) optimizer.submit(label(op), unit.job(), {});

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kCell = 512;
 constexpr std::int64_t kCells = 16;
 
-std::shared_ptr<Backend> backend() { return make_host_backend({Bytes{1 << 20}, {}, {}}); }
+std::shared_ptr<Backend> backend() { return make_host_backend({Bytes{1 << 20}}); }
 
 TEST(leases, keep_the_account_of_a_map_of_cells) {
   const auto machine = backend();

@@ -147,7 +147,7 @@ class Host(Machine):
 
     def make(self, capacity: int, **options: Any) -> Any:
         limits = options.pop("limits", {})
-        return _C.make_host_backend(capacity, limits, options)
+        return _C.make_host_backend(capacity, _C.SlowPace(limits, options))
 
     def stream(self, backend: Any) -> int:
         return backend.create_stream()
@@ -174,7 +174,8 @@ class FakeCuda(Machine):
         self.empty_waits = self.module.num_empty_waits()
 
     def make(self, capacity: int, **options: Any) -> Any:
-        return _C.make_cuda_backend(options.pop("device", 0), capacity, options, runtime=fake_runtime())
+        device = options.pop("device", 0)
+        return _C.make_cuda_backend(device, capacity, _C.SlowPace(hostility=options), runtime=fake_runtime())
 
     def stream(self, backend: Any) -> int:
         before = self.module.get_device()
@@ -208,7 +209,8 @@ class StagedFakeCuda(FakeCuda):
 
     def make(self, capacity: int, **options: Any) -> Any:
         device = options.pop("device", 0)
-        return _C.make_cuda_backend(device, capacity, options, staging_piece=1000, runtime=fake_runtime())
+        pace = _C.SlowPace(hostility=options)
+        return _C.make_cuda_backend(device, capacity, pace, staging_piece=1000, runtime=fake_runtime())
 
     def register(self, backend: Any, memory: int, num_bytes: int) -> None:
         self.module.fail_next("cudaHostRegister", error=2)
@@ -219,7 +221,8 @@ class Cuda(Machine):
     name = "cuda"
 
     def make(self, capacity: int, **options: Any) -> Any:
-        return _C.make_cuda_backend(options.pop("device", 0), capacity, options)
+        device = options.pop("device", 0)
+        return _C.make_cuda_backend(device, capacity, _C.SlowPace(hostility=options))
 
     def opened(self, backend: Any, content: bytes) -> int:
         # A process cannot open what it has exported itself.

@@ -879,7 +879,8 @@ def test_ops_of_the_collect_lane_are_its_own_and_no_compute(machine):
 
 def test_hostile_delays_are_a_function_of_seed_and_lane():
     def drawn(seed: int, lane: str) -> list[int]:
-        return _C.hostile_delays(seed, 500, lane, 100)
+        pace = _C.SlowPace(hostility={"seed": seed, "max_delay_us": 500})
+        return [pace.drawn_us(lane) for _ in range(100)]
 
     assert drawn(1, "fetch") == drawn(1, "fetch")
     assert drawn(1, "fetch") != drawn(2, "fetch")

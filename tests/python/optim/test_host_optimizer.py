@@ -14,6 +14,10 @@ from tests.python.optim import units
 _ALIVE = []  # a job holds addresses, not arrays
 
 
+def limited(bandwidth_gib_s: float, latency_us: float) -> _C.SlowPace:
+    return _C.SlowPace({"update": (bandwidth_gib_s, latency_us)})
+
+
 class Unit(units.Unit):
     """The seed alone says what the arrays hold; small ones live until the end, so that a test may drop them."""
 
@@ -66,7 +70,7 @@ def test_threads_and_pieces_change_no_bit(num_threads, split):
 def test_job_runs_after_all_its_tickets_whatever_is_late(seed, edges, data):
     """Random graphs of updates, gates given in random order, random delays. Each unit is updated twice, the
     second time after the first: any other order shows in its bits."""
-    pool = _C.HostOptimizer(2, seed=seed, max_delay_us=50)
+    pool = _C.HostOptimizer(2, pace=_C.SlowPace(hostility={"seed": seed, "max_delay_us": 50}))
     gates, units, tickets, twins = [], [], [], []
     for index, wanted in enumerate(edges):
         unit, twin = Unit(1000, seed=index), Unit(1000, seed=index)
@@ -91,7 +95,7 @@ def test_job_runs_after_all_its_tickets_whatever_is_late(seed, edges, data):
 
 def test_ready_job_overtakes_one_that_waits_and_ready_jobs_keep_their_order():
     # The first job takes long, so that all others are ready when the pool looks again.
-    optimizer = _C.HostOptimizer(1, latency_us=3000)
+    optimizer = _C.HostOptimizer(1, pace=limited(0.0, 3000))
     trace = _C.Trace(100)
     optimizer.set_trace(trace)
     late, hold = gate(), gate()
@@ -168,7 +172,7 @@ def test_steady_state_starts_no_thread_and_counts_every_byte(optimizer):
 
 
 def test_limit_is_a_lower_bound_of_busy_time():
-    pool = _C.HostOptimizer(1, bandwidth_gib_s=2.0, latency_us=100)
+    pool = _C.HostOptimizer(1, pace=limited(2.0, 100))
     unit = Unit(100_000)
     for step in (1, 2, 3):
         pool.submit(unit.job(step))
@@ -179,7 +183,7 @@ def test_limit_is_a_lower_bound_of_busy_time():
 
 
 def test_a_running_update_counts_already_and_once():
-    pool = _C.HostOptimizer(1, latency_us=300_000)
+    pool = _C.HostOptimizer(1, pace=limited(0.0, 300_000))
     ticket = pool.submit(Unit(10).job())
     seen = [0]
     while not ticket.passed():
@@ -193,7 +197,9 @@ def test_a_running_update_counts_already_and_once():
 
 def test_stall_is_booked_on_whoever_was_late():
     pool = _C.HostOptimizer(1)
-    holder = _C.HostOptimizer(1, hold_us=50_000)  # its update is late by hold_us at least
+    holder = _C.HostOptimizer(
+        1, pace=_C.SlowPace(hostility={"hold_us": {"update": 50_000}})
+    )  # its update is late by hold_us at least
     sealed = holder.submit(Unit(10).job())
     pool.submit(Unit(10).job(), [sealed]).wait_passed()
     assert set(pool.stats()["stalled_us"]) == {("update", "update")}
@@ -273,7 +279,7 @@ def begun(optimizer):
 
 
 def test_among_ready_jobs_the_smallest_priority_runs_first_and_equals_keep_their_order():
-    optimizer = _C.HostOptimizer(1, latency_us=50_000)
+    optimizer = _C.HostOptimizer(1, pace=limited(0.0, 50_000))
     trace = _C.Trace(100)
     optimizer.set_trace(trace)
     late = gate()
@@ -308,7 +314,7 @@ def test_recalled_job_never_runs_and_its_ticket_passes_when_its_waits_have(optim
 
 
 def test_what_has_begun_or_is_done_or_is_anothers_is_not_recalled():
-    optimizer = _C.HostOptimizer(1, hold_us=50_000)
+    optimizer = _C.HostOptimizer(1, pace=_C.SlowPace(hostility={"hold_us": {"update": 50_000}}))
     running = begun(optimizer)
     unit = Unit(10)
     before = unit.bits()
@@ -326,7 +332,7 @@ def test_what_has_begun_or_is_done_or_is_anothers_is_not_recalled():
 @given(seed=st.integers(1, 2**32), data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_recall_at_any_moment_leaves_each_job_either_done_or_undone(seed, data):
-    pool = _C.HostOptimizer(2, seed=seed, max_delay_us=100)
+    pool = _C.HostOptimizer(2, pace=_C.SlowPace(hostility={"seed": seed, "max_delay_us": 100}))
     made = [Unit(500, seed=index) for index in range(8)]
     undone = [unit.bits() for unit in made]
     done = []

@@ -1,0 +1,37 @@
+// Pace says how long the ops of a machine are held up. This one holds up none: it is the pace of the machine itself.
+// Tests and benchmarks use another one (testing/slow_pace.h).
+//
+// Threads: any thread may call every member.
+#pragma once
+
+#include <cstdint>
+
+#include "base/bytes.h"
+#include "base/words.h"
+
+namespace noria {
+
+struct Transfer;
+
+class Pace {
+ public:
+  virtual ~Pace() = default;
+
+  /// Returns how many us the next op waits before it works.
+  virtual std::int64_t before_us(Lane /*lane*/, Verb /*verb*/) { return 0; }
+  /// Returns how many us a copy lane waits after an op.
+  virtual std::int64_t after_us(Lane /*lane*/) { return 0; }
+  /// Returns how many us an update waits between the look at its gradient and its work.
+  virtual std::int64_t between_us(Verb /*verb*/) { return 0; }
+
+  /// Returns the shortest time in ns that an op may take.
+  virtual std::int64_t least_ns(Lane /*lane*/, const Transfer& /*transfer*/) const { return 0; }
+  virtual std::int64_t least_ns(Lane /*lane*/, Bytes /*bytes*/) const { return 0; }
+
+  /// Returns true if memory that is free is overwritten.
+  virtual bool poisons() const { return false; }
+  /// Returns true if the next update must break off half-way.
+  virtual bool breaks_update() { return false; }
+};
+
+}  // namespace noria
