@@ -1,4 +1,4 @@
-// Bytes holds an amount of memory, so that it cannot be mistaken for a count of elements or an index.
+// Bytes holds an amount of memory or an offset in it, so that neither is mistaken for a count of elements.
 //
 // Units: bytes everywhere; `to_string` prints binary units (KiB, MiB, GiB).
 #pragma once

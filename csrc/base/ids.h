@@ -1,5 +1,5 @@
-// Defines ids: numbers that name units, buffers, hooks, ops and saved storages, and that do not convert into each
-// other.
+// Defines ids: numbers that name units, buffers, hooks, ops and saved storages. An id of one kind does not convert into
+// another; Version and MicroBatch are plain numbers.
 #pragma once
 
 #include <compare>

@@ -1,8 +1,8 @@
 // Trace records what happened, or what a plan predicts: spans on lanes, the waits between them, and memory over time.
 //
 // Units: microseconds since the trace began.
-// Ownership: the trace copies spans. A ring keeps the newest `capacity` spans, and the trace counts the dropped ones.
-// Threads: `add` may be called from any thread.
+// Ownership: owns its spans, samples and notes: the newest `capacity` of each. It counts the spans that it has dropped.
+// Threads: any.
 //
 // Predicted traces (simulate) and real traces have the same type, so one can be drawn over the other.
 #pragma once
@@ -43,7 +43,6 @@ class Trace {
   explicit Trace(std::size_t capacity);
 
   void add(Span span);
-  /// Keeps the newest `capacity` samples, apart from the spans.
   void sample(const SavedMemory& memory);
   /// Records an event as text, at the current time.
   void note(std::string text);
@@ -68,7 +67,7 @@ class Trace {
   std::size_t num_dropped_ NORIA_GUARDED_BY(mutex_) = 0;
 };
 
-/// Returns a monotonic clock in microseconds. All traces of a process share it.
+/// Returns a monotonic clock in microseconds, for durations. Its zero is no trace's (see `now_us`).
 std::int64_t clock_us();
 
 }  // namespace noria
