@@ -46,20 +46,20 @@ struct SavedRoom {
 /// Returns how many of `there` bytes must leave, beside the `leaving` ones, so that `room` holds them and `more`.
 Bytes bytes_to_leave(Bytes there, Bytes leaving, Bytes more, Bytes room);
 
-/// Returns the index of the bundle whose backward visit is farthest (Belady's rule). `forwards`: of the bundles that
-/// stay, in the order of their visits. If several are of the same forward, it is the first of them.
+/// Returns the index of the bundle whose backward visit is farthest (Belady's rule). `forwards`: the forward of each
+/// bundle that stays, in the order of visits. If several are of that forward, it is the first of them.
 std::size_t farthest(const std::vector<std::int64_t>& forwards, const BackwardOrder& order);
 
 /// Returns the indices of storages of these sizes that have at least `least` bytes in all, and few more. Takes the
 /// largest while no single one is enough, then the smallest that is enough. Returns all if they have less.
 std::vector<std::size_t> enough(const std::vector<Bytes>& sizes, Bytes least);
 
-/// Returns the index of the bundle that a backward visit of this module uses: of its earliest forward, the last one.
-/// `bundles` are in the order of their visits. None: no bundle of the module is alive and unused.
+/// Returns the index of the bundle that a backward visit of this module uses. It is the last one of the module's
+/// earliest forward that has one alive and unused. `bundles` are in the order of their visits.
 std::optional<std::size_t> next_used(const std::vector<SavedBundle>& bundles, HookId hook, const IsAlive& is_alive);
 
-/// Returns the index of the bundle that is needed next after `used`: an earlier one of its forward, else one of the
-/// forward whose backward is next. None: none is, or a forward that has yet to begin comes first.
+/// Returns the index of the bundle that is needed next after `used`: the one before it in its forward, else the last
+/// one of the forward whose backward is next. None: no bundle is left, or a forward that has yet to begin comes first.
 std::optional<std::size_t> needed_after(const std::vector<SavedBundle>& bundles, std::size_t used,
                                         const BackwardOrder& order, const IsAlive& is_alive);
 

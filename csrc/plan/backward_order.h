@@ -36,7 +36,7 @@ class BackwardOrder {
   std::int64_t first_ = 1;              // the first forward of the round
   std::int64_t num_backwards_ = 0;      // of the round
   std::vector<std::int64_t> places_;    // by forward of the round: where in the order of its backwards
-  std::vector<std::int64_t> expected_;  // the same, of the last round
+  std::vector<std::int64_t> expected_;  // the same, of the last round that had a backward
 };
 
 }  // namespace noria

@@ -27,23 +27,23 @@ class Completion {
   void note_forward(UnitId unit) { ++made_[unit]; }
   /// A backward begins. `expected`: the visits of the backward that is expected, if one is.
   void begin_backward(const std::vector<Visit>* expected);
-  /// This backward will complete the unit. If an earlier backward has used up the forwards' count, the number of visits
-  /// is not known.
+  /// This backward will complete the unit, and takes over the forwards' count of its visits. If an earlier backward has
+  /// used that up, the number of visits is not known.
   void expect(UnitId unit);
-  /// The backward has visited the unit. `completes`: `expect` was called for it in this backward. Else the visit is
-  /// taken off the forwards' count.
+  /// The backward has visited the unit. `completes`: `expect` was called for it in this backward. If not, the visit is
+  /// taken off the forwards' count, which a later backward takes over.
   void note_backward(UnitId unit, bool completes);
   /// Returns true if the visit at this position of the backward was the unit's last.
   bool is_complete(UnitId unit, std::int64_t position) const;
-  /// Returns true if the expected backward has no visit of the unit from this position on.
+  /// Returns true if the expected backward visits the unit, and before this position for the last time.
   bool is_past(UnitId unit, std::int64_t position) const {
     return last_visit_[unit] >= 0 && last_visit_[unit] < position;
   }
 
  private:
-  UnitMap<std::int64_t> last_visit_;  // in the expected backward; -1: not known
-  UnitMap<int> made_;                 // visits in forwards, since the last backward
-  UnitMap<std::optional<int>> left_;  // visits in this backward; none: the forwards do not tell
+  UnitMap<std::int64_t> last_visit_;  // in the expected backward; -1: none, or not known
+  UnitMap<int> made_;                 // the forwards' count: visits that no backward has taken
+  UnitMap<std::optional<int>> left_;  // visits that this backward has yet to make; none: not known
 };
 
 }  // namespace noria

@@ -12,7 +12,8 @@
 // - h_c, h_u: the time of copies and of updates at the pace of the host's memory, which they share
 //
 // blocking: max(max(F, f_F, c_F) + max(B, d, f_B, c_B), d + o, p, h_c) + max(U, h_u).
-// deferred: the same with U inside the first inner max, and h_c + h_u in place of h_c.
+// deferred: max(max(F, f_F, c_F, U) + max(B, d, f_B, c_B), d + o, p, h_c + h_u).
+// drafting: max(F + B, U, f_F + f_B, d + o, c_F + c_B, p, h_c + h_u).
 #pragma once
 
 #include <map>
@@ -23,12 +24,13 @@
 namespace noria {
 
 struct Costs {
-  std::map<Lane, double> bandwidth_gib_s;  // fetch, drain, update; absent or 0: takes no time
+  std::map<Lane, double> bandwidth_gib_s;  // absent or 0: bytes take no time
   std::map<Lane, double> latency_us;
   std::vector<double> forward_us;  // by unit
   std::vector<double> backward_us;
 };
 
+/// Returns how long the op takes: a visit by its unit, an eviction 0, all else by latency and bandwidth of its lane.
 double duration_us(const Op& op, const Costs& costs);
 
 struct StepTimes {
@@ -41,7 +43,7 @@ struct StepTimes {
 };
 double blocking_bound_us(const StepTimes& times);
 double deferred_bound_us(const StepTimes& times);
-/// The bound if every unit has a draft: updates and transfers may then use the whole step.
+/// Returns the bound if every unit has a draft: updates and transfers may then use the whole step.
 double drafting_bound_us(const StepTimes& times);
 
 }  // namespace noria

@@ -47,7 +47,7 @@ class DraftTiming {
   /// A backward begins. `expected`: the visits of the backward that is expected, if one is.
   void begin_backward(const std::vector<Visit>* expected);
   /// These bytes of the unit's gradients have been drained at the visit of this position. Returns true if the unit's
-  /// last gradients are among them: `awaited` bytes have been drained, and the expected backward brings no more.
+  /// last gradients are among them: `awaited` bytes have been drained, and no later visit is expected to bring any.
   /// `awaited` none: a rank's shard lands as a whole, whichever gradients it contains.
   bool note_drained(UnitId unit, Bytes bytes, std::int64_t position, std::optional<Bytes> awaited);
 

@@ -29,7 +29,7 @@ void raise_to(Clock& clock, const Clock& other) {
 }
 
 using Past = std::size_t;  // index of a remembered op
-constexpr Past kNobody = static_cast<Past>(-1);
+constexpr Past kNoOp = static_cast<Past>(-1);
 
 // Holds the ops that a later op may have to wait for, each with the clock of its end. References are counted: an op is
 // forgotten when no range names it any more, and its memory is used again.
@@ -63,11 +63,11 @@ class PastOps {
     return past;
   }
   Past hold(Past past) {
-    if (past != kNobody) ++entries_[past].num_references;
+    if (past != kNoOp) ++entries_[past].num_references;
     return past;
   }
   void drop(Past past) {
-    if (past != kNobody && --entries_[past].num_references == 0) free_.push_back(past);
+    if (past != kNoOp && --entries_[past].num_references == 0) free_.push_back(past);
   }
 
  private:
@@ -81,7 +81,7 @@ class RangeMap {
  public:
   struct Range {
     std::int64_t end = 0;
-    Past writer = kNobody;
+    Past writer = kNoOp;
     std::vector<Past> readers;  // since the last write, the newest of each chain
   };
 
@@ -102,7 +102,7 @@ class RangeMap {
     for (auto it = ranges_.lower_bound(begin); covered < end; ++it) {
       if (it == ranges_.end() || it->first > covered) {  // never touched so far
         const std::int64_t gap_end = it == ranges_.end() ? end : std::min(end, it->first);
-        it = ranges_.emplace_hint(it, covered, Range{gap_end, kNobody, {}});
+        it = ranges_.emplace_hint(it, covered, Range{gap_end, kNoOp, {}});
       }
       add_reader(it->second, op);
       covered = it->second.end;
@@ -153,7 +153,7 @@ class RangeMap {
   void clear(Range& range) {
     ops_->drop(range.writer);
     for (Past reader : range.readers) ops_->drop(reader);
-    range.writer = kNobody;
+    range.writer = kNoOp;
     range.readers.clear();
   }
 
@@ -191,7 +191,7 @@ struct Hazards::State {
         .for_each_overlapping(
             buffer.offset.count, (buffer.offset + buffer.bytes).count, [&](const RangeMap::Range& range) {
               const bool writes = access.mode == Access::Mode::write;
-              if (range.writer != kNobody) {
+              if (range.writer != kNoOp) {
                 candidates.push_back(
                     {range.writer, writes ? Rule::write_after_write : Rule::read_after_write, buffer.purpose});
               }
@@ -206,7 +206,7 @@ struct Hazards::State {
   void collect_assistance(const Access& access) {
     const Purpose purpose = buffers[access.buffer].purpose;
     const bool writes = access.mode == Access::Mode::write;
-    if (collecting == kNobody) return;
+    if (collecting == kNoOp) return;
     if (purpose == Purpose::working_copy && writes) candidates.push_back({collecting, Rule::write_after_read, purpose});
     if (purpose != Purpose::held_gradient) return;
     candidates.push_back({collecting, writes ? Rule::write_after_write : Rule::read_after_write, purpose});
@@ -215,7 +215,7 @@ struct Hazards::State {
   const BufferTable& buffers;
   const bool assists;
   PastOps ops;
-  Past collecting = kNobody;  // the newest op of the collect lane
+  Past collecting = kNoOp;  // the newest op of the collect lane
   std::vector<std::pair<Place, RangeMap>> places;
   std::vector<Clock> chain_clocks;  // by chain: the clock of its last op; empty: none yet
   OpId newest;

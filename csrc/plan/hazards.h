@@ -47,6 +47,7 @@ std::string kind_of(const Wait& wait, Verb waiter);
 // what the collect lane itself must wait for when it assists.
 class Hazards {
  public:
+  /// `assists`: see Note [Assistance]. Keeps a reference to `buffers`, which may grow.
   Hazards(const BufferTable& buffers, bool assists);
   ~Hazards();
 

@@ -4,7 +4,7 @@
 // example by a branch or by the number of layers. The book tells them apart as their visits are announced. The book
 // predicts, the engine follows as long as the prediction holds, and the book keeps what really happened.
 //
-// For each signature the newest 64 itineraries are kept. Older ones are forgotten, together with the backward passes
+// For each signature the 64 itineraries that occurred last are kept. Others are forgotten, with the backward passes
 // that belong to them, and learnt again if they return. So a loop that never repeats itself does not fill memory.
 //
 // Threads: the caller serialises.
@@ -35,19 +35,19 @@ struct Signature {
 class ItineraryBook {
  public:
   /// Begins a pass. Returns the itinerary that the pass is expected to follow. That is the one that followed the same
-  /// predecessor last time, else the newest of this signature, else none.
+  /// predecessor last time, else the one of this signature that occurred last, else none.
   std::optional<ItineraryId> begin(const Signature& signature);
 
-  /// Takes the next visit as announced (its gradients are empty). Returns the same id as before if the visit was
-  /// expected. Returns another id if a known itinerary has the same beginning. Returns none if no known itinerary has
-  /// it.
+  /// Takes the next visit as announced (without its gradients, which come later). Returns the same id as before if the
+  /// visit was expected. Else returns the latest one of this signature that begins like this pass, or none until the
+  /// pass ends.
   std::optional<ItineraryId> announce(const Visit& visit);
 
   /// Records that a gradient of `unit` arrived during the current visit.
   void note_gradient(UnitId unit);
 
-  /// Ends the pass and keeps what happened. Returns the expected id if the prediction was exact. Returns a new id if no
-  /// known itinerary has these visits.
+  /// Ends the pass and keeps what happened. Returns the itinerary with exactly these visits and gradients: the expected
+  /// one, another known one, or a new one.
   ItineraryId end();
   /// Forgets the pass that has begun, because it raised.
   void abandon();
@@ -62,8 +62,9 @@ class ItineraryBook {
   };
   std::optional<Successor> successor(ItineraryId id) const;
 
-  /// Returns the pass expected next if an update comes (or came) first. That is the pass that followed this predecessor
-  /// and an update last time. If there is none, it is the forward that the previous pass, a backward, belonged to.
+  /// Returns the pass expected next if an update comes (or came) first. That is the pass that last followed the
+  /// previous pass and an update. If there is none, and the previous pass was a backward, it is that backward's
+  /// forward.
   std::optional<ItineraryId> expected_after_update() const;
 
   /// Both throw InvariantError if the itinerary is forgotten.
@@ -93,8 +94,8 @@ class ItineraryBook {
   std::map<ItineraryId, Successor> successors_;
   std::optional<ItineraryId> previous_;  // the last pass that ended
   bool updated_since_previous_ = false;
-  bool is_open_ = false;  // a pass has begun and has not ended
-  bool after_update_ = false;
+  bool is_open_ = false;       // a pass has begun and has not ended
+  bool after_update_ = false;  // an update came before the pass that has begun
   Signature current_signature_;
   std::vector<Visit> current_;
   std::optional<ItineraryId> expected_;

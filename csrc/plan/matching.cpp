@@ -57,7 +57,7 @@ class Market {
         bandwidth_(bandwidth) {}
 
   /// Deals until no rank wants memory that a linked lender still has.
-  void run_deferred() {
+  void deal_all() {
     while (deal()) {
     }
   }
@@ -129,7 +129,7 @@ std::map<std::pair<int, int>, std::int64_t> wanted_of(const std::vector<MemoryOf
     }
   }
   Market market(wanted, spare, bandwidth);
-  market.run_deferred();
+  market.deal_all();
   return market.given();
 }
 
@@ -154,7 +154,7 @@ std::vector<MemoryLoan> match(const std::vector<MemoryOffer>& offers,
     while (true) {  // repeats if a rank's share counted memory that no link leads to
       const Counts wanted = reached(needed, spare, borrows), had = reached(spare, needed, lends);
       Market market(even_out(wanted, std::min(sum(wanted), sum(had))), had, bandwidth);
-      market.run_deferred();
+      market.deal_all();
       if (market.given().empty()) break;
       for (const auto& [pair, count] : market.given()) {
         given[pair] += count;

@@ -12,8 +12,8 @@
 // Note [Classes of links]. No link measures the same twice, but the loans must be the same from run to run. Links are
 // of few kinds: one or two side by side, full or half width, NVLink or the bus. So each bandwidth is divided by that of
 // the borrower's fastest link and rounded to the nearest power of two. Only links of the same borrower are compared,
-// because a borrower divides what it wants among its own links alone. A link falls into the wrong class only if its
-// measurement is wrong by 41 %.
+// because a borrower divides what it wants among its own links alone. A link falls into the wrong class only if the
+// measured ratio is wrong by a factor of 1.41.
 #pragma once
 
 #include <string>

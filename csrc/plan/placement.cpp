@@ -272,7 +272,7 @@ class Placer {
   std::vector<std::int64_t> needed_at_;  // by unit: the last visit that needed it
   std::vector<std::vector<std::int64_t>>
       uses_;                           // by unit: the visits that need it, the next pass's following this one's
-  std::vector<std::size_t> given_up_;  // since the last attempt to place a visit
+  std::vector<std::size_t> given_up_;  // since the last attempt to place a visit began
   std::int64_t now_ = -1;              // the visit being placed
   std::int64_t num_fetches_ = 0;
   std::int64_t issued_ = -1;  // the opening at which the last fetch could be issued

@@ -6,9 +6,9 @@
 // earlier but keeps their order and their places, so no decision made here can become wrong there.
 //
 // Note [Choosing a range]. A range for missing bytes begins where a hole or a lease begins, because a range that slides
-// to the left never touches more. It may cover holes and leases that the visit does not need. The best range has, in
+// left to there touches no more. It may cover holes and leases that the visit does not need. The best range has, in
 // this order:
-// 1. the farthest next use of anything in it (a hole is never used);
+// 1. the farthest first use of what lies in it (a hole is never used);
 // 2. the fewest bytes that will be needed again;
 // 3. the earliest time from which it is free;
 // 4. the lowest offset.
@@ -35,8 +35,8 @@ struct Stay {
   Bytes bytes;
   std::int64_t first_visit = -1;      // -1: lay there at entry
   std::int64_t free_at = -1;          // the opening after its last use: it may be evicted from then on
-  std::int64_t ready_at = -1;         // the opening at which all earlier stays in this memory are free
-  std::int64_t given_up_at = kNever;  // the number of fetches before it was given up
+  std::int64_t ready_at = -1;         // the opening at which earlier stays in this memory, and of this unit, are free
+  std::int64_t given_up_at = kNever;  // how many fetches come before it is given up
 };
 
 /// Returns all stays in the order of need: those at entry, then by visit. Within a visit, weights come before gradient

@@ -24,7 +24,7 @@ namespace noria {
 struct Place {
   enum class Kind : std::uint8_t { device, host, peer, file };
   Kind kind = Kind::device;
-  std::int32_t index = 0;  // device number, rank or file number
+  std::int32_t index = 0;  // device number, region of the home, rank or file number
   auto operator<=>(const Place&) const = default;
 };
 /// Returns text such as "device:0", "host", "peer:3" or "file:1".
@@ -43,7 +43,7 @@ enum class Purpose : std::uint8_t {
   gradient_scales,  // held gradients are multiplied by these when they are used
   unreduced_gradient,
   saved_tensor,  // on the device: what a forward saves for its backward
-  saved_copy,    // in the home: a copy of a saved tensor
+  saved_copy,    // in the home or at a peer: a copy of a saved tensor
   peer_copy      // at a peer: a copy of a unit
 };
 std::string_view to_string(Purpose purpose);
@@ -89,7 +89,8 @@ struct Op {
   std::vector<Access> accesses;
 };
 
-/// A lease is the right to a range from one op to another, by index into the plan's ops. last_op -1: leased to the end.
+/// A lease is the right to a range from one op to another, by index into the plan's ops. -1: from the beginning, or to
+/// the end, of the pass.
 struct Lease {
   BufferId buffer;
   Place place;

@@ -37,8 +37,8 @@ struct UnitFacts {
 };
 
 struct Budget {
-  Bytes arena;              // leases and gradient buffers share it
-  std::int32_t window = 0;  // most units leased at once; 0: no cap
+  Bytes arena;              // weights and gradient buffers share it
+  std::int32_t window = 0;  // most units whose weights are leased at once; 0: no cap
 };
 
 struct PlanRequest {
