@@ -2,11 +2,11 @@
 //
 // Units: bytes. The machine is asked for whole pages; nothing else is rounded up (`mapped_bytes`).
 // Ownership: owns the mapping, and its registration with a backend if there is one; the registration ends first. Move
-// only; an arena is empty after a move or `close`. `populate` takes the pages, or else the first write to each. A
+// only; an arena is empty after a move or `close`. A page is taken by `populate`, or else by the first write to it. A
 // forked child does not inherit a range that is registered with a backend that pins it. The child may map something
 // else at the same address, so closing an arena there gives nothing back.
 // Order: `prefer_node`, then `populate`, then `register_with`; each may be left out.
-// Threads: the caller serialises.
+// Threads: the caller serialises; `all_mapped` may be called from any.
 #pragma once
 
 #include <cstddef>

@@ -27,8 +27,8 @@ class GradientRing {
     for (int slot = num_slots; slot > 0; --slot) free_.push_back(slot - 1);
   }
 
-  /// Returns a free slot (see Order), or none if all are taken. `is_read` tells of a slot that was given back whether
-  /// its reader is done.
+  /// Returns a free slot (see Order), or none if all are taken. `is_read` tells of a free slot whether its reader is
+  /// done; true if it had none.
   std::optional<int> take(const std::function<bool(int)>& is_read);
   void release(int slot);
 

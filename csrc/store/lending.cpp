@@ -32,7 +32,7 @@ std::string rank_name(std::int64_t rank) { return "rank " + std::to_string(rank)
 // Holds the words of one loan in one cache line: Note [Words that only fall].
 struct alignas(64) Line {
   std::atomic<std::uint64_t> wanted, used;  // bytes
-  std::atomic<std::uint64_t> lender_closed;
+  std::atomic<std::uint64_t> lender_may_end;
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "a lock would be of one process alone");
 
@@ -156,7 +156,7 @@ struct Lender::State {
   }
   std::map<int, Peer> meet(const std::vector<Loan>& loans, milliseconds timeout);
   void leave() const {
-    for (const auto& [borrower, to] : lent) to.line->lender_closed.store(1, std::memory_order_release);
+    for (const auto& [borrower, to] : lent) to.line->lender_may_end.store(1, std::memory_order_release);
   }
 };
 
@@ -348,7 +348,7 @@ void Borrower::give_back(Bytes left) { lower(received().line->used, left); }
 void Borrower::check() const {
   const State& self = state();
   if (!self.peer.ended()) return;
-  if (self.outlives_lender && self.line->lender_closed.load(std::memory_order_acquire) != 0) return;
+  if (self.outlives_lender && self.line->lender_may_end.load(std::memory_order_acquire) != 0) return;
   throw MachineError(self.who() + "is gone");
 }
 

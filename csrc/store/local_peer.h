@@ -4,7 +4,7 @@
 // Ownership: a Peer owns its descriptors, and all of them are closed on exec. Sockets have random names and no file: a
 // name goes away with the last process that holds the socket. Names belong to a network namespace, so containers that
 // do not share one cannot connect.
-// Order: packets of one connection arrive whole and in the order of sending. Threads: the caller serialises. No member
+// Order: packets of one connection arrive whole and in the order of sending. Threads: the caller serialises. No call
 // blocks but `wait` and `Peer::connect`; signals end neither.
 //
 // Note [Who has ended]. The end of file of a connection tells that the other process has ended. But a forked child (a
@@ -95,7 +95,7 @@ class Peer {
 
   Descriptor connection_;
   Descriptor process_;  // a pidfd; none: see the Note
-  bool has_ended_;      // known from the start
+  bool has_ended_;      // before this process could ask for a pidfd
 };
 
 }  // namespace noria

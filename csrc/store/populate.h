@@ -28,11 +28,11 @@ struct PopulateOptions {
 /// with the range. The calling thread takes a range of one slice itself.
 void populate(std::byte* data, Bytes bytes, const OnPopulated& told = {}, PopulateOptions options = {});
 
-/// The bytes that one thread takes at a time. Measured on two cores under other load (docs/memory.md): with smaller
+/// Says how many bytes a thread takes at a time. Measured on two cores under other load (docs/memory.md): with smaller
 /// slices threads finish together, with larger ones they wait for the last.
 inline constexpr Bytes kPopulateSlice{std::int64_t{8} << 20};
 
-/// Returns how many CPUs this thread may run on, and so the threads that it makes.
+/// Returns how many CPUs this thread, and each that it makes, may run on.
 int num_usable_cpus();
 
 }  // namespace noria
