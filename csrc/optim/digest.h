@@ -2,9 +2,9 @@
 // compares it with what is there now.
 //
 // It is two runs of NH (Black et al. 1999, UMAC: sums of products of 32-bit halves, each half with its own key) over
-// blocks of 8 KiB, mixed with the place of the block. The keys are drawn once per process. Any two different byte
-// ranges have the same digest with a chance of about 2^-64. The digests of disjoint ranges, summed in any order, give
-// the digest of the whole.
+// blocks of 8 KiB, mixed with the place of the block. The keys are drawn once per process. Two ranges of one
+// size and different bytes have the same digest with a chance of about 2^-64. The digests of the pieces of a range,
+// summed in any order, give the digest of the range.
 //
 // Threads: any.
 #pragma once
@@ -14,8 +14,8 @@
 
 namespace noria {
 
-/// `place`: where the range begins in the whole, in bytes. It is a multiple of 8 KiB, unless the range is the whole
-/// itself.
+/// `place`: where the range begins in the whole, in bytes. Cut a range only at multiples of 8 KiB from its beginning:
+/// blocks are counted from there.
 std::uint64_t digest(const void* data, std::size_t num_bytes, std::uint64_t place);
 
 }  // namespace noria

@@ -117,7 +117,7 @@ struct HostOptimizer::State {
   mutable Mutex torn_mutex;
   std::map<UnitId, std::string> torn NORIA_GUARDED_BY(torn_mutex);
 
-  // Only the serving thread uses these.
+  // Only the serving thread uses these, and the tasks that it waits for.
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
   std::vector<Chunk> chunks;         // kept between jobs: it does not grow in a steady state

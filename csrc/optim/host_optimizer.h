@@ -8,8 +8,8 @@
 //   ones, the first submitted. Results depend neither on this order nor on threads (elementwise formulas, fixed
 //   chunks). A failed job fails its ticket, so no waiter waits for ever. A failed wait fails the job that waited for
 //   it, and the job does not run.
-// Threads: `submit` from any thread. Jobs run on the pool's own threads, which never take the GIL. A forked child has
-//   none of them: there `submit` refuses, and `idle`, `close` and the destructor do nothing.
+// Threads: any thread may call every member. Jobs run on the pool's own threads, which never take the GIL. A forked
+//   child has none of them: there `submit` refuses, and `idle`, `close` and the destructor do nothing.
 //
 // Note [Tickets of a device]. A ticket calls back when it is issued. On a device that is before it has passed, because
 // the host runs ahead of the device by many layers. If no job's waits have all passed, the pool blocks on the job whose
@@ -30,7 +30,7 @@
 namespace noria {
 
 struct HostOptimizerOptions {
-  /// 0 means: all cores of the process but one, which is left for the launching thread.
+  /// 0 means: all hardware threads of the process but one, which is left for the launching thread.
   ///
   /// Beside a CUDA device, 0 means one thread for each core of `numa_node` (-1: of all nodes); hardware threads that
   /// share a core count once. Four hardware threads are left free for the threads that launch, but the pool keeps at
@@ -49,7 +49,7 @@ class HostOptimizer {
   HostOptimizer& operator=(const HostOptimizer&) = delete;
 
   /// Queues a job. Does not block. `label.verb` is `update`, `draft` or `sum`. A smaller `priority` is more urgent.
-  /// Throws InvariantError for a job that no plan makes (see `check`).
+  /// Throws InvariantError for a malformed job (see `check`).
   Ticket submit(const OpLabel& label, UpdateJob job, std::vector<Ticket> waits, int priority = 0);
   /// Returns true if the job of this ticket had not begun. Then it never will, and its arrays are unchanged. Its ticket
   /// passes as soon as the job's own waits have passed, which waiters of the ticket rely on. Returns false if the job

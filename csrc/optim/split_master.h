@@ -1,11 +1,11 @@
 // Splits an fp32 master into its bf16 working copy and 16 more bits, and joins them again.
 //
-// hi = (u + 0x8000) >> 16, lo = u & 0xffff; u = (hi << 16) + signext(lo). This rounds to nearest, ties away from zero.
-// It is lossless in 32 bits, which ties-to-even cannot be.
+// If u is the master's bits: hi = (u + 0x8000) >> 16, lo = u & 0xffff; u = (hi << 16) + signext(lo). This rounds to
+// nearest, ties away from zero. It is lossless in 32 bits, which ties-to-even cannot be.
 //
-// A NaN master stays a NaN, but its high half need not be one. Payloads 0x7f80xxxx read as infinity, and 0x7fff8000 and
-// above carry into the sign. The NaNs that arithmetic makes (0x7fc00000) are not among them. Code that loads masters
-// from outside must look for the others.
+// A NaN master stays a NaN, but its high half need not be one. 0x7f800001 to 0x7f807fff read as infinity, and
+// 0x7fff8000 and above carry into the sign. The NaNs that arithmetic makes (0x7fc00000) are not among them. Code that
+// loads masters from outside must look for the others.
 //
 // Units: elements.
 // Ownership: none; the caller owns the arrays, which do not overlap.

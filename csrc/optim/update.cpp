@@ -225,10 +225,10 @@ void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_
     const std::uint64_t number = piece.first + inside + done;
     std::size_t size = std::min<std::uint64_t>(total - done, (std::uint64_t{1} << 32) - (number & 0xffffffffu));
     const void* seen = gradient + done * gradient_size;
-    const auto change = [&](UpdateKernels::Scale by, float number) {
-      if (number == 1.0f) return;
+    const auto change = [&](UpdateKernels::Scale by, float factor) {
+      if (factor == 1.0f) return;
       size = std::min(kBlock, size);
-      by(seen, scaled.data(), size, number);
+      by(seen, scaled.data(), size, factor);
       seen = scaled.data();
     };
     change(kernels.divide[static_cast<int>(format)], scalars.divisor);

@@ -1,7 +1,7 @@
 // Describes one unit's update: which rule, on which arrays, with which hyperparameters. The driver here runs it on a
 // range of elements with the widest instruction set.
 //
-// Units: elements; an offset counts in every array alike.
+// Units: elements; an offset counts in every array but scales alike.
 // Ownership: none; the caller owns the arrays.
 // Order: none. Ranges that do not overlap may be updated at the same time. The bits are the same however the arrays are
 //   cut.
@@ -62,7 +62,7 @@ UpdateRule parse_update_rule(std::string_view text);
 /// Returns how many of `m`, `v` the rule keeps: 0, 1 or 2, in this order.
 int num_moments(UpdateRule rule);
 
-/// Hyperparameters with torch's names and meanings. A rule reads those that its torch.optim class has.
+/// Holds hyperparameters with torch's names and meanings. A rule reads those that its torch.optim class has.
 struct UpdateHyper {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0, momentum = 0.0, dampening = 0.0;
   bool nesterov = false, maximize = false;
@@ -75,7 +75,8 @@ UpdateScalars update_scalars(UpdateRule rule, const UpdateHyper& hyper, std::int
 
 bool have_same_bits(const UpdateScalars& a, const UpdateScalars& b);
 
-/// A contiguous run of elements with the same hyperparameters (one parameter). Pieces of a job do not overlap.
+/// Describes a contiguous run of elements with the same hyperparameters (one parameter). Pieces of a job do not
+/// overlap.
 struct UpdatePiece {
   std::int64_t offset = 0;
   std::int64_t count = 0;
@@ -84,14 +85,14 @@ struct UpdatePiece {
   // element keeps its number however parameters are grouped into units.
   std::uint64_t first = 0;             // the number of this piece's first element
   std::int64_t first_block = 0;        // the index of its first scale in the unit's scales
-  const float* late_scales = nullptr;  // see the Note
+  const float* late_scales = nullptr;  // see Note [Late scales]
   int num_late_scales = 0;
 };
 
 inline constexpr int kMostLateScales = 2;
 
-/// The digest of the gradient that a draft has read (optim/digest.h). With it a later job finds out if the gradient is
-/// still the same.
+/// Holds the digest of the gradient that a draft has read (optim/digest.h). With it a later job finds out if the
+/// gradient is still the same.
 using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
 /// Holds for each piece of the job, as submitted, the sum of the squares of its gradient before any factor. It is 0 if
@@ -106,10 +107,11 @@ struct LookCounts {
 enum class UpdateTask : std::uint8_t {
   update,
   update_if_changed,  // done only if a late scale changes the gradient, or if it differs from what was noted
-  sum,                // of the arrays only the gradient's dtype counts
+  sum,                // of squares: reads the gradient alone; `from` tells its dtype
 };
 
-/// In place if `to` equals `from`, else a draft (see the Note). `gradient`: floats for whole masters, bf16 for split.
+/// Describes a job: in place if `to` equals `from`, else a draft (see Note [Drafts]). `gradient`: floats for whole
+/// masters, bf16 for split.
 struct UpdateJob {
   UpdateTask task = UpdateTask::update;
   UpdateRule rule = UpdateRule::adamw;
@@ -133,8 +135,7 @@ struct UpdateJob {
 /// job's waits have passed.
 bool take_up_late_scales(UpdateJob& job);
 
-/// Throws InvariantError for a job that no plan makes: arrays that are missing or of another format, overlapping
-/// pieces.
+/// Throws InvariantError for a malformed job: arrays that are missing or of another format, overlapping pieces.
 void check(const UpdateJob& job);
 
 /// Returns the instruction sets that this build has and this machine can run, widest last: "baseline", "avx2",

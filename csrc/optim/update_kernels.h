@@ -26,8 +26,8 @@ inline constexpr int kNumStateFormats = 3;
 /// How many elements of a parameter share a scale if moments are codes, counted from the parameter's beginning.
 inline constexpr std::size_t kStateBlock = 256;
 
-/// The hyperparameters in the form that the formulas use, each rounded once from double. `update_scalars` makes them. A
-/// rule reads those that its formula names.
+/// Holds the hyperparameters in the form that the formulas use, each rounded once from double. `update_scalars` makes
+/// them. A rule reads those that its formula names.
 struct UpdateScalars {
   // The rule sees the gradient divided by the first, times the second, times the third. Each result is rounded to the
   // gradient's dtype.
@@ -49,13 +49,13 @@ struct UpdateScalars {
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
 };
 
-/// The source of the random bits of a range of elements: a key, and the number of its first element.
+/// Gives a range of elements its random bits, by a key and the number of the first element.
 struct Rounding {
   std::uint32_t key;
   std::uint32_t first;
 };
 
-/// One moment, in the one format whose array is not null.
+/// Points at one moment, in the one format whose array is not null.
 struct MomentArray {
   float* fp32 = nullptr;
   std::uint16_t* bf16 = nullptr;
@@ -65,7 +65,7 @@ struct MomentArray {
   bool operator==(const MomentArray&) const = default;
 };
 
-/// One unit's arrays, or one range of them. Arrays that format and rule do not use are null.
+/// Points at one unit's arrays, or a range of them. Arrays that format and rule do not use are null.
 struct UnitArrays {
   float* master = nullptr;           // whole
   std::uint16_t* working = nullptr;  // split: the high halves
@@ -74,7 +74,7 @@ struct UnitArrays {
   MomentArray v;                     // second moment
 };
 
-/// The loops of one instruction set; null if this build has none.
+/// Lists the loops of one instruction set; null if this build has none.
 struct UpdateKernels {
   /// Updates `count` elements. In place it does not look at `to`. A draft writes `to`, which shares no element with
   /// `from`. Other threads see the stores of a draft only after a fence, which the caller issues.

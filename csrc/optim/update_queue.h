@@ -1,5 +1,5 @@
-// Queues jobs until their turn. The most urgent job whose waits have passed comes out next. If there is none, the job
-// whose waits were issued first comes out.
+// Queues jobs until their turn. The most urgent job whose waits have passed comes out next. If there is none, but some
+// whose waits have all been issued, the one whose waits were issued first comes out.
 //
 // Ownership: shared with the callbacks of the tickets that the jobs wait for, which may outlive the optimizer.
 // Order: see optim/host_optimizer.h.
@@ -25,7 +25,7 @@ struct QueuedUpdate {
   std::shared_ptr<HostTicket> ticket;
   int priority = 0;
   bool is_recalled = false;  // protected by the queue's mutex until it is taken
-  OpId newest_wait;          // a device passes first what was issued first
+  OpId newest_wait;          // the newest op of `waits`: the job with the oldest such op waits least
   std::int64_t submitted_ns = 0;
   int num_unissued = 0;            // of `waits`; protected by the queue's mutex
   Verb last_giver = Verb::update;  // giver of the ticket that was issued last: a stall is counted on it
@@ -38,8 +38,8 @@ class UpdateQueue : public std::enable_shared_from_this<UpdateQueue> {
   /// Returns false if the queue is closed; then the item is not taken.
   bool push(const Item& item);
 
-  /// Returns true if the item of this ticket was queued. It then keeps its place only until its waits have passed. If
-  /// they have passed already, its ticket passes now.
+  /// Returns true if the item of this ticket was queued and not recalled before. It then comes out only to pass its
+  /// ticket, when its waits have passed. If they have passed already, its ticket passes now.
   bool recall(const Ticket& ticket);
 
   /// Returns true while the item of this ticket has not been taken.
