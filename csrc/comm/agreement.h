@@ -21,7 +21,7 @@ struct Intent {
   Phase phase = Phase::forward;
   std::int64_t subject = 0;     // the unit, or how many numbers
   std::int64_t version = 0;     // of the unit, or which SyncPoint
-  std::int64_t num_broken = 0;  // how many of the backwards that sum have raised
+  std::int64_t num_broken = 0;  // how many backwards that reduce gradients have raised on this rank
   bool is_same_op(const Intent& other) const { return act == other.act && subject == other.subject; }
 };
 

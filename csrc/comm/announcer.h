@@ -46,7 +46,7 @@ class Announcer {
   void agree_on_all();
   /// Returns what was announced first and is not agreed on yet.
   std::vector<Intent> intents();
-  /// Ranks have agreed on the first. Exchanges its numbers.
+  /// Ranks have agreed on the first. Exchanges its numbers, and makes its result ready.
   void settle_first();
   void fail_all(const std::exception_ptr& error);
 

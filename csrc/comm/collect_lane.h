@@ -2,8 +2,8 @@
 //
 // Ownership: owns its thread. Shares the collectives and the backend, whose tickets it takes and gives.
 // Order: first in, first out. So ranks that submit the same ops in the same order meet in each op.
-// Threads: every member may be called from any thread, and none takes the GIL. Only the lane's own thread calls the
-// collectives.
+// Threads: every member may be called from any thread, `submit` and `exchange` by one at a time. None takes the GIL.
+// Only the lane's own thread and the announcer's use the collectives.
 //
 // Note [Agreement]. Before each op the ranks tell each other which op they are at, and at which version of the unit.
 // Usually all ranks run the same modules, and an Announcer compares the ops as they are queued. If two ranks differ,
@@ -22,12 +22,12 @@
 // nothing of the other ranks any more: what is queued fails with the same error.
 //
 // Note [Assistance]. For a gather, an assisting rank gives its shard, out of the home. For a reduction it adds nothing,
-// and takes its shard of the sum into the held gradient. Neither is an op, so no waits are
-// derived for it. The op that the lane is at brings them: `UnitShards`, made when that op was submitted. An op that is
-// submitted later cannot be in the way. If it writes a working copy or touches a held gradient, it waits for the newest
-// op of the lane (plan/hazards.h). If this rank assisted during an exchange, the engine submits an op afterwards, so
-// that later ops can wait for it. Until an exchange reports them, the launching thread does not know of the sums that
-// were taken into held gradients. If the rank's own sum comes before that, it is added to them.
+// and takes its shard of the sum into the held gradient. Neither is an op, so no waits are derived for it. The op that
+// the lane is at brings them: `UnitShards`, made when that op was submitted. An op that is submitted later cannot be in
+// the way. If it writes a working copy or touches a held gradient, it waits for the newest op of the lane
+// (plan/hazards.h). If this rank assisted during an exchange, the engine submits an op afterwards, so that later ops
+// can wait for it. Until an exchange reports them, the launching thread does not know of the sums that were taken into
+// held gradients. If the rank's own sum comes before that, it is added to them.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,7 @@ struct RankPosition {
   Phase phase = Phase::forward;
   std::int64_t version = 0;                       // of the unit's weights; see UnitShard
   std::shared_ptr<const UnitShards> unit_shards;  // null: this rank cannot assist
-  std::int64_t num_broken = 0;                    // how many of the backwards that sum have raised
+  std::int64_t num_broken = 0;                    // how many backwards that reduce gradients have raised
 };
 
 class CollectLane {
@@ -79,7 +79,7 @@ class CollectLane {
   Shards shards() const { return shards_; }
   bool assists() const { return !announcer_; }
 
-  /// Queues `collective` after `waits`. Does not synchronize.
+  /// Queues `collective` after `waits`. Does not block.
   Ticket submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits, RankPosition position = {});
 
   struct Met {
@@ -88,8 +88,8 @@ class CollectLane {
     bool has_diverged = false;          // some ranks have assisted since the last exchange; the same on all ranks
     bool has_assisted = false;          // this rank has assisted while it waited; no op of the lane stands for that
   };
-  /// Blocks until all that was submitted before is done, on all ranks. Of `position` only unit_shards and num_broken
-  /// are used.
+  /// Blocks until all that was submitted before is issued here, and all ranks have called this. Of `position` only
+  /// unit_shards and num_broken are used.
   Met exchange(std::vector<std::int64_t> numbers, SyncPoint point, const RankPosition& position = {});
   /// Forgets the sums that were taken: the backward has raised, so no exchange will report them.
   void forget_taken();
@@ -107,7 +107,7 @@ class CollectLane {
 
   /// Queues `act`. Calls `failed` if `act` throws, if the lane has failed before, or if it is closed.
   void enqueue(std::function<void()> act, const Failed& failed);
-  /// What an op needs of the other ranks.
+  /// Holds what an op learns from the other ranks.
   struct Agreed {
     Wanting wanting;                    // the ranks that are at this op; empty: all are
     bool has_assisted = false;          // before this op
@@ -128,7 +128,7 @@ class CollectLane {
   const int rank_;
   const Shards shards_;
   std::optional<Announcer> announcer_;  // null: this rank assists
-  std::optional<Agreement> agreement_;  // for a rank that assists
+  std::optional<Agreement> agreement_;  // null: the announcer has its own
   std::exception_ptr failure_;          // the first; lane thread only
   std::set<std::int64_t> taken_;        // units; lane thread only
   bool has_diverged_ = false;           // lane thread only

@@ -41,7 +41,7 @@ struct Gather {
   Bytes received(const Shards& shards) const { return shard * (shards.size - 1); }
 };
 
-/// A set of parameters of one unit: one bit for each parameter, by its number in the unit.
+/// Holds a set of parameters of one unit: one bit for each parameter, by its number in the unit.
 class ParameterSet {
  public:
   explicit ParameterSet(std::size_t num_parameters) : words_((num_parameters + kBits - 1) / kBits, 0) {}
@@ -59,8 +59,9 @@ class ParameterSet {
 };
 
 /// Describes a reduce-scatter: one shard of `shard` bytes for each rank of the replica, in rank order. Each element is
-/// multiplied by 1 / size and reduced over these ranks, then over the ranks of other replicas with the same shard.
-/// Afterwards this rank's own shard holds its part of the sum, plus what `add` says. The other shards hold anything.
+/// multiplied by 1 / `Collectives::size` and summed over these ranks, then over those of other replicas with this
+/// shard. Afterwards this rank's own shard holds its part of the sum, plus what `add` says. The other shards hold
+/// anything.
 struct Reduction {
   std::byte* all = nullptr;
   Bytes shard;
@@ -83,7 +84,7 @@ struct Reduction {
   }
 };
 
-/// By rank: true if the rank wants the whole of a unit, or has gradients of it. The other ranks assist, and need no
+/// Tells by rank, of all ranks, which want the whole of a unit or have gradients of it. The others assist, and need no
 /// memory for the whole unit.
 using Wanting = std::vector<bool>;
 
@@ -111,7 +112,7 @@ class Collectives {
   Collectives(const Collectives&) = delete;  // owns a process group
   Collectives& operator=(const Collectives&) = delete;
 
-  virtual int rank() const = 0;
+  virtual int rank() const = 0;  // of all ranks, not of the replica's
   virtual int size() const = 0;
   virtual Shards shards() const = 0;
   virtual Stream stream() const = 0;

@@ -16,13 +16,14 @@ namespace noria {
 
 /// Describes what this rank holds of one unit.
 struct UnitShard {
-  std::int64_t version = 0;        // of its weights: n: as step n left them; -1 - n: as loaded after step n
-  std::vector<ShardSend> weights;  // one for each extent that is gathered
-  std::vector<Ticket> before_read;
-  ShardReceive gradient;  // `to` null: this rank has no memory to hold it
-  std::vector<Ticket> before_write;
+  std::int64_t version = 0;          // of its weights: n: as step n left them; -1 - n: as loaded after step n
+  std::vector<ShardSend> weights;    // one for each extent that is gathered
+  std::vector<Ticket> before_read;   // what must be over before `weights` are given
+  ShardReceive gradient;             // `to` null: this rank has no memory to hold it
+  std::vector<Ticket> before_write;  // what must be over before `gradient` is taken
 };
 
+/// Holds what this rank has of all units.
 struct UnitShards {
   std::vector<std::shared_ptr<const UnitShard>> of;  // by unit
 };
