@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["as_list"]
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Returns the values as a list. None gives an empty list."""
     if value is None:
         return []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 __all__ = ["Bar"]
 
@@ -30,12 +29,12 @@ class Bar:
         self._clock = clock
         self._began = clock()
         self._progress: Progress | None = None
-        self._task: Any = None
+        self._task: TaskID  # once there is a `_progress`
 
     def __enter__(self) -> Bar:
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 

@@ -291,18 +291,18 @@ def host_budget(policy: Policy) -> int | None:
     return _budget(policy.host_memory)
 
 
-def _budget(value: Any) -> int | None:
+def _budget(value: int | str) -> int | None:
     if isinstance(value, str):
         return None if value == "auto" else parse_bytes(value)
     return int(value)
 
 
-def _check_device(value: Any) -> None:
+def _check_device(value: object) -> None:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", value, re.ASCII):
         raise usage_error('device="auto", "cuda", "cuda:N" or "cpu"', f"device={value!r}", "choose one of these")
 
 
-def _check_memory(name: str, value: Any, *, fraction_allowed: bool) -> None:
+def _check_memory(name: str, value: object, *, fraction_allowed: bool) -> None:
     fraction = ", or a float fraction above 0 and up to 1" if fraction_allowed else ""
     expected, found = f'{name}="auto", text such as "8GiB", bytes as an int{fraction}', f"{name}={value!r}"
     if isinstance(value, str):
@@ -324,7 +324,7 @@ def _check_memory(name: str, value: Any, *, fraction_allowed: bool) -> None:
     raise usage_error(expected, found, f'write {name}="8GiB", or leave it out')
 
 
-def _check_window(value: Any) -> None:
+def _check_window(value: object) -> None:
     if isinstance(value, str) and value == "auto":
         return
     if not isinstance(value, int) or isinstance(value, bool):
@@ -339,7 +339,7 @@ def _check_window(value: Any) -> None:
         raise usage_error("a window of fewer than 2**31 units", f"window={value}", "leave it out for no cap")
 
 
-def _check_units(value: Any) -> None:
+def _check_units(value: object) -> None:
     if isinstance(value, str) and value == "auto":
         return
     expected, found = 'units="auto" or a list of module classes or name patterns', f"units={value!r}"
@@ -353,7 +353,7 @@ def _check_units(value: Any) -> None:
             raise usage_error(expected, f"{entry!r} in the list", 'name a class or a pattern such as "*.layers.*"')
 
 
-def _check_dtype(value: Any) -> None:
+def _check_dtype(value: object) -> None:
     if value is None or value is torch.bfloat16:
         return
     remedy = "other dtypes are not supported: convert the model yourself and leave dtype out"
@@ -369,12 +369,12 @@ def _check_state_kernel(state_dtype: str, kernel: str) -> None:
         )
 
 
-def _check_seed(value: Any) -> None:
+def _check_seed(value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
         raise usage_error("rounding_seed=0 or another int below 2**64", f"rounding_seed={value!r}", "give such an int")
 
 
-def _check_norm(value: Any) -> None:
+def _check_norm(value: float | None) -> None:
     if value is None:
         return
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -383,7 +383,7 @@ def _check_norm(value: Any) -> None:
     raise usage_error("max_grad_norm=None or a number above 0", f"max_grad_norm={value!r}", "give the largest norm")
 
 
-def _check_trace(value: Any) -> None:
+def _check_trace(value: object) -> None:
     names_a_file = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
     if value is not None and not names_a_file:
         raise usage_error("trace=None or a path", f"trace={value!r}", 'name a file, such as "trace.json"')
@@ -404,7 +404,7 @@ def refuse_lost_trace(policy: Policy) -> None:
         raise usage_error("trace= in a folder that is there", f"trace={policy.trace!r}", remedy)
 
 
-def _check_choice(name: str, value: Any, allowed: list[str]) -> None:
+def _check_choice(name: str, value: object, allowed: list[str]) -> None:
     if isinstance(value, str) and value in allowed:
         return
     expected = f"{name}=" + " or ".join(f'"{choice}"' for choice in allowed)

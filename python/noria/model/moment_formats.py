@@ -100,7 +100,7 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def are_low_bits(value: Any) -> TypeGuard[torch.Tensor]:
+def are_low_bits(value: object) -> TypeGuard[torch.Tensor]:
     """Returns True if `value` still has the low bits of a master.
 
     A plain optimizer's `load_state_dict` casts them to its parameters' dtype, which destroys them.

@@ -47,7 +47,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
             stand_ins[slot.index] = stand_in
             members.append(stand_in)
         # The one-tensor code keeps the same state as the foreach and fused code, and needs no check of the device.
-        one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in group}
+        one_by_one: dict[str, bool] = {key: False for key in ("foreach", "fused") if key in group}
         groups.append({**hyper_of(group), **one_by_one, "params": members})
     worker = worker_of(optimizer, groups)
     for index, stand_in in stand_ins.items():
@@ -67,7 +67,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
     return {index: dict(worker.state[stand_in]) for index, stand_in in stand_ins.items()}
 
 
-def is_array(key: str, value: Any) -> bool:
+def is_array(key: str, value: object) -> bool:
     """Returns True for a tensor with numbers for a parameter's elements. A 0-dim parameter has such tensors too."""
     return isinstance(value, torch.Tensor) and key not in _COUNTERS
 
@@ -103,7 +103,7 @@ def _snapshot(value: Any) -> Any:
     return copy.copy(value)
 
 
-def worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def worker_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an object of the optimizer's original class, with these groups, an empty state and no hooks."""
     cls = original_class(type(optimizer))
     worker = object.__new__(cls)

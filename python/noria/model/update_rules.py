@@ -134,7 +134,7 @@ def _quoted(keys: Sequence[str]) -> str:
     return ", ".join(f'"{key}"' for key in keys)
 
 
-def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: Any) -> tuple[str, str]:
+def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: object) -> tuple[str, str]:
     """Returns what was expected and what was found, for an error about a wrong shape."""
     found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return f'{key} of "{slot.name}" in the optimizer\'s state with shape {tuple(shape)}', found
@@ -210,7 +210,7 @@ def fused_units(
     units: Sequence[HomeUnit], optimizers: Sequence[Optimizer], kernels: Sequence[str]
 ) -> dict[int, tuple[FusedRule, ...]]:
     """Returns the rules that may update each fused unit, by unit index. See Note [Who updates a unit]."""
-    held: dict[Any, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
+    held: dict[torch.nn.Parameter, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
         for group in optimizer.param_groups:
             rule = rule_of(type(optimizer), group) if kernel == "fused" else None
