@@ -13,7 +13,7 @@ import datetime
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from noria._errors import UsageError, usage_error
 from noria.policy import format_bytes
 
 __all__ = ["Group", "num_made", "timeout"]
+
+Told = TypeVar("Told")
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -65,7 +67,7 @@ class Group:
         self._group._set_group_name(self.name)
         c10d._register_process_group(self.name, self._group)  # C++ finds it by this name
 
-    def _meet_by_gloo(self, c10d: Any, store: Any) -> Any:
+    def _meet_by_gloo(self, c10d: Any, store: dist.Store) -> Any:
         patience = timeout()
         try:
             return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
@@ -89,7 +91,7 @@ class Group:
             self._group.gather([gathered] if gathered else [], [own], _to_first()).wait()
         return gathered
 
-    def gather_objects(self, own: Any) -> list[Any]:
+    def gather_objects(self, own: Told) -> list[Told]:
         """Returns the objects of all ranks, by rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         counts = [int(count) for count in self.gather(torch.tensor([data.numel()], device="cpu"))]
@@ -114,7 +116,9 @@ class Group:
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
         """Returns this rank's failure, else that of the first rank that has one. Collective."""
         is_usage = isinstance(own, UsageError)
-        gathered = self.gather_objects(own and (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}"))
+        gathered = self.gather_objects(
+            None if own is None else (is_usage, str(own) if is_usage else f"{type(own).__name__}: {own}")
+        )
         if own is not None:
             return own
         for rank, its in enumerate(gathered):
@@ -151,8 +155,8 @@ class Group:
             group.abort()
 
 
-def _to_first() -> Any:
-    options: Any = dist.distributed_c10d.GatherOptions()
+def _to_first() -> dist.distributed_c10d.GatherOptions:
+    options = dist.distributed_c10d.GatherOptions()
     options.rootRank = 0
     return options
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from noria import _C
 from noria._errors import usage_error
-from noria.dist.groups import Group
+from noria.dist.groups import Group, Told
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from noria.model.layout import HomeParameter
 
 __all__ = ["SAME_MESHES", "Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
@@ -90,7 +92,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def grid_of(mesh: Any = None) -> Grid | None:
+def grid_of(mesh: DeviceMesh | None = None) -> Grid | None:
     """Returns the grid of a mesh, or None if no ranks share.
 
     `mesh`: a DeviceMesh of one dimension, the shards, or of two, (replicas, shards). None puts all ranks in one row.
@@ -146,7 +148,7 @@ class Ranks:
             raise
 
     @staticmethod
-    def meet(mesh: Any = None) -> Ranks | None:
+    def meet(mesh: DeviceMesh | None = None) -> Ranks | None:
         """Returns the ranks, or None if no ranks share. Collective."""
         grid = grid_of(mesh)
         return None if grid is None else Ranks(grid)
@@ -184,7 +186,7 @@ class Ranks:
         """Returns this rank's failure, else that of the first rank that has one. Collective."""
         return self.host.first_failure(own, call)
 
-    def word_of_first(self, word: Any) -> Any:
+    def word_of_first(self, word: Told) -> Told:
         """Returns rank 0's `word`. Collective."""
         return self.host.gather_objects(word)[0]
 
@@ -222,7 +224,7 @@ class Ranks:
         return flat.as_strided(slot.shape, slot.strides)
 
 
-def comparable(value: Any) -> Any:
+def comparable(value: object) -> object:
     """Returns hyperparameters in a form that ranks compare by `repr`.
 
     Numbers keep all digits that a kernel gets. Of other objects only the type is compared, because their addresses

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from noria._errors import usage_error
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["Box", "ShardTensor", "boxes"]
 
@@ -129,7 +133,7 @@ class ShardTensor(torch.Tensor):
         if not self._count:
             self._write(torch.empty(0, dtype=self._landing_dtype, device="cpu"))
 
-    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+    def __create_write_items__(self, name: str, tensor: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -147,11 +151,11 @@ class ShardTensor(torch.Tensor):
             for box in self._boxes
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._num_awaited = self._count
         return [_chunk(box) for box in self._boxes]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         box = next(box for box in self._boxes if index.offset is None or torch.Size(box.offsets) == index.offset)
         if self._num_awaited is None:
             return self._view(self._read(), box)
@@ -172,7 +176,9 @@ class ShardTensor(torch.Tensor):
             self._write(whole)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise usage_error(
@@ -181,11 +187,11 @@ class ShardTensor(torch.Tensor):
             "load the checkpoint into plain tensors, or take model.state_dict()",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardTensor({self._count} of {tuple(self.shape)}, {self.dtype})"
 
 
-def _chunk(box: Box) -> Any:
+def _chunk(box: Box) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
@@ -203,7 +209,7 @@ class _Landing(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: object = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, _Landing):
             result._part = args[0]._part

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from noria._errors import usage_error
 from noria.dist.groups import Group
 from noria.dist.ranks import SAME_MESHES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["StageGroup"]
 
@@ -27,7 +30,7 @@ class StageGroup:
             raise
 
     @staticmethod
-    def meet(mesh: Any = None) -> StageGroup | None:
+    def meet(mesh: DeviceMesh | None = None) -> StageGroup | None:
         """Returns the group of a mesh's ranks, or None if there is no mesh or only one rank. Collective.
 
         `mesh`: a DeviceMesh of one dimension.

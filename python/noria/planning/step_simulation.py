@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import nn
 
 from noria import _C
+from noria.model.layout import HomeUnit
 from noria.planning.wrap_plan import WrapPlan
 
 __all__ = ["PlanSpeeds", "PlannedStep"]
@@ -33,7 +33,7 @@ class PlannedStep:
 
     def __init__(self, planned: WrapPlan, tokens: int, speeds: PlanSpeeds) -> None:
         self.planned, self.speeds, self.tokens = planned, speeds, tokens
-        self.ops: list[Any] = []
+        self.ops: list[_C.Op] = []
         self.phases: list[str] = []
         buffers = planned.buffers
         trains = bool(planned.kernels)
@@ -62,12 +62,12 @@ class PlannedStep:
             for spec in self.planned.partition.units
         ]
 
-    def _forward_order(self) -> list[Any]:
+    def _forward_order(self) -> list[HomeUnit]:
         order = dict.fromkeys(unit for visit in self.planned.visits["forward"] for unit in visit.needs)
         order |= dict.fromkeys(range(len(self.planned.units)))
         return [self.planned.units[index] for index in order]
 
-    def _update_bytes(self, unit: Any) -> int:
+    def _update_bytes(self, unit: HomeUnit) -> int:
         """Returns the bytes that the fused kernel reads and writes. It takes torch's update to be as large as AdamW."""
         count = sum(slot.parameter.numel() for slot in unit.parameters if slot.trainable)
         is_split = any(slot.has_master for slot in unit.parameters)
@@ -93,7 +93,7 @@ class PlannedStep:
             faults += [f"{name}: {fault}" for fault in _C.check(each.ops, _C.derive(each.ops, buffers), buffers)]
         return faults
 
-    def times(self) -> Any:
+    def times(self) -> _C.StepTimes:
         names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload", "peer")
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:

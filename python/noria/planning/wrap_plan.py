@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -81,10 +80,10 @@ class WrapPlan:
     """By index of a unit that can be drafted: the bytes of its spare buffers."""
     states: list[dict[tuple[int, str], StatePlace]]
     """By optimizer, then by slot index and key: the place in "optimizer state" of a tensor that torch keeps."""
-    visits: dict[str, list[Any]]
-    passes: dict[str, Any]
+    visits: dict[str, list[_C.Visit]]
+    passes: dict[str, _C.PassPlan]
     unpredicted: list[str]
-    buffers: Any
+    buffers: _C.BufferTable
     """Table of the buffers that the passes' ops name."""
     ring: Ring | None = None
     """The gradient ring, under update="backward"."""
@@ -246,8 +245,8 @@ def make_plan(
     _check_host(policy, result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
     for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
-        planned = _C.plan_pass(_request(device, arena, window, visits, after, entry), facts, table)
-        result.passes[name] = planned
+        request = _C.PlanRequest(visits, arena, window, after, entry, f"device:{device.index or 0}")
+        planned = result.passes[name] = _C.plan_pass(request, facts, table)
         entry = list(planned.exit)
     return result
 
@@ -583,7 +582,7 @@ def _left_for_drafts(
     return max(min(left, default=0), 0)
 
 
-def _facts(units: list[HomeUnit]) -> tuple[list[Any], Any]:
+def _facts(units: list[HomeUnit]) -> tuple[list[_C.UnitFacts], _C.BufferTable]:
     table = _C.BufferTable()
     facts = []
     for unit in units:
@@ -594,7 +593,7 @@ def _facts(units: list[HomeUnit]) -> tuple[list[Any], Any]:
     return facts, table
 
 
-def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[Any], list[Any]]:
+def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[_C.Visit], list[_C.Visit]]:
     forward, backward = [], []
     inside: set[int] = set()  # modules inside of a hooked one announce no visit
     for number, hook in enumerate(parts.hooks):
@@ -607,12 +606,13 @@ def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[Any],
     return forward, backward[::-1]
 
 
-def _request(device: torch.device, arena: int, window: int, visits: Any, after: Any, entry: Any) -> Any:
-    return _C.PlanRequest(visits, arena, window, after, entry, f"device:{device.index or 0}")
-
-
 def _budget(
-    policy: Policy, free: Free, units: list[HomeUnit], facts: list[Any], visits: list[Any], other_bytes: int
+    policy: Policy,
+    free: Free,
+    units: list[HomeUnit],
+    facts: list[_C.UnitFacts],
+    visits: list[_C.Visit],
+    other_bytes: int,
 ) -> tuple[int, int]:
     """Returns arena bytes and window units. Raises UsageError, with the bytes needed, if a visit does not fit."""
     least_arena, least_window = _C.smallest_budget(visits, facts)
