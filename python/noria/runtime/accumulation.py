@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from noria._errors import usage_error
 from noria.model.layout import GRADIENT_RING, UNSUMMED, Region, held_region
@@ -113,10 +112,10 @@ class NoSync:
         accumulation = self._accumulation()
         return contextlib.nullcontext() if accumulation is None else accumulation.no_sync()
 
-    def __deepcopy__(self, memo: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    def __deepcopy__(self, memo: object) -> Callable[[], contextlib.AbstractContextManager[None]]:
         return contextlib.nullcontext
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_unpickled_no_sync, ())
 
 

@@ -16,7 +16,7 @@ from noria._errors import usage_error
 __all__ = ["Hook", "compiler_config_of", "refuse_cuda_graphs"]
 
 
-def compiler_config_of(module: torch.nn.Module) -> dict[str, Any] | None:
+def compiler_config_of(module: torch.nn.Module) -> dict[str, object] | None:
     """Returns the options that the module was compiled with; None if it was not compiled.
 
     It may be compiled in place, or be the wrapper that torch.compile returns.
@@ -25,7 +25,7 @@ def compiler_config_of(module: torch.nn.Module) -> dict[str, Any] | None:
     return compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
 
 
-def refuse_cuda_graphs(config: dict[str, Any] | None, what: str) -> None:
+def refuse_cuda_graphs(config: dict[str, object] | None, what: str) -> None:
     if config is not None and config.get("triton.cudagraphs"):
         raise usage_error(
             'torch.compile without mode="reduce-overhead"',
@@ -40,17 +40,17 @@ class Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = torch._dynamo.disable(call)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         self._call(*args)
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _no_hook
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_unpickled_hook, ())
 
 
-def _no_hook(*args: Any) -> None:
+def _no_hook(*args: object) -> None:
     pass
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from noria._errors import usage_error
 from noria.runtime.context import Context
 
@@ -19,10 +17,10 @@ class LoadTracker:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._optimizers: list[Any] = []
-        self.missing: dict[Any, str] = {}
+        self._optimizers: list[object] = []
+        self.missing: dict[object, str] = {}
         self._torn = ""
-        self._to_load: set[Any] = set()  # of a torn home: slots and optimizers still to be loaded
+        self._to_load: set[object] = set()  # of a torn home: slots and optimizers still to be loaded
 
     def refuse_missing(self, what: str) -> None:
         if self.missing:
@@ -33,11 +31,11 @@ class LoadTracker:
                 "load a checkpoint first: noria.load, model.load_state_dict, or torch.distributed.checkpoint.load",
             )
 
-    def track(self, optimizer: Any) -> None:
+    def track(self, optimizer: object) -> None:
         """Adds an optimizer that must be loaded, too, before a torn home is whole again."""
         self._optimizers.append(optimizer)
 
-    def note(self, part: Any) -> None:
+    def note(self, part: object) -> None:
         """Notes that a parameter, a buffer or an optimizer has been loaded. Once all are, a torn home is whole."""
         self.missing.pop(part, None)
         torn = self.context.engine.torn()

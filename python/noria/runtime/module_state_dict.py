@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
 from noria.runtime.weights import Weights
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 __all__ = ["ModuleStateDicts"]
 
 
@@ -30,7 +33,7 @@ class ModuleStateDicts:
         self.sync = sync
         self.weights = weights
         self.loads = loads
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._loads: list[list[int]] = []  # by load_state_dict: the units whose home it has opened
         run.on_settle.append(self.end_loads)
         for root in context.partition.roots:
@@ -57,14 +60,14 @@ class ModuleStateDicts:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: self.context.slot_of[each] for name, each in own if each in self.context.slot_of}
 
-    def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         for name, slot in self._own(module).items():
             if prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
                 continue  # not in the result, or the parameter itself (keep_vars)
             state_dict[prefix + name] = self.weights.current(slot)
 
     def _refuse_assign(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, object], *_: object
     ) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
             raise usage_error(
@@ -74,7 +77,7 @@ class ModuleStateDicts:
             )
 
     def _compare(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, object], *_: object
     ) -> None:
         """Compares what the ranks load, and raises on all of them if it differs.
 
@@ -92,13 +95,13 @@ class ModuleStateDicts:
             lines = [f"assign={assign}", *lines_of_model(module, state_dict, prefix)]
         refuse_others([self.context.ranks], lines)
 
-    def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == buffer.shape:  # torch copies the value
                 self.loads.note((module, name))
 
-    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         own = self._own(module)
         if not own:
             return
@@ -122,7 +125,7 @@ class ModuleStateDicts:
                     self.context.home.working(slot) if self.context.ranks is None else slot.parameter
                 )
 
-    def _taken(self, module: nn.Module, incompatible_keys: Any) -> None:
+    def _taken(self, module: nn.Module, incompatible_keys: object) -> None:
         self.end_loads()
 
     def end_loads(self) -> None:
