@@ -27,9 +27,14 @@ for the gradient that the other side computed from it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = ["MicrobatchBuffers"]
 
@@ -38,11 +43,11 @@ class _Handle(torch.autograd.Function):
     """Makes a tensor without memory at the place of `output` in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, hollow: Hollow) -> torch.Tensor:
+    def forward(ctx: object, output: torch.Tensor, hollow: Hollow) -> torch.Tensor:
         return hollow.like(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
@@ -50,7 +55,7 @@ class Hollow:
     """Makes tensors without memory, one for each shape, strides, dtype and device."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, torch.Tensor] = {}
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -61,7 +66,7 @@ class Hollow:
         return self._made[key].detach()
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> TypeGuard[torch.Tensor]:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
 
 
@@ -77,7 +82,7 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 class MicrobatchBuffers:
     """Releases the inputs and outputs that one stage keeps for micro-batches in flight."""
 
-    def __init__(self, stage: Any) -> None:
+    def __init__(self, stage: _PipelineStageBase) -> None:
         self.stage = stage
         self._hollow = Hollow()
         self._sent: dict[int, list[torch.Tensor]] = {}
@@ -92,7 +97,7 @@ class MicrobatchBuffers:
             for info in _received(infos):
                 _put(info, self._hollow.like(info.buffer))
 
-    def fill(self, infos: Any) -> None:
+    def fill(self, infos: Iterable[object]) -> None:
         """Gives these buffers memory before they receive."""
         for info in _received(infos):
             if _is_hollow(info.buffer):
@@ -120,13 +125,13 @@ class MicrobatchBuffers:
         if is_next_here:
             self._let_outputs_go(chunk)
 
-    def instead_of(self, output: Any) -> Any:
+    def instead_of(self, output: object) -> object:
         """Returns an output without memory, for a schedule that keeps outputs and does not read them."""
         if isinstance(output, list | tuple):
             return type(output)(self.instead_of(each) for each in output)
         return self._hollow.like(output) if is_plain(output) else output
 
-    def sends(self, chunk: int, ops: list[Any]) -> None:
+    def sends(self, chunk: int, ops: list[dist.P2POp]) -> None:
         if self.stage.is_last:
             return
         if all(len(targets) == 1 for targets in self.stage.act_send_info.values()):
@@ -146,7 +151,7 @@ class MicrobatchBuffers:
         for info in _received(getattr(self.stage, "grad_recv_info", {}).get(chunk, ())):
             _put(info, self._hollow.like(info.buffer))
 
-    def _all_received(self) -> list[Any]:
+    def _all_received(self) -> list[Iterable[object]]:
         """Returns the receive infos of all micro-batches, of inputs and of gradients."""
         return [*self.stage.args_recv_info.values(), *getattr(self.stage, "grad_recv_info", {}).values()]
 
@@ -155,7 +160,7 @@ class MicrobatchBuffers:
         if len({id(each) for each in outputs}) == len(outputs):  # else the order of sums would change
             self.stage.fwd_cache[chunk] = (tuple(self._handle(each) for each in outputs), inputs)
 
-    def _handle(self, output: Any) -> Any:
+    def _handle(self, output: object) -> object:
         if not is_plain(output) or (output.is_leaf and output.requires_grad):
             return output
         if output.grad_fn is None:
@@ -169,5 +174,5 @@ def _put(info: Any, buffer: torch.Tensor) -> None:
     info.buffer = buffer.requires_grad_(info.buffer.requires_grad and info.buffer.is_leaf)
 
 
-def _received(infos: Any) -> list[Any]:
+def _received(infos: Iterable[Any]) -> list[Any]:
     return [info for info in infos if is_plain(getattr(info, "buffer", None))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -81,12 +80,12 @@ class PipelinePlan:
         return "stage" if self.virtual_stages == 1 else "rank"
 
 
-def saved_by_block(parts: Partition, run: Callable[[], Any]) -> list[Saved]:
+def saved_by_block(parts: Partition, run: Callable[[], object]) -> list[Saved]:
     """Runs one forward by `run`. Returns the bytes that each block saves, in the order of the model."""
     blocks = [spec.module for spec in parts.hooks if spec.is_block]
     weights = {_C.storage_of(each) for root in parts.roots for each in root.parameters()}
     found: dict[int, Saved] = {id(block): {} for block in blocks}
-    inside: list[tuple[int, Any]] = []
+    inside: list[tuple[int, torch.autograd.graph.saved_tensors_hooks]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -97,14 +96,14 @@ def saved_by_block(parts: Partition, run: Callable[[], Any]) -> list[Saved]:
             found[inside[-1][0]][storage._cdata] = size
         return tensor.detach()  # a node that saves its own output would form a reference cycle
 
-    kept: dict[int, Any] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         saving.__enter__()
         inside.append((id(module), saving))
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         inside.pop()[1].__exit__(None, None, None)
 
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
@@ -118,7 +117,7 @@ def saved_by_block(parts: Partition, run: Callable[[], Any]) -> list[Saved]:
     return [found[id(block)] for block in blocks]
 
 
-def run_without_memory(model: nn.Module, dtype: torch.dtype | None, batch: tuple[int, int]) -> Callable[[], Any]:
+def run_without_memory(model: nn.Module, dtype: torch.dtype | None, batch: tuple[int, int]) -> Callable[[], object]:
     """Returns a forward for `saved_by_block`: it runs a model on tensors without memory, as the CPU would.
 
     `batch` is the shape of a micro-batch of token ids: (rows, length). A model that checks if it is traced may behave
@@ -141,7 +140,7 @@ def run_without_memory(model: nn.Module, dtype: torch.dtype | None, batch: tuple
         kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return torch.empty(value.shape, dtype=kind, device="cpu").requires_grad_(requires_grad)
 
-    def run() -> Any:
+    def run() -> object:
         with mode:
             state = {name: there(each, each.requires_grad) for name, each in model.named_parameters()}
             state |= {name: there(each, False) for name, each in model.named_buffers()}

@@ -1,6 +1,6 @@
 """Recognizes and checks `PipelineStage`s of torch.distributed.pipelining that the user gives in place of modules.
 
-This file never imports torch.distributed.pipelining. If the user has a stage, it is imported already.
+When it runs, this file never imports torch.distributed.pipelining. If the user has a stage, it is imported already.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
 from noria._errors import usage_error
 from noria._lists import as_list
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = [
     "FOLLOWED",
@@ -40,27 +44,27 @@ FOLLOWED: dict[str, tuple[str, ...]] = {
 _ATTRIBUTES = ("fwd_cache", "args_recv_info", "is_last", "has_backward", "device", "stage_index")
 
 
-def is_stage(value: Any) -> bool:
+def is_stage(value: object) -> TypeGuard[_PipelineStageBase]:
     module = sys.modules.get("torch.distributed.pipelining.stage")
     base = getattr(module, "_PipelineStageBase", None)
     return base is not None and isinstance(value, base)
 
 
-def module_of(value: Any) -> Any:
+def module_of(value: object) -> Any:
     """Returns the module of a stage, and any other value unchanged."""
     return value.submod if is_stage(value) else value
 
 
-def modules_of(values: Any) -> Any:
+def modules_of(values: object) -> Any:
     """Replaces stages with their modules, in one value or in a list."""
     return [module_of(each) for each in values] if isinstance(values, list | tuple) else module_of(values)
 
 
-def stages_of(values: Any) -> list[Any]:
+def stages_of(values: object) -> list[_PipelineStageBase]:
     return [each for each in as_list(values) if is_stage(each)]
 
 
-def check_stage(stage: Any, device: torch.device) -> None:
+def check_stage(stage: _PipelineStageBase, device: torch.device) -> None:
     """Raises UsageError if the stage cannot be followed. Runs before anything is changed."""
     if not isinstance(stage.submod, nn.Module):
         raise usage_error("a stage of a torch.nn.Module", type(stage.submod).__qualname__, "give the stage its module")
@@ -82,7 +86,7 @@ def check_stage(stage: Any, device: torch.device) -> None:
         )
 
 
-def _refuse(stage: Any, found: str) -> None:
+def _refuse(stage: _PipelineStageBase, found: str) -> None:
     raise usage_error(
         "a stage as torch 2.11 to 2.13 make them",
         f"{type(stage).__name__} of torch {torch.__version__} {found}",
@@ -90,7 +94,7 @@ def _refuse(stage: Any, found: str) -> None:
     )
 
 
-def schedule_that_calls() -> Any:
+def schedule_that_calls() -> _PipelineSchedule | None:
     """Returns the torch schedule that makes this call, or None if another loop makes it."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     frame = sys._getframe(1) if schedules is not None else None
@@ -103,7 +107,7 @@ def schedule_that_calls() -> Any:
     return None
 
 
-def waits_for_sends(schedule: Any) -> bool:
+def waits_for_sends(schedule: object) -> bool:
     """Returns True if the schedule waits for all sends before each backward.
 
     Such a schedule also reads only the outputs of the last stage.

@@ -20,6 +20,10 @@ from noria.pipeline.pipelining_compat import FOLLOWED, schedule_that_calls, wait
 from noria.torch_state import await_device
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
     from noria.model.layout import HomeParameter
 
 from noria.runtime.accumulation import Accumulation
@@ -45,7 +49,7 @@ class StageAdapters:
         self._finished: set[_StageAdapter] = set()  # stages whose last backward has ended since the last step
         self._ending: _StageAdapter | None = None  # the stage whose last backward of this step runs now
 
-    def follow(self, stages: list[Any]) -> None:
+    def follow(self, stages: list[_PipelineStageBase]) -> None:
         self.stages = [_StageAdapter(self, stage) for stage in stages]
         for stage in self.stages:
             for slot in stage.slots:
@@ -143,7 +147,7 @@ class StageAdapters:
 class _StageAdapter:
     """Follows one stage. Hashed by identity."""
 
-    def __init__(self, adapters: StageAdapters, stage: Any) -> None:
+    def __init__(self, adapters: StageAdapters, stage: _PipelineStageBase) -> None:
         self.adapters = adapters
         self.context = adapters.context
         self.accumulation = adapters.accumulation
@@ -156,24 +160,24 @@ class _StageAdapter:
         self._divided_by: int | None = None  # by updates inside the last backward; None: no updates
         self._scaled_by = 1  # by the schedule, since that backward
         self.in_flight = MicrobatchBuffers(stage) if self.context.policy.activations != "keep" else None
-        self._schedule: Any = None
+        self._schedule: _PipelineSchedule | None = None
         self._chunk: int | None = None  # the micro-batch whose forward runs now
         self._num_schedules = 0  # last backwards since the last step
         self._schedules_per_step = 1
-        self._own: dict[str, Any] = {}  # overridden methods that the object itself had
+        self._own: dict[str, object] = {}  # overridden methods that the object itself had
         self._overridden: list[str] = []
         optional = ("_prepare_forward_infra", "_prepare_backward_infra", "get_bwd_recv_ops", "set_local_bwd_input")
         for name in (*FOLLOWED, *optional):
             if hasattr(stage, name):
                 self._override(name, getattr(self, f"_{name.lstrip('_')}"))
 
-    def _override(self, name: str, act: Callable[..., Any]) -> None:
+    def _override(self, name: str, act: Callable[..., object]) -> None:
         own = getattr(self.stage, name)
         signature = inspect.signature(own)
         if name in self.stage.__dict__:
             self._own[name] = own
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return act(bound.arguments, lambda: own(*args, **kwargs))
@@ -199,19 +203,19 @@ class _StageAdapter:
 
     # ---- overrides of the stage's methods: `given` has the arguments by name, `own` calls the original method ----
 
-    def _clear_runtime_states(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _clear_runtime_states(self, given: object, own: Callable[[], object]) -> object:
         self.adapters.begin_schedule(self)
         if self.in_flight is not None:
             self.in_flight.clear()
         return own()
 
-    def _prepare_forward_infra(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _prepare_forward_infra(self, given: object, own: Callable[[], object]) -> object:
         return self._prepare(own)
 
-    def _prepare_backward_infra(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _prepare_backward_infra(self, given: object, own: Callable[[], object]) -> object:
         return self._prepare(own)
 
-    def _prepare(self, own: Callable[[], Any]) -> Any:
+    def _prepare(self, own: Callable[[], object]) -> object:
         """Follows torch's first run of the module, which only learns shapes."""
         with self.adapters.more_to_come():
             result = own()
@@ -219,12 +223,12 @@ class _StageAdapter:
             self.in_flight.prepared()
         return result
 
-    def _get_fwd_recv_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _get_fwd_recv_ops(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         if self.in_flight is not None:
             self.in_flight.fill(self.stage.args_recv_info[given["fwd_chunk_id"]])
         return own()
 
-    def _forward_one_chunk(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _forward_one_chunk(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         chunk = given["fwd_chunk_id"]
         self._look_at_schedule()
         self._chunk = chunk
@@ -239,26 +243,26 @@ class _StageAdapter:
         is_seen = self.stage.is_last or not waits_for_sends(self._schedule)
         return output if is_seen else self.in_flight.instead_of(output)
 
-    def _forward_maybe_with_nosync(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _forward_maybe_with_nosync(self, own: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Any, **kwargs: object) -> object:
             if self.in_flight is not None and self._chunk is not None:
                 args = self.in_flight.views(self._chunk, args)
             return own(*args, **kwargs)
 
         return call
 
-    def _get_fwd_send_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _get_fwd_send_ops(self, given: dict[str, Any], own: Callable[[], list[dist.P2POp]]) -> list[dist.P2POp]:
         ops = own()
         if self.in_flight is not None:
             self.in_flight.sends(given["fwd_chunk_id"], ops)
         return ops
 
-    def _get_bwd_recv_ops(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _get_bwd_recv_ops(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         if self.stage.has_backward:
             self._fill_gradients(next(iter(given.values())))
         return own()
 
-    def _set_local_bwd_input(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _set_local_bwd_input(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         self._fill_gradients(given.get("mb_index"))  # torch makes zeros of a missing gradient
         return own()
 
@@ -266,7 +270,7 @@ class _StageAdapter:
         if self.in_flight is not None:
             self.in_flight.fill(getattr(self.stage, "grad_recv_info", {}).get(chunk, ()))
 
-    def _backward_one_chunk(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _backward_one_chunk(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         if not self.stage.has_backward:
             if self.in_flight is not None and waits_for_sends(self._schedule):
                 self.in_flight.let_sent_go()
@@ -292,7 +296,7 @@ class _StageAdapter:
             self.in_flight.end_backward(chunk)
         return result
 
-    def _scale_grads(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
+    def _scale_grads(self, given: dict[str, Any], own: Callable[[], object]) -> object:
         """Divides each gradient once and rounds it to its dtype, as torch does. Also divides gradients held at home."""
         divisor = self._scaled_by = given["grad_scale_factor"]
         if divisor == 1:
