@@ -10,12 +10,11 @@ Values and random numbers are the same in each case.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,6 +30,9 @@ from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.state import weakly_asked
 from noria.torch_state import in_backward
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 __all__ = ["Activations"]
 
 _LEAST_PIECE = 16 * 1024 * 1024
@@ -42,7 +44,7 @@ class _Entered:
 
     module: nn.Module
     thread: int
-    saving: contextlib.AbstractContextManager[Any] | None
+    saving: torch.autograd.graph.saved_tensors_hooks | None
 
 
 class Activations:
@@ -51,7 +53,7 @@ class Activations:
     def __init__(self, context: Context, late: LateAllocations, peer_cache: PeerCache) -> None:
         self.context = context
         self.late = late
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._inside: list[_Entered] = []  # innermost last
         self._taken = 0  # bytes at home
         self._num_pieces = 0
@@ -82,7 +84,7 @@ class Activations:
         if self._recomputation is not None:
             self._recomputation.begin_step()
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         if in_backward() or not torch.is_grad_enabled() or is_checkpointed():
             self._inside.append(_Entered(module, threading.get_ident(), None))
             return
@@ -92,7 +94,7 @@ class Activations:
         if self._recomputation is not None:
             self._recomputation.enter(module, args, kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         entered = self._inside[-1] if self._inside else None
         if entered is None or entered.module is not module or entered.thread != threading.get_ident():
             return  # this call was refused before it came to `_enter`
@@ -119,7 +121,9 @@ class Activations:
         return address, size
 
 
-def _saving_hooks(saved: weakref.ref[_C.EngineSaved]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _saving_hooks(
+    saved: weakref.ref[_C.EngineSaved],
+) -> tuple[Callable[[torch.Tensor], _C.SavedTensor], Callable[[_C.SavedTensor], torch.Tensor]]:
     """Returns hooks that autograd graphs keep. They hold the engine weakly: a graph may outlive it."""
 
     def found() -> _C.EngineSaved:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
 from noria.torch_state import in_backward
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 __all__ = ["ModuleHooks"]
 
 
@@ -37,7 +40,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _callers_from(module: str) -> Iterator[Any]:
+def _callers_from(module: str) -> Iterator[object]:
     """Yields the object of each call on this thread's stack whose code is in this module; None if it is no method."""
     found = sys.modules.get(module)
     if found is None:
@@ -109,8 +112,8 @@ class ModuleHooks:
         self._expect_updates = expect_updates
         run.in_forward = self.in_forward
         run.on_recover.append(self.forget_dead_forward)
-        self._handles: list[Any] = []
-        self._inner_handles: dict[int, list[Any]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._inner_handles: dict[int, list[RemovableHandle]] = {}
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._entering = threading.Lock()
@@ -140,7 +143,7 @@ class ModuleHooks:
         self._inner_handles.clear()
 
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: object) -> None:
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
             if in_backward():
@@ -165,7 +168,7 @@ class ModuleHooks:
             if self._wants_watch(number, training, grad):
                 self.watch.start()
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: object, output: object) -> None:
             if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
                 return
             if self._entered_roots[-1].thread != threading.get_ident():
@@ -241,10 +244,10 @@ class ModuleHooks:
         # A module around blocks may use its own parameters at any time: inside such a module the watch stays on.
         suspends = set(self.context.unit_indices(spec.module)) <= set(spec.needs)
         entered: list[int] = []
-        compiled: Any = None  # the in-place compiled call that was checked last
+        compiled: object = None  # the in-place compiled call that was checked last
         with_more: dict[frozenset[int], int] = {}  # hooks for calls whose arguments are parameters of other units
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             nonlocal compiled
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
@@ -266,7 +269,7 @@ class ModuleHooks:
             if suspends:
                 watch.suspend()
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: object, output: object) -> None:
             if self._other_thread() is not None:
                 return  # this forward was refused
             if suspends:
@@ -278,7 +281,7 @@ class ModuleHooks:
         if self.context.policy.check == "off" or not spec.is_block:
             return
 
-        def inner(module: nn.Module, args: Any, output: Any) -> None:
+        def inner(module: nn.Module, args: object, output: object) -> None:
             visits.inner_outputs(hook, tensors_of(output))
 
         for module in spec.module.modules():

@@ -12,7 +12,6 @@ mode is left while a module with a hook of its own runs, and entered again after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -22,7 +21,7 @@ from noria import _C
 __all__ = ["OperatorWatch", "tensors_of"]
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: object) -> list[torch.Tensor]:
     """Returns all tensors in a module's output: in containers, ModelOutput, dataclasses and plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -31,14 +30,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+def _collect(value: object, found: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
         return
     if value is None or isinstance(value, str | bytes | int | float | bool | torch.nn.Module) or id(value) in seen:
         return
     seen.add(id(value))
-    children: Iterable[Any]
+    children: Iterable[object]
     if isinstance(value, dict):
         children = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
@@ -114,8 +113,12 @@ class OperatorWatch(TorchFunctionMode):
             self._entered = False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if self._suspended or not self._wanted or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
@@ -128,7 +131,7 @@ class OperatorWatch(TorchFunctionMode):
         self._returned(hook, tensors_of(result))
         return result
 
-    def units_handed(self, arguments: Iterable[Any]) -> set[int]:
+    def units_handed(self, arguments: Iterable[object]) -> set[int]:
         """Returns the units of parameters, and of views of parameters, among a module's arguments."""
         units = set()
         with torch._C.DisableTorchFunction():  # hides this look from the user's modes
@@ -137,7 +140,7 @@ class OperatorWatch(TorchFunctionMode):
                     units |= self._units_in(value)
         return units
 
-    def _units_in(self, arguments: Any) -> set[int]:
+    def _units_in(self, arguments: object) -> set[int]:
         units = set()
         for tensor in tensors_of(arguments):
             if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):

@@ -48,20 +48,20 @@ class Recomputed:
     """Replaces the `forward` of a block: it saves the inputs only. A copy of the block gets its own forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.own: Callable[..., object] | None = module.__dict__.get("forward")
         self._module = module
         self._forward = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled() or is_checkpointed():
             return self._forward(*args, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., object] | None:
         copied = memo.get(id(self._module))
         return self.own if copied is None else types.MethodType(type(copied).forward, copied)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return (getattr, (self._module, "forward"))
 
 
@@ -130,7 +130,7 @@ class Recomputation:
 
     # ---- measuring ----
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Runs before a forward of a block after which a backward may come."""
         if self._is_looking:
             block = self._blocks[id(module)]
