@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from noria import _C
 from noria._errors import usage_error
 from noria.model.layout import HomeParameter, StatePlace
 from noria.model.optimizer_classes import original_class
@@ -112,7 +114,7 @@ class StepDriver:
         optimizer: Optimizer,
         kernel: str,
         state_places: dict[tuple[int, str], StatePlace],
-        state_arena: Any,
+        state_arena: _C.Arena | None,
     ) -> None:
         run, weights = services.run, services.weights
         self.context = context
@@ -156,7 +158,7 @@ class StepDriver:
     def fuses(self, slot: HomeParameter) -> bool:
         return self._members.fuses(slot.unit)
 
-    def sum_job(self, unit: int, slots: list[HomeParameter]) -> Any:
+    def sum_job(self, unit: int, slots: list[HomeParameter]) -> _C.UpdateJob:
         """Returns a job that sums the squares of the held gradients of these parameters."""
         return self._fused.sum_job(unit, slots)
 
@@ -166,7 +168,7 @@ class StepDriver:
 
     # ---- between passes ----
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], object] | None) -> object:
         refuse_inside_backward("optimizer.step()")
         self.run.recover()
         self.services.loads.refuse_missing("optimizer.step()")
@@ -294,7 +296,7 @@ class StepDriver:
         original_class(type(self.optimizer)).add_param_group(self.optimizer, group)  # torch refuses invalid groups
         self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
 
-    def _check_new(self, parameters: list[Any]) -> None:
+    def _check_new(self, parameters: list[nn.Parameter]) -> None:
         """Raises UsageError if the parameters of a new group cannot be updated."""
         self._members.check([{"params": parameters}])
         self._members.check_held_once(parameters)

@@ -66,7 +66,7 @@ class HomeState:
         sync: RankSync,
         masters: Masters,
         places: dict[tuple[int, str], StatePlace],
-        arena: Any,
+        arena: _C.Arena | None,
     ) -> None:
         self.members = members
         self.run = run
@@ -119,7 +119,7 @@ class HomeState:
         for slot in self.members.slots():
             self.adopt(slot)
 
-    def settle(self, parameter: Any) -> None:
+    def settle(self, parameter: object) -> None:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
         self.run.check_alive()
         if not self.run.is_loading(self):
@@ -178,7 +178,7 @@ class HomeState:
             place = self.moment(slot, key)
             return place if place is not None and place.shape == value.shape else None  # `check` will refuse it
         planned = self._places.get((slot.index, key))
-        if planned is None:
+        if planned is None or self._arena is None:
             return None
         if planned.shape != value.shape or planned.dtype != dtype_at_home(slot, value):
             self._note_outside(key)

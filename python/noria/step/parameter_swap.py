@@ -28,7 +28,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in list(vars(optimizer).items()) if name != "_noria")
 
 
@@ -40,9 +40,9 @@ def exchange(optimizer: Optimizer, other: _Other) -> None:
 class _Exchange:
     def __init__(self, other: _Other) -> None:
         self._other = other
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: old value (alive, so its id stays unique) and new
+        self._done: dict[int, tuple[object, object]] = {}  # by id: old value (alive, so its id stays unique) and new
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> Any:
         if isinstance(value, nn.Parameter):
             return self._other(value)
         if isinstance(value, _PLAIN):
@@ -84,7 +84,7 @@ class _Exchange:
             own.__setitem__(value, key, each)
 
 
-def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> None:
+def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     """Raises UsageError if the optimizer holds a parameter where `exchange` cannot replace it."""
     name = _out_of_reach(optimizer, parameters)
     if name is not None:
@@ -95,13 +95,13 @@ def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> Non
         )
 
 
-def _out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> str | None:
+def _out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> str | None:
     """Returns the attribute that holds one of `parameters` beyond the reach of `exchange`, or None.
 
     Such a parameter lies inside a module or an object of another class. The search goes two objects deep.
     """
-    reached: dict[int, Any] = {id(optimizer): optimizer}
-    beyond: list[tuple[str, Any]] = []
+    reached: dict[int, object] = {id(optimizer): optimizer}
+    beyond: list[tuple[str, object]] = []
     for name, value in _attributes(optimizer):
         _reach(name, value, reached, beyond)
     for name, value in beyond:
@@ -110,7 +110,7 @@ def _out_of_reach(optimizer: Optimizer, parameters: Container[Any]) -> str | Non
     return None
 
 
-def _members(value: Any) -> Iterable[Any] | None:
+def _members(value: object) -> Iterable[object] | None:
     if isinstance(value, dict):
         own: Any = getattr(value, "unwatched", type(value))
         return [each for item in own.items(value) for each in item]
@@ -119,7 +119,7 @@ def _members(value: Any) -> Iterable[Any] | None:
     return [each for _, each in _attributes(value)] if isinstance(value, Optimizer) else None
 
 
-def _reach(name: str, value: Any, reached: dict[int, Any], beyond: list[tuple[str, Any]]) -> None:
+def _reach(name: str, value: object, reached: dict[int, object], beyond: list[tuple[str, object]]) -> None:
     if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in reached:
         return
     members = _members(value)
@@ -131,7 +131,7 @@ def _reach(name: str, value: Any, reached: dict[int, Any], beyond: list[tuple[st
         _reach(name, each, reached, beyond)
 
 
-def _holds(value: Any, parameters: Container[Any], seen: dict[int, Any], depth: int) -> bool:
+def _holds(value: object, parameters: Container[nn.Parameter], seen: dict[int, object], depth: int) -> bool:
     if isinstance(value, nn.Parameter):
         return value in parameters
     if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in seen:

@@ -79,7 +79,9 @@ class OptimizerShards:
             return {slot.index: {UNKNOWN: torch.empty((), device="cpu")} for slot in unknown}
         return predicted
 
-    def _entries(self, slot: HomeParameter, group: dict[str, Any], unknown: dict[int, Any]) -> dict[str, Any]:
+    def _entries(
+        self, slot: HomeParameter, group: dict[str, Any], unknown: dict[int, dict[str, Any]]
+    ) -> dict[str, Any]:
         kept = {
             key: value
             for key, value in (dict.get(self.state.shown, slot.parameter) or {}).items()
@@ -140,9 +142,9 @@ class OptimizerShards:
         self,
         slot: HomeParameter,
         key: str,
-        dtype: Any,
+        dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
-        landing: Any,
+        landing: torch.dtype,
         is_saved: bool = True,
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:

@@ -16,18 +16,18 @@ class OptimizerState(defaultdict[Any, Any]):
     """The class whose methods read the values without settling, as in `unwatched.items(state)`."""
 
     def __init__(
-        self, settle: Callable[[Any], None], plain: Callable[[], dict[Any, Any]], values: dict[Any, Any]
+        self, settle: Callable[[object], None], plain: Callable[[], dict[Any, Any]], values: dict[Any, Any]
     ) -> None:
         """`settle` takes a parameter, or None for all. `plain` returns the state as a plain optimizer would have it."""
         super().__init__(dict, values)
         self._settle = settle
         self._plain = plain
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         self._settle(key)
         return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: object, default: object = None) -> Any:
         self._settle(key)
         return super().get(key, default)
 
@@ -51,19 +51,19 @@ class OptimizerState(defaultdict[Any, Any]):
         self._settle(None)
         return super().__len__()
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         self._settle(key)
         return super().__contains__(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self._settle(key)
         super().__setitem__(key, value)
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         self._settle(key)
         super().__delitem__(key)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: object) -> Any:
         self._settle(key)
         return super().pop(key, *default)
 
@@ -71,11 +71,11 @@ class OptimizerState(defaultdict[Any, Any]):
         self._settle(None)
         super().clear()
 
-    def unsettled(self, key: Any) -> dict[str, Any]:
+    def unsettled(self, key: object) -> dict[str, Any]:
         """Returns the state without settling, for the update itself. Creates an empty one if there is none."""
         if not dict.__contains__(self, key):
             dict.__setitem__(self, key, {})
         return dict.__getitem__(self, key)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return (defaultdict, (dict, self._plain()))

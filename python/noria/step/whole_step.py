@@ -6,7 +6,6 @@ During the step the optimizer holds the home's parameters in place of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +37,11 @@ class WholeStep:
         self.state = state
         self.by_torch = by_torch
         self.norms = norms
-        self._updates: Any = None  # the driver behind the optimizer's methods, saved during its own step
+        self._updates: object = None  # the driver behind the optimizer's methods, saved during its own step
         # Filled while the optimizer has the home: slot, its version, its gradient, the gradient's version.
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], object] | None) -> object:
         optimizer = self.members.optimizer
         self.members.check(optimizer.param_groups)
         refuse_out_of_reach(optimizer, self.context.slot_of)
@@ -56,7 +55,7 @@ class WholeStep:
             self.norms.grad_norm = self.norms.clip_at_step(self.norms.max_grad_norm)
         step = step_of(original_class(type(optimizer)))
 
-        def with_the_model() -> Any:
+        def with_the_model() -> object:
             """Runs the user's closure with the model in place.
 
             The model must see the new weights, and the optimizer must see the new gradients.
