@@ -174,7 +174,7 @@ def _backends() -> dict[str, str]:
 # ---- speeds -------------------------------------------------------------------------------------------------------
 
 
-def _best_s(work: Callable[[], Any], tries: int) -> float:
+def _best_s(work: Callable[[], object], tries: int) -> float:
     best = float("inf")
     for _ in range(tries):
         start = time.perf_counter()
@@ -195,7 +195,7 @@ def measure_speeds(num_bytes: int = 64 << 20, tries: int = 4) -> Speeds:
         device = backend.allocate(num_bytes)
         ctypes.memset(home.data, 1, num_bytes)
         ctypes.memset(device, 1, num_bytes)
-        ways: dict[str, Callable[[], Any]] = {
+        ways: dict[str, Callable[[], object]] = {
             "copy": lambda: ctypes.memmove(device, home.data, num_bytes),
             "fetch": lambda: backend.submit("fetch", [(device, home.data, num_bytes)]).wait_passed(),
             "drain": lambda: backend.submit("drain", [(home.data, device, num_bytes)]).wait_passed(),

@@ -179,7 +179,7 @@ def _facade_class(cls: type[Optimizer]) -> type[Optimizer]:
     return _FACADES[cls]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[Optimizer]:
     """Returns classes such as NoriaAdamW by name, for unpickling in a new process."""
     own = name.removeprefix("Noria")
     original = getattr(torch.optim, own, None) or getattr(optim, own, None) if name.startswith("Noria") else None
@@ -188,7 +188,7 @@ def __getattr__(name: str) -> Any:
     return _facade_class(original)
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Raises UsageError if the optimizer cannot be wrapped. Order: before anything is changed."""
     if not isinstance(optimizer, Optimizer):
         raise usage_error("a torch.optim.Optimizer", type(optimizer).__qualname__, "wrap optimizers of torch.optim")

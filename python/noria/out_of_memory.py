@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,7 +51,7 @@ def tell_when_full(run: RunState) -> None:
     if run.context.device.type != "cuda":
         return
     _RUNNING.add(run)
-    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and not _is_told:
         attach(_observe)
         _is_told.append(True)  # there is no way to detach

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,11 +42,9 @@ from noria.wrapped import Wrapped, wrapped_by, wrapped_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = ["materialize", "plan", "unwrap", "wrap"]
-
-Models = TypeVar("Models", bound="nn.Module | Sequence[nn.Module]")
-Optimizers = TypeVar("Optimizers", bound="Optimizer | Sequence[Optimizer]")
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -63,7 +61,7 @@ def _let_go() -> None:
         gc.collect()
 
 
-def _checked(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+def _checked(models: object, optimizers: object) -> tuple[list[nn.Module], list[Optimizer]]:
     roots, updaters = as_list(modules_of(models)), as_list(optimizers)
     if not roots:
         raise usage_error("a torch.nn.Module or a list of them", repr(models), "give the model first")
@@ -147,7 +145,7 @@ def plan(
 
 def wrap(
     model: Any,
-    optimizer: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     policy: Policy | None = None,
     /,
     *,
@@ -200,7 +198,7 @@ def wrap(
     _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
     pipeline: StageGroup | None = None
-    met: list[Any] = [] if ranks is None else [ranks]
+    met: list[Ranks | StageGroup] = [] if ranks is None else [ranks]
     try:
         pipeline = StageGroup.meet(stages)
         if pipeline is not None:
@@ -250,7 +248,9 @@ def wrap(
     return (model, optimizer) if optimizer is not None else model
 
 
-def _check_line(own: list[Any], gathered: list[list[tuple[int, int]]], pipeline: StageGroup | None) -> None:
+def _check_line(
+    own: list[_PipelineStageBase], gathered: list[list[tuple[int, int]]], pipeline: StageGroup | None
+) -> None:
     """Raises UsageError if the stages differ between ranks, or do not match the stage group.
 
     `gathered`: for each rank that shares the model, the (index, number of stages) of each of its stages.
@@ -279,7 +279,7 @@ def _carry_out(
     capacity = planned.device_bytes
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent
-    met: list[Any] = [each for each in (ranks, stages) if each is not None]
+    met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
         if planned.fused:
@@ -374,7 +374,7 @@ def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | No
             module._buffers[name] = buffer.to(device=device, dtype=wanted)
 
 
-def unwrap(model: Any, optimizer: Any = None) -> Any:
+def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Any:
     """Gives back plain CPU tensors and the optimizer's own class.
 
     Parameters, gradients and optimizer state keep their values. They are views of the home's memory, which lives as

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -39,14 +38,14 @@ __all__ = ["Wrapped", "wrapped_by", "wrapped_together"]
 _WRAPPED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = weakref.WeakKeyDictionary()
 
 
-def wrapped_by(module: Any) -> Wrapped | None:
+def wrapped_by(module: object) -> Wrapped | None:
     """Returns the wrap call of a model, a stage, or a module inside one. None if it is not wrapped."""
     module = module_of(module)
     found = _WRAPPED.get(module) if isinstance(module, nn.Module) else None
     return found() if found is not None else None
 
 
-def wrapped_together(given: Any) -> Wrapped:
+def wrapped_together(given: object) -> Wrapped:
     """Returns the one wrap call of a model, a stage, a module inside one, or a list of these.
 
     Raises UsageError if one of them is not wrapped, or if they belong to several wrap calls.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,12 @@ from noria.dist.ranks import Ranks, raised_by_all
 from noria.dist.shard_tensor import ShardTensor
 from noria.model.moment_formats import ROUNDING_STEP
 from noria.step.sharded_state import UNKNOWN
+
+if TYPE_CHECKING:
+    import io
+
+    from torch.distributed.checkpoint.planner import ReadItem
+    from torch.distributed.checkpoint.stateful import Stateful
 
 __all__ = ["describe_folder", "load_folder"]
 
@@ -42,7 +48,9 @@ def describe_folder(path: str | os.PathLike[str]) -> str:
         ) from None
 
 
-def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any, everybody: Sequence[Ranks]) -> dict[str, Any]:
+def load_folder(
+    path: str | os.PathLike[str], model: object, optimizer: object, everybody: Sequence[Ranks]
+) -> dict[str, Any]:
     """As `noria.load`, for a folder.
 
     `everybody`: the ranks that share what is loaded; they have met. Each rank reads by itself, because these ranks may
@@ -61,7 +69,7 @@ def load_folder(path: str | os.PathLike[str], model: Any, optimizer: Any, everyb
 
 
 def _targets(
-    path: str | os.PathLike[str], takers: dict[str, Any], has_optimizer: bool
+    path: str | os.PathLike[str], takers: Mapping[str, Stateful], has_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Returns the values to read, by name in the folder, and the place in the nested dict of each name.
 
@@ -135,7 +143,7 @@ def _read(path: str | os.PathLike[str], targets: dict[str, Any]) -> dict[str, An
     from torch.distributed.checkpoint.api import CheckpointException
 
     class Planner(dcp.DefaultLoadPlanner):
-        def load_bytes(self, read_item: Any, value: Any) -> None:
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
             self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     if not targets:

@@ -67,9 +67,9 @@ def sharded_state(
     return entries
 
 
-def parts_of(model: Any, optimizer: Any) -> dict[str, Any]:
+def parts_of(model: object, optimizer: object) -> dict[str, _ModelParts | _OptimizerParts | _Several]:
     """As `sharded_state`, after the ranks have met."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, _ModelParts | _OptimizerParts | _Several] = {}
     model = modules_of(model)
     models = [_ModelParts(_owner_of(each), each) for each in as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
@@ -86,7 +86,7 @@ def _owner_of(model: nn.Module) -> Wrapped:
     return wrapped
 
 
-def _updates_of(optimizer: Any) -> StepDriver:
+def _updates_of(optimizer: object) -> StepDriver:
     updates = optimizer._noria if isinstance(optimizer, WrappedOptimizer) else None
     if updates is None:
         raise usage_error("a wrapped optimizer", type(optimizer).__qualname__, "give what noria.wrap was given")
@@ -94,7 +94,7 @@ def _updates_of(optimizer: Any) -> StepDriver:
 
 
 class _Several:
-    def __init__(self, members: Sequence[Any]) -> None:
+    def __init__(self, members: Sequence[_ModelParts | _OptimizerParts]) -> None:
         self.members = members
 
     def state_dict(self) -> dict[str, Any]:

@@ -146,9 +146,9 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
 def _pairs(
     path: str | os.PathLike[str], contents: dict[str, Any], model: Models, optimizer: Optimizers | None
-) -> list[tuple[Any, dict[str, Any]]]:
+) -> list[tuple[nn.Module | Optimizer, dict[str, Any]]]:
     """Returns pairs: a model or optimizer, and the state dict to load into it."""
-    pairs: list[tuple[Any, dict[str, Any]]] = []
+    pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]] = []
     for name, wanted in (("model", model), ("optimizer", optimizer)):
         if wanted is None:
             continue
@@ -164,7 +164,7 @@ def _pairs(
     return pairs
 
 
-def _lines(pairs: list[tuple[Any, dict[str, Any]]]) -> list[str]:
+def _lines(pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]]) -> list[str]:
     """Returns lines about what ranks share, for the ranks to compare."""
     lines: list[str] = []
     for target, state in pairs:

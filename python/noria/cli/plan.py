@@ -123,7 +123,7 @@ def _model_and_optimizers(args: argparse.Namespace) -> tuple[nn.Module, list[Opt
     return made, _make_optimizer(args.optimizer or "AdamW", made)
 
 
-def _from_hf_config(text: str) -> Any:
+def _from_hf_config(text: str) -> object:
     path = Path(text)
     if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
         raise usage_error("a config.json or a folder with one", f"none at {text}", "give the path of a local file")
@@ -146,7 +146,7 @@ def _from_hf_config(text: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def _from_factory(text: str) -> Any:
+def _from_factory(text: str) -> object:
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name:
         raise usage_error("--model module:function", f"--model {text}", "write --model my_models.gpt:make")

@@ -74,7 +74,7 @@ class _Exchange:
             vars(optimizer)[name] = self(value)
 
     def _inside_of_dict(self, value: dict[Any, Any]) -> None:
-        own: Any = getattr(value, "unwatched", type(value))
+        own = getattr(value, "unwatched", type(value))
         old = list(own.items(value))
         new = [(self(key), self(each)) for key, each in old]
         if all(a is c and b is d for (a, b), (c, d) in zip(new, old, strict=True)):
@@ -112,7 +112,7 @@ def _out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> 
 
 def _members(value: object) -> Iterable[object] | None:
     if isinstance(value, dict):
-        own: Any = getattr(value, "unwatched", type(value))
+        own = getattr(value, "unwatched", type(value))
         return [each for item in own.items(value) for each in item]
     if isinstance(value, list | deque | set | tuple | frozenset):
         return list(value)
