@@ -372,7 +372,7 @@ std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, Sy
   RankPosition position;
   {
     const Entry entry(gate_);
-    NORIA_INVARIANT(collector_.has_value(), "no other rank unit_shards this home");
+    NORIA_INVARIANT(collector_.has_value(), "no other rank shares this home");
     position = collector_->position();
   }
   CollectLane::Met met = options_.lane->exchange(std::move(numbers), point, position);

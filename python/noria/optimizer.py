@@ -32,7 +32,7 @@ class WrappedOptimizer(Optimizer):
 
     # Not compiled, because the home changes outside the code that the compiler traces.
     @torch._disable_dynamo
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], object] | None = None) -> object:
         """Updates all parameters that have a gradient. Updates may run later, but before the weights are used.
 
         Args:

@@ -27,7 +27,7 @@ def fail(device=0):
 
 def fail_by_now():
     """As `fail`. Returns when it has failed."""
-    _pretend_gpu.forget_failure()  # an earlier one, of which a caller has heard
+    _pretend_gpu.forget_failure()  # an earlier one, which was raised
     fail()
     while not _pretend_gpu.has_failed():
         os.sched_yield()

@@ -70,7 +70,7 @@ def load_folder(
 
 def _targets(
     path: str | os.PathLike[str], takers: Mapping[str, Stateful], has_optimizer: bool
-) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
     """Returns the values to read, by name in the folder, and the place in the nested dict of each name.
 
     Raises UsageError if something does not fit.
@@ -118,12 +118,12 @@ def _targets(
     return targets, paths
 
 
-def _is_of(place: tuple[Any, ...], which: str) -> bool:
+def _is_of(place: tuple[str | int, ...], which: str) -> bool:
     """True if the place is in an optimizer's "state" or "param_groups". Of several, each has its number before that."""
     return bool(place[0] == "optimizer" and place[2 if str(place[1]).isdigit() else 1] == which)
 
 
-def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[str, tuple[Any, ...]]) -> None:
+def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[str, tuple[str | int, ...]]) -> None:
     begun = {paths[name][:-1] for name in saved if paths[name][-1] not in _NORIAS_OWN}
     for name in sorted(missing):
         place = paths[name]

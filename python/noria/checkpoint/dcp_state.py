@@ -211,7 +211,7 @@ class _ModelParts:
         )
 
 
-def _finish(entries: dict[str, Any]) -> None:
+def _finish(entries: dict[str, object]) -> None:
     for name, each in entries.items():
         if isinstance(each, ShardTensor):
             each.finish(name)

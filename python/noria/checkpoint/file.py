@@ -32,7 +32,7 @@ Models = nn.Module | Sequence[nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None, **extra: Any) -> None:
+def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None = None, **extra: object) -> None:
     """Writes `model.state_dict()`, `optimizer.state_dict()` and `extra` into one file, by `torch.save`.
 
     For lists of models or optimizers, as `noria.wrap` takes them, it writes a list of state dicts.
@@ -81,7 +81,7 @@ def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState,
     return [(run, sync, run.context.ranks) for run, sync in dict.fromkeys(owners) if run.context.ranks is not None]
 
 
-def _write(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
+def _write(path: str | os.PathLike[str], contents: dict[str, object]) -> None:
     temporary = f"{os.fspath(path)}.part"
     torch.save(contents, temporary)
     try:
@@ -145,7 +145,7 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
 
 def _pairs(
-    path: str | os.PathLike[str], contents: dict[str, Any], model: Models, optimizer: Optimizers | None
+    path: str | os.PathLike[str], contents: dict[str, object], model: Models, optimizer: Optimizers | None
 ) -> list[tuple[nn.Module | Optimizer, dict[str, Any]]]:
     """Returns pairs: a model or optimizer, and the state dict to load into it."""
     pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]] = []
@@ -198,7 +198,7 @@ def _checked(path: str | os.PathLike[str]) -> dict[str, Any]:
     return contents
 
 
-def _unreadable(contents: dict[str, Any]) -> tuple[str, str]:
+def _unreadable(contents: dict[str, object]) -> tuple[str, str]:
     """Returns the entry that `load` would refuse, and the reason."""
     for name, value in contents.items():
         with contextlib.suppress(pickle.UnpicklingError):

@@ -38,7 +38,7 @@ def refuse_others(everybody: Sequence[Ranks], lines: Sequence[str]) -> None:
         )
 
 
-def lines_of_model(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> list[str]:
+def lines_of_model(module: nn.Module, state_dict: Mapping[str, object], prefix: str = "") -> list[str]:
     """Returns a line for each entry of the state dict that `module.load_state_dict` gets."""
     own = {prefix + name for name, _ in module.named_buffers(remove_duplicate=False)}
     lines = []

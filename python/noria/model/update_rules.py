@@ -80,7 +80,7 @@ class FusedRule:
         moment = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / _C.STATE_BLOCK}[state_dtype]
         return 8 + (2 if is_split else 4) + moment * len(self.keys)
 
-    def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, Any]) -> None:
+    def refuse_broken_state(self, slot: HomeParameter, values: Mapping[str, object]) -> None:
         """Raises UsageError if torch's own step would raise: entries are missing, or not of the parameter's shape."""
         remedy = "give the state that this optimizer has made for this model, or none, to begin anew"
         missing = ["step"] if self.counts_steps and values.get("step") is None else []

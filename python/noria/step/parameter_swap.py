@@ -73,7 +73,7 @@ class _Exchange:
         for name, value in _attributes(optimizer):
             vars(optimizer)[name] = self(value)
 
-    def _inside_of_dict(self, value: dict[Any, Any]) -> None:
+    def _inside_of_dict(self, value: dict[object, object]) -> None:
         own = getattr(value, "unwatched", type(value))
         old = list(own.items(value))
         new = [(self(key), self(each)) for key, each in old]
