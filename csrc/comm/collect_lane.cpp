@@ -48,6 +48,7 @@ void CollectLane::enqueue(std::function<void()> act, const Failed& failed) {
 Ticket CollectLane::submit(const OpLabel& label, Collective collective, std::vector<Ticket> waits,
                            RankPosition position) {
   const Ticket ticket = backend_->open(label, collective.received(shards_));
+  const MutexLock lock(order_);
   Agree agreed;
   if (!collective.empty()) {
     const Intent::Act act = label.verb == Verb::gather ? Intent::Act::gather : Intent::Act::reduce;
@@ -91,16 +92,19 @@ CollectLane::Met CollectLane::exchange(std::vector<std::int64_t> numbers, SyncPo
   const Intent own{Intent::Act::exchange, Phase::forward, static_cast<std::int64_t>(numbers.size()),
                    static_cast<std::int64_t>(point), position.num_broken};
   const auto answer = std::make_shared<std::promise<Met>>();
-  enqueue(
-      [this, answer, point, agreed = agree(own, std::move(numbers), OpId(), position)] {
-        Agreed found = agreed();
-        Met met{std::move(found.numbers), {}, std::exchange(has_diverged_, false), found.has_assisted};
-        if (point == SyncPoint::backward) {
-          for (std::int64_t unit : std::exchange(taken_, {})) met.taken.emplace_back(static_cast<std::int32_t>(unit));
-        }
-        answer->set_value(std::move(met));
-      },
-      [answer](std::exception_ptr error) { answer->set_exception(std::move(error)); });
+  {
+    const MutexLock lock(order_);
+    enqueue(
+        [this, answer, point, agreed = agree(own, std::move(numbers), OpId(), position)] {
+          Agreed found = agreed();
+          Met met{std::move(found.numbers), {}, std::exchange(has_diverged_, false), found.has_assisted};
+          if (point == SyncPoint::backward) {
+            for (std::int64_t unit : std::exchange(taken_, {})) met.taken.emplace_back(static_cast<std::int32_t>(unit));
+          }
+          answer->set_value(std::move(met));
+        },
+        [answer](std::exception_ptr error) { answer->set_exception(std::move(error)); });
+  }
   return answer->get_future().get();
 }
 

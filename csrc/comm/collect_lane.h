@@ -2,7 +2,7 @@
 //
 // Ownership: owns its thread. Shares the collectives and the backend, whose tickets it takes and gives.
 // Order: first in, first out. So ranks that submit the same ops in the same order meet in each op.
-// Threads: every member may be called from any thread, `submit` and `exchange` by one at a time. None takes the GIL.
+// Threads: every member may be called from any thread. None takes the GIL.
 // Only the lane's own thread and the announcer's use the collectives.
 //
 // Note [Agreement]. Before each op the ranks tell each other which op they are at, and at which version of the unit.
@@ -39,6 +39,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/agreement.h"
 #include "comm/announcer.h"
 #include "comm/collectives.h"
@@ -129,6 +130,7 @@ class CollectLane {
   const Shards shards_;
   std::optional<Announcer> announcer_;  // null: this rank assists
   std::optional<Agreement> agreement_;  // null: the announcer has its own
+  Mutex order_;                         // held while an op is announced and queued, so that both are in the same order
   std::exception_ptr failure_;          // the first; lane thread only
   std::set<std::int64_t> taken_;        // units; lane thread only
   bool has_diverged_ = false;           // lane thread only

@@ -83,6 +83,7 @@ WRONG = {
     "draft_memory": [-1, True, "lots", 0.5, None],
     "max_grad_norm": [0, -1.0, True, "1", float("nan"), 10**400],
     "reduce_dtype": [torch.bfloat16, "float32", 32],
+    "find_unused_parameters": [0, 1, "yes", None],
     "check": ["on", True, None],
     "trace": ["", 3, True],
 }
@@ -102,6 +103,7 @@ RIGHT = {
     "draft_memory": ["auto", 0, 1 << 20, "8GiB"],
     "max_grad_norm": [None, 1, 0.5, float("inf")],
     "reduce_dtype": [None, torch.float32],
+    "find_unused_parameters": [True, False],
     "check": ["auto", "operators", "off"],
     "trace": [None, "trace.json"],
 }
