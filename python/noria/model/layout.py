@@ -38,7 +38,7 @@ UNSUMMED = "unsummed gradients"
 """The purpose of the arena for whole gradients of one rank, which `model.no_sync()` needs."""
 
 GRADIENT_SCALES = "gradient scales"
-"""The purpose of the arena for late scales: the factors that held gradients have been multiplied by since then."""
+"""The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
 
 SHOWN = "materialized weights"
 """The purpose of the arena for whole weights that ranks share, while a block of `noria.materialize` is open."""
@@ -46,7 +46,7 @@ SHOWN = "materialized weights"
 
 @dataclasses.dataclass
 class HomeParameter:
-    """Describes one parameter's place in its unit.
+    """Describes one parameter's place in its unit. Variables for it are named `slot`.
 
     - `like`: a meta tensor with the planned shape and strides of the parameter's tensors at home. The parameter itself
       has other ones if the user gave it other data.
@@ -206,11 +206,11 @@ class Region:
 class Ring:
     """Describes the arena GRADIENT_RING.
 
-    Units whose gradients come in parts have places of their own. Slots for the other units follow. Each slot is as
-    large as the largest of these units.
+    Units whose gradients come in parts have places of their own. Behind them are ring slots, which the other units
+    take in turn. Each is as large as the largest of these units.
     """
 
-    region: Region  # the units' own places; the last entry is for the slots
+    region: Region  # the units' own places; the last entry is for the ring slots
     slot_bytes: int
     num_slots: int
 
@@ -229,8 +229,7 @@ def held_region(units: Iterable[HomeUnit]) -> Region:
 
 
 def scales_region(units: Iterable[HomeUnit]) -> Region:
-    """Returns the arena for late scales: factors, of a scaler or a clip for example, that updates apply to held
-    gradients."""
+    """Returns the arena for late scales, of a scaler or a clip for example. Updates apply them to held gradients."""
     return Region.of(GRADIENT_SCALES, (_SCALES_BYTES * _num_trainable(unit) for unit in units))
 
 

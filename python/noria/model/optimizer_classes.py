@@ -13,6 +13,7 @@ _ORIGINALS: dict[type[Optimizer], type[Optimizer]] = {}
 
 
 def name_original(facade: type[Optimizer], original: type[Optimizer]) -> None:
+    """Notes that the facade was made for this class."""
     _ORIGINALS[facade] = original
 
 

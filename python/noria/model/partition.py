@@ -1,6 +1,6 @@
-"""Divides a model into units, which move together, and hooks, which announce the units that a module needs.
+"""Divides a model into units, which move together, and finds the modules whose calls announce units.
 
-Blocks are the children of the model's outermost big list, or the modules that the caller names. All other parameters
+Blocks are the children of the model's outermost big lists, or the modules that the caller names. All other parameters
 are grouped by module. Units are never nested. Every Parameter belongs to exactly one unit: the first in module order
 that names it.
 
@@ -33,7 +33,10 @@ __all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
 
 @dataclasses.dataclass(frozen=True)
 class UnitSpec:
-    """Lists parameters that move together. `module`: the block or subtree that holds them; None for direct ones."""
+    """Lists parameters that move together.
+
+    `module`: the block or subtree that holds them. None for direct ones: those of a module around other units.
+    """
 
     name: str
     parameters: list[nn.Parameter]
@@ -45,7 +48,8 @@ class UnitSpec:
 
 @dataclasses.dataclass(frozen=True)
 class HookSpec:
-    """Names a module whose call needs several units at once. `needs`: sorted indices into `Partition.units`."""
+    """Names a module whose call is announced. `needs`: the units it computes with, as indices into
+    `Partition.units`, sorted."""
 
     name: str
     module: nn.Module
@@ -55,6 +59,8 @@ class HookSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
+    """Holds the units of the models in `roots`, and the modules to hook."""
+
     units: list[UnitSpec]
     hooks: list[HookSpec]
     roots: list[nn.Module]

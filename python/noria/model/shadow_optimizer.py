@@ -18,14 +18,14 @@ from noria.model.update_rules import SEPARABLE
 __all__ = ["dtype_at_home", "hyper_of", "is_array", "predict_state", "worker_of"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State keys whose tensors have one number for any parameter, in the separable classes."""
+"""State keys of the separable classes whose tensors have one number for the whole parameter."""
 
 
 def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[int, dict[str, Any]] | None:
     """Returns the state that the optimizer will keep, as {slot index: {key: value}}. Arrays are meta tensors.
 
-    It runs the optimizer's own code on meta tensors. Only for the separable classes this has no other effect. Returns
-    None for other classes, or if that code fails on meta tensors.
+    It runs the optimizer's own code on meta tensors. Returns None if the class is not separable, because its code may
+    then have other effects, or if that code fails on meta tensors.
     """
     if original_class(type(optimizer)) not in SEPARABLE:
         return None
@@ -68,7 +68,7 @@ def predict_state(optimizer: Optimizer, slots: Iterable[HomeParameter]) -> dict[
 
 
 def is_array(key: str, value: object) -> bool:
-    """Returns True for a tensor with numbers for a parameter's elements. A 0-dim parameter has such tensors too."""
+    """Returns True for a tensor of numbers about a parameter's elements. A 0-dim parameter has such tensors too."""
     return isinstance(value, torch.Tensor) and key not in _COUNTERS
 
 

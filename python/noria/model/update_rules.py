@@ -2,9 +2,9 @@
 
 A rule names the state that an optimizer keeps, and makes the scalars of a step.
 
-Note [Who updates a unit]. For each optimizer of a wrap call, noria chooses the first of these that is possible:
+Note [Who updates a unit]. For each optimizer of a wrap call, noria chooses the first of these that it can:
 
-- noria's fused kernels, if they cover the optimizer;
+- noria's fused kernels, if they cover the optimizer and `Policy.kernel` is not "torch";
 - the real torch optimizer unit by unit, if its class is separable;
 - the real torch optimizer as a whole.
 
@@ -71,7 +71,7 @@ class FusedRule:
     """Describes a rule of csrc/optim, and the state that torch's optimizer keeps for it."""
 
     name: str
-    keys: tuple[str, ...]  # tensors, in the order of moments.MOMENTS
+    keys: tuple[str, ...]  # tensors, in the order of moment_formats.MOMENTS
     counts_steps: bool = False  # in state["step"]
     begins_anew: bool = False  # True: an incomplete state begins anew. False: torch raises
 
@@ -216,13 +216,13 @@ def fused_units(
             rule = rule_of(type(optimizer), group) if kernel == "fused" else None
             for parameter in group["params"]:
                 held.setdefault(parameter, []).append(rule)
-    everybody = [rule for rules in held.values() for rule in rules]
+    of_all = [rule for rules in held.values() for rule in rules]
     found = {}
     for unit in units:
         trainable = [slot for slot in unit.parameters if slot.trainable]
         if any(len(held.get(slot.parameter, ())) > 1 for slot in trainable):
             continue  # the home has room for the moments of one optimizer per parameter
-        holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or everybody
+        holders = [rule for slot in trainable for rule in held.get(slot.parameter, [])] or of_all
         rules = tuple(dict.fromkeys(rule for rule in holders if rule is not None))
         if rules and None not in holders and all(map(_dtype_allows, trainable)):
             found[unit.index] = rules
