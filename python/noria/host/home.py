@@ -2,9 +2,9 @@
 
 The home is one arena of exact size for each purpose. `noria.model.layout` gives each parameter's place in its unit.
 
-Order: the plan is checked against `host_memory` and the machine's limits first. Then all arenas are mapped at once,
-next to the device, and those that the copy engines touch are registered with it. Pages for optimizer state are taken
-after the weights have moved and their old memory is free. So the model and its whole home never exist together.
+Order: the plan is checked against `host_memory` and the machine's limits first. Then all arenas are mapped at once, in
+the device's NUMA node, and those that its copy engines touch are registered with it. Pages for optimizer state are
+taken after the weights have moved and their old memory is free. So the model and its whole home never exist together.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LATE = (*MOMENTS, *SCALES, "optimizer state")
 class Home:
     """Holds the arenas of one `wrap` call.
 
-    `notes` says what the machine did not grant, although nothing depends on it. `staged` lists the purposes whose
-    memory the driver refused to pin. Raises UsageError if the driver refuses memory that must be pinned. After this or
+    `notes` says what the machine did not grant; noria works without it. `staged` lists the purposes whose memory the
+    driver refused to pin. Raises UsageError if the driver refuses memory that must be pinned. After this or
     any other exception (Ctrl-C), nothing is taken.
 
     Ownership: an arena lives as long as any tensor in it.
@@ -87,7 +87,7 @@ class Home:
         self._populate([purpose for purpose in self.arenas if purpose in _LATE])
 
     def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
-        """Maps an arena next to the device. It has no pages yet, and is not registered."""
+        """Maps an arena in the device's NUMA node. It has no pages yet, and is not registered."""
         arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
         node = numa_node(backend.pci_bus_id)
         if node is not None and (refused := arena.prefer_node(node)):
@@ -181,8 +181,7 @@ class Home:
             return _C.tensor_in(self.arenas[purpose], base + offset, dtype, list(like.shape), list(like.stride()))
 
     def watched(self, slot: HomeParameter, before_write: Callable[[], None]) -> torch.Tensor:
-        """Returns the tensor of `working` for use by the caller. After `_C.watch`, its first write calls
-        `before_write`."""
+        """Returns the tensor of `working`, for the user. After `_C.watch`, its first write calls `before_write`."""
         offset = self._offset("working copies", slot.unit) + slot.home_offset
         with plainly():
             return _C.watched_tensor_in(self.arenas["working copies"], offset, slot.like, slot.dtype, before_write)
@@ -213,8 +212,7 @@ class Home:
         dtype: torch.dtype,
         before_write: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Returns a moment of the fused kernels. It has the parameter's element offset. `before_write` is as in
-        `watched`."""
+        """Returns a moment of the fused kernels. `before_write` is as in `watched`."""
         return self._state(purpose, slot, self.moment_offset(slot, dtype), slot.like, dtype, before_write)
 
     def scales(self, purpose: str, slot: HomeParameter, before_write: Callable[[], None] | None = None) -> torch.Tensor:
@@ -224,6 +222,7 @@ class Home:
 
     @staticmethod
     def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:
+        """Returns the offset in the unit's moments: as many elements in as the parameter is in the unit."""
         return slot.home_offset // slot.dtype.itemsize * dtype.itemsize
 
     @staticmethod

@@ -246,7 +246,7 @@ def num_numa_nodes(root: Path = ROOT) -> int:
 
 
 def numa_node(pci_bus_id: str, root: Path = ROOT) -> int | None:
-    """Returns the memory node next to a device. None if the machine has one node, or does not say."""
+    """Returns the NUMA node of a device. None if the machine has one node, or does not say."""
     if num_numa_nodes(root) < 2 or not pci_bus_id:
         return None
     node = _number(root / "sys/bus/pci/devices" / pci_bus_id.lower() / "numa_node")
