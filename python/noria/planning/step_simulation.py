@@ -15,7 +15,7 @@ __all__ = ["PlanSpeeds", "PlannedStep"]
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpeeds:
-    """Holds GiB/s of the lanes and Tflop/s of the device. `measured`: the speeds that were measured here and now."""
+    """Holds GiB/s of the lanes and Tflop/s of the device. `measured`: the names of those that were measured now."""
 
     fetch: float
     drain: float
@@ -86,7 +86,10 @@ class PlannedStep:
         self.phases.append(phase)
 
     def check(self) -> list[str]:
-        """Returns faults that the proof finds: in the whole step, and in each pass with the planner's own versions."""
+        """Returns what is wrong with the waits of the whole step, and of each pass with the planner's own versions.
+
+        An empty list proves that all ops on the same data come in order.
+        """
         buffers = self.planned.buffers
         faults: list[str] = _C.check(self.ops, self.waits, buffers)
         for name, each in self.planned.passes.items():
@@ -94,6 +97,7 @@ class PlannedStep:
         return faults
 
     def times(self) -> _C.StepTimes:
+        """Returns the time of each kind of op, from which bounds are computed."""
         names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload", "peer")
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:

@@ -47,8 +47,8 @@ from noria.policy import (
 __all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan", "room_on_device"]
 
 STAGING_RING = "staging ring"
-# Slots of the gradient ring. At least 4: one drains, one is updated, and both may be late. A quarter of the units:
-# updates that take longer than backward can then go on behind the next forward, and do not hold backward up.
+# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
+# of the units: long updates can then go on behind the next forward, and do not hold backward up.
 _RING_SLOTS = 4
 _RING_SHARE = 0.25
 
@@ -81,8 +81,11 @@ class WrapPlan:
     states: list[dict[tuple[int, str], StatePlace]]
     """By optimizer, then by slot index and key: the place in "optimizer state" of a tensor that torch keeps."""
     visits: dict[str, list[_C.Visit]]
+    """The visits that the plan assumes, in "forward" and in "backward"."""
     passes: dict[str, _C.PassPlan]
+    """The same passes as lists of ops."""
     unpredicted: list[str]
+    """Notes: what the plan cannot foresee, or does otherwise than asked."""
     buffers: _C.BufferTable
     """Table of the buffers that the passes' ops name."""
     ring: Ring | None = None
@@ -173,7 +176,7 @@ def make_plan(
         optimizers: the optimizers of all roots.
         policy: the options of the wrap call.
         is_carried_out: True if the plan is carried out; False if the caller only plans.
-        values: True if the values of this rank's buffers count.
+        values: True if this rank's weights and buffers are used; False if rank 0's replace them.
         grid: the grid of ranks that share the model.
         free: the free memory; None: this process finds out.
 
@@ -280,7 +283,7 @@ def _kernel_name(
 
 
 def _refuse_lost_buffers(roots: list[nn.Module]) -> None:
-    """Refuses buffers on the meta device that are in no checkpoint: no load would give them values."""
+    """Refuses buffers on the meta device that are in no checkpoint: no load could give them values."""
     for root in roots:
         for path, module in root.named_modules():
             for name in module._non_persistent_buffers_set:
@@ -302,7 +305,7 @@ def _reduce_bytes(units: list[HomeUnit]) -> int:
 
 
 def _assist_bytes(units: list[HomeUnit], num_shards: int) -> int:
-    """Returns the bytes of a rank's shard of the largest stretch: a unit's trainable weights, or its frozen ones."""
+    """Returns the bytes of a rank's shard of the largest part of a unit: its trainable weights, or its frozen ones."""
     return max(max(unit.gradients, unit.weights - unit.gradients) for unit in units) // num_shards
 
 
@@ -434,7 +437,10 @@ def _regions(
     policy: Policy,
     unpredicted: list[str],
 ) -> tuple[list[Region], list[dict[tuple[int, str], StatePlace]]]:
-    """Returns the home's arenas, and the place in "optimizer state" of each tensor of each optimizer."""
+    """Returns the home's arenas, and the place in "optimizer state" of each tensor of each optimizer.
+
+    It also sets `is_split` of all parameters, and adds notes to `unpredicted`.
+    """
     regions = [
         Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
         held_region(units),
@@ -511,7 +517,7 @@ def _spare_needs(
         return {}
     needs = {}
     for unit in units:
-        if unit.index in fused and _is_drafted_whole(unit, optimizers, fused[unit.index]):
+        if unit.index in fused and _can_be_drafted(unit, optimizers, fused[unit.index]):
             low = unit.home_gradients if policy.dtype is not None else 0
             moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
             needs[unit.index] = unit.home_weights + low + len(fused[unit.index][0].keys) * moment
@@ -557,8 +563,8 @@ def _choose_drafts(
     return frozenset(chosen)
 
 
-def _is_drafted_whole(unit: HomeUnit, optimizers: list[Optimizer], rules: tuple[FusedRule, ...]) -> bool:
-    """Returns True if one update covers the whole unit: nothing frozen, one rule, one optimizer."""
+def _can_be_drafted(unit: HomeUnit, optimizers: list[Optimizer], rules: tuple[FusedRule, ...]) -> bool:
+    """Returns True if one update can cover the whole unit: nothing frozen, one rule, one optimizer."""
     if len(rules) > 1 or not all(slot.trainable for slot in unit.parameters):
         return False
     own = {slot.parameter for slot in unit.parameters}
