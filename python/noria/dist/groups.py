@@ -35,7 +35,7 @@ def num_made() -> int:
 
 
 class Group:
-    """A process group of some ranks of the world, with the timeout of the default group.
+    """Holds a process group of some ranks of the world. It has the timeout of the default group.
 
     `ranks`: in rising order. `device`: the device of the memory that the group moves. gloo moves host memory, and NCCL
     moves CUDA memory.

@@ -125,7 +125,8 @@ def grid_of(mesh: DeviceMesh | None = None) -> Grid | None:
 class Ranks:
     """Holds the groups of a grid's ranks, which have met.
 
-    `host` moves data between the host memories of all ranks, `host_shards` between those of this rank's row.
+    `host` moves data between the host memories of all ranks, `host_shards` between those of this rank's row. `replica`
+    has the ranks of that row.
 
     Threads: both belong to the calling thread. The collect lane has its own groups, because two threads would mix up
     the collectives of one group.
@@ -179,7 +180,7 @@ class Ranks:
         expected: str = "the same model, optimizer and policy on all ranks",
         remedy: str = "build them alike on all ranks, from the same seed and settings",
     ) -> None:
-        """Raises UsageError if the lines differ, as `Group.agree`. Collective."""
+        """As `Group.agree`, over all ranks of the grid. Collective."""
         self.host.agree(lines, expected=expected, remedy=remedy)
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:

@@ -26,7 +26,7 @@ __all__ = ["Box", "ShardTensor", "boxes"]
 
 
 class Box(NamedTuple):
-    """A box of a tensor, whose elements are consecutive in the part and start at its element `begin`."""
+    """Describes a box of a tensor. Its elements are consecutive in the part, from the part's element `begin` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -198,7 +198,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class _Landing(torch.Tensor):
-    """A view of a landing buffer. It tells the part of each copy into it. See Note [Landing]."""
+    """Views a landing buffer, and tells the part of each copy into it. See Note [Landing]."""
 
     _part: ShardTensor
 
