@@ -1,4 +1,4 @@
-"""Takes memory for gradients once training has begun, for loops that keep them over several backwards."""
+"""Lets a loop keep gradients over several backwards, and takes the memory for them at the first such backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Accumulation:
         self.run = run
         self.late = late
         self._accumulating = _Mode(self.hold_all, context.engine.backward.set_accumulating)
-        self._unsynced = _Mode(self._hold_unsummed, context.engine.ranks.set_unsynced)
+        self._unsynced = _Mode(self._hold_unreduced, context.engine.ranks.set_unsynced)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Returns the block of `with optimizer.accumulate():`, for updates that run inside backward."""
@@ -84,7 +84,7 @@ class Accumulation:
         self._take(held_region(self.context.units), self.context.engine.backward.hold_all)
         self.late.give_back(GRADIENT_RING)  # only after the engine has left the ring
 
-    def _hold_unsummed(self) -> None:
+    def _hold_unreduced(self) -> None:
         if self.context.engine.ranks.holds_unreduced():
             return
         self._take(
@@ -103,7 +103,7 @@ class Accumulation:
 
 
 class NoSync:
-    """Is `model.no_sync`. It keeps nothing alive; copies of the model get a block that does nothing."""
+    """Is `model.no_sync`, in a form that keeps nothing alive. Copies of the model get a block that does nothing."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = weakref.ref(accumulation)

@@ -1,4 +1,4 @@
-"""Holds what one `wrap` call made: plan, home, engine, backend. Services read it and never assign to it."""
+"""Holds what one `wrap` call made: plan, home, engine, backend. Other parts read it and never assign to it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from noria.runtime.context import Context
 
 __all__ = ["DraftPolicy"]
 
-_PATIENCE = 8  # steps in a row: in which all drafts were lost, or would all have been kept
+_PATIENCE = 8  # steps in a row that lost all drafts: they stop. As many that would have kept all: they are made again
 _STOPPED = (
     f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, or "
     "hyperparameters changed between forward and step)"
@@ -21,16 +21,16 @@ class DraftPolicy:
         self.pay = True
         self._counts = (0, 0)  # kept and lost, until the last step
         self._steps_in_vain = 0
-        self._steps_that_would_hold = 0
+        self._steps_that_would_keep = 0
 
     def judge(self, would_hold: bool) -> None:
-        """Runs after a step. `would_hold`: the step would have kept all drafts."""
+        """Decides after a step. `would_hold`: the step would have kept all drafts."""
         if not self.context.plan.drafted:
             return
         if not self.pay:
-            self._steps_that_would_hold = self._steps_that_would_hold + 1 if would_hold else 0
-            if self._steps_that_would_hold >= _PATIENCE:
-                self.pay, self._steps_in_vain, self._steps_that_would_hold = True, 0, 0
+            self._steps_that_would_keep = self._steps_that_would_keep + 1 if would_hold else 0
+            if self._steps_that_would_keep >= _PATIENCE:
+                self.pay, self._steps_in_vain, self._steps_that_would_keep = True, 0, 0
                 self.context.notes.remove(_STOPPED)
             return
         counts = self.context.engine.updates.draft_counts()

@@ -1,7 +1,6 @@
-"""Hooks that noria registers on the user's modules.
+"""Makes hooks for the user's modules. torch.compile does not see them: it compiles what runs between them.
 
-A copy of a module (`deepcopy`, `pickle`) is an ordinary model, so hooks do nothing there. Hooks are hidden from
-torch.compile: blocks compile inside of them.
+A copy of a module (`deepcopy`, `pickle`) is an ordinary model, so hooks do nothing there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Takes host memory after training has begun.
-
-It is first checked against budget and machine, and is in the ledger while it is held.
-"""
+"""Takes host memory after training has begun, if budget and machine allow it. The ledger has it while it is held."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ __all__ = ["LateAllocations"]
 
 
 class LateAllocations:
-    """Takes such memory and gives it back. The device can address all of it."""
+    """Takes such memory as arenas of the home, and gives it back. The device can address all of it."""
 
     def __init__(self, context: Context, sync: RankSync) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""The ledger's planned side: all memory that noria has said it would take, before it took any of it."""
+"""Keeps the ledger's planned side: all memory that noria has said it would take, before it took any of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ledger:
         return self._rows.get((place, purpose), 0)
 
     def on(self, place: str) -> int:
-        """Bytes of all rows of this place."""
+        """Returns the bytes of all rows of this place."""
         return sum(num_bytes for (where, _), num_bytes in self._rows.items() if where == place)
 
     def rows(self) -> list[tuple[str, str, int]]:

@@ -67,8 +67,8 @@ def weakly_asked(method: Callable[Given, Returned]) -> Callable[Given, Returned]
 class RunState:
     """Tells what a wrapped model is doing, and refuses what must not happen meanwhile. `shutdown` ends the engine.
 
-    Other services register callbacks here: `in_forward` tells if a forward is alive. `on_recover` runs before the home
-    is used after a failure, `on_settle` before any use of the home.
+    Other parts register callbacks here: `in_forward` tells if a forward is alive. `on_recover` runs before the home is
+    used after a failure, `on_settle` before any use of the home.
     """
 
     def __init__(self, context: Context, loads: LoadTracker) -> None:

@@ -1,4 +1,4 @@
-"""Runs the beginning of a step: in the first optimizer's `step()` after a forward that may train."""
+"""Runs callbacks when a step begins: in the first optimizer's `step()` after a forward that may train."""
 
 from __future__ import annotations
 

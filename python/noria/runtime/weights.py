@@ -129,7 +129,7 @@ class Weights:
                 yield
             finally:
                 self._before_materialize.pop()  # blocks nest
-                shared = self.engine.home.bring_home()
+                shared = self.engine.home.bring_home()  # names of parameters that the user has given the same memory
                 await_device(self.context.device)  # copies that the user and `bring_home` have queued
                 try:
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
