@@ -132,6 +132,7 @@ class MicrobatchBuffers:
         return self._hollow.like(output) if is_plain(output) else output
 
     def sends(self, chunk: int, ops: list[dist.P2POp]) -> None:
+        """Releases the outputs: from now on their memory belongs to the sends in `ops`."""
         if self.stage.is_last:
             return
         if all(len(targets) == 1 for targets in self.stage.act_send_info.values()):
@@ -148,6 +149,7 @@ class MicrobatchBuffers:
                 tensor.data = self._hollow.like(tensor)
 
     def end_backward(self, chunk: int) -> None:
+        """Releases the buffers in which the micro-batch's gradients were received."""
         for info in _received(getattr(self.stage, "grad_recv_info", {}).get(chunk, ())):
             _put(info, self._hollow.like(info.buffer))
 

@@ -48,7 +48,7 @@ class PeerMemory:
         self._has_met = False
         self._lender: _C.Lender | None = None
         self._asked: dict[int, int] = {}  # by borrower: bytes that it may keep
-        self._wants = True  # whether loans for units are still wanted
+        self._wants = True  # loans for units
         self._sources: list[Source] = []
 
     @property

@@ -66,12 +66,14 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
+    """Holds what each rank of a pipeline saves, lends and borrows."""
+
     schedule: str
     num_micro_batches: int
     virtual_stages: int
     """Stages of each rank."""
     stages: list[StagePlan]
-    """One plan for each rank."""
+    """By rank."""
     loans: list[Loan]
 
     @property
@@ -286,7 +288,7 @@ def drawing(planned: PipelinePlan) -> list[str]:
 
 
 def _over_time(amounts: list[int], most: int) -> str:
-    """Returns one digit for each stretch of time: its peak in ninths of `most`, rounded up."""
+    """Returns one digit for each of at most 40 spans of time: its peak in ninths of `most`, rounded up."""
     num = min(_TIME_WIDTH, len(amounts))
     cuts = [len(amounts) * nth // num for nth in range(num + 1)]
     return "".join(f"{-(-9 * max(amounts[a:b]) // max(most, 1))}" for a, b in itertools.pairwise(cuts))

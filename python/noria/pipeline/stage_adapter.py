@@ -62,7 +62,7 @@ class StageAdapters:
         self._by_slot.clear()
 
     def begin_step(self) -> None:
-        """Begins a step; each optimizer calls it.
+        """Begins a step, before each optimizer's `step()`.
 
         Marks the weights as torn if a schedule broke off after the last backward of some stages. Raises UsageError if
         updates inside backward used another scaling than the schedule did.
@@ -140,12 +140,12 @@ class StageAdapters:
         if self._awaited:
             return sorted(stage.units - others)
         elsewhere = {unit for other in self.stages if other is not stage for unit in other.units}
-        own_and_nobodys = set(range(len(self.context.units))) - elsewhere
-        return sorted(own_and_nobodys | stage.units)
+        own_and_unstaged = set(range(len(self.context.units))) - elsewhere
+        return sorted(own_and_unstaged | stage.units)
 
 
 class _StageAdapter:
-    """Follows one stage. Hashed by identity."""
+    """Follows one stage: overrides its methods, and reports what the schedule does with it."""
 
     def __init__(self, adapters: StageAdapters, stage: _PipelineStageBase) -> None:
         self.adapters = adapters
@@ -163,7 +163,7 @@ class _StageAdapter:
         self._schedule: _PipelineSchedule | None = None
         self._chunk: int | None = None  # the micro-batch whose forward runs now
         self._num_schedules = 0  # last backwards since the last step
-        self._schedules_per_step = 1
+        self._schedules_per_step = 1  # as many as the last step had: a loop may accumulate over several
         self._own: dict[str, object] = {}  # overridden methods that the object itself had
         self._overridden: list[str] = []
         optional = ("_prepare_forward_infra", "_prepare_backward_infra", "get_bwd_recv_ops", "set_local_bwd_input")
