@@ -1,1 +1,1 @@
-"""Hooks the user's modules: hooks announce passes and visits, and decide where activations go."""
+"""Hooks the user's modules. The hooks announce passes and visits, and move activations or compute them again."""

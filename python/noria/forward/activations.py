@@ -40,7 +40,7 @@ _LEAST_PIECE = 16 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class _Entered:
-    """A call of a block that has not returned. `saving` holds torch's hooks, or None if the call saves nothing."""
+    """Describes a call of a block that has not returned. `saving` is None if the call saves nothing."""
 
     module: nn.Module
     thread: int

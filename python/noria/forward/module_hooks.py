@@ -81,14 +81,16 @@ def _refuse_split_backwards() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _EnteredRoot:
+    """Describes a forward of a root that is under way."""
+
     module: nn.Module
-    is_visible: bool
+    is_visible: bool  # on the call stack; torch.compile hides a forward that it has compiled whole
     thread: int
     handled: BaseException | None  # was being handled before the call; any other one was raised inside
 
 
 class ModuleHooks:
-    """Installs the hooks and notes which forward is under way. `keeps_alive` lives as long as the hooks."""
+    """Installs the hooks and notes which forward is under way. The hooks keep `keeps_alive` alive."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class ModuleHooks:
         check_peers: Callable[[], None],
         expect_updates: Callable[[], None],
     ) -> None:
-        """`check_peers` runs before a forward, `expect_updates` after a forward that may train."""
+        """Installs the hooks. `check_peers` runs before a forward, `expect_updates` after one that may train."""
         self.context = context
         self.run = run
         self.loads = loads
@@ -130,6 +132,7 @@ class ModuleHooks:
             self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
 
     def in_forward(self) -> bool:
+        """Returns True while a forward of a root is under way."""
         self.forget_dead_forward()
         return bool(self._entered_roots)
 
@@ -192,9 +195,9 @@ class ModuleHooks:
         return enter, leave
 
     def forget_dead_forward(self, entering: nn.Module | None = None) -> None:
-        """Forgets a forward that KeyboardInterrupt or SystemExit has ended: it called no hook.
+        """Forgets a forward that is no longer on the call stack: KeyboardInterrupt or SystemExit ends it without hooks.
 
-        Such a forward is missing on the call stack. `entering`: a root that is being called just now.
+        `entering`: a root that is being called just now.
         """
         if not self._entered_roots:
             return
@@ -289,9 +292,9 @@ class ModuleHooks:
                 self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(Hook(inner)))
 
     def _forget_inner_hooks(self) -> None:
-        """Removes hooks inside of blocks after the first backward.
+        """Removes hooks inside of blocks, after the first backward.
 
-        A block needs none if its own outputs announce its backward.
+        A block needs them only if the outputs of a module inside it announce its backward first.
         """
         if not self._inner_handles or self.context.policy.check == "operators":
             return

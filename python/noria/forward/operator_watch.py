@@ -1,9 +1,9 @@
 """Watches operators outside of hooked modules, such as in a root that uses `self.embed.weight` directly.
 
-While the watch is on, each torch function that gets an evicted parameter (or a view of one) becomes a visit of that
-parameter's unit. This holds in forward and, through the operator's output, in backward. Itineraries learn such visits
-like any other. The watch is on in passes that are not known yet, and for models that need it. `check="operators"` keeps
-it on, `check="off"` never turns it on.
+While the watch is on, each torch function that gets a parameter (or a view of one) becomes a visit of that parameter's
+unit. This holds in forward and, through the operator's output, in backward. Itineraries learn such visits like any
+other. The watch is on in passes that are not known yet, and for models that need it. `check="operators"` keeps it on,
+`check="off"` never turns it on.
 
 Note [Modes and compilation]. A compiled block that is first called under a mode stays uncompiled for good. So the
 mode is left while a module with a hook of its own runs, and entered again afterwards.
@@ -63,7 +63,7 @@ _METADATA = frozenset(
 class OperatorWatch(TorchFunctionMode):
     """Turns operators on parameters into visits.
 
-    `unit_of_storage`: the unit of each storage. `visit(units)` makes units ready and returns their hook.
+    `unit_of_storage`: the unit of each storage. `visit(units)` brings units to the device and returns a hook's number.
     `returned(hook, tensors)` gets the operator's outputs.
     """
 
@@ -92,7 +92,7 @@ class OperatorWatch(TorchFunctionMode):
         self._leave()
 
     def suspend(self) -> None:
-        """See Note [Modes and compilation]."""
+        """Leaves the mode until `resume`. See Note [Modes and compilation]."""
         self._suspended += 1
         if self._suspended == 1:
             self._leave()

@@ -2,12 +2,12 @@
 
 activations="auto" measures before it chooses. The first step shows which activations have no room, and how much other
 stages lend. The third step is measured, or a later one if units at other stages are tried first. Times are by the
-host's clock, so this works only if the host computes. If the other stages lack room for all, the choice also says which
-activations go there and which go to the host (csrc/plan/swap.h).
+host's clock, so on a CUDA device no block computes again. If the other stages lack room for all, the choice also says
+which activations go there and which go to the host (csrc/plan/swap.h).
 
-Bursts and other stages add waits that the measurement cannot show, so they are found by trying. If a step waits longer
-for copies than it takes to compute one more block again, one more block computes again. This ends when such a trial has
-not paid.
+Bursts and other stages add waits that the measurement cannot show, so noria then tries. If a step waits longer for
+copies than it takes to compute one more block again, one more block computes again. If that has not paid, it is undone,
+and the trials end.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Seen:
     """Holds counters as they are when a step begins."""
 
     saved: dict[str, int]
-    by_hook: dict[int, tuple[int, int, int, int]]
+    by_hook: dict[int, tuple[int, int, int, int]]  # visits, most bytes of one, forward us, us to its backward
     lanes: dict[str, tuple[int, int]]  # busy us, bytes
     forward_us: int
     backward_us: int
