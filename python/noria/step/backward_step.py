@@ -33,7 +33,7 @@ class BackwardStep:
         accumulation: Accumulation,
         expect_all: Callable[[], object],
     ) -> None:
-        """`expect_all` does the same as `expect`, for all optimizers of the wrap call."""
+        """Takes the parts that it uses. `expect_all` does what `expect` does, for all optimizers of the wrap call."""
         self.masters = masters
         self.accumulation = accumulation
         self._expect_all = expect_all
@@ -72,9 +72,9 @@ class BackwardStep:
         return [slot.index for slot in self.members.slots() if slot.trainable]
 
     def claim(self) -> UsageError | None:
-        """Enters the updates that backward has made into the optimizer's state. `step()` calls this.
+        """Enters the updates that backward has made into the optimizer's state. Runs in `step()`.
 
-        Returns the error of that step, or None. The updates stay in force also if there is an error.
+        Returns the error that `step()` raises, or None. An error undoes no update.
         """
         engine = self.context.engine
         gradients, backward = engine.gradients, engine.backward

@@ -38,7 +38,7 @@ def take_foreign(context: Context, slot: HomeParameter) -> None:
 def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> Jobs:
     """Returns the parameters that have a gradient now, by unit and group.
 
-    Copies gradients that the user put into `p.grad` to the home.
+    It also prepares what their updates read: gradients that the user put into `p.grad` move to the home.
     """
     jobs: Jobs = {}
     for group in members.optimizer.param_groups:

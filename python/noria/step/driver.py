@@ -47,7 +47,7 @@ __all__ = ["StepDriver"]
 
 @dataclasses.dataclass(frozen=True)
 class StepServices:
-    """The services that all optimizers of one wrap call share in `step()`."""
+    """Holds the parts that all optimizers of one wrap call share in `step()`."""
 
     run: RunState
     sync: RankSync
@@ -78,15 +78,16 @@ class StepDrivers(list["StepDriver"]):
             driver.run_update(unit)
 
     def expect(self) -> None:
+        """Tells the engine which updates to draft. Runs after a forward that may train."""
         for driver in self:
             driver.expect()
 
     def expect_in_backward(self) -> set[int]:
-        """Returns the slots that the engine can now update inside backward."""
+        """Tells the engine all updates that it makes inside backward. Returns the slots that they update."""
         return {index for driver in self for index in driver.expect_in_backward()}
 
     def begin_backward(self) -> None:
-        """Tells the engine all updates of the backward that begins. Only used under update="backward".
+        """Runs when a backward begins under update="backward": tells the engine all of its updates.
 
         Raises UsageError if a trainable parameter is in no optimizer any more.
         """
@@ -127,16 +128,16 @@ class StepDriver:
         self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._members = members = ParamGroups(context, optimizer, kernel, drivers.groups)
         self._state = state = HomeState(members, run, services.sync, weights.masters, state_places, state_arena)
-        self._by_torch = TorchStep(members, state, weights.masters)
+        self._torch_step = TorchStep(members, state, weights.masters)
         self._steps = steps = StepCounts(members, state, weights)
         self._fused = fused = HostKernels(members, state, steps, services.stages.scaling)
         self._norms = norms = GradNorm(members, fused, run, services.sync)
         self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
-        self._inside_backward = BackwardStep(
+        self._backward_step = BackwardStep(
             members, state, steps, fused, weights.masters, services.accumulation, drivers.expect_in_backward
         )
-        self._parts = OptimizerShards(members, state, run, weights.masters)
-        self._whole = WholeStep(members, state, self._by_torch, norms, weights.masters)
+        self._shards = OptimizerShards(members, state, run, weights.masters)
+        self._whole = WholeStep(members, state, self._torch_step, norms, weights.masters)
         services.loads.track(self)
 
     @property
@@ -149,7 +150,7 @@ class StepDriver:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm that the last `step()` measured."""
+        """Returns the norm that the last `step()` measured."""
         return self._norms.grad_norm
 
     def slots(self) -> Iterator[HomeParameter]:
@@ -186,10 +187,10 @@ class StepDriver:
         if found_inf is not None and found_inf.item() != 0:
             self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
             return loss
-        self._by_torch.autocast = autocast_now(self.context.device.type)
+        self._torch_step.autocast = autocast_now(self.context.device.type)
         with plainly():
             if self.in_backward:
-                refusal = self._inside_backward.claim()
+                refusal = self._backward_step.claim()
                 self.num_steps += 1
                 if refusal is not None:
                     raise refusal
@@ -213,11 +214,11 @@ class StepDriver:
         updated = [slot.index for slot in slots]
         for unit in order:
             updates.run_deferred(unit)  # an update of an earlier step, if no forward has run since
-        for urgency, unit in enumerate(order):
+        for priority, unit in enumerate(order):
             if unit in ready:
-                self._fused.submit(unit, ready[unit], urgency)
+                self._fused.submit(unit, ready[unit], priority)
             else:
-                self._by_torch.defer(unit, jobs[unit])
+                self._torch_step.defer(unit, jobs[unit])
         engine.home.bump_versions(updated)
         self._members.note_step(updated)
         try:
@@ -232,10 +233,10 @@ class StepDriver:
         return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def bytes_by_torch(self) -> int:
-        return self._by_torch.bytes_moved()
+        return self._torch_step.bytes_moved()
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        return self._inside_backward.accumulate()
+        return self._backward_step.accumulate()
 
     # ---- inside of passes ----
 
@@ -245,11 +246,11 @@ class StepDriver:
 
     def expect_in_backward(self) -> list[int]:
         """Tells the engine how to update each unit in the backward that begins now. Returns the trainable slots."""
-        return self._inside_backward.expect()
+        return self._backward_step.expect()
 
     def run_update(self, unit: int) -> None:
-        """Runs the real torch optimizer on one unit if an update of that unit is waiting."""
-        self._by_torch.run(unit)
+        """Runs the real torch optimizer on one unit, if its update was deferred and has not run yet."""
+        self._torch_step.run(unit)
 
     # ---- state ----
 
@@ -274,10 +275,10 @@ class StepDriver:
         self.run.recover()
         with self.run.loading(self._state):  # the caller may want to load into these parts
             self._state.follow()
-            return self._parts.state_dict()
+            return self._shards.state_dict()
 
     def load_parts(self, state_dict: dict[str, Any]) -> None:
-        self._parts.load(state_dict)
+        self._shards.load(state_dict)
         self._is_loaded()
 
     def _is_loaded(self) -> None:

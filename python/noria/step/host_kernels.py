@@ -81,7 +81,7 @@ class HostKernels:
                     ready.setdefault(unit, []).append((slot, rule, made))
         return ready
 
-    def submit(self, unit: int, ready: Ready, urgency: int) -> None:
+    def submit(self, unit: int, ready: Ready, priority: int) -> None:
         """Submits one unit's update to the host pool.
 
         Each rule gets one job. Each parameter whose state lies outside of the home gets a job of its own.
@@ -97,7 +97,7 @@ class HostKernels:
             arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
             held = self.context.home.address("held gradients", unit)
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
-            if self.context.engine.updates.update_on_pool(unit, job, urgency):
+            if self.context.engine.updates.update_on_pool(unit, job, priority):
                 self.steps.swap_with_spare(unit)
 
     def expected_pieces(

@@ -132,9 +132,9 @@ def _power_sum(part: torch.Tensor, order: float) -> float:
 
     For the infinity norm it returns the largest magnitude.
     """
-    stretches = [each.double().abs() for each in part.split(1 << 20)]
+    pieces = [each.double().abs() for each in part.split(1 << 20)]
     if math.isinf(order):
-        return functools.reduce(larger, (float(each.max()) for each in stretches if each.numel()), 0.0)
+        return functools.reduce(larger, (float(each.max()) for each in pieces if each.numel()), 0.0)
     if order == 0:
-        return float(sum(int((each != 0).sum()) for each in stretches))
-    return sum(float(each.pow(order).sum()) for each in stretches)
+        return float(sum(int((each != 0).sum()) for each in pieces))
+    return sum(float(each.pow(order).sum()) for each in pieces)

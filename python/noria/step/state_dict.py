@@ -1,4 +1,4 @@
-"""Saves and loads the state dict of a wrapped optimizer: torch's format plus the low bits of the masters."""
+"""Makes and loads the state dict of a wrapped optimizer: torch's format plus the low bits of the masters."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[st
     before = optimizer._optimizer_load_state_dict_pre_hooks
     after = optimizer._optimizer_load_state_dict_post_hooks
     exchange(optimizer, stand_in)
-    updates = optimizer._noria  # type: ignore[attr-defined]
+    driver = optimizer._noria  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     try:
         _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # hooks must see real parameters, so they run outside
         original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
     finally:
         _set_load_hooks(optimizer, before, after)
-        optimizer._noria = updates  # type: ignore[attr-defined]
+        optimizer._noria = driver  # type: ignore[attr-defined]
         exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
         loaded, optimizer.state = optimizer.state, state.shown
     return dict(OptimizerState.unwatched.items(loaded))

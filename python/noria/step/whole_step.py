@@ -37,7 +37,7 @@ class WholeStep:
         self.state = state
         self.by_torch = by_torch
         self.norms = norms
-        self._updates: object = None  # the driver behind the optimizer's methods, saved during its own step
+        self._driver: object = None  # what the optimizer's methods call; kept here during its own step
         # Filled while the optimizer has the home: slot, its version, its gradient, the gradient's version.
         self._lent: list[tuple[HomeParameter, int, torch.Tensor | None, int | None]] = []
 
@@ -67,7 +67,7 @@ class WholeStep:
             finally:
                 self._lend_home()
 
-        self._updates = optimizer._noria  # type: ignore[attr-defined]
+        self._driver = optimizer._noria  # type: ignore[attr-defined]
         self._lend_home()
         try:
             result = step(optimizer) if closure is None else step(optimizer, with_the_model)
@@ -120,7 +120,7 @@ class WholeStep:
         lent, self._lent = self._lent, []
         owners = {self.by_torch.home_parameter(slot): slot.parameter for slot, _, _, _ in lent}
         exchange(self.members.optimizer, lambda parameter: owners.get(parameter, parameter))
-        self.members.optimizer._noria = self._updates  # type: ignore[attr-defined]
+        self.members.optimizer._noria = self._driver  # type: ignore[attr-defined]
         if self.members.optimizer.state is not self.state.shown:
             self.state.take_over()
         updated = []
