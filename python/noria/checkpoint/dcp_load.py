@@ -1,4 +1,4 @@
-"""Reads checkpoint folders of `torch.distributed.checkpoint` for `noria.load`, after it has refused unfit ones.
+"""Reads checkpoint folders of `torch.distributed.checkpoint` for `noria.load`, and refuses unfit ones first.
 
 Hyperparameters, and entries that only noria writes, may be missing: checkpoints of plain torch can be read as well. No
 code from a file is run.
@@ -119,11 +119,15 @@ def _targets(
 
 
 def _is_of(place: tuple[str | int, ...], which: str) -> bool:
-    """True if the place is in an optimizer's "state" or "param_groups". Of several, each has its number before that."""
+    """Returns True if the place is in `which`, an optimizer's "state" or "param_groups".
+
+    If there are several optimizers, the number of one stands before it.
+    """
     return bool(place[0] == "optimizer" and place[2 if str(place[1]).isdigit() else 1] == which)
 
 
 def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[str, tuple[str | int, ...]]) -> None:
+    """Raises UsageError if something that is not in the folder must be."""
     begun = {paths[name][:-1] for name in saved if paths[name][-1] not in _NORIAS_OWN}
     for name in sorted(missing):
         place = paths[name]

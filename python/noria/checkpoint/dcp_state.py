@@ -74,8 +74,8 @@ def parts_of(model: object, optimizer: object) -> dict[str, _ModelParts | _Optim
     models = [_ModelParts(_owner_of(each), each) for each in as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
     if optimizer is not None:
-        updates = [_OptimizerParts(_updates_of(each)) for each in as_list(optimizer)]
-        entries["optimizer"] = _Several(updates) if isinstance(optimizer, list | tuple) else updates[0]
+        optimizers = [_OptimizerParts(_driver_of(each)) for each in as_list(optimizer)]
+        entries["optimizer"] = _Several(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
     return entries
 
 
@@ -86,14 +86,16 @@ def _owner_of(model: nn.Module) -> Wrapped:
     return wrapped
 
 
-def _updates_of(optimizer: object) -> StepDriver:
-    updates = optimizer._noria if isinstance(optimizer, WrappedOptimizer) else None
-    if updates is None:
+def _driver_of(optimizer: object) -> StepDriver:
+    driver = optimizer._noria if isinstance(optimizer, WrappedOptimizer) else None
+    if driver is None:
         raise usage_error("a wrapped optimizer", type(optimizer).__qualname__, "give what noria.wrap was given")
-    return updates
+    return driver
 
 
 class _Several:
+    """Passes each entry of a state dict, "0", "1" and so on, to one of several members."""
+
     def __init__(self, members: Sequence[_ModelParts | _OptimizerParts]) -> None:
         self.members = members
 
@@ -106,22 +108,26 @@ class _Several:
 
 
 class _OptimizerParts:
-    def __init__(self, updates: StepDriver) -> None:
-        self._updates = updates
-        self.run, self.sync = updates.run, updates.services.sync
+    """Is the entry "optimizer" of `sharded_state`."""
+
+    def __init__(self, driver: StepDriver) -> None:
+        self._driver = driver
+        self.run, self.sync = driver.run, driver.services.sync
 
     def state_dict(self) -> dict[str, Any]:
-        return self._updates.parts()
+        return self._driver.parts()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "param_groups" not in state_dict:
             raise usage_error('a checkpoint with "param_groups" of the optimizer', "one without", "load another one")
         states = state_dict.setdefault("state", {}).items()
         _finish({f"{key} of {name}": each for name, values in states for key, each in values.items()})
-        self._updates.load_parts(state_dict)
+        self._driver.load_parts(state_dict)
 
 
 class _ModelParts:
+    """Is the entry "model" of `sharded_state`."""
+
     def __init__(self, wrapped: Wrapped, model: nn.Module) -> None:
         self.wrapped = wrapped
         self.run, self.sync = wrapped.run, wrapped.sync

@@ -37,8 +37,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
     For lists of models or optimizers, as `noria.wrap` takes them, it writes a list of state dicts.
 
-    Wrapped and plain objects can both be saved, and both can load the file. It is written beside its name and then
-    moved there, so an interrupted save leaves the old file.
+    Wrapped and plain objects can both be saved, and both can load the file. noria writes it under another name and then
+    renames it, so an interrupted save leaves the old file.
 
     If ranks share the model, all of them call this, and rank 0 writes the same file as one process would. So any number
     of ranks may load it. Only rank 0 gathers all values in host memory. When this returns, the file exists for all
@@ -165,7 +165,7 @@ def _pairs(
 
 
 def _lines(pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]]) -> list[str]:
-    """Returns lines about what ranks share, for the ranks to compare."""
+    """Returns lines about what is loaded into wrapped objects, for the ranks to compare."""
     lines: list[str] = []
     for target, state in pairs:
         if isinstance(target, WrappedOptimizer) and target._noria is not None:
