@@ -212,8 +212,8 @@ def check_optimizer(optimizer: object) -> None:
             )
 
 
-def facade(optimizer: Optimizer, updates: StepDriver) -> None:
-    """Sends `optimizer.step()` and related calls to `updates` from now on.
+def facade(optimizer: Optimizer, driver: StepDriver) -> None:
+    """Sends `optimizer.step()` and related calls to `driver` from now on.
 
     It removes a scheduler's patch of the object, because the new class's step itself tells the scheduler of each call.
     """
@@ -221,15 +221,15 @@ def facade(optimizer: Optimizer, updates: StepDriver) -> None:
     optimizer.__class__ = _facade_class(
         type(optimizer) if not isinstance(optimizer, WrappedOptimizer) else original_class(type(optimizer))
     )
-    optimizer._noria = updates  # type: ignore[attr-defined]
+    optimizer._noria = driver  # type: ignore[attr-defined]
     # If it is False, a scaler unscales p.grad itself.
-    optimizer._step_supports_amp_scaling = updates.takes_factor()  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = driver.takes_factor()  # type: ignore[attr-defined]
 
 
 def unfacade(optimizer: Optimizer, state: dict[Any, Any]) -> None:
     """Makes the object a plain optimizer again, with this state."""
-    updates: StepDriver = optimizer._noria  # type: ignore[attr-defined]
-    optimizer._step_supports_amp_scaling = updates.scaled_by_class  # type: ignore[attr-defined]
+    driver: StepDriver = optimizer._noria  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = driver.scaled_by_class  # type: ignore[attr-defined]
     del optimizer._noria  # type: ignore[attr-defined]
     optimizer.__class__ = original_class(type(optimizer))
     optimizer.state = defaultdict(dict, state)

@@ -292,7 +292,7 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
         device=str(wrapped.context.device),
         num_units=len(wrapped.context.units),
         kernels=list(wrapped.context.plan.kernel_names),
-        num_steps=max((updates.num_steps for updates in wrapped.drivers), default=0),
+        num_steps=max((driver.num_steps for driver in wrapped.drivers), default=0),
         lanes=_lanes(wrapped),
         passes=[
             PassReport(
@@ -371,7 +371,7 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         return None
     per_step = {name: value / steps for name, value in sums.items() if name.endswith("_us")}
     host = HostMemory(
-        sums["updated"] / steps + sum(updates.bytes_by_torch() for updates in wrapped.drivers),
+        sums["updated"] / steps + sum(driver.bytes_by_torch() for driver in wrapped.drivers),
         sums["copied"] / steps * (2 if wrapped.context.device.type == "cpu" else 1),
         measured_gib_s() if gib_s is None else gib_s,
     )

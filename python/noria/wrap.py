@@ -274,6 +274,7 @@ def _check_line(
 def _carry_out(
     planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None, stages: StageGroup | None
 ) -> Wrapped:
+    """Takes the memory, moves values into the home one by one, and installs hooks and facades."""
     policy, device, units = planned.policy, planned.device, planned.units
     pool = None
     capacity = planned.device_bytes
@@ -305,7 +306,7 @@ def _carry_out(
         window=planned.window,
         prefetch_at_step=True,
         held_home=home.arenas.get("held gradients"),
-        ring=_slots(planned, home),
+        ring=_ring_slots(planned, home),
         collectives=None if ranks is None else ranks.collectives(device),
         assists=policy.find_unused_parameters,
         reduce_scratch=device_buffers.address(REDUCE_SCRATCH),
@@ -335,7 +336,8 @@ def _carry_out(
     return wrapped
 
 
-def _slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
+def _ring_slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
+    """Returns (address, bytes of one, number) of the gradient ring's slots, or None if there is no ring."""
     if planned.ring is None:
         return None
     return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
