@@ -93,7 +93,7 @@ class WrapPlan:
     reduce_bytes: int = 0
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
-    """Bytes of the scratch memory for this rank's shard of a unit that only other ranks visit."""
+    """Bytes of the scratch memory for one shard: of a unit that only other ranks visit, or of held gradients."""
     saved_room: int | None = None
     """Most bytes on the device for activations that blocks save through noria. None: no limit."""
     least_device: int = 0

@@ -32,7 +32,7 @@ class RankSync:
         self._on_first: dict[int, torch.Tensor] | None = None  # by slot: values that have been gathered already
 
     def meet(self, what: str) -> None:
-        """Waits until all ranks are about to do `what`, and assists their collectives until then."""
+        """Waits until all ranks are about to do `what`. With find_unused_parameters=True it assists them until then."""
         if self.context.ranks is not None:
             self.numbers(what, ())
 
