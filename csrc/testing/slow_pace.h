@@ -1,4 +1,4 @@
-// SlowPace delays whatever may be late, and limits lanes. Tests and benchmarks use it; nothing else includes it.
+// SlowPace delays all that may be late, and limits lanes. Tests and benchmarks use it; nothing else includes it.
 //
 // Units: microseconds, GiB/s. Threads: any thread may draw a delay. What is drawn depends only on seed and lane.
 #pragma once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -9,8 +10,10 @@ import warnings
 import noria
 import pytest
 import torch
+from noria.forward.operator_watch import OperatorWatch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
+from torch.overrides import _get_current_function_mode
 
 from tests.device import DEVICE
 from tests.journeys.pairs import (
@@ -813,6 +816,53 @@ def test_a_forward_beside_one_of_another_thread_is_refused(activations):
     with torch.no_grad():
         assert torch.equal(found[0], plain(batch))
         assert torch.equal(model(batch), plain(batch))  # by this thread, now that the other one is done
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_a_forward_that_dies_on_another_thread_leaves_nothing_behind(activations):
+    class Loose(Net):
+        """Uses a block's weight outside of the block, which only a mode of the forward's thread sees."""
+
+        def forward(self, tokens):
+            return super().forward(tokens) * next(self.blocks[0].parameters()).mean()
+
+    def journey(side):
+        def die(*_):
+            raise SystemExit
+
+        def forward():
+            with torch.device(DEVICE), contextlib.suppress(SystemExit):
+                loss_of(side.model, 9)
+
+        dies = side.model.blocks[1].register_forward_pre_hook(die)
+        other = threading.Thread(target=forward)
+        other.start()
+        other.join(60)
+        dies.remove()
+        packed = []
+
+        def pack(tensor):
+            packed.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            side.train(2, 3)
+        assert packed, "the user's own hooks are still there"
+        side.train(4, 6)
+
+    both(journey, model=Loose, activations=activations)
+
+
+def test_a_watch_that_a_dead_thread_has_entered_is_entered_anew():
+    watch = OperatorWatch({}, lambda units: 0, lambda hook, tensors: None)
+    other = threading.Thread(target=watch.start)
+    other.start()
+    other.join(60)
+    watch.stop()  # as the next forward does, before it starts
+    watch.start()
+    assert _get_current_function_mode() is watch
+    watch.stop()
+    assert _get_current_function_mode() is not watch
 
 
 def test_a_forward_waits_for_a_backward_of_another_thread():

@@ -105,10 +105,14 @@ class Activations:
                 self._recomputation.leave(module)
 
     def abandon(self) -> None:
-        """Cleans up after a forward that ended without calling its hooks."""
+        """Cleans up after a forward that ended without calling its hooks.
+
+        If it ran on another thread, its saving hooks are that thread's.
+        """
         while self._inside:
-            if (saving := self._inside.pop().saving) is not None:
-                saving.__exit__(None, None, None)
+            entered = self._inside.pop()
+            if entered.saving is not None and entered.thread == threading.get_ident():
+                entered.saving.__exit__(None, None, None)
 
     def more_home(self, least: int) -> tuple[int, int]:
         """Takes more memory at home for a storage of `least` bytes that finds no room. Returns address and bytes."""

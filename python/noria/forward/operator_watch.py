@@ -11,6 +11,7 @@ mode is left while a module with a hook of its own runs, and entered again after
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -78,7 +79,7 @@ class OperatorWatch(TorchFunctionMode):
         self._visit = visit
         self._returned = returned
         self._wanted = False
-        self._entered = False
+        self._entered: int | None = None  # the thread that has entered the mode: it is that thread's
         self._suspended = 0
         self.num_seen = 0
         """Number of operators so far that used a unit outside of its modules."""
@@ -103,14 +104,15 @@ class OperatorWatch(TorchFunctionMode):
             self._enter()
 
     def _enter(self) -> None:
-        if not self._entered:
+        if self._entered != threading.get_ident():  # another thread's forward may have died in it
             self.__enter__()  # type: ignore[no-untyped-call]
-            self._entered = True
+            self._entered = threading.get_ident()
 
     def _leave(self) -> None:
-        if self._entered and _get_current_function_mode() is self:  # else a user's mode is on top: ignore calls
+        is_own = self._entered == threading.get_ident()
+        if is_own and _get_current_function_mode() is self:  # else a user's mode is on top: ignore calls
             self.__exit__(None, None, None)
-            self._entered = False
+            self._entered = None
 
     def __torch_function__(
         self,
