@@ -18,7 +18,7 @@ from noria._errors import usage_error
 from noria.checkpoint.dcp_state import parts_of
 from noria.dist.ranks import Ranks, raised_by_all
 from noria.dist.shard_tensor import ShardTensor
-from noria.model.moment_formats import ROUNDING_STEP
+from noria.model.update_rules import NORIAS_OWN
 from noria.step.sharded_state import UNKNOWN
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 __all__ = ["describe_folder", "load_folder"]
-
-_NORIAS_OWN = ("low_bits", ROUNDING_STEP)
 
 
 def describe_folder(path: str | os.PathLike[str]) -> str:
@@ -92,7 +90,7 @@ def _targets(
         place = paths[name]
         if place[0] == "optimizer" and not has_optimizer:
             continue
-        is_own = _is_of(place, "state") and place[-1] in _NORIAS_OWN and place[:-1] in owners
+        is_own = _is_of(place, "state") and place[-1] in NORIAS_OWN and place[:-1] in owners
         if place[0] == "model" or (_is_of(place, "state") and not is_own):
             raise usage_error("a checkpoint of this model and optimizer", f'"{name}" in {path}', "give what was saved")
         if not is_own:
@@ -128,12 +126,12 @@ def _is_of(place: tuple[str | int, ...], which: str) -> bool:
 
 def _refuse_missing(missing: Iterable[str], saved: Iterable[str], paths: dict[str, tuple[str | int, ...]]) -> None:
     """Raises UsageError if something that is not in the folder must be."""
-    begun = {paths[name][:-1] for name in saved if paths[name][-1] not in _NORIAS_OWN}
+    begun = {paths[name][:-1] for name in saved if paths[name][-1] not in NORIAS_OWN}
     for name in sorted(missing):
         place = paths[name]
         if place[0] == "optimizer" and place[-1] != "params" and not _is_of(place, "state"):
             continue  # a hyperparameter that is missing keeps its value
-        if _is_of(place, "state") and (place[:-1] not in begun or place[-1] in _NORIAS_OWN):
+        if _is_of(place, "state") and (place[:-1] not in begun or place[-1] in NORIAS_OWN):
             continue  # saved before the state was made, or by plain torch
         if place[-1] == UNKNOWN:
             raise usage_error(

@@ -15,7 +15,7 @@ from noria.model.layout import HomeParameter
 from noria.model.optimizer_classes import original_class, step_of
 from noria.model.update_rules import SEPARABLE
 
-__all__ = ["dtype_at_home", "hyper_of", "is_array", "predict_state", "worker_of"]
+__all__ = ["dtype_at_home", "hyper_of", "is_array", "part_values", "predict_state", "worker_of"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State keys of the separable classes whose tensors have one number for the whole parameter."""

@@ -32,6 +32,7 @@ from noria.optim import Lion
 __all__ = [
     "AS_IT_IS",
     "ELEMENTWISE",
+    "NORIAS_OWN",
     "SEPARABLE",
     "STATELESS",
     "FusedRule",
@@ -94,7 +95,7 @@ class FusedRule:
             scales = values.get(SCALES_KEY[key])
             if scales is not None and (not isinstance(scales, torch.Tensor) or scales.shape != (slot.num_blocks,)):
                 raise usage_error(*_of_shape(slot, SCALES_KEY[key], (slot.num_blocks,), scales), remedy)
-        if missing and not self.begins_anew and any(key not in _NORIAS_OWN for key in values):
+        if missing and not self.begins_anew and any(key not in NORIAS_OWN for key in values):
             needed = [*self.keys, *(["step"] if self.counts_steps else [])]
             present = [str(key) for key, value in values.items() if value is not None]
             raise usage_error(
@@ -140,7 +141,7 @@ def _of_shape(slot: HomeParameter, key: str, shape: Sequence[int], value: object
     return f'{key} of "{slot.name}" in the optimizer\'s state with shape {tuple(shape)}', found
 
 
-_NORIAS_OWN = ("low_bits", ROUNDING_STEP)  # noria's entries in a state, beside torch's
+NORIAS_OWN = ("low_bits", ROUNDING_STEP)  # noria's entries in a state, beside torch's
 _ANY_NUMBER = ("lr", "eps", "weight_decay", "momentum", "dampening")
 _NUMBERS_OF: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),

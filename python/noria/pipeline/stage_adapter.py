@@ -17,6 +17,9 @@ from noria._errors import UsageError, usage_error
 from noria.model.update_rules import AS_IT_IS, Scaling
 from noria.pipeline.microbatch_buffers import MicrobatchBuffers
 from noria.pipeline.pipelining_compat import FOLLOWED, schedule_that_calls, waits_for_sends
+from noria.runtime.accumulation import Accumulation
+from noria.runtime.context import Context
+from noria.runtime.state import RunState
 from noria.torch_state import await_device
 
 if TYPE_CHECKING:
@@ -25,10 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     from noria.model.layout import HomeParameter
-
-from noria.runtime.accumulation import Accumulation
-from noria.runtime.context import Context
-from noria.runtime.state import RunState
 
 __all__ = ["StageAdapters"]
 

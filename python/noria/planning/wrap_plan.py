@@ -542,12 +542,9 @@ def _choose_drafts(
     budget = draft_budget(policy)
     if budget == 0 or not fused or (budget is None and device.type == "cpu"):
         return frozenset()
-    why_none = None
     if policy.update != "auto":
-        why_none = f'update="{policy.update}" runs them at another time'
-    if why_none is not None:
         if budget is not None:
-            notes.append(f"there are no drafts: {why_none}")
+            notes.append(f'there are no drafts: update="{policy.update}" runs them at another time')
         return frozenset()
     if budget is None:
         budget = _left_for_drafts(units, optimizers, kernels, fused, policy, free)

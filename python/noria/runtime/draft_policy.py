@@ -42,6 +42,6 @@ class DraftPolicy:
             self._steps_in_vain = 0
         elif lost > was_lost:
             self._steps_in_vain += 1
-        if self._steps_in_vain >= _PATIENCE and self.pay:
+        if self._steps_in_vain >= _PATIENCE:
             self.pay = False
             self.context.notes.append(_STOPPED)
