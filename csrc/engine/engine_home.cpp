@@ -1,0 +1,160 @@
+// Engine, second part: the home between passes, gradients that updates inside backward hold, and ranks.
+#include "engine/engine.h"
+
+#include <utility>
+
+#include "base/errors.h"
+
+namespace noria {
+
+// ---- the home, seen from outside ----------------------------------------------------------------------------------
+
+void Engine::access_home(UnitId unit, bool write_weights) {
+  const Entry entry(gate_);
+  updates_.run_deferred(unit);
+  drafts_.note_access(unit, write_weights);
+  const UnitFacts& facts = units_[unit].facts;
+  Op op;
+  op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it
+  op.verb = Verb::load;
+  op.unit = unit;
+  // The state is always written, so that ops of one unit on the update lane form a chain.
+  op.accesses = {{facts.state, issuer_.next_version(facts.state), Access::Mode::write}};
+  if (write_weights) op.accesses.push_back({facts.working, issuer_.next_version(facts.working), Access::Mode::write});
+  // It gives no ticket: the caller is done with the home before its next call, so no op ever has to wait for it.
+  try {
+    wait_for_all(issuer_.begin(op).waits);
+  } catch (...) {
+    if (updates_.torn().empty()) throw;  // else the failure is known, and this may be the load that mends it
+  }
+  if (!write_weights) return;
+  if (collector_) collector_->note_load(unit);
+  runner_.forget_plan();
+}
+
+void Engine::access_held(UnitId unit, Stream stream) {
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  updates_.run_deferred(unit);
+  drafts_.note_written(unit);
+  compute_.write(unit, units_[unit].facts.held, stream);
+}
+
+void Engine::begin_scaling(UnitId unit, Stream stream) {
+  const Entry entry(gate_);
+  compute_.continue_on(stream);
+  updates_.run_deferred(unit);
+  drafts_.begin_scaling(unit);
+  compute_.write(unit, units_[unit].facts.held, stream);
+}
+
+void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
+  const Entry entry(gate_);
+  drainer_.forget(unit, offset, bytes);
+  if (backward_updates_) backward_updates_->drop_gradient(unit, offset);
+}
+
+// ---- update="backward" --------------------------------------------------------------------------------------------
+
+void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  backward_updates_->hold_all(held);
+}
+
+bool Engine::holds_all() const {
+  const Entry entry(gate_);
+  return !backward_updates_ || backward_updates_->holds_all();
+}
+
+bool Engine::is_held_back(UnitId unit, Bytes offset) const {
+  const Entry entry(gate_);
+  return backward_updates_ &&
+         (backward_updates_->is_held_back(unit, offset) || drainer_.is_unreduced(unit, offset, Bytes{1}));
+}
+
+std::vector<UnitId> Engine::unclaimed() const {
+  const Entry entry(gate_);
+  return backward_updates_ ? backward_updates_->unclaimed() : std::vector<UnitId>();
+}
+
+void Engine::update_held(Stream stream) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  backward_updates_->update_held(stream);
+}
+
+Held<BackwardUpdates> Engine::backward_updates() {
+  NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
+  return {gate_, *backward_updates_};
+}
+
+// ---- ranks that share the home ------------------------------------------------------------------------------------
+
+void Engine::hold_unreduced(const std::vector<std::byte*>& memory, Stream stream) {
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  NORIA_INVARIANT(options_.lane && !holds_unreduced_ && !pass_.phase && memory.size() == units_.size(),
+                  "memory for gradients that are not reduced comes once, between passes");
+  holds_unreduced_ = true;
+  Bytes end;
+  for (UnitId unit : units_.ids()) {
+    const Bytes bytes = units_[unit].facts.gradients;
+    if (bytes == Bytes{0}) continue;
+    const Place place{Place::Kind::host, kUnreducedRegion};
+    const BufferId buffer = buffers_.intern({place, end, bytes, Format::travel, Purpose::unreduced_gradient, unit});
+    units_.hold_unreduced(unit, memory[static_cast<std::size_t>(unit.value)], buffer);
+    end += bytes;
+    callbacks_.held_moved(unit, units_[unit].unreduced);
+  }
+}
+
+bool Engine::holds_unreduced() const {
+  const Entry entry(gate_);
+  return holds_unreduced_;
+}
+
+void Engine::set_unsynced(bool unsynced) {
+  const Entry entry(gate_);
+  NORIA_INVARIANT(!unsynced || holds_unreduced_, "there is no memory for gradients that are not reduced");
+  drainer_.set_unsynced(unsynced);
+}
+
+bool Engine::is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const {
+  const Entry entry(gate_);
+  return drainer_.is_unreduced(unit, offset, bytes);
+}
+
+bool Engine::is_reduced(UnitId unit, Bytes offset, Bytes bytes) const {
+  const Entry entry(gate_);
+  return drainer_.is_reduced(unit, offset, bytes);
+}
+
+void Engine::end_reductions(Stream stream) {
+  const Entry entry(gate_);
+  if (!pass_.is(Phase::backward)) return;
+  compute_.continue_on(stream);
+  runner_.leave(stream);
+  runner_.reduce_rest(stream);
+}
+
+std::vector<std::int64_t> Engine::exchange(std::vector<std::int64_t> numbers, SyncPoint point) {
+  RankPosition position;
+  {
+    const Entry entry(gate_);
+    NORIA_INVARIANT(collector_.has_value(), "no other rank shares this home");
+    position = collector_->position();
+  }
+  CollectLane::Met met = options_.lane->exchange(std::move(numbers), point, position);
+  const Entry entry(gate_);
+  if (point == SyncPoint::backward) has_diverged_ = has_diverged_ || met.has_diverged;
+  if (met.has_assisted) collector_->note_assisted();
+  for (UnitId unit : met.taken) {
+    collector_->note_taken(unit);
+    drafts_.drop(unit);  // its gradients were not complete yet
+  }
+  return std::move(met.numbers);
+}
+
+}  // namespace noria
