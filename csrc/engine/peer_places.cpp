@@ -1,17 +1,12 @@
 #include "engine/peer_places.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "base/errors.h"
+#include "plan/spread.h"
 
 namespace noria {
-namespace {
-
-constexpr Bytes kLeastExtent{256 << 10};  // a smaller extent is not worth the start of another copy
-
-}  // namespace
 
 void PeerPlaces::add_peer(const PeerMemory& peer) {
   for (const Lent& lent : peers_) {
@@ -30,42 +25,26 @@ bool PeerPlaces::shrink_peer(std::int32_t rank, Bytes left) {
   return lent->pool.taken_beyond() == Bytes{0};
 }
 
-// Takes the peers with the most left first. More bytes are split over more peers. Leaves out a peer that has too little
-// in one range.
 Extents PeerPlaces::take(Bytes bytes) {
-  std::vector<std::size_t> peers(peers_.size());
-  std::iota(peers.begin(), peers.end(), std::size_t{0});
-  const auto left = [this](std::size_t peer) { return peers_[peer].pool.size() - peers_[peer].pool.taken(); };
-  std::stable_sort(peers.begin(), peers.end(), [&](std::size_t a, std::size_t b) { return left(a) > left(b); });
-  const auto most = static_cast<std::size_t>(std::max<std::int64_t>(bytes.count / kLeastExtent.count, 1));
-  while (!peers.empty()) {
+  std::vector<PeerRoom> rooms;
+  for (const Lent& each : peers_) rooms.push_back({each.peer.bandwidth, each.pool.size() - each.pool.taken()});
+  while (true) {
     Extents extents;
-    const auto end = peers.begin() + static_cast<std::ptrdiff_t>(std::min(most, peers.size()));
-    const auto lacking = cut(bytes, {peers.begin(), end}, extents);
-    if (!lacking) return extents;
+    const PeerShare* lacking = nullptr;
+    const std::vector<PeerShare> shares = spread(bytes, rooms);
+    for (const PeerShare& share : shares) {
+      if (add_extent(share.peer, share.begin, share.bytes, extents)) continue;
+      lacking = &share;
+      break;
+    }
+    if (lacking == nullptr) return extents;
     give_back(extents);
-    std::erase(peers, *lacking);
+    rooms[lacking->peer].is_out = true;
   }
-  return {};
 }
 
 void PeerPlaces::give_back(const Extents& extents) {
   for (const Extent& extent : extents) peers_[extent.peer.value()].pool.give_back(extent.range);
-}
-
-std::optional<std::size_t> PeerPlaces::cut(Bytes bytes, const std::vector<std::size_t>& peers, Extents& extents) {
-  double all = 0, until = 0;
-  for (std::size_t peer : peers) all += peers_[peer].peer.bandwidth;
-  Bytes begin;
-  for (std::size_t peer : peers) {
-    until += peers_[peer].peer.bandwidth;
-    const Bytes share{static_cast<std::int64_t>(static_cast<double>(bytes.count) * until / all)};
-    const Bytes end = peer == peers.back() ? bytes : std::min(align_up(share, kTensorAlignment), bytes);
-    if (end == begin) continue;
-    if (!add_extent(peer, begin, end - begin, extents)) return peer;
-    begin = end;
-  }
-  return std::nullopt;
 }
 
 bool PeerPlaces::add_extent(std::size_t peer, Bytes begin, Bytes bytes, Extents& extents) {

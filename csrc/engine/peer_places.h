@@ -3,8 +3,7 @@
 // Units: bytes. Ownership: the memory is the caller's. Order: a range may be given back before its last reader has
 // passed. The op that writes it next waits for that reader, as for any read. Threads: the caller serialises.
 //
-// Note [Extents]. What goes to peers is cut into one extent for each peer that has room for it. The faster a peer's
-// link, the longer its extent, so that all copies end together.
+// Note [Extents]. What goes to peers is cut into one extent for each peer that has room for it (plan/spread.h).
 #pragma once
 
 #include <cstddef>
@@ -58,8 +57,7 @@ class PeerPlaces {
     RangePool pool;
   };
 
-  /// Cuts `bytes` over these peers. Returns the peer that has too little in one range; none if all have enough.
-  std::optional<std::size_t> cut(Bytes bytes, const std::vector<std::size_t>& peers, Extents& extents);
+  /// Returns false if the peer has too little in one range.
   bool add_extent(std::size_t peer, Bytes begin, Bytes bytes, Extents& extents);
 
   BufferTable& buffers_;
