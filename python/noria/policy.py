@@ -25,15 +25,12 @@ from noria._errors import UsageError, usage_error
 
 __all__ = [
     "Policy",
-    "activation_budget",
     "compute_device",
-    "device_budget",
-    "draft_budget",
     "format_bytes",
-    "host_budget",
     "make_policy",
     "parse_bytes",
     "refuse_lost_trace",
+    "to_bytes",
 ]
 
 _UNITS = {prefix.lower() + "ib": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)}
@@ -269,32 +266,13 @@ def compute_device(policy: Policy) -> torch.device:
     return torch.device("cuda", index)
 
 
-def device_budget(policy: Policy, whole: int) -> int | None:
-    """Returns `device_memory` in bytes, or None for "auto". `whole`: the bytes that a fraction of 1.0 stands for."""
-    if isinstance(policy.device_memory, float):
-        return int(policy.device_memory * whole)
-    return _budget(policy.device_memory)
-
-
-def draft_budget(policy: Policy) -> int | None:
-    """Returns `draft_memory` in bytes, or None for "auto"."""
-    return _budget(policy.draft_memory)
-
-
-def activation_budget(policy: Policy) -> int | None:
-    """Returns `activation_memory` in bytes, or None for "auto"."""
-    return _budget(policy.activation_memory)
-
-
-def host_budget(policy: Policy) -> int | None:
-    """Returns `host_memory` in bytes, or None for "auto"."""
-    return _budget(policy.host_memory)
-
-
-def _budget(value: int | str) -> int | None:
-    if isinstance(value, str):
-        return None if value == "auto" else parse_bytes(value)
-    return int(value)
+def to_bytes(amount: str | int | float, whole: int = 0) -> int | None:
+    """Returns an amount of memory in bytes, or None for "auto". A float is a fraction of `whole` bytes."""
+    if isinstance(amount, float):
+        return int(amount * whole)
+    if isinstance(amount, str):
+        return None if amount == "auto" else parse_bytes(amount)
+    return amount
 
 
 def _check_device(value: object) -> None:

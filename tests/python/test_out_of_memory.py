@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from noria.out_of_memory import advice
-from noria.planning.wrap_plan import room_on_device
+from noria.planning.budgets import room_on_device
 from noria.policy import Policy
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from noria._errors import UsageError
-from noria.policy import Policy, compute_device, device_budget, format_bytes, host_budget, make_policy, parse_bytes
+from noria.policy import Policy, compute_device, format_bytes, make_policy, parse_bytes, to_bytes
 from torch import nn
 
 FACTORS = {
@@ -187,13 +187,13 @@ def test_every_field_has_a_docstring_of_its_own():
 
 
 def test_a_fraction_is_of_the_whole_and_amounts_are_themselves():
-    assert device_budget(Policy(device_memory=0.25), 1000) == 250
-    assert device_budget(Policy(device_memory=1.0), 1001) == 1001
-    assert device_budget(Policy(device_memory=1), 1000) == 1
-    assert device_budget(Policy(device_memory="2KiB"), 1000) == 2048
-    assert device_budget(Policy(), 1000) is None
-    assert host_budget(Policy(host_memory="3KiB")) == 3072
-    assert host_budget(Policy()) is None
+    assert to_bytes(Policy(device_memory=0.25).device_memory, 1000) == 250
+    assert to_bytes(Policy(device_memory=1.0).device_memory, 1001) == 1001
+    assert to_bytes(Policy(device_memory=1).device_memory, 1000) == 1
+    assert to_bytes(Policy(device_memory="2KiB").device_memory, 1000) == 2048
+    assert to_bytes(Policy().device_memory, 1000) is None
+    assert to_bytes(Policy(host_memory="3KiB").host_memory) == 3072
+    assert to_bytes(Policy().host_memory) is None
 
 
 @pytest.mark.parametrize(

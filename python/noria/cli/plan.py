@@ -58,7 +58,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan) -> int:
     from noria.pipeline.pipeline_plan import drawing, plan_pipeline, run_without_memory, saved_by_block
     from noria.pipeline.schedules import name_of_schedule, num_virtual_stages
-    from noria.policy import activation_budget, format_bytes, make_policy
+    from noria.policy import format_bytes, make_policy, to_bytes
 
     schedule = name_of_schedule(args.schedule)
     virtual_stages = num_virtual_stages(schedule, args.virtual_stages)
@@ -74,7 +74,7 @@ def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan)
     room = None
     if args.activation_memory is not None:
         memory = _amount(args.activation_memory)
-        room = activation_budget(make_policy(None, {"activations": "auto", "activation_memory": memory}))
+        room = to_bytes(make_policy(None, {"activations": "auto", "activation_memory": memory}).activation_memory)
     run = run_without_memory(model, planned.policy.dtype, (args.micro_batch_size, args.length))
     found = plan_pipeline(
         planned.partition,

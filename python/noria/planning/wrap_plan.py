@@ -34,17 +34,14 @@ from noria.model.moment_formats import MOMENTS, SCALES, moment_bytes, scale_byte
 from noria.model.partition import Partition, partition, split_units
 from noria.model.shadow_optimizer import is_array, part_values, predict_state
 from noria.model.update_rules import ELEMENTWISE, SEPARABLE, FusedRule, choose, fused_units, rule_of, why_not_fused
+from noria.planning.budgets import Budgets, resident_bytes
 from noria.policy import (
     Policy,
-    activation_budget,
     compute_device,
-    device_budget,
-    draft_budget,
     format_bytes,
-    host_budget,
 )
 
-__all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan", "room_on_device"]
+__all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
 # Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
@@ -62,6 +59,7 @@ class WrapPlan:
     """Holds the plan of one wrap call. `rows()` gives the ledger's planned side, `str()` a text for people."""
 
     policy: Policy
+    budgets: Budgets
     device: torch.device
     partition: Partition
     units: list[HomeUnit]
@@ -94,8 +92,6 @@ class WrapPlan:
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
     """Bytes of the scratch memory for one shard: of a unit that only other ranks visit, or of held gradients."""
-    saved_room: int | None = None
-    """Most bytes on the device for activations that blocks save through noria. None: no limit."""
     least_device: int = 0
     """Bytes on the device that the largest visit needs."""
 
@@ -103,6 +99,11 @@ class WrapPlan:
     def device_bytes(self) -> int:
         """Bytes on the device that noria takes: the arena, and what lies beside it."""
         return self.arena_bytes + sum(self.beside_the_arena().values())
+
+    @property
+    def saved_room(self) -> int | None:
+        """Most bytes on the device for activations that blocks save through noria. None: no limit."""
+        return self.budgets.activations
 
     @property
     def least_saved(self) -> int | None:
@@ -197,6 +198,7 @@ def make_plan(
             "one without",
             "give a model with parameters: there is nothing to wrap in this one",
         )
+    budgets = Budgets.of(policy, free, units)
     kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
     fused = fused_units(units, optimizers, kernels)
     _check_states(units, optimizers, kernels, fused)
@@ -209,7 +211,7 @@ def make_plan(
     if policy.state_dtype != "fp32":
         unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
     draftable = _spare_needs(units, optimizers, fused, policy)
-    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, device, free, unpredicted)
+    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, budgets, device, free, unpredicted)
     regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
     if policy.update == "backward":
         ring = _ring(parts, units)
@@ -219,10 +221,11 @@ def make_plan(
     reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0
     assist_bytes = 0 if grid is None else _assist_bytes(units, grid.num_shards)
     other_bytes = reduce_bytes + assist_bytes
-    arena, window = _budget(policy, free, units, facts, forward + backward, other_bytes)
+    arena, window = _device_split(policy, budgets, free, units, facts, forward + backward, other_bytes)
     least_arena, _ = _C.smallest_budget(forward + backward, facts)
     result = WrapPlan(
         policy,
+        budgets,
         device,
         parts,
         units,
@@ -242,10 +245,9 @@ def make_plan(
         ring,
         reduce_bytes,
         assist_bytes,
-        _saved_room(policy, free, units),
         least_device=least_arena + other_bytes,
     )
-    _check_host(policy, result, is_carried_out, free)
+    _check_host(result, is_carried_out, free)
     entry: list[tuple[int, int]] = []
     for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
         request = _C.PlanRequest(visits, arena, window, after, entry, f"device:{device.index or 0}")
@@ -531,6 +533,7 @@ def _choose_drafts(
     kernels: list[str],
     fused: dict[int, tuple[FusedRule, ...]],
     policy: Policy,
+    budgets: Budgets,
     device: torch.device,
     free: Free,
     notes: list[str],
@@ -539,7 +542,7 @@ def _choose_drafts(
 
     They are spread evenly over the model: the updates left for the next forward then come evenly too.
     """
-    budget = draft_budget(policy)
+    budget = budgets.drafts
     if budget == 0 or not fused or (budget is None and device.type == "cpu"):
         return frozenset()
     if policy.update != "auto":
@@ -547,7 +550,7 @@ def _choose_drafts(
             notes.append(f'there are no drafts: update="{policy.update}" runs them at another time')
         return frozenset()
     if budget is None:
-        budget = _left_for_drafts(units, optimizers, kernels, fused, policy, free)
+        budget = _left_for_drafts(units, optimizers, kernels, fused, policy, budgets, free)
     share = min(budget / max(sum(needs.values()), 1), 1.0)
     chosen, taken, seen = [], 0, 0
     for index, need in needs.items():
@@ -555,7 +558,7 @@ def _choose_drafts(
         if taken + need <= min(budget, share * seen + need / 2):
             chosen.append(index)
             taken += need
-    if needs and not chosen and draft_budget(policy) is not None:
+    if needs and not chosen and budgets.drafts is not None:
         notes.append(f"there are no drafts: the smallest unit's take {format_bytes(min(needs.values()))}")
     return frozenset(chosen)
 
@@ -575,11 +578,12 @@ def _left_for_drafts(
     kernels: list[str],
     fused: dict[int, tuple[FusedRule, ...]],
     policy: Policy,
+    budgets: Budgets,
     free: Free,
 ) -> int:
     regions, _ = _regions(units, optimizers, kernels, fused, frozenset(), policy, [])
     home = sum(region.bytes for region in regions)
-    left = [budget - home] if (budget := host_budget(policy)) is not None else []
+    left = [budgets.host - home] if budgets.host is not None else []
     if free.share is not None:
         left.append(free.share.free - margin_of(free.share.free) - home)
     return max(min(left, default=0), 0)
@@ -609,8 +613,9 @@ def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[_C.Vi
     return forward, backward[::-1]
 
 
-def _budget(
+def _device_split(
     policy: Policy,
+    budgets: Budgets,
     free: Free,
     units: list[HomeUnit],
     facts: list[_C.UnitFacts],
@@ -620,7 +625,6 @@ def _budget(
     """Returns arena bytes and window units. Raises UsageError, with the bytes needed, if a visit does not fit."""
     least_arena, least_window = _C.smallest_budget(visits, facts)
     largest_gradients = sorted((unit.gradients for unit in units), reverse=True)[:2]
-    everything = sum(unit.weights for unit in units) + sum(largest_gradients)
     window = 0 if policy.window == "auto" else int(policy.window)
     if window and window < least_window:
         raise usage_error(
@@ -628,18 +632,12 @@ def _budget(
             f"window={policy.window}",
             f"window={least_window} or more",
         )
-    arena = everything
+    arena = resident_bytes(units)
     if window:
         leased = sorted((unit.weights for unit in units), reverse=True)[:window]
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
-    budget: int | None
-    shares = 1
-    if free.device is not None:
-        # Half of the budget is left to activations, which torch's allocator takes. The ledger shows only noria's half.
-        shares = 2
-        budget = room_on_device(policy, free.device, units)
-    else:
-        budget = device_budget(policy, everything)
+    # On CUDA half is left to activations, which torch's allocator takes. The ledger shows only noria's half.
+    shares, budget = 1 if free.device is None else 2, budgets.device
     if budget is not None:
         needed = shares * (least_arena + other_bytes)
         if budget < needed:
@@ -655,33 +653,7 @@ def _budget(
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 
-def _saved_room(policy: Policy, free: Free, units: list[HomeUnit]) -> int | None:
-    room = activation_budget(policy)
-    if policy.activations != "auto" or room is not None or free.device is None:
-        return room
-    return room_on_device(policy, free.device, units) // 4
-
-
-# A loss holds logits, log-probabilities and the gradient of the logits, each in fp32.
-_LOSS_BYTES_PER_LOGIT = 3 * 4
-_LOSS_TOKENS = 16 << 10
-
-
-def room_on_device(policy: Policy, device: tuple[int, int], units: list[HomeUnit]) -> int:
-    """Returns the bytes on the device for noria and activations. The window takes half of them.
-
-    `device`: bytes free, and total. "auto" leaves room for the loss, at most a quarter of the free bytes. The tokens of
-    a batch are not known yet, so it assumes a batch that hides the traffic.
-    """
-    free, total = device
-    asked = device_budget(policy, total)
-    if asked is not None:
-        return asked
-    widths = [slot.shape[0] for unit in units if not unit.is_block for slot in unit.parameters if len(slot.shape) == 2]
-    return free - min(_LOSS_TOKENS * max(widths, default=0) * _LOSS_BYTES_PER_LOGIT, free // 4)
-
-
-def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
+def _check_host(planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     """Refuses a home that does not fit this machine.
 
     A model without memory may be planned for another machine: it gets a note instead.
@@ -689,7 +661,7 @@ def _check_host(policy: Policy, planned: WrapPlan, is_carried_out: bool, free: F
     rows = [(region.purpose, region.bytes) for region in planned.regions]
     if planned.device.type == "cuda":
         rows.append((STAGING_RING, _C.STAGING_BYTES))  # needed if the driver refuses to pin the home
-    budget = host_budget(policy)
+    budget = planned.budgets.host
     without_memory = not is_carried_out and any(
         slot.parameter.is_meta for unit in planned.units for slot in unit.parameters
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.layout import Region
-from noria.policy import host_budget
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 
@@ -24,7 +23,7 @@ class LateAllocations:
         Raises UsageError before it takes anything. `together`: ranks that share the model all take it, and all raise if
         one must; the call is then collective.
         """
-        budget = host_budget(self.context.policy)
+        budget = self.context.plan.budgets.host
         more = [(region.purpose, region.bytes)]
         home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
         free = self._free(region) if together else min_over_ranks([probe_limits(self.context.device)])
