@@ -242,8 +242,9 @@ def test_arena_that_a_lender_leaves_is_freed_when_it_is_wrapped_again(pipeline):
     borrower, lender = pipeline.run({"ends": "unwrap", "after": "end", "times": 3}, {"ends": "unwrap", "times": 3})
     for each in (borrower, lender):
         assert_is_finished(each)
-        counts = re.findall(r"descriptors (\d+)", each.out)
-        assert len(counts) == 3 and len(set(counts)) == 1, f"{each}"
+        counts = [int(count) for count in re.findall(r"descriptors (\d+)", each.out)]
+        # At the end of a round the other stage may have gone, and with it a descriptor: never more of them.
+        assert len(counts) == 3 and max(counts) == counts[0], f"{each}"
 
 
 # ---- what is left ------------------------------------------------------------------------------------------------

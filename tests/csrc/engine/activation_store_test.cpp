@@ -15,6 +15,7 @@
 
 #include "base/errors.h"
 #include "device/host_backend.h"
+#include "testing/slow_pace.h"
 
 namespace noria {
 namespace {
