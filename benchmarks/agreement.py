@@ -3,8 +3,7 @@
 A model of many tiny blocks trains on 2 ranks over gloo, all compute and all copies next to nothing, so that a step is
 what its ops cost by themselves. Two wrapped models take turns in the same processes: one with the default, where a
 thread compares queued ops ahead of the collect lane, and one with find_unused_parameters=True, where the lane asks the
-other ranks before each op. Both give the same bits. Shown per op of the collect lane: the time of a step, and the time
-that the lane spends.
+other ranks before each op. Both give the same bits. Shown: the time of a step, divided by its gathers and sums.
 """
 
 from __future__ import annotations
@@ -47,18 +46,16 @@ class Run:
         assert wrapped is not None
         self.backend = wrapped.context.backend
 
-    def block(self, steps: int) -> dict[str, float]:
-        """Returns the time of each op, and that of the lane, in us."""
+    def block(self, steps: int) -> float:
+        """Returns the time of the steps in us, divided by the ops of the collect lane."""
         dist.barrier()
-        before, began = self.backend.stats("collect"), time.perf_counter()
+        before, began = self.backend.stats("collect")["num_ops"], time.perf_counter()
         for _ in range(steps):
             self.model(self.x).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         took_us = 1e6 * (time.perf_counter() - began)
-        after = self.backend.stats("collect")
-        num_ops = after["num_ops"] - before["num_ops"]
-        return {"step_us": took_us / num_ops, "lane_us": (after["busy_us"] - before["busy_us"]) / num_ops}
+        return took_us / float(self.backend.stats("collect")["num_ops"] - before)
 
 
 def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: dict[str, int]) -> None:
@@ -68,7 +65,7 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, shape: dict[str, i
     runs = {name: Run(mode, shape["blocks"], shape["width"], shape["window"]) for name, mode in MODES.items()}
     for run in runs.values():
         run.block(shape["steps"])
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
+    found: dict[str, list[float]] = {name: [] for name in MODES}
     for number in range(shape["rounds"]):
         for name in list(MODES) if number % 2 else list(reversed(MODES)):
             found[name].append(runs[name].block(shape["steps"]))
@@ -91,16 +88,11 @@ def main() -> int:
     shape = {name: getattr(args, name) for name in ("blocks", "width", "window", "rounds", "steps")}
     answers = _common.on_ranks(2, on_rank, shape)
     turns, same = answers[0]["turns"], all(each["same_bits"] for each in answers)
-    summary: dict[str, Any] = {"same_bits": same}
-    for what in ("step_us", "lane_us"):
-        by_mode = {name: [turn[what] for turn in turns[name]] for name in MODES}
-        ratios = [a / b for a, b in zip(*by_mode.values(), strict=True)]
-        summary[what] = {name: median(values) for name, values in by_mode.items()} | {"ratio": median(ratios)}
-    rows = [
-        [what, *(f"{summary[key][name]:.0f}" for name in MODES), f"{summary[key]['ratio']:.3f}"]
-        for what, key in (("a step", "step_us"), ("the collect lane", "lane_us"))
-    ]
-    _common.show("us for each gather or sum, 2 ranks", ["", *MODES, "ratio"], rows)
+    ratios = [a / b for a, b in zip(*turns.values(), strict=True)]
+    summary: dict[str, Any] = {name: median(times) for name, times in turns.items()}
+    summary |= {"ratio": median(ratios), "same_bits": same}
+    row = [*(f"{summary[name]:.0f}" for name in MODES), f"{summary['ratio']:.3f}"]
+    _common.show("us of a step for each gather or sum, 2 ranks", [*MODES, "ratio"], [row])
     print(f"same bits: {'yes' if same else 'NO'}")
     _common.Result("agreement", {"turns": turns}, summary, shape).write(args, began)
     return 0
