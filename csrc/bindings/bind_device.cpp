@@ -33,17 +33,17 @@ OpLabel make_label(std::int64_t op, const std::string& lane, const std::string& 
   return {OpId(op), parse_lane(lane), parse_verb(verb), UnitId(unit)};
 }
 
-/// None: the machine's own.
-std::shared_ptr<Pace> or_own(std::shared_ptr<Pace> pace) { return pace ? std::move(pace) : std::make_shared<Pace>(); }
-
 std::shared_ptr<HostBackend> make_host(std::int64_t capacity, std::shared_ptr<Pace> pace) {
-  return std::make_shared<HostBackend>(HostBackendOptions{Bytes{capacity}, or_own(std::move(pace))});
+  HostBackendOptions options{Bytes{capacity}};
+  if (pace) options.pace = std::move(pace);
+  return std::make_shared<HostBackend>(options);
 }
 
 std::shared_ptr<Backend> make_cuda(int device_index, std::int64_t capacity, std::shared_ptr<Pace> pace,
                                    std::int64_t staging_piece, const std::shared_ptr<const cuda::Runtime>& runtime,
                                    std::int64_t copy_piece) {
-  CudaBackendOptions options{device_index, Bytes{capacity}, or_own(std::move(pace))};
+  CudaBackendOptions options{device_index, Bytes{capacity}};
+  if (pace) options.pace = std::move(pace);
   options.copy_piece = Bytes{copy_piece};
   options.staging_piece = Bytes{staging_piece};
   py::gil_scoped_release release;

@@ -30,14 +30,11 @@ Extents PeerPlaces::take(Bytes bytes) {
   for (const Lent& each : peers_) rooms.push_back({each.peer.bandwidth, each.pool.size() - each.pool.taken()});
   while (true) {
     Extents extents;
-    const PeerShare* lacking = nullptr;
     const std::vector<PeerShare> shares = spread(bytes, rooms);
-    for (const PeerShare& share : shares) {
-      if (add_extent(share.peer, share.begin, share.bytes, extents)) continue;
-      lacking = &share;
-      break;
-    }
-    if (lacking == nullptr) return extents;
+    const auto lacking = std::find_if_not(shares.begin(), shares.end(), [&](const PeerShare& share) {
+      return add_extent(share.peer, share.begin, share.bytes, extents);
+    });
+    if (lacking == shares.end()) return extents;
     give_back(extents);
     rooms[lacking->peer].is_out = true;
   }

@@ -222,7 +222,7 @@ class Home:
 
     @staticmethod
     def moment_offset(slot: HomeParameter, dtype: torch.dtype) -> int:
-        """Returns the offset in the unit's moments: as many elements in as the parameter is in the unit."""
+        """Returns the offset in the unit's moments: it counts as many elements as the offset of the parameter."""
         return slot.home_offset // slot.dtype.itemsize * dtype.itemsize
 
     @staticmethod

@@ -162,7 +162,7 @@ class _StageAdapter:
         self._schedule: _PipelineSchedule | None = None
         self._chunk: int | None = None  # the micro-batch whose forward runs now
         self._num_schedules = 0  # last backwards since the last step
-        self._schedules_per_step = 1  # as many as the last step had: a loop may accumulate over several
+        self._schedules_per_step = 1  # what the last step had; a loop may accumulate over several
         self._own: dict[str, object] = {}  # overridden methods that the object itself had
         self._overridden: list[str] = []
         optional = ("_prepare_forward_infra", "_prepare_backward_infra", "get_bwd_recv_ops", "set_local_bwd_input")

@@ -6,7 +6,7 @@ from noria.runtime.context import Context
 
 __all__ = ["DraftPolicy"]
 
-_PATIENCE = 8  # steps in a row that lost all drafts: they stop. As many that would have kept all: they are made again
+_PATIENCE = 8  # drafts stop after this many steps that lost all of them, and begin after this many that had kept all
 _STOPPED = (
     f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, or "
     "hyperparameters changed between forward and step)"
