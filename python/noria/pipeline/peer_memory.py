@@ -23,7 +23,7 @@ from noria.pipeline.peer_links import CALL, Handover, Loan, Pair, Source, free_l
 from noria.runtime.context import Context
 from noria.runtime.state import RunState
 
-__all__ = ["Loan", "PeerMemory", "need_and_spare"]
+__all__ = ["Loan", "PeerMemory"]
 
 
 class PeerMemory:
@@ -149,15 +149,11 @@ class PeerMemory:
         times = self.context.engine.copies.times_fetched()
         return sum(unit.weights for unit, count in zip(self.context.units, times, strict=True) if count > 1)
 
-    def _own_need(self) -> int:
-        saved = self.context.engine.saved.saved_stats()
-        return own_need(saved["most_saved"], saved["largest"])
-
     def _need_and_spare(self) -> tuple[int, int]:
         saved, room = self.context.engine.saved.saved_stats(), self.context.plan.saved_room
         if room is None and self.context.policy.activations != "offload":
             return 0, 0
-        return need_and_spare(saved["most_saved"], saved["largest"], room)
+        return _C.need_and_spare(saved["most_saved"], saved["largest"], room)
 
     def _take_arena(
         self, stages: StageGroup, offers: list[tuple[str, int, int, int]], links: list[list[float]]
@@ -245,20 +241,18 @@ class PeerMemory:
 
         On CUDA it asks for everything, because an arena can only be freed as a whole.
         """
-        plan, left = self.context.plan, sum(self._asked.values())
-        if self._lender is None or plan.saved_room is None or not left:
+        room, left = self.context.plan.saved_room, sum(self._asked.values())
+        if self._lender is None or room is None or not left:
             return
         in_parts = self.context.device.type == "cpu"
         lent = left if in_parts else self.context.ledger.expected(str(self.context.device), LENT)
-        lacking = min(self._own_need(), plan.saved_room) - (plan.saved_room - lent)
-        if lacking <= 0:
-            return
-        for borrower, asked in self._asked.items():
-            if not asked:
-                continue
-            kept = asked - -(-lacking * asked // left) if in_parts else 0
-            self._asked[borrower] = kept = max(kept, 0) // _C.LOAN_GRANULE * _C.LOAN_GRANULE
-            self._lender.ask_back(self._world(borrower), kept)
+        saved = self.context.engine.saved.saved_stats()
+        lacked = _C.lacking(saved["most_saved"], saved["largest"], room, lent)
+        kept = _C.ask_back(list(self._asked.values()), lacked, in_parts)
+        for (borrower, before), now in zip(list(self._asked.items()), kept, strict=True):
+            if now < before:
+                self._asked[borrower] = now
+                self._lender.ask_back(self._world(borrower), now)
 
     def stop_wanting(self) -> None:
         """Ends the loans for units: the memory goes back at the next step."""
@@ -362,26 +356,6 @@ class PeerMemory:
         if lender is not None:
             borrowers = [self._world(loan.borrower) for loan in self.lent]
             retire(lender, borrowers, self.context.backend, self.context.device_buffers.give_up(LENT))
-
-
-def own_need(most_saved: int, largest: int) -> int:
-    """Returns the bytes that a stage needs for its own saved tensors. Two bundles always have room."""
-    return max(most_saved, 2 * largest)
-
-
-def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]:
-    """Returns the bytes that a stage needs from others, and the bytes that it can spare.
-
-    `most_saved` is the most that its blocks save at once, `largest` the most that one block saves. Without a `room`
-    all of it leaves the device. Otherwise the need is the excess over the room, plus three blocks, in whole blocks. Two
-    of the three are for tensors that are saved now, and for tensors that leave or return meanwhile. The third is for
-    ranges that do not fit each other.
-    """
-    if room is None:
-        return most_saved, 0
-    if most_saved > room:
-        return -(-(most_saved - room + 3 * largest) // largest) * largest, 0
-    return 0, max(room - own_need(most_saved, largest), 0)
 
 
 def _machine() -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from noria import _C
 from noria._errors import usage_error
 from noria.model.partition import Partition
-from noria.pipeline.peer_memory import Loan, need_and_spare
+from noria.pipeline.peer_memory import Loan
 from noria.pipeline.schedules import Timed, orders, timed
 from noria.planning.wrap_plan import LEAST_SAVED
 
@@ -207,7 +207,7 @@ def plan_pipeline(
             raise usage_error(
                 f"activation_memory for what two blocks save, {2 * largest} bytes", f"{room} bytes", "raise it"
             )
-        offers.append(("", *need_and_spare(saved_most, largest, room), 0))
+        offers.append(("", *_C.need_and_spare(saved_most, largest, room), 0))
     loans = [Loan(*each) for each in _C.match_memory(offers, [[1.0] * num_stages] * num_stages)]
     of_blocks = {unit for spec in blocks for unit in spec.needs}
     before = [unit for unit in range(min(of_blocks)) if unit not in of_blocks]
