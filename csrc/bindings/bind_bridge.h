@@ -86,6 +86,7 @@ inline std::shared_ptr<pybind11::function> keep(pybind11::function callback) {
 }
 
 void bind_bridge_autograd(pybind11::module_& m);  // hooks, gradients, home, ranks
-void bind_bridge_engine(pybind11::module_& m);    // updates, backward, saved, copies, statistics
+void bind_bridge_engine(pybind11::module_& m);    // updates, backward, statistics
+void bind_bridge_memory(pybind11::module_& m);    // saved, copies
 
 }  // namespace noria

@@ -197,6 +197,7 @@ void bind_torch_bridge(py::module_& m) {
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   bind_bridge_autograd(m);
   bind_bridge_engine(m);
+  bind_bridge_memory(m);
   py::class_<TorchBridge, std::shared_ptr<TorchBridge>>(m, "TorchBridge")
       .def(py::init(&make_torch_bridge), py::arg("units"), py::arg("backend"), py::arg("optimizer"), py::arg("device"),
            py::arg("arena"), py::arg("window"), py::arg("prefetch_at_step"), py::arg("held_home"), py::arg("ring"),
