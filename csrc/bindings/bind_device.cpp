@@ -218,21 +218,7 @@ void bind_backend(py::module_& m) {
       .def("set_trace", &Backend::set_trace, py::arg("trace").none(true), Release())
       .def_property_readonly("poisons", &Backend::poisons);
 
-  py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend")
-      .def(
-          "create_stream", [](HostBackend& b) { return b.create_stream().value(); }, Release())
-      .def(
-          "enqueue_copy",
-          [](HostBackend& b, Address stream, Address to, Address from, std::size_t bytes) {
-            b.enqueue(Stream(stream), [=] { std::memcpy(at(to), at(from), bytes); });
-          },
-          py::arg("stream"), py::arg("to"), py::arg("from_"), py::arg("bytes"), Release())
-      .def(
-          "enqueue_hold",
-          [](HostBackend& b, Address stream, const std::shared_ptr<HostTicket>& until) {
-            b.enqueue(Stream(stream), [until] { until->wait_passed(); });
-          },
-          py::arg("stream"), py::arg("until"), Release());
+  py::class_<HostBackend, Backend, std::shared_ptr<HostBackend>>(m, "HostBackend");
 }
 
 }  // namespace

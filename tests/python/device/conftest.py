@@ -150,14 +150,15 @@ class Host(Machine):
         return _C.make_host_backend(capacity, _C.SlowPace(limits, options))
 
     def stream(self, backend: Any) -> int:
-        return backend.create_stream()
+        stream: int = import_built("_host_streams").create_stream(backend)
+        return stream
 
     def copy_on(self, backend: Any, stream: int, to: int, from_: int, num_bytes: int) -> None:
-        backend.enqueue_copy(stream, to, from_, num_bytes)
+        import_built("_host_streams").enqueue_copy(backend, stream, to, from_, num_bytes)
 
     def hold(self, backend: Any, stream: int) -> Callable[[], None]:
         until = self.ticket()
-        backend.enqueue_hold(stream, until)
+        import_built("_host_streams").enqueue_hold(backend, stream, until)
         return until.pass_
 
 
@@ -260,10 +261,15 @@ class Cuda(Machine):
 MACHINES = {"host": Host, "fake_cuda": FakeCuda, "staged_fake_cuda": StagedFakeCuda, "cuda": Cuda}
 
 
-def import_fake_cuda() -> ModuleType:
+def import_built(module: str) -> ModuleType:
+    """Imports a module that only tests use, or skips the test if it is not built."""
     if str(BUILD) not in sys.path:
         sys.path.append(str(BUILD))
-    return pytest.importorskip("_fake_cuda", reason=f"the fake CUDA runtime is not built in {BUILD}")
+    return pytest.importorskip(module, reason=f"{module} is not built in {BUILD}: make test-modules")
+
+
+def import_fake_cuda() -> ModuleType:
+    return import_built("_fake_cuda")
 
 
 def fake_runtime() -> Any:

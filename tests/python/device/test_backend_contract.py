@@ -974,7 +974,7 @@ def test_a_copy_over_many_links_takes_the_time_of_one(host):
 
 def test_a_broken_compute_stream_fails_its_tickets(host):
     backend = host.backend()
-    stream, late = backend.create_stream(), host.ticket()
+    stream, late = host.stream(backend), host.ticket()
     backend.wait([late], stream, op=1)
     visit = backend.open(1)
     backend.give(visit, stream)
