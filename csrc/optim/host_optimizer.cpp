@@ -104,6 +104,8 @@ struct HostOptimizer::State {
   /// Call it in an exception handler. Notes that the handled exception broke the update off.
   void note_torn(const OpLabel& label);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
+  /// Leaves only the pieces that the job wants, and fills `numbers`.
+  void choose_wanted(UpdateJob& job);
   /// Returns how many bytes it read and wrote.
   Bytes compute(UpdateJob& job, std::int64_t hold_after_note_us);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
@@ -169,18 +171,6 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     ledger.stalled(update.label, update.last_giver, std::max<std::int64_t>(0, now_ns() - since_ns));
   }
 
-  if (update.job.sums) update.job.sums->assign(update.job.pieces.size(), 0.0);
-  numbers.clear();
-  if (update.job.wants) {
-    std::vector<UpdatePiece> wanted;
-    for (std::size_t i = 0; i < update.job.pieces.size(); ++i) {
-      if (!update.job.wants(i)) continue;
-      wanted.push_back(update.job.pieces[i]);
-      numbers.push_back(i);
-    }
-    update.job.pieces = std::move(wanted);
-  }
-
   const std::int64_t hold_us = pace->before_us(Lane::update, update.label.verb);
   // A draft is held a second time, between note and work. If a gradient is written then, it is used but not noted.
   const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
@@ -190,6 +180,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     return;
   }
   try {
+    choose_wanted(update.job);
     // Under a limit, a job that directly follows another starts when that one was due to end. So sleeps that are a
     // little too long do not add up.
     const bool is_limited = pace->least_ns(Lane::update, update.job.bytes()) > 0;
@@ -208,6 +199,19 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     return;
   }
   update.ticket->pass();
+}
+
+void HostOptimizer::State::choose_wanted(UpdateJob& job) {
+  if (job.sums) job.sums->assign(job.pieces.size(), 0.0);
+  numbers.clear();
+  if (!job.wants) return;
+  std::vector<UpdatePiece> wanted;
+  for (std::size_t i = 0; i < job.pieces.size(); ++i) {
+    if (!job.wants(i)) continue;
+    wanted.push_back(job.pieces[i]);
+    numbers.push_back(i);
+  }
+  job.pieces = std::move(wanted);
 }
 
 void HostOptimizer::State::note_torn(const OpLabel& label) {

@@ -107,9 +107,14 @@ std::string Arena::register_with(std::shared_ptr<Backend> backend, HomeUse use) 
   if (backend->pins() && madvise(data_, static_cast<std::size_t>(mapped_bytes().count), MADV_DONTFORK) != 0) {
     refuse("madvise(MADV_DONTFORK)", bytes_, mapped_bytes());
   }
-  std::string staged_because = backend->register_home(data_, bytes_, use);
   backend_ = std::move(backend);
-  return staged_because;
+  try {
+    return backend_->register_home(data_, bytes_, use);
+  } catch (...) {
+    allow_fork();
+    backend_ = nullptr;
+    throw;
+  }
 }
 
 void Arena::allow_fork() {
