@@ -8,7 +8,8 @@
 //   Drafts           work on gradients before `step` asks for it
 //   BackwardUpdates  updates inside backward
 //   Collector        what ranks that share the home do together
-//   ActivationStore            what forwards save; PeerCopies: units at peers
+//   ActivationStore  what forwards save
+//   PeerCopies       units at peers
 //   StepStats        what happened
 //
 // Ownership: owns all of these. Shares the backend and the host optimizer. Borrows the callbacks, which must outlive

@@ -418,7 +418,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     context, engine = wrapped.context, wrapped.context.engine
     wrapped.run.refuse_when_busy("noria.unwrap")
     wrapped.run.recover()
-    wrapped.run.refuse_between_steps("noria.unwrap")
+    wrapped.run.require_consistent("noria.unwrap")
     wrapped.sync.meet("unwrap")
     engine.updates.run_all_deferred()
     engine.idle()

@@ -175,12 +175,12 @@ class _ModelParts:
             return slot.flat(wrapped.context.home.working(slot))
 
         def write(flat: torch.Tensor) -> None:
-            wrapped.run.refuse_between_steps("a load of weights", mends=True)
+            wrapped.run.require_consistent("a load of weights", mends=True)
             wrapped.context.engine.home.access_home(slot.unit, True)
             wrapped.weights.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
 
         def before_read() -> None:
-            wrapped.run.refuse_between_steps("a save of weights")
+            wrapped.run.require_consistent("a save of weights")
             wrapped.context.engine.home.access_home(slot.unit, False)
 
         return ShardTensor.of(
@@ -212,7 +212,7 @@ class _ModelParts:
             buffer.dtype,
             read=lambda: buffer.detach().to("cpu").reshape(-1),
             write=write,
-            before_read=lambda: wrapped.run.refuse_between_steps("a save of buffers"),
+            before_read=lambda: wrapped.run.require_consistent("a save of buffers"),
             is_saved=wrapped.context.ranks is None or wrapped.context.ranks.rank == 0,
         )
 

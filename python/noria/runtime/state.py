@@ -149,7 +149,7 @@ class RunState:
                 "call it after backward(), outside of the block",
             )
 
-    def refuse_between_steps(self, what: str, *, mends: bool = False) -> None:
+    def require_consistent(self, what: str, *, mends: bool = False) -> None:
         """Raises UsageError if the model must not be read or written now.
 
         Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call

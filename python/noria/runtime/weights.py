@@ -45,7 +45,7 @@ class Weights:
         self.run.check_alive()
         if self._give is not None:
             return self._give(slot)
-        self.run.refuse_between_steps("a look at weights")
+        self.run.require_consistent("a look at weights")
         self.engine.home.access_home(slot.unit, False)
         if self.context.ranks is not None:
             shown = self.gathered.value(slot)
@@ -75,7 +75,7 @@ class Weights:
                 _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.home_offset)
 
     def _before_write(self, index: int) -> None:
-        self.run.refuse_between_steps("a write to weights", mends=True)
+        self.run.require_consistent("a write to weights", mends=True)
         self.engine.home.access_home(self.context.slots[index].unit, True)
         self._written_views.add(index)
 
@@ -116,7 +116,7 @@ class Weights:
         If ranks share the model, parameters show whole weights in memory of their own (`gathered`).
         """
         self.run.recover()
-        self.run.refuse_between_steps("noria.materialize")
+        self.run.require_consistent("noria.materialize")
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
         with self.gathered.taken(units) as memory, self.run.materializing():
             with plainly():

@@ -265,7 +265,7 @@ class StepDriver:
         return state_dict(self._members, self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.run.refuse_between_steps("optimizer.load_state_dict()", mends=True)
+        self.run.require_consistent("optimizer.load_state_dict()", mends=True)
         with self.run.loading(self._state):
             load_state_dict(self._members, self._state, state_dict)
             self._is_loaded()

@@ -123,7 +123,7 @@ class HomeState:
         """Finishes the updates of one parameter before its state is read. None means all parameters."""
         self.run.check_alive()
         if not self.run.is_loading(self):
-            self.run.refuse_between_steps("a look at optimizer.state")
+            self.run.require_consistent("a look at optimizer.state")
         if parameter is None:
             self.context.engine.updates.run_all_deferred()
             if self.context.pool is not None:

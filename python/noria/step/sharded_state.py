@@ -148,7 +148,7 @@ class OptimizerShards:
         is_saved: bool = True,
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:
-            self.run.refuse_between_steps("a load of optimizer state", mends=True)
+            self.run.require_consistent("a load of optimizer state", mends=True)
             self.context.engine.home.access_home(slot.unit, True)
             value = flat.as_strided(slot.like.shape, slot.like.stride())
             with torch.no_grad():
@@ -166,7 +166,7 @@ class OptimizerShards:
             count=slot.like.numel(),
             read=read,
             write=write,
-            before_read=lambda: self.run.refuse_between_steps("a save of optimizer state"),
+            before_read=lambda: self.run.require_consistent("a save of optimizer state"),
             landing_dtype=landing,
             is_saved=is_saved,
         )

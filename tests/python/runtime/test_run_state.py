@@ -83,11 +83,11 @@ def test_calls_between_passes_are_refused_inside_of_one(busy):
 
 def test_a_torn_home_is_refused_to_all_but_who_mends_it():
     run, engine = made()
-    run.refuse_between_steps("a look")
+    run.require_consistent("a look")
     engine.is_torn = "step 3 broke off"
     with pytest.raises(noria.UsageError, match="weights and optimizer state of different steps: step 3 broke off"):
-        run.refuse_between_steps("a look")
-    run.refuse_between_steps("a load", mends=True)
+        run.require_consistent("a look")
+    run.require_consistent("a load", mends=True)
 
 
 def test_updates_that_no_step_has_claimed_are_refused_under_update_backward_alone():
@@ -96,10 +96,10 @@ def test_updates_that_no_step_has_claimed_are_refused_under_update_backward_alon
         engine.unclaimed = "updated already"
         if updates_in_backward:
             with pytest.raises(noria.UsageError, match="a look: updated already"):
-                run.refuse_between_steps("a look")
+                run.require_consistent("a look")
             assert engine.heard == ["recover"], "a backward that raised is over first"
         else:
-            run.refuse_between_steps("a look")
+            run.require_consistent("a look")
 
 
 def test_recovery_forgets_forwards_then_asks_the_engine_then_settles_newest_first():
