@@ -1,0 +1,177 @@
+"""Is this tree as fast as another one?
+
+Two processes measure the same things, one with this tree's noria and one with the other's, and take turns:
+
+    steps, torch and fused   a step of `overhead.py`: a 12-block GPT with all units resident
+    visits                   what a visit of a trainable block takes in `overhead.py`, forward and backward
+    overlap                  steps of `overlap.py`'s balanced setting with paced compute, update="auto"
+
+While one process measures, the other waits for its turn. Of the ratios of pairs, this tree's time by the other's, the
+table shows the median and its 95 % interval: that of the order statistics, which assumes nothing about the noise.
+
+    python benchmarks/against.py ../other    # a built checkout of another commit; the same tree shows the noise
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+TREE = Path(__file__).resolve().parent.parent
+
+
+def measures(quick: bool) -> dict[str, Callable[[], Callable[[], float]]]:
+    """What to measure, by name: a call makes the models, and returns what measures once."""
+    import overhead
+    import overlap
+    import torch
+
+    from examples.gpt import GPT, GPTConfig
+
+    def steps(kernel: str) -> Callable[[], float]:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.manual_seed(0)
+        run = overhead.Run(GPT(GPTConfig(num_layers=3 if quick else 12, num_heads=8, width=512)), True, kernel)
+        tokens = torch.randint(0, 4096, (1, 256))
+        return lambda: overhead._common.seconds(lambda: run.step(tokens))
+
+    def visits() -> float:
+        torch.set_num_threads(1)
+        taken = overhead.hooks(64, 8, frozen=False)
+        return median(taken["wrapped forward"]) + median(taken["wrapped backward"])
+
+    def overlapped() -> Callable[[], float]:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        blocks, forward_s, backward_s = 8 if quick else 32, 0.003, 0.0045
+        model = overlap.Chain(blocks, 256, forward_s, backward_s)
+        limits = overlap.limits_of(overlap.SETTINGS[0], model, blocks * forward_s * 1e6, blocks * backward_s * 1e6)
+        run = overlap.Run(model, torch.randn(32, 256), limits, window=min(8, blocks), update="auto")
+
+        def turn() -> float:
+            run.forget()
+            run.block(4)
+            return median(run.times)
+
+        return turn
+
+    return {
+        "steps, torch": lambda: steps("torch"),
+        "steps, fused": lambda: steps("fused"),
+        "visits": lambda: visits,
+        "overlap": overlapped,
+    }
+
+
+def serve(tree: Path, quick: bool) -> None:
+    """Measures what each line of the input names, with this tree's noria, and prints a number for it."""
+    sys.path[0] = str(tree / "benchmarks")  # its own helpers
+    known, made = measures(quick), dict[str, Callable[[], float]]()
+    import noria
+
+    print(json.dumps({"noria": noria.__file__}), flush=True)
+    for line in sys.stdin:
+        name = line.strip()
+        if name not in made:
+            made.clear()
+            made[name] = known[name]()
+            for _ in range(3):  # the passes are known by then
+                made[name]()
+        print(json.dumps(made[name]()), flush=True)
+
+
+class Server:
+    """One of the two processes."""
+
+    def __init__(self, tree: Path, quick: bool) -> None:
+        command = [sys.executable, __file__, str(tree), "--serve", *(["--quick"] if quick else [])]
+        paths = os.pathsep.join([str(tree / "python"), str(tree)])
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        found = Path(self._read()["noria"])
+        if tree / "python" not in found.parents:
+            raise SystemExit(f"{tree} is not a built checkout of noria: its process imported {found}")
+
+    def measure(self, name: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a measuring process ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.communicate("")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the median: between two of the sorted values, by the binomial distribution."""
+    ordered, tail, cut = sorted(values), 0.0, 0
+    while tail + math.comb(len(ordered), cut) / 2 ** len(ordered) <= 0.025:
+        tail += math.comb(len(ordered), cut) / 2 ** len(ordered)
+        cut += 1
+    return ordered[max(cut - 1, 0)], ordered[min(len(ordered) - cut, len(ordered) - 1)]
+
+
+def main() -> int:
+    import _common
+
+    names = ["steps, torch", "steps, fused", "visits", "overlap"]
+    parser = _common.parser_of(__doc__)
+    parser.add_argument("other", type=Path, help="a built checkout of another commit")
+    parser.add_argument("--pairs", type=int, help="of each measure")
+    parser.add_argument("--only", choices=names)
+    args = parser.parse_args()
+    pairs = args.pairs or (6 if args.quick else 100)
+    began = _common.hardware()
+    other = args.other.resolve()
+    servers = {"this": Server(TREE, args.quick), "other": Server(other, args.quick)}
+    samples: dict[str, dict[str, list[float]]] = {}
+    summary: dict[str, Any] = {}
+    rows = []
+    for name in names if args.only is None else [args.only]:
+        taken: dict[str, list[float]] = {"this": [], "other": []}
+        for number in range(pairs):
+            for which in ("this", "other") if number % 2 else ("other", "this"):
+                taken[which].append(servers[which].measure(name))
+        ratios = [ours / theirs for ours, theirs in zip(taken["this"], taken["other"], strict=True)]
+        low, high = interval(ratios)
+        samples[name] = taken
+        summary[name] = {"ratio": median(ratios), "low": low, "high": high}
+        rows.append(
+            [name, median(taken["this"]), median(taken["other"]), *(f"{x:.4f}" for x in (median(ratios), low, high))]
+        )
+    for server in servers.values():
+        server.close()
+    columns = ["s, or us a visit", "this", "other", "ratio of pairs", "95 %, from", "to"]
+    _common.show(f"this tree and another, {pairs} pairs", columns, rows)
+    commits = {
+        which: subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        for which, tree in (("this", TREE), ("other", other))
+    }
+    _common.Result("against", samples, summary, {"pairs": pairs, "commits": commits}).write(args, began)
+    return 0
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        serve(Path(sys.argv[1]), "--quick" in sys.argv)
+    else:
+        sys.exit(main())
