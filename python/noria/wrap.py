@@ -36,6 +36,7 @@ from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.runtime.context import Context
 from noria.runtime.hooks import compiler_config_of, refuse_cuda_graphs
 from noria.runtime.state import RunState
+from noria.step.param_groups import refuse_strangers
 from noria.step.parameter_swap import refuse_out_of_reach
 from noria.torch_state import await_device, plainly
 from noria.wrapped import Wrapped, wrapped_by, wrapped_together
@@ -77,14 +78,7 @@ def _checked(models: object, optimizers: object) -> tuple[list[nn.Module], list[
         check_optimizer(updater)
     known = {parameter for root in roots for parameter in root.parameters()}
     for updater in updaters:
-        for number, group in enumerate(updater.param_groups):
-            for parameter in group["params"]:
-                if parameter not in known:
-                    raise usage_error(
-                        "an optimizer whose parameters belong to the wrapped models",
-                        f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
-                        "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
-                    )
+        refuse_strangers(updater.param_groups, known)
         if type(updater) not in SEPARABLE:
             refuse_out_of_reach(updater, known)
     return roots, updaters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from noria.model.optimizer_classes import original_class
 from noria.model.update_rules import no_number_in, why_not_fused
 from noria.runtime.context import Context
 
-__all__ = ["Groups", "Jobs", "ParamGroups"]
+__all__ = ["Groups", "Jobs", "ParamGroups", "refuse_strangers"]
 
 Groups = list[tuple[dict[str, Any], list[HomeParameter]]]
 """For one unit: the hyperparameters at `step()`, and the parameters that are updated with them."""
@@ -73,14 +73,7 @@ class ParamGroups:
         self.context.engine.ranks.note_step(updated, zlib.crc32(repr(hyper).encode()))
 
     def check(self, groups: list[dict[str, Any]]) -> None:
-        for number, group in enumerate(groups):
-            for parameter in group["params"]:
-                if parameter not in self.context.slot_of:
-                    raise usage_error(
-                        "an optimizer whose parameters belong to the wrapped models",
-                        f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
-                        "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
-                    )
+        refuse_strangers(groups, self.context.slot_of)
 
     def check_options(self) -> None:
         """Checks the groups again, because the user may have edited them since `noria.wrap`.
@@ -128,3 +121,15 @@ class ParamGroups:
                 "one that is in two",
                 'wrap with kernel="torch"',
             )
+
+
+def refuse_strangers(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:
+    """Raises UsageError if a group has a parameter that is not in `known`, the wrapped models' own."""
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise usage_error(
+                    "an optimizer whose parameters belong to the wrapped models",
+                    f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
+                    "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
+                )
