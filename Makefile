@@ -67,6 +67,7 @@ test-modules: all
 
 # Everything: clang-tidy, the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with
 # new examples.
+test-all: export RANKS = spawn
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)

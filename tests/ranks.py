@@ -1,5 +1,10 @@
 """Runs a function on several ranks, each a process of its own, over gloo. With the pretend GPU they share its devices
-in turn, over what stands for NCCL."""
+in turn, over what stands for NCCL.
+
+A process that imports torch takes two seconds of a core to start. So ranks are forked from a server that has imported
+it. They have one hash seed, and iterate over sets in one order. With RANKS=spawn in the environment, as in
+`make test-all`, each starts anew and has its own. So it does on the pretend GPU, whose threads do not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,16 @@ def _done(act: Callable[..., Any], *args: Any) -> Any:
     return answer
 
 
+def _context(fresh: bool) -> Any:
+    if fresh or DEVICE == "cuda" or os.environ.get("RANKS") == "spawn":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.device_mesh", "noria"])
+    return context
+
+
 def _run(
+    environment: dict[str, str],
     rank: int,
     size: int,
     device: str,
@@ -44,6 +58,7 @@ def _run(
     act: Callable[..., Any],
     args: Any,
 ) -> None:
+    os.environ.update(environment)  # the server has that of its own start
     torch.set_num_threads(1)
     if device == "cuda":
         if size % torch.cuda.device_count():  # torch makes no mesh of them
@@ -67,18 +82,28 @@ def _run(
 
 
 def on_ranks(
-    size: int, act: Callable[..., Any], *args: Any, timeout_s: float = 30.0, dying: tuple[int, ...] = ()
+    size: int,
+    act: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 30.0,
+    dying: tuple[int, ...] = (),
+    fresh: bool = False,
 ) -> Any:
     """What `act(rank, size, *args)` returns, by rank. `dying`: ranks that end without an answer: None. `timeout_s` is
-    the group's own. Raises AssertionError with the traceback of the first rank that raised."""
-    context = mp.get_context("spawn")
+    the group's own. `fresh`: the ranks start anew, so that what the environment says at a start holds.
+
+    Raises AssertionError with the traceback of the first rank that raised."""
+    context = _context(fresh)
+    environment = dict(os.environ)
     answers, all_done = context.Queue(), context.Event()
     device = torch.get_default_device().type
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")
         ranks = [
             context.Process(
-                target=_run, args=(rank, size, device, meeting, timeout_s, answers, all_done, act, args), daemon=True
+                target=_run,
+                args=(environment, rank, size, device, meeting, timeout_s, answers, all_done, act, args),
+                daemon=True,
             )
             for rank in range(size)
         ]
@@ -128,10 +153,12 @@ def _in_turn(rank: int, size: int, acts: dict[str, tuple[Callable[..., Any], Any
     return found
 
 
-def in_turn_on_ranks(size: int, acts: dict[str, tuple[Callable[..., Any], Any]]) -> dict[str, str]:
-    """Several acts, each with its arguments, one after the other in the same processes, whose start takes longer than
-    most acts. By name, the tracebacks of the ranks that raised, or nothing."""
-    return on_ranks(size, _in_turn, acts)[0] if acts else {}
+def in_turn_on_ranks(
+    size: int, acts: dict[str, tuple[Callable[..., Any], Any]], *, fresh: bool = False
+) -> dict[str, str]:
+    """Several acts, each with its arguments, one after the other in the same processes. By name, the tracebacks of the
+    ranks that raised, or nothing."""
+    return on_ranks(size, _in_turn, acts, fresh=fresh)[0] if acts else {}
 
 
 LEFT_OUT = pytest.StashKey[list[pytest.Item]]()

@@ -171,7 +171,7 @@ ACTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 def found() -> dict[str, str]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(*GIVES_BACK)
-        return in_turn_on_ranks(2, ACTS)
+        return in_turn_on_ranks(2, ACTS, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["report", "report of sums in fp32"])
@@ -193,4 +193,4 @@ def test_a_rank_takes_its_part_of_the_host_memory_and_no_more(found, name):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_of_a_large_model_takes_its_part_of_the_host_memory_and_no_more(monkeypatch, size, dtype):
     monkeypatch.setenv(*GIVES_BACK)
-    on_ranks(size, takes_its_part, dtype, 2048)
+    on_ranks(size, takes_its_part, dtype, 2048, fresh=True)
