@@ -1,20 +1,20 @@
 // Gives the engine its only access to the machine: device memory, lanes that move bytes, and tickets that order them.
 //
-// Units: bytes; bandwidth in GiB/s, latency and delays in microseconds.
+// Units: bytes, microseconds.
 // Ownership: a backend owns its lane threads, streams and events. The caller owns the device memory that it allocates,
 //   and returns it with `free`. `close()` may wait and throw. The destructor closes a backend that was left open,
 //   because a lane may still be writing; it swallows errors.
 // Order: each lane passes its ops in the order of submission. Only tickets order ops of different lanes.
-// Threads: any thread may call every member. No member takes the GIL. Lane threads call no member. A forked child has
-//   no lanes: ops submitted there fail, and closing does nothing.
+// Threads: any thread may call every member. No member takes the GIL. Lane threads call no member, but one may release
+//   the last owner. A forked child has no lanes: ops submitted there fail, and closing does nothing.
 //
 // Note [Two meanings of a ticket]. A ticket goes open -> issued -> passed (or failed). On the host, issued and passed
 // are the same moment. On a device, *issued* means that the event has been recorded on its stream, so a stream may now
 // wait for it. On CUDA a wait on an event that was never recorded passes silently. So every wait first waits, on the
-// host, for issued. Threads of host lanes wait for passed.
+// host, for issued. What runs on the host, such as an update, waits for passed.
 //
-// Note [The calling thread]. If a caller computes itself (device/stream.h), the CUDA backend takes it for the device's
-// default stream too: `give` records there. `wait` makes that stream wait, and blocks the calling thread.
+// Note [The calling thread]. If the calling thread itself computes (device/stream.h), CUDA's default stream stands for
+// it: `give` records there. `wait` makes that stream wait, and blocks the thread too.
 #pragma once
 
 #include <array>
@@ -82,7 +82,7 @@ struct CopySpan {
   std::byte* to;
   const std::byte* from;
   Bytes bytes;
-  int link = 0;  // of the peer lane: copies over different links run in parallel
+  int link = 0;  // of the peer lane: copies over different links may run in parallel
 };
 
 /// Describes one op of the fetch, drain or peer lane: copies, in order on each link, then fills. Fills write 0xFF,
@@ -142,20 +142,20 @@ class Backend : public Living<Backend> {
   virtual Bytes allocated() const = 0;
   virtual Bytes capacity() const = 0;
   virtual std::int64_t num_allocations() const = 0;  // ever made: a steady state makes none
-  virtual std::int64_t num_events() const = 0;       // likewise; always 0 on the host
+  virtual std::int64_t num_events() const = 0;       // ever made; always 0 on the host
 
-  /// Pins host memory in one registration, so that the copy engines reach it. Does nothing on the host.
+  /// Pins host memory in one registration, so that the copy engines reach it. Does nothing on the host. Throws
+  /// MachineError if the machine refuses to pin memory for the device; then nothing is registered.
   ///
   /// If the machine refuses to pin a range for copies alone, the backend stages it and returns the reason (else an
   /// empty string). Transfers of a staged range go in pieces through a small pinned ring. Their order and tickets stay
-  /// the same, but they are only as fast as the copies of one host thread. If the machine refuses to pin a range for
-  /// the device, throws MachineError and registers nothing.
+  /// the same, but they are only as fast as the copies of one host thread.
   virtual std::string register_home(std::byte* memory, Bytes bytes, HomeUse use) = 0;
   virtual void unregister_home(std::byte* memory) = 0;
   /// Returns the address under which the device itself reads home memory (CUDA unified addressing). Null if it is
   /// staged.
   virtual std::byte* device_address(std::byte* home_memory) const = 0;
-  /// Returns the size of the ring in host memory: 0 before a range is staged, then constant until `close`.
+  /// Returns the size of the rings in host memory: 0 before a range is staged, then constant until `close`.
   virtual Bytes staging_bytes() const { return {}; }
   /// Returns for example "0000:3B:00.0"; empty if the device is the host.
   virtual std::string pci_bus_id() const { return {}; }
@@ -172,14 +172,15 @@ class Backend : public Living<Backend> {
   virtual void give(const Ticket& ticket, Stream stream) = 0;
   /// Gives the ticket as failed, so that no lane waits for ever for a visit that raised.
   virtual void give_failed(const Ticket& ticket, std::exception_ptr error) = 0;
-  /// Makes `stream` wait for `tickets`. With the null stream, blocks the calling thread until they are passed;
-  /// otherwise blocks at most until each is issued. Throws the failure of a ticket that has failed already.
+  /// Makes `stream` wait for `tickets`, and blocks at most until each is issued. If the calling thread computes, blocks
+  /// until they are passed. Throws the failure of a ticket that has failed already.
   virtual void wait(const std::vector<Ticket>& tickets, Stream stream, const OpLabel& waiter) = 0;
 
   /// Blocks until the fetch, drain and peer lanes are empty. Does not throw the failures of ops (their tickets carry
   /// them).
   virtual void idle() = 0;
-  /// Stops the lanes and joins their threads. The running op is finished; queued ops and later ones fail. Idempotent.
+  /// Stops the lanes and joins their threads. An op at work is finished; ops that wait, are queued or come
+  /// later fail. Idempotent.
   virtual void close() = 0;
 
   // ---- what happened ----
@@ -187,7 +188,7 @@ class Backend : public Living<Backend> {
   /// first waits until it is given, except while it waits in between. The times of a device come from its own clock.
   /// They are looked up in this call, which also adds the spans to the trace.
   virtual LaneStats stats(Lane lane) const = 0;
-  /// Makes `counted` count the ops from `first` on. It is as `stats`, and counts times that become known later too.
+  /// From now on `counted` is as `stats`, but leaves out ops before `first`, even if their times become known later.
   virtual void begin_counting(OpId first) = 0;
   virtual LaneStats counted(Lane lane) const = 0;
   /// Reports to `update_time`, from now on, when the compute lane works.
@@ -224,12 +225,12 @@ struct CudaBackendOptions {
   Bytes staging_bytes() const { return staging_piece * (2 * num_staging_pieces); }  // of both lanes
 };
 
-/// Makes a backend on this runtime, or on the one that `Runtime::find` finds. Throws MachineError that names what is
-/// missing if this machine has no device or no runtime.
+/// Makes a backend on this runtime, or on the one that `Runtime::find` finds. Throws MachineError
+/// that says what is missing.
 std::shared_ptr<Backend> make_cuda_backend(const CudaBackendOptions& options,
                                            const std::shared_ptr<const cuda::Runtime>& runtime = nullptr);
 
-/// Returns why `make_cuda_backend` would fail here; empty if it would not.
+/// Returns why this process has no CUDA runtime or finds no device; empty if it has both.
 std::string cuda_absent_reason(const std::shared_ptr<const cuda::Runtime>& runtime = nullptr);
 
 }  // namespace noria

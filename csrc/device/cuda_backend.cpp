@@ -8,17 +8,17 @@
 //   wait for an event that has not been recorded.
 //
 // Note [Staged home]. If the driver refuses to pin memory, the device cannot copy it without the host. So a lane's
-// thread carries it through a pinned ring (device/staging_ring.h) and takes part in the order itself.
+// thread carries it through a pinned ring (device/staging_ring.h) and keeps the order itself.
 //
 // Up: a piece arrives behind the same stream waits as any copy, and then the thread writes it to the home. The op's
 // event is recorded when everything has landed. So a waiter for *issued* waits that much longer. There is no deadlock,
-// because nothing that the thread waits for waits for that waiter.
+// because an op waits only for ops that were issued before it.
 //
 // Down: the thread reads the home once the transfer's tickets are issued. That is enough. The device cannot write such
 // memory, so only the host and drains write it, and their tickets are issued after they have written.
 //
-// Note [Current device]. noria's own threads stay on its device. On a caller's thread the device is changed only if
-// CUDA reads it (allocation, registration, creation of events, the default stream), and restored afterwards.
+// Note [Current device]. Threads of the copy lanes stay on the device. On any other thread OnDevice sets it for a call,
+// and restores it afterwards.
 #include <algorithm>
 #include <array>
 #include <cerrno>

@@ -1,5 +1,4 @@
-// Names one device and the CUDA runtime that reaches it. It turns every failed call into a MachineError that names the
-// call.
+// CudaDevice names one device and the CUDA runtime that reaches it. `check` turns a failed call into a MachineError.
 //
 // Ownership: shares the runtime.
 // Threads: any.
@@ -31,7 +30,7 @@ class CudaDevice {
   /// Clears the error of a failed call that the caller has handled itself.
   void forget_error() const { (void)runtime_->GetLastError(); }
 
-  /// Sets the device for good on a thread of noria's own, and lets it run beside all captures (Note [Captures]).
+  /// Sets the device for good on one of noria's own threads, whose calls then disturb no capture (Note [Captures]).
   void use_on_own_thread() const;
 
  private:

@@ -6,7 +6,7 @@
 // a wait for the lane is a wait for all its links. Every op records the fork and join events again. That is safe,
 // because a waiting stream has captured the earlier record.
 //
-// Ownership: owns the streams of the other links, until `close`.
+// Ownership: owns its events and the streams of the other links, until `close`.
 // Threads: only the lane's thread, until `close`.
 #pragma once
 

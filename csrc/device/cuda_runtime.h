@@ -84,7 +84,7 @@ struct Runtime {
   /// Opens the runtime in this library. Throws MachineError if the library cannot be opened, or lacks a call.
   static std::shared_ptr<const Runtime> open(const std::string& path);
   /// Returns the runtime that this process has loaded; otherwise one that the system's linker finds. Returns null if
-  /// there is none, and writes to `absent` what it looked for. Keeps what it found once.
+  /// none can be used, and writes to `absent` why. Keeps what it found once.
   static std::shared_ptr<const Runtime> find(std::string* absent = nullptr);
 };
 

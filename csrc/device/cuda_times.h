@@ -2,12 +2,12 @@
 // clock.
 //
 // Nothing here waits for the device. An op leaves two events in its stream. Their times are looked up later: when a
-// caller asks for statistics, or when a copy is queued. A lane has at most `kMostInFlight` ops whose times are not
-// known yet. If there are more, the newest of them is extended over those that follow. Their bytes are counted, and the
-// gaps between them count as work.
+// caller asks for statistics, a copy is queued, or `kMostInFlight` ops of a lane are without a time. If as many still
+// are, the newest is extended over those that follow. Their bytes are counted, and the gaps between them count as work.
 //
 // Units: nanoseconds of `now_ns`.
 // Ownership: owns a pool of timed events. A point returns its event when its time is known, or with its last owner.
+//   The anchor keeps its event.
 // Threads: any; one thread at a time begins and ends the ops of one lane.
 //
 // Note [Two clocks]. CUDA tells how long after one event another one was reached, as a float of milliseconds. A float
@@ -17,8 +17,8 @@
 // The host must place the anchor on its own clock. Two things are true of every event: the device reached it after the
 // host had asked for it, and before the host saw that. If a time contradicts this, the anchor is moved. In an idle
 // stream an event is reached within microseconds; so is the first anchor, which is in a new stream. Such an event
-// therefore reveals an anchor that lies too early. Nothing reveals one that lies too late. So a new anchor is placed a
-// little early, by more than the clocks drift apart in a second.
+// therefore reveals an anchor that lies too early. One that lies too late is seldom revealed, because the host looks
+// late. So a new anchor is placed a little early, by more than the clocks drift apart in a second.
 #pragma once
 
 #include <array>
@@ -50,12 +50,12 @@ struct TimedPoint {
 
   const std::shared_ptr<EventPool> events;
   std::int64_t asked_ns;                   // the device reached it later
-  cuda::EventHandle event = nullptr;       // null once the time is known
+  cuda::EventHandle event = nullptr;       // null once it has been returned
   std::optional<std::int64_t> reached_ns;  // guarded by the CudaTimes that made it
 };
 using TimedPointPtr = std::shared_ptr<TimedPoint>;
 
-/// One instruction to a lane. Without an `end` the lane only waits, and the work is announced later.
+/// Describes an op of a lane, or a part of one. Without an `end` the lane only waits, and the work is announced later.
 struct TimedOp {
   struct Wait {
     OpLabel giver;
@@ -65,7 +65,7 @@ struct TimedOp {
   static Wait wait_of(const Ticket& issued);
 
   OpLabel label;
-  std::int64_t told_ns = 0;  // before that the lane did not stand still because of this op
+  std::int64_t told_ns = 0;  // no stall of this op begins earlier
   std::vector<Wait> waits;
   TimedPointPtr begin, end;
   Bytes bytes;
@@ -83,13 +83,13 @@ class CudaTimes {
 
   /// Records that the lane waits; the waits are already in its stream. An open op is not busy until they have passed.
   void waits(TimedOp op);
-  /// Marks the begin: from here on the stream works on this op.
+  /// Marks where the stream begins to work on this op.
   void begin(TimedOp& op, cuda::StreamHandle stream);
   /// Marks the end. Returns the point, for ops that wait for this one.
   TimedPointPtr end(TimedOp op, cuda::StreamHandle stream);
 
-  /// These members handle ops that callers give. `pause`: the next waits in the stream do not count as work. It returns
-  /// the op that `resume` then begins or continues. If a wait of the compute lane belongs to no op, it pauses the op
+  /// These members handle ops that callers give. Waits between `pause` and `resume` do not count as work. `pause`
+  /// returns the op to resume, if there is one. If a wait of the compute lane belongs to no op, it pauses the op
   /// that is open there.
   void open(const OpLabel& label);
   std::optional<OpId> pause(const OpLabel& waiter, bool has_waits, cuda::StreamHandle stream);
@@ -105,7 +105,7 @@ class CudaTimes {
  private:
   struct InFlight {
     std::deque<TimedOp> ops;
-    std::int64_t free_ns = 0;  // when the last op ended
+    std::int64_t free_ns = 0;  // when the last op or wait ended
     std::vector<OpId> waited;  // what the lane has waited for since
   };
   struct Open {

@@ -205,7 +205,7 @@ void HostBackend::run(TransferLane& lane, const OpLabel& label, const Transfer& 
   }
   const bool delayed = sleep_for_us(options_.pace->before_us(lane.lane, label.verb));
   const std::int64_t least_ns = options_.pace->least_ns(lane.lane, transfer);
-  // A limited op begins at the moment it could. So the lane reaches its bandwidth even if each wake-up is late.
+  // An op with a limit begins when it could have begun. So the lane reaches its bandwidth even if wake-ups are late.
   const std::int64_t start_ns = least_ns > 0 && !delayed ? free_ns : now_ns();
 
   for (const CopySpan& copy : transfer.copies) {

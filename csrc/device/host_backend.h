@@ -1,8 +1,8 @@
 // Acts as a device on a machine without one: real memory under a real cap, real lane threads, real copies.
 //
-// It is a full backend (layers compute on the CPU), and the strictest place to test everything above it: a slow pace
-// (testing/slow_pace.h) delays everything that may be late, and limits lanes. Contract: device/backend.h. The CUDA
-// backend must pass the same test suite.
+// It is a full backend (layers compute on the CPU), and the strictest place to test everything above it. A slow pace
+// (testing/slow_pace.h) delays all that may be late, and limits lanes. Contract: device/backend.h. The CUDA backend
+// must pass the same test suite.
 //
 // Order: if the calling thread computes, it is the compute lane. Then `give` passes the ticket at once, and `wait`
 //   blocks until its tickets are passed. A stream of `create_stream` is a thread that behaves like a CUDA stream:
@@ -65,7 +65,7 @@ class HostBackend final : public Backend {
   bool pins() const override { return false; }
   bool poisons() const override { return options_.pace->poisons(); }
 
-  /// Makes an asynchronous compute stream, which the backend owns until `close`.
+  /// Makes an asynchronous compute stream, which the backend owns.
   Stream create_stream();
   /// Queues work on such a stream. Work that throws breaks the stream: nothing runs on it any more, its tickets fail
   /// with that error, and waiting on it throws.

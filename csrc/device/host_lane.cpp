@@ -43,7 +43,8 @@ struct HostLane::State {
     changed.notify_all();
   }
 
-  /// Blocks until there is work. The work before it counts as running until this call. None: the lane is closed.
+  /// Blocks until there is work. The work before it counts as running until this call. Returns none if the lane is
+  /// closed.
   std::optional<Work> next() {
     const MutexLock lock(mutex);
     running = false;
@@ -77,7 +78,7 @@ HostLane::~HostLane() {
   if (is_forked()) {
     [[maybe_unused]] std::thread* const parents = thread_.release();  // must be neither joined nor detached here
   } else if (thread_->joinable()) {
-    thread_->detach();  // this thread is the lane's own
+    thread_->detach();  // the lane's own thread closed it, and cannot join itself
   }
 }
 

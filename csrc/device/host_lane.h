@@ -1,7 +1,7 @@
 // Runs queued work on one thread of its own, in the order of submission.
 //
-// Ownership: owns its thread. The lane shares its state with the thread. So the thread may even destroy its own lane,
-//   if the end of a work releases the last owner.
+// Ownership: owns its thread, and shares its state with it. So the thread may destroy its own lane, if the end of a
+//   work releases the last owner.
 // Order: first in, first out. Each work is run exactly once, or abandoned exactly once because the lane was closed
 //   first.
 // Threads: any thread may call every member, except `await_issued`, which work on the lane calls. Never takes the GIL.

@@ -1,4 +1,4 @@
-// Maps pages from the kernel in exact size, with the alignment of device memory.
+// Maps whole pages, with the alignment of device memory.
 //
 // Ownership: the caller owns the pages from `map_pages` or `map_shared_pages` to `unmap_pages` with the same size. The
 //   caller owns a descriptor too, and closes it separately. The kernel frees shared pages when no process maps them or

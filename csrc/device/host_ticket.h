@@ -1,4 +1,4 @@
-// Is a ticket that a host thread gives: issued and passed are the same moment.
+// HostTicket is a ticket that a host thread gives: issued and passed are the same moment.
 //
 // Threads: the giver calls `pass` or `fail`, once. Any thread may call the other members. Callbacks run on the giver's
 //   thread, without locks held, in the order they were added. A callback added later runs at once on the adding thread.

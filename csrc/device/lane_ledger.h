@@ -22,13 +22,14 @@ namespace noria {
 
 class LaneLedger {
  public:
-  /// The waiter's lane stood still for `ns`, because `giver` was not done yet.
+  /// Tells that the waiter's lane stood still for `ns`, because `giver` was not done yet.
   void stalled(const OpLabel& waiter, Verb giver, std::int64_t ns);
-  /// Tells that `lane` works on an op since `start_ns`. From now on `stats` and `busy_us` include its share, up to
-  /// `due_ns` once that is known. The op ends with `worked` (at `due_ns` at the latest, if one was told), or with
+  /// Tells that `lane` has been working on an op since `start_ns`. From now on `stats` and `busy_us` include its share,
+  /// up to `due_ns` once that is known. The op ends with `worked` (at `due_ns` at the latest, if one was told), or with
   /// `stopped`, which counts nothing.
   void works(Lane lane, std::int64_t start_ns, std::int64_t due_ns = std::numeric_limits<std::int64_t>::max());
   void stopped(Lane lane);
+  /// Counts work of `num_ops` ops. Ignores probes.
   void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops = 1);
   /// Does `worked`, and adds a span to the trace. It adds no span for ops of the compute lane: the caller does that.
   void transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
@@ -51,14 +52,14 @@ class LaneLedger {
 
     std::int64_t busy_ns = 0;              // of finished ops
     std::map<Verb, std::int64_t> verb_ns;  // the same by verb
-    std::optional<std::int64_t> start_ns;
+    std::optional<std::int64_t> start_ns;  // of the op at work
     std::int64_t due_ns = 0;
     std::int64_t num_ops = 0;
     Bytes bytes;
     std::map<std::pair<Verb, Verb>, std::int64_t> stalled_ns;
   };
   Row& row(Lane lane) NORIA_REQUIRES(mutex_) { return rows_[static_cast<std::size_t>(lane)]; }
-  /// The rows in which an op counts.
+  /// Returns the rows in which an op counts.
   std::vector<Row*> rows_of(const OpLabel& label) NORIA_REQUIRES(mutex_);
 
   mutable Mutex mutex_;

@@ -8,7 +8,7 @@ namespace noria {
 namespace {
 
 constexpr std::int64_t kRoundNs = 1'000'000;
-constexpr Bytes kLeast{64 << 10};         // enough to measure a link that takes longer for it than a round
+constexpr Bytes kLeast{64 << 10};         // of the first copies
 constexpr std::int64_t kMostCopies = 64;  // of a round, each way
 constexpr int kRounds = 3;
 

@@ -10,9 +10,9 @@
 
 namespace noria {
 
-/// Returns the GiB/s of the fastest of a few rounds of about a millisecond each, both ways. The first copies do not
-/// count, because they touch pages and make streams. If even they take longer than a round, the faster of two
-/// counts.
+/// Returns the GiB/s of the fastest of a few rounds: 1 to 64 copies each way, about a millisecond. Before them a small
+/// copy each way touches pages and makes streams. If it and a second one both take longer than a millisecond, the
+/// faster of them counts.
 ///
 /// `own` and `peers` both have `bytes` bytes and are overwritten; `peers` is opened memory. Throws the error of a copy
 /// that fails.

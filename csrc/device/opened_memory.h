@@ -1,6 +1,6 @@
 // Lists the device memory of other processes that a backend has opened, and checks what the peer lane does with it.
 //
-// Ownership: none; the code that opened memory closes it.
+// Ownership: none; the backend closes the memory.
 // Threads: the caller holds its own lock.
 #pragma once
 

@@ -24,7 +24,7 @@ class Pace {
   /// Returns how many us an update waits between the look at its gradient and its work.
   virtual std::int64_t between_us(Verb /*verb*/) { return 0; }
 
-  /// Returns the shortest time in ns that an op may take.
+  /// Returns the shortest time in ns that an op may take on the host.
   virtual std::int64_t least_ns(Lane /*lane*/, const Transfer& /*transfer*/) const { return 0; }
   virtual std::int64_t least_ns(Lane /*lane*/, Bytes /*bytes*/) const { return 0; }
 

@@ -16,7 +16,7 @@ namespace noria {
 
 class StagingRing {
  public:
-  /// What the lane does with pieces. Every member may throw; then the transfer is given up, and the ring stays usable.
+  /// Moves pieces for the lane. Every member may throw; then the transfer is given up, and the ring stays usable.
   class Link {
    public:
     virtual ~Link() = default;

@@ -8,18 +8,18 @@ namespace noria {
 
 class Stream {
  public:
-  /// The calling thread itself computes, and has finished when it says so.
+  /// Names the calling thread, whose work is done when it says so.
   Stream() = default;
-  /// A cudaStream_t, or a compute stream of a HostBackend. A null handle names the device's own default stream, as in
+  /// Names a cudaStream_t, or a compute stream of a HostBackend. A null handle is the device's default stream, as in
   /// torch.
   static Stream of(const void* handle) {
     return Stream(handle == nullptr ? kDefault : reinterpret_cast<std::uintptr_t>(handle));
   }
-  /// A number that `value` has returned.
+  /// Takes what `value` has returned.
   explicit Stream(std::uintptr_t value) : value_(value) {}
 
   bool is_calling_thread() const { return value_ == 0; }
-  /// Never null, unless the calling thread computes. The default stream has the value of cudaStreamLegacy.
+  /// Returns null only for the calling thread. The default stream has the value of cudaStreamLegacy.
   void* handle() const { return reinterpret_cast<void*>(value_); }  // NOLINT(performance-no-int-to-ptr)
   std::uintptr_t value() const { return value_; }
   auto operator<=>(const Stream&) const = default;

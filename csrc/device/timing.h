@@ -15,7 +15,7 @@ void sleep_until_ns(std::int64_t deadline_ns);
 /// Asks the kernel to wake this thread on time. By default a sleep may be 50 us late.
 void ask_for_precise_sleep();
 
-/// Sleeps for a time, if it is more than 0. Returns whether it was.
+/// Sleeps if `us` is more than 0. Returns true if it is.
 bool sleep_for_us(std::int64_t us);
 
 }  // namespace noria

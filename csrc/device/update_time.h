@@ -1,8 +1,7 @@
-// Splits the time of updates: hidden behind a forward pass, hidden behind a backward pass, or exposed.
+// Tells how much of the time of updates is hidden behind forward passes, and how much behind backward passes.
 //
-// Each lane reports its work after the fact, in its own order. The update lane reports updates as they end. The compute
-// lane reports visits as they end; on a device that becomes known later. The time that an update and a visit share is
-// hidden behind that pass.
+// Each lane reports its work in its own order: the update lane as updates end, the compute lane as visits end. On a
+// device that becomes known later. The time that an update and a visit share is hidden behind that pass.
 //
 // Units: nanoseconds of `now_ns`.
 // Threads: any.
@@ -26,8 +25,8 @@ class UpdateTime {
 
   /// Counts forwards and backwards of the compute lane, and all work of the update lane. Ignores other lanes.
   void worked(Lane lane, Verb verb, std::int64_t start_ns, std::int64_t end_ns);
-  /// Tells that an update runs since `start_ns`, until `due_ns` at the latest. It ends with `worked`, or with
-  /// `stopped`.
+  /// Tells that an update has been running since `start_ns`, and ends at `due_ns` at the latest. `worked` or `stopped`
+  /// reports its end.
   void works(std::int64_t start_ns, std::int64_t due_ns);
   void stopped();
 
