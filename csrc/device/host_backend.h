@@ -23,8 +23,6 @@
 
 namespace noria {
 
-class HostTicket;
-
 class HostBackend final : public Backend {
  public:
   explicit HostBackend(const HostBackendOptions& options);
