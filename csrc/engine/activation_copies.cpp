@@ -100,7 +100,7 @@ void ActivationStore::await_stream(Stream stream) {
   now->wait_passed();
 }
 
-// From here on the stream has what is in the memory of these. Before a reload: no op uses that memory any more.
+// Marks that the stream has written these storages or, before a reload, that no op uses their new memory any more.
 void ActivationStore::mark(UnitId unit, const std::vector<SavedId>& saved, Stream stream) {
   Op op;
   op.lane = Lane::compute;
@@ -152,7 +152,7 @@ void ActivationStore::offload(const std::vector<SavedId>& going, bool go_home, U
   }
 }
 
-// Waits for the load that was sent out first.
+// Waits for the offload that was issued first.
 void ActivationStore::await_leaving(UnitId unit) {
   const std::int64_t since_us = clock_us();
   backend_.wait({leaving_.front().ticket}, Stream(), {OpId(), Lane::compute, Verb::save, unit});

@@ -153,7 +153,7 @@ std::vector<Access> ActivationStore::enter(HookId hook, Phase phase, UnitId unit
   return reads;
 }
 
-// Before this call a copy may still write there, also if the visit's waits have failed.
+// Only now do the storages count as resident: until this call a copy may write them, even if the visit's waits failed.
 void ActivationStore::opened(std::int64_t at_us) {
   entered_us_ = at_us;
   for (SavedId saved : std::exchange(awaited_, {})) {

@@ -3,9 +3,9 @@
 //
 // Ownership: borrows issuer and backend from the engine. The callbacks hold the device memory and get more memory at
 // home. The memory that peers lend is the caller's.
-// Order: as the fetcher's.
-// Threads: the caller serialises. `enter` and `leave` may block until a lane has caught up, so that saved tensors
-// cannot pile up on the device.
+// Order: ops are issued in the order of the calls.
+// Threads: the caller serialises. `enter` may block until a lane has caught up, so that saved tensors cannot pile up on
+// the device. `await` and `shrink_peer` block.
 //
 // Note [Bundles]. A bundle is what one forward visit saves. Backwards are expected in the order in which they came the
 // last time (plan/backward_order.h). The backwards of one module are expected in the order of its forwards, and each
@@ -15,8 +15,8 @@
 // already on their way back. A wrong guess costs a wait, never a bit: a tensor that is asked for and is not there is
 // brought then (`await`).
 //
-// The room must hold the two largest bundles, or UsageError is raised. If they fit before some of the room was lent,
-// nothing is raised: more than the room lies on the device until the lender has its memory back.
+// The room must hold the largest bundle twice, or UsageError is raised. The part of the room that is lent counts too.
+// So more than the rest may lie on the device until the lent part is back.
 //
 // Note [Tokens]. torch's allocator puts a tensor in a different place each time it is reloaded. So ops do not name
 // its address, but a token: a buffer of one byte that stands for it, one for each storage that is saved now.
@@ -133,9 +133,9 @@ class ActivationStore {
     State state = State::resident;
     Ticket ticket;                        // of the copy under way
     std::optional<std::int64_t> forward;  // the only forward that saved it; none: several
-    bool is_marked = false;
-    bool is_wanted = false;     // a backward that has begun needs it, so it stays
-    bool is_forgotten = false;  // is let go as soon as no copy reads or writes it
+    bool is_marked = false;               // a save op has named it
+    bool is_wanted = false;               // a backward that has begun needs it, so it stays
+    bool is_forgotten = false;            // is let go as soon as no copy reads or writes it
   };
   struct Bundle {
     HookId hook;

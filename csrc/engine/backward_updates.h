@@ -1,16 +1,15 @@
 // BackwardUpdates updates units inside of backward, as soon as their gradients are complete (update="backward").
 //
-// Ownership: owns the gradient ring's slots. Borrows the engine's parts, the updates, the drafts and the drainer.
+// Ownership: owns the gradient ring; its memory is the caller's. Borrows the rest from the engine.
 // Order: a unit is updated after the visit that brings its last gradient. `step` only hears of it (`take_updated`).
-// Threads: the caller serialises; only `sums` blocks.
+// Threads: the caller serialises. `sums` blocks, and `update_held` may.
 //
 // Note [Inside backward]. With a gradient ring, held gradients lie in the ring alone. The exception is a unit whose
 // gradients come in parts: it has a place of its own. A unit is updated in place as soon as its gradients are complete.
 // They are complete after the unit's last visit (plan/completion.h). Units that are left are updated at the end of the
-// pass. A gradient or a visit that comes after the update cannot be undone. So it raises, and
-// the weights are torn. They are also torn if a backward raises after an update of the same step, in this backward or
-// an earlier one. Passes that only accumulate need memory for all gradients (`hold_all`). After that call the ring is
-// not used any more.
+// pass. An update cannot be undone. So a gradient or a visit that comes after it raises, and the weights are torn. They
+// are also torn if a backward raises after an update of the same step, in this backward or an earlier one. Passes that
+// only accumulate need memory for all gradients (`hold_all`). After that call the ring is not used any more.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +46,6 @@ class BackwardUpdates {
   void forget_expected();
   /// From now on passes only accumulate, or no longer do.
   void set_accumulating(bool accumulating);
-  /// Returns true if there is memory for all gradients.
   bool holds_all() const { return !ring_; }
   struct Updated {
     UnitId unit;
@@ -83,14 +81,15 @@ class BackwardUpdates {
   void note_drained(const std::vector<std::pair<UnitId, Bytes>>& drained);
   /// Updates the units that this visit was the last for.
   void end_visit(const Visit& visit, bool is_recomputed);
-  /// Throws UsageError if the unit has been updated in the backward that is open. `what`: happened to it now.
+  /// Throws UsageError if the unit has been updated in the backward that is open. `what` says what happens to it now.
   void refuse_updated(UnitId unit, const std::string& what);
-  /// Issues the updates of what is left. `what_accumulates`: also of units whose gradients were not complete.
+  /// Issues the updates of what is left. `what_accumulates`: also of units for which passes only accumulate.
   void update_rest(bool what_accumulates);
-  /// Issues the updates at `step`, after passes that have only accumulated.
+  /// See Engine::update_held.
   void update_held(Stream stream);
   /// The backward raised.
   void abandon();
+  /// All has been loaded, so no `step` is to claim earlier updates.
   void clear_torn() { unclaimed_.clear(); }
 
  private:

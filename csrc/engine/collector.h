@@ -1,8 +1,8 @@
 // Collector issues the ops of the collect lane, with what the lane needs to assist other ranks meanwhile. It also keeps
 // by unit what ranks must know of each other: the version of its weights, and the gradients whose sums it holds.
 //
-// Ownership: borrows issuer and units from the engine, shares the lane. Order: as the fetcher's. Threads: the caller
-// serialises; nothing here blocks.
+// Ownership: borrows issuer and units from the engine, shares the lane. Order: ops are issued in the order of the
+// calls. Threads: the caller serialises; nothing here blocks.
 //
 // Note [Versions]. The version of a buffer counts writes, and ranks may make different numbers of writes: one rank
 // commits a draft, another updates in place. So ranks compare the step or load that made the weights.
@@ -18,9 +18,9 @@
 
 namespace noria {
 
-/// Holds device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's gradients of
-/// 16 bits, which are then reduced in fp32; null: no such memory. `shard`: as large as the largest extent
-/// that is shared: this rank has one shard.
+/// Refers to device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's
+/// gradients of 16 bits, to reduce them in fp32; null: they are reduced as they are. `shard`: as large as the largest
+/// shard.
 struct CollectScratch {
   std::byte* wide = nullptr;
   std::byte* shard = nullptr;
@@ -36,7 +36,6 @@ class Collector {
   Shards shards() const { return lane_->shards(); }
   /// Returns the memory that sums of this type are made in; null: the gradients' own memory.
   std::byte* wide_scratch(ElementType type) const;
-  /// Returns memory for one shard.
   std::byte* shard_scratch() const { return scratch_.shard; }
 
   /// A pass of this phase begins.
@@ -55,7 +54,7 @@ class Collector {
   /// A backward that sums has raised.
   void note_broken() { ++num_broken_; }
 
-  /// Returns which of the unit's gradients a sum is held of; this rank's shard is a part of that sum.
+  /// Returns the ranges of the unit's gradients that have been summed. This rank holds its shard of these sums.
   const Ranges& reduced(UnitId unit) const { return reduced_[unit]; }
   void add_reduced(UnitId unit);
   void forget_reduced(UnitId unit, Bytes offset, Bytes bytes);

@@ -41,18 +41,18 @@ class ComputeLane {
   /// Returns the visit that is open; null: none is.
   OpenVisit* visit() { return visit_ ? &*visit_ : nullptr; }
   const OpenVisit* visit() const { return visit_ ? &*visit_ : nullptr; }
-  /// Returns true if a visit is open that needs all of these units (sorted).
+  /// See Engine::is_visited.
   bool is_visited(const std::vector<UnitId>& needs) const;
 
   /// Issues the visit's op. The stream does not wait yet.
   void issue(OpenVisit open);
-  /// Makes the stream wait for what the open visit reads.
+  /// Makes the stream wait for what the open visit waits for.
   void enter(Stream stream);
-  /// Adds accesses to the open visit.
+  /// Goes on with the open visit as another op that makes these accesses too. Does nothing if there are none.
   void go_on(Stream stream, const std::vector<Access>& accesses);
   /// Ends the open visit and returns it.
   OpenVisit end(Stream stream);
-  /// Ends the open visit, if there is one: the pass raised.
+  /// Ends the open visit, if there is one, because the pass raised.
   void abandon(Stream stream);
 
   /// Passes an op of the user's loop, outside of visits; see Issuer::pass.

@@ -102,7 +102,7 @@ void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<Uni
     drop(unit);  // work that has begun has read an incomplete gradient
     if (!is_eager_ || !brings_last(unit)) continue;
     auto& expected = eager_[unit];
-    // Of a shard `step` does not ask for gradients that no rank has.
+    // A shard lands as a whole, so its bytes do not tell which gradients have come.
     const bool awaits_all = expected && parts_.collector == nullptr;
     const bool has_last =
         timing_.note_drained(unit, bytes, position, awaits_all ? std::optional(expected->awaited) : std::nullopt);

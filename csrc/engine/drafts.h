@@ -4,12 +4,16 @@
 // backward have been drained. Threads: the caller serialises; only `sums` blocks.
 //
 // Note [Drafts]. A draft is the update that is expected to follow. The pool computes it as soon as the unit's gradients
-// have landed, from the unit's state into spare buffers. `step` asks for the same update in place. If there is a draft,
-// unit and spare change places. The update is then computed anew in three cases only: `step` asks for other
-// hyperparameters; the gradient was written since (torch tells) and its bytes differ; or it was first scaled, then
-// written, so that its bytes cannot be compared. Nothing is rolled back, because no op reads a draft until it is
-// committed. A look at the home drops a draft, and so does another backward. If a schedule tells which backwards are
-// the last, another backward drops the draft only if it brings the unit another gradient.
+// have landed, from the unit's state into spare buffers. `step` asks for the same update in place. If a draft is of the
+// same parameters, unit and spare change places. The update is then computed anew in four cases only:
+// - `step` asks for other hyperparameters;
+// - a late scale changes the gradient;
+// - the gradient was written since (torch tells), and its bytes differ;
+// - it was first scaled, then written, so that its bytes cannot be compared.
+//
+// Nothing is rolled back, because no op reads a draft until it is committed. A look at the home drops a draft, and so
+// does another backward. If a schedule tells which backwards are the last, another backward drops the draft only if it
+// brings the unit another gradient.
 //
 // Note [Last gradients]. LastBackward learns which backward is the last before a step (plan/draft_timing.h). A
 // pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates
@@ -31,7 +35,7 @@
 
 namespace noria {
 
-/// Counts drafts that were begun: kept as they were, kept after a look at the gradient, redone with what `step` asked
+/// Counts queued drafts: kept as they are, kept unless a look finds another gradient, redone with what `step` asked
 /// for, or dropped.
 struct DraftCounts {
   std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
@@ -52,7 +56,7 @@ class Drafts {
   // ---- for callers of the engine ----
   /// Tells what `step` will ask for if nothing changes until then: an update out of place, or the sums alone. The pool
   /// does it when the gradients have landed, if this backward is expected to be the last before a step. A draft needs a
-  /// spare.
+  /// spare. Does nothing if `is_read`.
   void expect(UnitId unit, UpdateJob job);
   /// Tells that the next backward brings these units their last gradients before a step. Other units will get more.
   /// None: this is not known. Holds until the next call.
@@ -65,7 +69,7 @@ class Drafts {
   bool is_read(UnitId unit) const { return eager_[unit] && eager_[unit]->ticket; }
   /// Returns true if unit and spare have changed places an odd number of times.
   bool is_swapped(UnitId unit) const { return is_swapped_[unit]; }
-  /// In a backward: returns true if it is expected to be the last before a step.
+  /// Returns true if a step is expected after the backward that began last.
   bool expects_step() const { return is_eager_; }
   DraftCounts counts() const;
 
@@ -90,8 +94,7 @@ class Drafts {
   /// The home's weights and state of the unit are about to be looked at, or written.
   void note_access(UnitId unit, bool writes);
 
-  /// Returns sums of squares by piece of each job. The pool computes the sums that no early work has brought. Blocks
-  /// until the last one is there.
+  /// See Engine::sum_gradients.
   std::vector<std::vector<double>> sums(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   /// Queues `job`, which is in place, or commits its draft. Returns true if a draft was committed.
   bool update(UnitId unit, UpdateJob job, int priority);
@@ -102,9 +105,9 @@ class Drafts {
   /// Describes what is done with a unit's gradients as soon as they have landed.
   struct Early {
     UpdateJob job;             // expected
-    Ticket ticket;             // null: not begun
+    Ticket ticket;             // null: not queued
     bool is_written = false;   // the gradient has been written, or may have been
-    bool is_recalled = false;  // it begins when the gradient has been scaled
+    bool is_recalled = false;  // it is queued again when the gradient has been scaled
     bool is_scaled = false;    // the gradient has been scaled since it was read
     Bytes awaited;             // of gradients that must land first
     bool is_draft() const { return job.task == UpdateTask::update; }

@@ -194,7 +194,7 @@ std::vector<UnitId> Drainer::left_unreduced() const {
   for (UnitId unit : unreduced_.ids()) {
     if (!unreduced_[unit].empty()) left.push_back(unit);
   }
-  std::reverse(left.begin(), left.end());  // the order that ranks with other units left choose
+  std::reverse(left.begin(), left.end());  // as in comm/collect_lane.h, Note [Agreement]
   return left;
 }
 

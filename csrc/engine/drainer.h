@@ -1,16 +1,15 @@
 // Drainer opens gradient buffers, notes what has arrived in them, and queues the drains that carry it home.
 //
 // Units: byte ranges inside a unit's gradient layout, which is the same on the device and in the home.
-// Ownership: as the fetcher.
+// Ownership: borrows what the constructor takes.
 // Order: a buffer opens with a visit and is drained when the visit ends. So a unit whose gradients come in several
 // visits is drained in several parts. Only what arrived is copied.
 // Threads: the caller serialises.
 //
-// Note [Accumulation]. A visit's gradients may be added to what is held. The fetch lane, which also fetches weights,
-// brings that into the buffer when the visit is issued. When the first of these gradients comes, the visit waits for
-// it, and goes on as an op of its own. So a drain is always a plain copy, and no kernel reads the home over the link.
-// If the user writes the held gradient in between, what was fetched is of no use. Then the device reads the home
-// itself.
+// Note [Accumulation]. A visit's gradients may be added to what is held. The fetch lane brings that into the buffer
+// when the visit is issued. When the first of these gradients comes, the visit goes on as another op, which waits for
+// this fetch. So a drain is always a plain copy. The device itself reads the home only if something has written the
+// held gradient since the fetch, or may have.
 #pragma once
 
 #include <map>
@@ -44,12 +43,12 @@ class Drainer {
         unreduced_(units.size()),
         arrivals_(units.size()) {}
 
-  /// Leases a gradient buffer. Returns what the compute op that fills it accesses.
+  /// Leases a gradient buffer. Returns what the compute op that fills it accesses: nothing yet if something is brought.
   std::vector<Access> open(UnitId unit, Bytes offset);
-  /// The first gradient of the unit has come. Returns what the compute op accesses from now on, beside what `open`
-  /// returned.
+  /// A gradient of the unit has come. Returns what the compute op accesses from now on; nothing if that was returned
+  /// before.
   std::vector<Access> take_up(UnitId unit);
-  /// Returns true if these bytes of the buffer are what the gradient is added to.
+  /// Returns true if these bytes have been brought, and nothing has written the held gradient since.
   bool is_brought(UnitId unit, Bytes offset, Bytes bytes) const;
   bool is_open(UnitId unit) const { return open_.contains(unit); }
 

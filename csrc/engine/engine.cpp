@@ -213,7 +213,7 @@ void Engine::end_step(bool blocking) {
   if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
   if (!trace_) return;
-  Span span;  // marks the end of a step: with micro-batches a trace shows only backward after forward
+  Span span;  // marks the end of a step: with micro-batches, visits alone do not show it
   span.lane = Lane::compute;
   span.verb = Verb::user;
   span.start_us = span.end_us = trace_->now_us();

@@ -16,8 +16,8 @@
 // it.
 // Order: ops are issued in the order of the calls. The waits that `hazards` derives order all data between lanes;
 // plan/hazards.h lists the waits of the host that it does not derive.
-// Threads: one call at a time; a CallGate ensures it. A call may block until a fetch has arrived, an update is sealed,
-// or gradients have landed. Never called with the GIL held.
+// Threads: one call at a time; a CallGate ensures it. `exchange` waits without the gate. A call may block until a
+// fetch has arrived, an update is sealed, or gradients have landed. Never called with the GIL held.
 //
 // Note [Shards]. If ranks share the home, each rank has one shard of every unit's trainable bytes, and one of its
 // frozen bytes. All ranks have shards of equal size. A fetch copies this rank's shard and gathers the shards of the
@@ -86,9 +86,10 @@ class Engine {
   /// Call it after `expect_gradient`. Returns true if these bytes of the buffer are what the gradient is added to.
   bool is_brought(UnitId unit, Bytes offset, Bytes bytes) const;
   void gradient_arrived(UnitId unit, Bytes offset, Bytes bytes);
-  /// Ends the pass. After a backward the stream waits until all gradients have landed. Returns their units.
+  /// Ends the pass. Returns the units whose gradients a backward has drained. If p.grad shows them, the stream waits
+  /// until they have landed.
   std::vector<UnitId> end_pass(Stream stream);
-  /// Ends a pass that raised. Leases stay. Gradients that were not drained are lost.
+  /// Ends a pass that raised. Leases of weights stay. Gradients that were not drained are lost.
   void reset(Stream stream);
   std::optional<Phase> phase() const;
   ItineraryId last_forward() const;
@@ -114,6 +115,7 @@ class Engine {
   /// Runs the unit's deferred update on this thread, if there is one.
   void run_deferred(UnitId unit);
   void run_all_deferred();
+  /// `blocking`: waits until all updates are done.
   void end_step(bool blocking);
   /// Returns why weights and state do not belong together any more; empty if they do.
   std::string torn() const;
@@ -140,7 +142,7 @@ class Engine {
   void hold_all(const std::vector<std::byte*>& held, Stream stream);
   /// Returns true if there is memory for all gradients.
   bool holds_all() const;
-  /// Returns true if a gradient has come that no update has used.
+  /// Returns true if a gradient has come that no update has used, or that is not reduced yet.
   bool is_held_back(UnitId unit, Bytes offset) const;
   /// Returns the units whose update was issued inside backward and that BackwardUpdates::take_updated has not returned.
   std::vector<UnitId> unclaimed() const;
@@ -157,9 +159,9 @@ class Engine {
   /// Sums what is left, in a backward that ends. No sum follows, so ranks can tell each other which gradients have
   /// come.
   void end_reductions(Stream stream);
-  /// Returns the numbers of all ranks, by rank. Allowed only if ranks share the home. Blocks until all that the ranks
-  /// do together is done. After the exchange at the end of a backward, this engine knows the sums that were taken into
-  /// held gradients while this rank assisted.
+  /// Returns the numbers of all ranks, by rank. Allowed only if ranks share the home. Blocks until all ranks have
+  /// called it. After the exchange at the end of a backward, this engine knows the sums that were taken into held
+  /// gradients while this rank assisted.
   std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers, SyncPoint point);
 
   // ---- what forwards save, and units at peers ----
@@ -225,8 +227,7 @@ class Engine {
   PassRunner runner_ NORIA_GUARDED_BY(gate_);
   std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(gate_);
   bool holds_unreduced_ NORIA_GUARDED_BY(gate_) = false;
-  // Ranks have visited different units. From then on they may expect different visits next, and so fetch different
-  // units ahead.
+  // Ranks have visited different units, and may expect different visits next. So `end_step` fetches nothing ahead.
   bool has_diverged_ NORIA_GUARDED_BY(gate_) = false;
   bool closed_ NORIA_GUARDED_BY(gate_) = false;
 };

@@ -1,7 +1,9 @@
-// EngineCallbacks is implemented by the holder of the parameters. The engine tells it where a unit's bytes are now.
+// EngineCallbacks tells the holder of the parameters where a unit's bytes are now. It also asks for memory, and for
+// deferred updates.
 //
-// Threads: called on the thread that announces visits (or settles updates), without the GIL. Order: between `attach`
-// and `evict` of a unit the range holds the unit's weights at the home's version, as the compute stream sees it.
+// Order: between `attach` and `evict` of a unit the range holds the unit's weights at the home's version, as the
+// compute stream sees it.
+// Threads: called inside of a call of the engine, on its thread, without the GIL. Only `update` may call the engine.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +20,17 @@ class EngineCallbacks {
   virtual ~EngineCallbacks() = default;
 
   virtual void attach(UnitId unit, std::byte* weights) = 0;
-  /// Returns false if the range was written meanwhile. Then no copy of the unit is used again.
+  /// Returns false if the range was written meanwhile. Then no copy on the device or at peers is used again.
   virtual bool evict(UnitId unit) = 0;
   virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
   /// `is_drained`: what was written there is on its way to the held gradient, and replaces it.
   virtual void close_gradients(UnitId unit, bool is_drained) = 0;
-  /// Returns the held parts of the unit's gradients that new gradients are added to, and that no one writes without
-  /// telling the engine.
+  /// Returns the ranges of held gradients that new gradients are added to. Leaves out gradients that something may
+  /// write unnoticed.
   virtual Ranges held_gradients(UnitId unit) const = 0;
   /// A draft was committed: the unit's working copy now lies here, where the spare one was.
   virtual void home_moved(UnitId unit, std::byte* working) = 0;
-  /// The unit's gradients are held here from now on, until the next call (update="backward").
+  /// The unit's gradients are held here until the next call. For update="backward", and for gradients not reduced yet.
   virtual void held_moved(UnitId unit, std::byte* held) = 0;
   /// Returns at least `least` more bytes of home memory, for what is saved and leaves the device. Throws UsageError if
   /// there is none.

@@ -1,7 +1,7 @@
 // Fetcher brings units to the device, from home or from a peer that keeps them. It knows which units lie on the device,
 // and at which version.
 //
-// Ownership: borrows issuer, leases and units from the engine. Order: ops are issued in the order of the calls.
+// Ownership: borrows what the constructor takes. Order: ops are issued in the order of the calls.
 // Threads: the caller serialises; nothing here blocks.
 #pragma once
 
@@ -33,11 +33,12 @@ class Fetcher {
   /// share the home, it copies this rank's shard and then gathers the other ranks' shards. If a peer has that version,
   /// it comes from there.
   void fetch(UnitId unit, Bytes offset);
-  /// A visit of the unit has begun. If a peer is to keep the unit and does not have this version yet, queues a copy to
-  /// that peer.
+  /// A visit of the unit has begun. If peers are to keep the unit and do not have this version yet, queues a copy
+  /// there.
   void stash(UnitId unit);
   /// Gives the lease back. Never waits: the op that writes the range next waits for its readers.
   void evict(UnitId unit);
+  /// No copy of the unit on the device or at peers is used again.
   void mark_stale(UnitId unit);
   /// Evicts units that are older than the home.
   void evict_stale();

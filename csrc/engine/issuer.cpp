@@ -16,7 +16,7 @@ Issuer::Begun Issuer::begin(Op& op) {
   for (const Wait& wait : hazards_.issue(op)) {
     kinds_.emplace(wait.giver, op.verb, wait.purpose, wait.rule);
     const auto found = tickets_.find(wait.on);
-    if (found != tickets_.end()) begun.waits.push_back(found->second);  // absent: passed and swept
+    if (found != tickets_.end()) begun.waits.push_back(found->second);  // absent: swept
   }
   return begun;
 }
@@ -46,7 +46,7 @@ std::vector<Ticket> Issuer::before(const Access& access) const {
   std::vector<Ticket> tickets;
   for (OpId op : hazards_.before(access)) {
     const auto found = tickets_.find(op);
-    if (found != tickets_.end()) tickets.push_back(found->second);  // absent: passed and swept
+    if (found != tickets_.end()) tickets.push_back(found->second);  // absent: swept
   }
   return tickets;
 }

@@ -1,9 +1,10 @@
 // Issuer gives ops their place in issue order, finds the tickets that each must wait for, and queues transfers.
 //
 // Ownership: borrows the backend and the table of buffers.
-// Order: every op of the engine passes through `begin`, and only the issuer calls `Hazards` at run time. So no wait can
-// be forgotten or written by hand. Versions: `next_version` counts one more write of a buffer; a read asks for the
-// newest version. Threads: the caller serialises.
+// Order: every op of the engine passes through `begin`, and only the issuer asks `Hazards`. So no wait between ops on
+// the same data is forgotten or written by hand.
+// Versions: `next_version` counts one more write of a buffer; a read asks for the newest version.
+// Threads: the caller serialises. `pass` may block.
 #pragma once
 
 #include <exception>
@@ -40,16 +41,17 @@ class Issuer {
   /// Begins and keeps an op of the compute lane that is over as soon as the stream has come so far. First makes the
   /// stream wait for what the op waits for. Then calls `act`, which queues on the stream what the op does.
   void pass(Op op, Stream stream, const std::function<void()>& act = {});
-  /// Overwrites `leased`, whose lease ends here, as soon as no op reads it any more. Does nothing on a machine that
-  /// does not poison.
+  /// Overwrites `leased`, whose lease ends here, as soon as no op reads it any more. Does nothing if the backend does
+  /// not poison.
   void poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes);
 
-  /// Returns what an access would wait for if it were made now.
+  /// Returns the tickets of all ops that conflict with this access, also those that a wait would imply.
   std::vector<Ticket> before(const Access& access) const;
   /// Returns the units whose working copy or held gradient an op has named since the last call.
   std::vector<UnitId> take_touched();
 
-  /// Forgets tickets that have passed. Throws the last failure found on the way, once.
+  /// Forgets tickets that have passed or failed. Throws one of the failures found on the way; later ops do not hear of
+  /// any.
   void sweep();
 
   Version version(BufferId buffer) const;

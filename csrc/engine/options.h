@@ -30,7 +30,7 @@ struct EngineOptions {
   bool shows_gradients() const { return !ring && !lane; }
 };
 
-/// The engine owns all of this. Its owners borrow it.
+/// Refers to what the engine owns, shares or borrows. The owners inside the engine borrow it from there.
 struct EngineParts {
   const EngineOptions& options;
   Backend& backend;

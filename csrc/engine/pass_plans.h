@@ -23,10 +23,10 @@ class PassPlans {
         book_(book),
         fetcher_(fetcher) {}
 
-  /// Plans these visits from what lies on the device now. `next`: visits expected after them. Gradients for which a
-  /// visit has no room are left out: each is planned when it comes.
+  /// Evicts stale units, and plans these visits from what lies on the device then. `next`: visits expected after them.
+  /// Gradients for which a visit has no room are left out: each is planned when it comes.
   std::shared_ptr<const PassPlan> plan(std::vector<Visit> visits, std::vector<Visit> next);
-  /// Returns the plan of this itinerary's visits from `position` on.
+  /// Does the same for this itinerary's visits from `position` on.
   std::shared_ptr<const PassPlan> plan_from(ItineraryId itinerary, std::int64_t position);
   /// Returns the visits expected after this itinerary. Units whose device copies will be stale by then are left out.
   std::vector<Visit> visits_after(ItineraryId itinerary) const;

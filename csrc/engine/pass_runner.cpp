@@ -132,8 +132,8 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
   for (const Access& access : planned.accesses) {
     const Buffer buffer = parts_.buffers[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
-    owners_.updates.run_deferred(
-        buffer.unit);  // an update that still reads what is held, if no fetch of the unit has run it
+    // If no fetch of the unit has run this update, it still reads what is held.
+    owners_.updates.run_deferred(buffer.unit);
     if (owners_.backward != nullptr && !owners_.drainer.is_unsynced()) owners_.backward->hold(buffer.unit);
     for (const Access& made : owners_.drainer.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }

@@ -1,15 +1,15 @@
-// PassRunner follows the plan of the pass that is open. It plays the ops that the plan has for each visit, and tells
-// the other owners inside the engine when passes and visits begin and end.
+// PassRunner follows the plan of the pass that is open. It plays the ops that the plan has for each visit. It tells
+// the other owners when passes and visits begin and end.
 //
 // Ownership: borrows the engine's parts and owners.
 // Order: ops are issued in the order of the calls.
-// Threads: the caller serialises. A call may block until a fetch has arrived or an update is settled.
+// Threads: the caller serialises. A call may block until a fetch has arrived, or run a deferred update.
 //
-// Note [A visit]. `announce` first ends the visit before: its compute ticket is given, its units are evicted from
-// their parameters, and the gradients that arrived are drained. Then the ops are issued that the plan has for the new
-// visit, the stream waits for what the visit reads, and the visit's units are attached. If the units are attached
-// already, no new visit begins. Sometimes the plan did not foresee a visit or a gradient (another branch, for example).
-// Then the runner plans it on the spot from what lies on the device now, and learns it when the pass ends.
+// Note [A visit]. `announce` first ends the visit before: its compute ticket is given, its parameters point nowhere,
+// and the gradients that arrived are drained. Then the ops are issued that the plan has for the new visit. The stream
+// waits for what the visit reads, and the parameters point at their units. If the open visit has all these units, no
+// new visit begins. Sometimes the plan did not foresee a visit or a gradient (another branch, for example). Then the
+// runner plans it on the spot from what lies on the device now, and learns it when the pass ends.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@
 
 namespace noria {
 
-/// What a pass moves and tells. The engine owns all of it.
+/// Lists the owners that take part in a pass. The engine owns them.
 struct PassOwners {
   ComputeLane& compute;
   Fetcher& fetcher;
@@ -60,7 +60,7 @@ class PassRunner {
   void expect_gradient(UnitId unit, Stream stream);
   /// Sums what only earlier passes have brought, as if a visit without modules had brought it.
   void reduce_rest(Stream stream);
-  /// Ends the pass. Returns the units whose gradients land.
+  /// Ends the pass; see Engine::end_pass.
   std::vector<UnitId> end(Stream stream);
   /// Ends the pass, if one is open, because it raised.
   void reset(Stream stream);
@@ -69,8 +69,7 @@ class PassRunner {
   void prepare_next_forward();
   /// The home's weights have been written. The rest of an open pass is planned again.
   void forget_plan() { following_ = {}; }
-  /// Returns the units in the order in which the next forward is expected to need them. Units that it does not need
-  /// come last.
+  /// See Engine::next_forward_order.
   std::vector<UnitId> next_forward_order() const;
   /// Returns the number of fetches made at `step` for a forward that did not come next. No pass counts them.
   std::int64_t num_unclaimed_fetches() const { return unclaimed_fetches_; }

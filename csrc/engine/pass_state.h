@@ -1,4 +1,5 @@
-// PassState tells which pass is open and what earlier passes were. PassRunner writes it; other owners read it.
+// PassState tells which pass is open and what earlier passes were. PassRunner writes it, and `Engine::end_step` notes
+// updates in the book. Other owners read it.
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,14 @@
 // PeerCopies keeps units' working copies at peers. A unit is copied there once for each version, and then fetched from
 // there.
 //
-// The caller chooses which units have a place there (plan/copies.h). Ownership: borrows the issuer from the engine. The
-// memory that peers lend is the caller's. Order: as the fetcher's. Threads: the caller serialises; only `shrink_peer`
-// blocks.
+// The caller chooses which units have a place there (plan/copies.h).
+// Ownership: borrows the issuer from the engine. The memory that peers lend is the caller's.
+// Order: ops are issued in the order of the calls. Threads: the caller serialises; only `shrink_peer` blocks.
 //
-// Note [Stashing]. A unit is copied from its lease at its first visit, while the visit reads it too. If the host
-// computes, the unit has arrived by then. On a device, the peer lane stands behind the unit's fetch for as long as
-// compute does. A unit that is fetched but not visited costs nothing. A copy is of one version. If the unit gets
-// another version, in any way, no fetch reads the copy any more. The next visit then puts the new version in its place.
-// The copy of a frozen unit stays valid.
+// Note [Stashing]. A unit is copied from its lease at its first visit, while the visit reads it too. The copy waits for
+// the unit's fetch no longer than the visit does. A unit that is fetched but not visited costs nothing. A copy is of
+// one version. If the unit gets another version, in any way, no fetch reads the copy any more. The next visit then puts
+// the new version in its place. The copy of a frozen unit stays valid.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// PeerPlaces records who uses which ranges of the memory that peers lend. It copies nothing.
+// PeerPlaces gives out ranges of the memory that peers lend. It copies nothing.
 //
 // Units: bytes. Ownership: the memory is the caller's. Order: a range may be given back before its last reader has
 // passed. The op that writes it next waits for that reader, as for any read. Threads: the caller serialises.
@@ -47,7 +47,7 @@ class PeerPlaces {
   /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something beyond is still in use.
   bool shrink_peer(std::int32_t rank, Bytes left);
 
-  /// Returns the extents. Returns none if peers have fewer bytes free.
+  /// Returns extents of `bytes` in all, or none if peers lack free ranges for them.
   Extents take(Bytes bytes);
   void give_back(const Extents& extents);
 

@@ -1,5 +1,4 @@
-// SavedPlaces chooses where what blocks save goes when it leaves the device: to peers while they have room, or to the
-// home.
+// SavedPlaces gives places to saved tensors that leave the device: at peers while they have room, else at home.
 //
 // Units, order, threads: as in peer_places.h. Ownership: the memory is the caller's. The callbacks give more home
 // memory.
@@ -22,8 +21,8 @@ class SavedPlaces {
   void add_peer(const PeerMemory& peer) { peers_.add_peer(peer); }
   bool shrink_peer(std::int32_t rank, Bytes left) { return peers_.shrink_peer(rank, left); }
 
-  /// Returns places for all of it at peers, or for the whole at home. `of_home`: at home even if peers have room.
-  /// Throws UsageError if neither has as much.
+  /// Returns places at peers, or one place at home. `of_home`: at home even if peers have room. Throws UsageError if
+  /// there is none.
   Extents take(Bytes bytes, bool of_home);
   void give_back(const Extents& extents);
 

@@ -14,7 +14,7 @@ std::int64_t busy_us(const LaneStats& stats, Verb verb) {
   return found == stats.busy_us_by_verb.end() ? 0 : found->second;
 }
 
-/// Shares out the time of a lane by bytes: a lane counts its time only as a whole.
+/// Shares out the time of a lane by bytes: a lane does not count its time by pass.
 std::pair<std::int64_t, std::int64_t> shared(const LaneStats& lane, Bytes one, Bytes other) {
   const Bytes all = one + other;
   if (all == Bytes{0}) return {0, 0};

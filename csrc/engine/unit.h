@@ -13,19 +13,19 @@
 
 namespace noria {
 
-/// Lists the parts of the home, as places of buffers name them.
+/// Names the regions of the home, for `Place::index`. A token is a buffer of one byte that stands for something else.
 enum HomeRegion : std::int32_t {
   kWorkingRegion,
   kHeldRegion,
-  kStateRegion,  // one token a unit
+  kStateRegion,  // tokens, one for each unit
   kSpareWorkingRegion,
-  kSpareStateRegion,
-  kSumRegion,
-  kScalesRegion,
+  kSpareStateRegion,  // likewise
+  kSumRegion,         // likewise
+  kScalesRegion,      // likewise
   kRingRegion,
   kUnreducedRegion,
-  kSavedRegion,       // one token for each storage
-  kSavedCopiesRegion  // the pieces of memory, one behind the other
+  kSavedRegion,       // tokens, one for each saved storage
+  kSavedCopiesRegion  // copies of saved storages
 };
 
 /// Holds a second working copy and state of a unit; see engine/drafts.h, Note [Drafts].
@@ -38,18 +38,17 @@ struct Spare {
 struct EngineUnit {
   UnitFacts facts;
   std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered host memory
-  std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null when frozen, and while the gradient
-                               // ring has none of it
+  std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null: frozen, or no slot of the ring now
   std::optional<Spare> spare;  // none: the unit is never drafted
-  // If ranks share the home: facts.gradients bytes that are not reduced over the ranks yet; null until some are wanted.
+  // If ranks share the home: facts.gradients bytes for gradients that are not reduced yet; null before hold_unreduced.
   std::byte* unreduced = nullptr;
   BufferId unreduced_buffer;
-  BufferId sum;                          // the sum of the squares of what is held; sum ops write it
-  BufferId scales;                       // the late scales of gradients that are held
+  BufferId sum;                          // token of the sums of squares of held gradients
+  BufferId scales;                       // token of the late scales of held gradients
   ElementType type = ElementType::fp32;  // of gradients that ranks sum
   std::vector<Bytes> gradient_offsets;   // of its trainable parameters' gradients in facts.gradients; ascending
 
-  /// Returns which of these parameters lies at this offset. If several have this offset, all but the last are empty,
+  /// Returns the index of this offset in `gradient_offsets`. If several parameters have it, all but the last are empty,
   /// and it returns the last.
   std::size_t parameter_at(Bytes gradient_offset) const {
     const auto after = std::upper_bound(gradient_offsets.begin(), gradient_offsets.end(), gradient_offset);

@@ -1,4 +1,4 @@
-// UnitTable owns what the engine knows of its units. It keeps the planner's facts and the engine's units in step.
+// UnitTable owns the engine's units, and a copy of their facts for the planner. It keeps both equal.
 //
 // Threads: the caller serialises.
 #pragma once
@@ -21,10 +21,8 @@ class UnitTable {
   const EngineUnit& operator[](UnitId unit) const { return units_[unit]; }
   std::size_t size() const { return units_.size(); }
   UnitIds ids() const { return units_.ids(); }
-  /// Returns what the planner must know, by unit.
   const std::vector<UnitFacts>& facts() const { return facts_; }
 
-  /// The unit and its spare change places.
   void swap_with_spare(UnitId unit) {
     EngineUnit& changed = units_[unit];
     std::swap(changed.working, changed.spare->working);

@@ -56,7 +56,7 @@ void Updates::run_deferred(UnitId unit) {
   try {
     wait_for_all(begun.waits);  // an op that waits for this one alone must be able to count on all of its waits
     const std::int64_t start_us = clock_us(), start_ns = now_ns();
-    deferred_[unit] = false;  // before the update, which may itself look at the home
+    deferred_[unit] = false;  // before the update: a call of the engine from there must not run it again
     run_(unit);
     time_->worked(Lane::update, Verb::update, start_ns, now_ns());
     note_ran(op, begun.waits, asked_us, start_us);

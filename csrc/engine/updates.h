@@ -1,10 +1,11 @@
-// Updates makes the op of each update, and runs deferred updates on the launching thread (kernel="torch").
+// Updates makes the op of each update, and runs deferred updates on the launching thread (kernel="torch"). It also
+// tells whether weights and state are torn.
 //
 // Ownership: borrows the engine's parts.
 // Order: on the pool an update is issued at `step`, and the fetch that needs it waits for it. On the launching thread
 // it is issued when another op needs what it reads or writes: `run_deferred`. Either way the unit's version rises at
-// `step`, so no device copy of it counts as current. An update inside backward raises it there. Threads: the caller
-// serialises. `run_deferred` blocks.
+// `step`, so no device copy of it counts as current. An update inside backward raises it there.
+// Threads: the caller serialises. `run_deferred` and `clear_torn` block.
 #pragma once
 
 #include <cstdint>
@@ -30,25 +31,24 @@ class Updates {
         has_scales_(parts.units.size()),
         committed_(parts.units.size()) {}
 
-  /// Makes the op of the unit's update. The state gets its next version.
+  /// Makes the op of the unit's update. The state gets its next version; the working copy has it already.
   Op op_of(UnitId unit);
   /// The unit's gradients are multiplied by late scales from now on. Returns the access that writes these scales.
   Access write_scales(UnitId unit);
 
   void defer(UnitId unit);
   bool is_any_deferred() const;
-  /// Runs the unit's deferred update on this thread, if there is one.
+  /// See Engine::run_deferred.
   void run_deferred(UnitId unit);
 
   // ---- torn: weights and state of a unit do not belong together ----
   /// A draft was committed. If its ticket fails, the unit is torn.
   void note_committed(UnitId unit, Ticket draft) { committed_[unit] = std::move(draft); }
-  /// Some units have been updated and others will not be. Passes and steps raise until weights and state are both
-  /// loaded. The first reason is kept.
+  /// See Engine::mark_torn. The first reason is kept.
   void mark_torn(const std::string& why);
-  /// Returns why weights and state do not belong together any more; empty if they do.
+  /// See Engine::torn.
   std::string torn() const;
-  /// Throws MachineError if they do not.
+  /// Throws MachineError if a unit is torn.
   void refuse_torn() const;
   /// All weights and all state have been loaded.
   void clear_torn();
