@@ -23,9 +23,9 @@ class BackwardClaims {
 
   /// Sets what is called when an outermost backward begins that will update.
   void set_callback(std::function<void()> begin) { begin_ = std::move(begin); }
-  /// Sets whether passes only accumulate.
+  /// If set, passes only accumulate: they make no updates.
   void set_accumulating(bool accumulating);
-  /// As Drafts::set_last_of. Until the next call, passes need no `step` between them.
+  /// As Drafts::set_last_of. While units are told, passes need no `step` between them.
   void set_last_of(const std::optional<std::vector<UnitId>>& units);
 
   /// Raises UsageError if a forward must not begin before a `step`.
@@ -43,8 +43,8 @@ class BackwardClaims {
   GradientViews& views_;
   std::function<void()> begin_;
   bool accumulates_ = false;
-  bool is_told_ = false;       // a schedule tells: engine/drafts.h, Note [Last gradients]
-  bool are_any_last_ = false;  // then: of any unit
+  bool is_told_ = false;       // units are told: engine/drafts.h, Note [Last gradients]
+  bool are_any_last_ = false;  // at least one
 };
 
 }  // namespace noria

@@ -136,7 +136,7 @@ void Backwards::abandon_forward() {
 }
 
 // If the training thread has left a backward that has not ended, that backward raised. A thread of autograd's may still
-// be in one of its nodes, and our hooks are on them.
+// be in one of its nodes, and noria's hooks are on them.
 void Backwards::await_failed() {
   if (in_backward() || std::this_thread::get_id() != trains_) return;
   const std::vector<Armed> begun = armed_;  // a backward of another thread may end without having raised

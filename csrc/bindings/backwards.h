@@ -2,12 +2,11 @@
 //
 // Ownership: borrows the bridge's parts and the owners beside it.
 // Order: `begin_pass` of a backward comes with its first hook, `end_pass` with its last graph task.
-// Threads: hooks of one model run one at a time: on the launching thread, or on autograd's thread for the device while
-// the launching thread waits in `backward`.
+// Threads: as TorchBridge's hooks.
 //
-// Note [Graph tasks]. Engine::queue_callback runs a callback once per graph task, and not after an exception. A
-// backward therefore ends when the callback of a task that is not nested runs. The callback of a nested task ends it
-// only if no other task is armed.
+// Note [Graph tasks]. A graph task is one call of torch's engine; a checkpoint may nest one in another. queue_callback
+// runs a callback once per task, and not after an exception. The callback of a task that is not nested ends the
+// backward. That of a nested task ends it only if no other task is armed.
 // The callback holds a token. Autograd destroys it with the task, so noria also learns of a task that raised.
 #pragma once
 
@@ -24,7 +23,7 @@
 
 namespace noria {
 
-/// What a backward moves and asks. The bridge owns all of it.
+/// Lists what a backward moves and asks. The bridge owns all of it.
 struct BackwardOwners {
   StorageBinding& storages;
   SavedTensors& saved;
@@ -45,7 +44,7 @@ class Backwards final : public AutogradEvents {
 
   /// Raises UsageError if no forward may begin. Prepares for its backward.
   void before_forward(bool grad_enabled);
-  /// Begins a backward, unless one is open. The calling thread is in one of autograd's.
+  /// Begins a backward, unless one is open. Order: autograd runs a graph task on this thread.
   void arm();
   /// Forgets a backward that raised, if there is one.
   void recover();
@@ -67,7 +66,7 @@ class Backwards final : public AutogradEvents {
  private:
   struct Armed {
     int task;
-    std::shared_future<void> over;  // ready when autograd has let go of the backward
+    std::shared_future<void> over;  // ready when autograd has let go of the task
   };
 
   void begin();
@@ -80,7 +79,7 @@ class Backwards final : public AutogradEvents {
   const BridgeParts& parts_;
   const BackwardOwners owners_;
   const AutogradEventsRef events_;
-  std::vector<Armed> armed_;  // backwards that have begun and not ended
+  std::vector<Armed> armed_;  // graph tasks that have begun and not ended
   std::thread::id trains_;    // the thread of the last forward
   bool unsynced_ = false;
 };

@@ -2,8 +2,8 @@
 //
 // Example: `engine.hooks.enter(hook)`, `engine.updates.begin_step()`.
 // Ownership: a part keeps the bridge alive.
-// Threads: a function that takes the engine's gate releases the GIL first. A thread that holds the gate may be waiting
-// for the GIL: an update on the launching thread does so.
+// Threads: a function that takes the engine's gate (engine/call_gate.h) releases the GIL first. The thread inside may
+// want it: an update on the launching thread does.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +19,7 @@ namespace noria {
 
 using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 
-/// For results that become Python objects afterwards.
+/// Asks without the GIL, for a result that becomes a Python object.
 template <class Question>
 auto without_gil(Question question) {
   const pybind11::gil_scoped_release no_gil;
@@ -77,7 +77,7 @@ inline std::vector<std::int32_t> plain(const std::vector<UnitId>& ids) {
   return units;
 }
 
-/// Shared, so that a copy needs no GIL. The last owner takes the GIL and frees it.
+/// Shares the callback, so that a copy needs no GIL. The last owner takes the GIL and frees it.
 inline std::shared_ptr<pybind11::function> keep(pybind11::function callback) {
   return {new pybind11::function(std::move(callback)), [](pybind11::function* held) {
             const pybind11::gil_scoped_acquire gil;

@@ -1,3 +1,4 @@
+// Binds collectives and the collect lane.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Binds backends and tickets. Addresses and stream handles are integers.
+// Binds backends, tickets, shared memory and CUDA runtimes. Addresses and stream handles are integers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

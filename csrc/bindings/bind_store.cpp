@@ -1,4 +1,4 @@
-// Binds layouts as pure functions, arenas, and the lending of device memory to other processes.
+// Binds arenas, and the lending of device memory to other processes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,3 +1,4 @@
+// Binds TorchBridge, and tensors over the home.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -39,8 +40,8 @@ struct UnitSpec {
   std::vector<ParameterSpec> parameters;
 };
 
-/// Home buffers are ranges of regions. Each purpose has its region, and so have the spare buffers. Each region is a
-/// place of its own.
+/// Reads the units, and makes their home buffers: ranges of regions. Each purpose has its region, and so have the spare
+/// buffers. Each region is a place of its own.
 std::vector<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
   std::vector<BridgedUnit> units;
   Bytes working_end, held_end, spare_end;
@@ -87,7 +88,7 @@ std::vector<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTa
   return units;
 }
 
-/// The address, the bytes of a slot, the number of slots.
+/// Holds address, bytes of a slot, number of slots.
 using RingOfSlots = std::tuple<std::int64_t, std::int64_t, int>;
 
 std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& specs, std::shared_ptr<Backend> backend,

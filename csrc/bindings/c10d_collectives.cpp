@@ -20,7 +20,7 @@
 namespace noria {
 namespace {
 
-// Renamed in torch 2.13.
+// torch 2.13 renamed these.
 void gather_into(c10d::ProcessGroup& group, at::Tensor& all, at::Tensor& own) {
 #if NORIA_TORCH_AT_LEAST(2, 13)
   group.all_gather_single(all, own)->wait();

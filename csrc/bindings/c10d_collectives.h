@@ -2,7 +2,8 @@
 //
 // Ownership: shares the groups with their makers, so that no group is destroyed while an op runs.
 // Order: as collectives.h says; on CUDA on a stream of its own.
-// Note [Sums]: the factor 1 / size is multiplied in before the sum, as DistributedDataParallel does it. The groups
+//
+// Note [Sums]. The factor 1 / size is multiplied in before the sum, as DistributedDataParallel does it. The groups
 // choose the order of the sum; over two ranks there is only one. Shards are reduced inside the replica first, then
 // across replicas, so that the links between replicas carry one shard.
 #pragma once

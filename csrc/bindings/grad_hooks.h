@@ -1,7 +1,7 @@
 // Makes the autograd hooks: each turns one event into one call of AutogradEvents.
 //
-// Hooks are C++ objects on autograd nodes, so they take no GIL and nothing is traced. They share a pointer to the
-// AutogradEvents, which TorchBridge clears when it closes, because a graph may outlive it.
+// Hooks are C++ objects on autograd nodes, so they take no GIL. They share a pointer to the AutogradEvents.
+// TorchBridge clears the pointer when it closes, because a graph may outlive it.
 #pragma once
 
 #include <memory>

@@ -33,12 +33,12 @@ class GradientCatcher {
   void bind(const std::vector<BridgedUnit>& units);
   /// Makes and hooks the AccumulateGrad nodes, on the current stream. Hooks call `events`.
   void make_accumulators(const AutogradEventsRef& events);
-  /// Raises UsageError if the open backward shall return gradients of parameters (torch.autograd.grad).
+  /// Raises UsageError if the open backward returns gradients of parameters (torch.autograd.grad).
   void refuse_captured() const;
   bool has(const c10::Storage& storage) const;
 
   // ---- a gradient ----
-  /// Returns false if autograd drops the gradient: its parameter was frozen after its forward.
+  /// Returns false if autograd drops the gradient: it is undefined, or its parameter was frozen after its forward.
   bool is_wanted(int index, const torch::autograd::variable_list& gradients) const;
   /// Returns what AccumulateGrad gets. Order: a backward is open.
   torch::autograd::variable_list take(int index, const torch::autograd::variable_list& gradients);
@@ -53,7 +53,7 @@ class GradientCatcher {
 
   // ---- what has arrived in this backward ----
   ParameterSet arrived() const;
-  /// These have arrived, on this rank or another. Returns the offsets of their gradients, by unit.
+  /// Notes what has arrived on any rank. Returns the offsets of all arrived gradients, by unit.
   std::map<UnitId, std::set<Bytes>> note_arrived(const ParameterSet& arrived);
   /// Returns the indices of what has arrived, and forgets them.
   std::vector<int> take_arrived();
@@ -81,7 +81,7 @@ class GradientCatcher {
   GradientViews& views_;
   UnitMap<std::unique_ptr<UnitStorage>> buffers_;  // null: frozen
   std::vector<Caught> caught_;                     // by parameter
-  Stream accumulators_stream_;                     // the stream that the accumulators were made on
+  Stream accumulators_stream_;
 };
 
 }  // namespace noria

@@ -1,5 +1,5 @@
-// GradientViews answers for `p.grad`: which gradient it shows, the held one or one of the user's own, and the factors
-// that the held one was multiplied by (late scales).
+// GradientViews says what `p.grad` shows: the held gradient, or one of the user's own. It keeps the factors that the
+// held one was multiplied by (late scales).
 //
 // Ownership: owns the held gradients and what is known of them. Borrows the bridge's parts.
 // Order: one call of `bind` before all else.
@@ -28,13 +28,13 @@ class GradientViews {
 
   /// Makes the held gradients. They keep `held_home`, because a gradient that the user kept outlives this object.
   void bind(const std::vector<BridgedUnit>& units, const std::shared_ptr<void>& held_home);
-  /// From now on, accesses to gradients that the user kept call nothing.
+  /// From now on, writes without an operator to gradients that the user kept call nothing.
   void end() { *self_ = nullptr; }
 
-  /// What the caller does with gradients that ranks share.
+  /// Lists what the caller does with gradients that ranks share.
   struct RankParts {
     std::function<std::vector<at::Tensor>(const std::vector<int>&, const NormAsked&)> norms;
-    std::function<void(int)> multiply;  // this rank's shard by the gradient's scales; drops these
+    std::function<void(int)> multiply;  // multiplies this rank's shard by the scales, and drops them
   };
   void set_rank_parts(RankParts parts) { rank_parts_ = std::move(parts); }
 
@@ -79,7 +79,7 @@ class GradientViews {
   void drop_scales(int index);
   /// Returns the first of these gradients that has a factor other than exactly 1, or -1 if there is none.
   int first_scaled(const std::vector<int>& indices) const;
-  /// Multiplies the gradient's bytes by its factors, and forgets what was known of them: the caller will write them.
+  /// Multiplies the gradient's bytes by its factors, and forgets its norms: the caller will write the bytes.
   /// Returns true if the device multiplies when its stream gets there. Until then the host must not read or write the
   /// bytes.
   bool apply_scales(int index);

@@ -1,13 +1,13 @@
 // HeldGradient makes the tensor that the user sees as `p.grad`: it is on the parameter's device, and views the held
 // gradient in the home.
 //
-// The gradient's value is the memory's bytes times the factors in `scales`. On CUDA the bytes lie behind the link. Most
-// loops multiply a gradient once, by a clip, and never look at it again.
+// The gradient's value is the memory's bytes times the factors in `scales`. On CUDA the bytes lie behind the link, and
+// most loops only multiply a gradient, by a clip. So noria keeps the factor.
 //
 // Ownership: the home owns the memory. This object owns the storage that points at it, together with all aliases.
 // Order: before the memory is written anew (`reuse`), an alias that the user kept gets a copy of its own. While an
-// update may still read the memory, or something is known of it, the first write must wait. noria hears operators
-// (bindings/listening.h), and watches for other accesses (`guard`).
+// update may still read the memory, the user's first write waits. noria hears operators (bindings/listening.h), and
+// watches for other accesses (`guard`).
 #pragma once
 
 #include <ATen/core/Tensor.h>

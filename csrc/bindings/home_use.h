@@ -1,4 +1,4 @@
-// Reads the word by which Python names who accesses a range of the home.
+// Reads the word by which Python says what accesses a range of the home.
 #pragma once
 
 #include <string>

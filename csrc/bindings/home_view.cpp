@@ -54,7 +54,7 @@ void HomeView::close(const std::vector<UnitId>& units, bool write) {
     if (!is_open(unit)) weights.evict();
     if (write) storages_.bump_versions(parts_.parameters.of(unit));
     else if (written && !parts_.is_shared)
-      parts_.engine.access_home(unit, /*write_weights=*/true);  // against what the caller said
+      parts_.engine.access_home(unit, /*write_weights=*/true);  // the caller was to read only
   }
 }
 

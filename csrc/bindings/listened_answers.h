@@ -16,10 +16,10 @@
 
 namespace noria {
 
-/// The key of tensors from which noria hears every operator: see Note [Keys] in listening.cpp.
+/// Marks tensors from which noria hears every operator: see Note [Keys] in listening.cpp.
 inline constexpr c10::DispatchKey kHearsAll = c10::DispatchKey::DeferredInit;
 
-/// The listener of a tensor, and the tensor's number there. No listener: noria does not listen to it.
+/// Names a tensor's listener, and its number there. No listener: noria does not listen to the tensor.
 struct Heard {
   std::shared_ptr<Listener> listener;
   int number = 0;

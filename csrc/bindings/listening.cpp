@@ -22,9 +22,9 @@ using torch::jit::Stack;
 // Note [Keys]. kHearsAll is DeferredInit, which torch keeps for other libraries; no library that is still maintained
 // uses it. It comes before autograd and autocast, so noria sees operators as they were called. kWrites has a
 // fall-through as its fallback, which costs an operator nothing, and a kernel for each operator that writes. torch
-// keeps it for tests of a single process. Of all free keys, it is the only one for which no alias key registers a torch
-// kernel. (CustomRNGKeyId, for example, counts as a backend: it gets composite kernels, which give other bits.) Both
-// keys are in every torch from 2.11 on, in the same order. If another library has taken one, importing noria raises.
+// keeps it for tests. Of all free keys, it is the only one for which no alias key registers a torch kernel.
+// (CustomRNGKeyId, for example, counts as a backend: it gets composite kernels, which give other bits.) Both keys are
+// in every torch from 2.11 on, in the same order. If another library has taken one, importing noria raises.
 constexpr c10::DispatchKey kWrites = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 struct Entry {
@@ -35,7 +35,7 @@ struct Entry {
 struct Registry {
   Mutex mutex;
   std::unordered_map<const c10::StorageImpl*, Entry>
-      entries NORIA_GUARDED_BY(mutex);  // the listener keeps the storage alive
+      entries NORIA_GUARDED_BY(mutex);  // the listener's owner keeps the storage alive
 };
 
 Registry& registry() {
@@ -61,7 +61,7 @@ Heard heard(const at::Tensor& tensor) {
 
 namespace {
 
-/// A tensor that counts a request for its storage as a read, because noria hears no read through the storage.
+/// Counts a request for its storage as a read, because noria hears no read through the storage.
 class Listened final : public c10::TensorImpl {
  public:
   using TensorImpl::TensorImpl;

@@ -10,8 +10,8 @@
 // by the storage itself: bindings/watched.h.
 //
 // Ownership: a listener is borrowed. If it is gone, operators simply run.
-// Threads: a listener is called on the thread that runs the operator, with or without the GIL. It may run operators
-// itself.
+// Threads: a listener is called on the thread that runs the operator, without the GIL; `after_write` with or without
+// it. It may run operators itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,8 @@
 
 namespace noria {
 
-/// Describes a norm of a whole tensor, and the operator that takes it. The answer must have the bits of that operator.
+/// Describes a norm of a whole tensor, and the operator that takes it. The answer has that operator's bits, unless the
+/// tensor can no longer be read.
 struct NormAsked {
   bool of_list = false;  // true: _foreach_norm; false: linalg_vector_norm
   double order = 2;
@@ -82,8 +83,8 @@ void register_listening();
 at::Tensor listened_tensor_in(const c10::Storage& storage, c10::Device device, at::ScalarType dtype,
                               at::IntArrayRef sizes, at::IntArrayRef strides);
 /// Returns the keys that a tensor needs besides its device's, if only torch's writing operators are to be heard. Other
-/// operators then cost nothing more. On CUDA the storage cannot tell what was written: multi-tensor kernels
-/// (`_foreach_*_`, fused optimizers) write without asking it, and other kernels ask it for write access and only read.
+/// operators then cost nothing more. On CUDA the storage cannot tell what was written. Multi-tensor kernels
+/// (`_foreach_*_`, fused optimizers) write without asking it; other kernels ask it for write access and only read.
 c10::DispatchKeySet written_keys();
 
 /// Reports operators on tensors in this storage to `listener`, until the listener is gone or `stop_listening` is

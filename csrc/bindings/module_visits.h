@@ -22,7 +22,7 @@ namespace noria {
 
 class ModuleVisits {
  public:
-  /// What visits ask of the backwards.
+  /// Lists what visits ask of the backwards.
   struct Upward {
     std::function<void(bool grad_enabled)> before_forward;  // raises UsageError if no forward may begin
     std::function<void()> arm;                              // this thread is in a backward
@@ -48,14 +48,14 @@ class ModuleVisits {
   /// outputs (a loss on an inner tensor), it announces the visit.
   void inner_outputs(HookId hook, const std::vector<at::Tensor>& outputs);
   bool inner_was_first(HookId hook) const { return hook_of(hook).inner_was_first; }
-  /// Announces a visit for an operator that is about to use these units, outside of any module that has a hook.
+  /// Announces a visit for an operator that is about to use the hook's units, outside of all modules with hooks.
   void visit_for_operator(HookId hook);
 
   // ---- backward ----
   /// Returns true if `inner` needs a unit that `outer` lacks.
   bool is_announced_by(HookId outer, HookId inner) const;
   void announce_backward(HookId hook, bool inner);
-  /// A backward begins. If a forward is open inside a module, it goes on afterwards.
+  /// Notes that a backward begins. A forward that is open inside a module goes on afterwards.
   void begin_backward();
   void end_backward();
   /// Goes on with the forward that this backward has interrupted, as a pass of its own.

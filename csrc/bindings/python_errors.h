@@ -2,7 +2,7 @@
 //
 // Autograd's engine turns any C++ exception into a plain RuntimeError, but passes a Python error on unchanged. In the
 // other direction, an engine ticket may keep a Python exception and throw it to every waiter. pybind11's own exception
-// cannot be thrown more than once.
+// can be raised in Python only once.
 #pragma once
 
 #include <functional>

@@ -26,8 +26,8 @@ class RankAudit {
   /// Returns the parameters whose gradient has arrived on any rank. Raises UsageError if the ranks have cleared
   /// gradients or stepped differently until now.
   ParameterSet share_arrivals(ParameterSet arrived);
-  /// Returns the numbers of all ranks, by rank, for what all ranks do together. Each rank gives the same count. Raises
-  /// UsageError if the ranks' steps until now differ.
+  /// Returns the numbers of all ranks, by rank. Each rank gives the same count. Raises UsageError if the ranks' steps
+  /// until now differ.
   std::vector<std::int64_t> exchange(std::vector<std::int64_t> numbers);
 
  private:

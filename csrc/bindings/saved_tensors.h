@@ -1,21 +1,21 @@
 // SavedTensors packs the tensors that autograd saves for backward, so that their bytes can go to the home meanwhile.
 //
 // A storage is saved once, even if many tensors view it.
-// Ownership: holds the storages that lie on the device until the engine calls `left`. A handle keeps its storage from
-// being forgotten, and may outlive this object.
+// Ownership: holds the storages that lie on the device until the engine calls `release_saved`. A handle keeps its
+// storage from being forgotten, and may outlive this object.
 // Threads: the thread that runs forward or backward. Handles may be dropped on any thread.
 //
 // Note [Versions of saved tensors]. Autograd does not check versions of tensors that hooks have packed, so `unpack`
 // does it. The copy that went to the home has the values at the time of saving, or `unpack` raises. The same holds for
 // tensors that stay.
 //
-// Note [Tensors that stay]. Autograd keeps what a hook returns as it is. If that were a node's own output, it would
-// keep the node, and the node would keep it: until a backward, or for ever if none comes. A tensor that stays is
-// therefore kept without its history.
+// Note [Tensors that stay]. Autograd keeps what a hook returns as it is. A node's own output would keep the node, and
+// the node would keep the output: for ever, if no backward comes. A tensor that stays is therefore kept without its
+// history.
 //
-// Note [Casts of weights]. A weight that autocast has cast is not kept. In backward the weight is on the device again,
-// and is cast again. This holds for weights of units that the visit has attached, because its backward needs those
-// units.
+// Note [Casts of weights]. If autocast has cast a weight, the cast is not kept. In backward the weight is on the device
+// again, and is cast again. This holds for weights of units that the visit has attached, because its backward needs
+// those units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ struct Dropped {
   std::vector<SavedId> saved NORIA_GUARDED_BY(mutex);
 };
 
-/// A handle of one saved storage. With the last one, the storage enters `Dropped`.
+/// Stands for one saved storage. When it is destroyed, the storage enters `Dropped`.
 struct SavedStorage {
   SavedStorage(SavedId saved, std::shared_ptr<Dropped> dropped) : saved(saved), dropped(std::move(dropped)) {}
   ~SavedStorage();
@@ -48,7 +48,7 @@ struct SavedStorage {
   const std::shared_ptr<Dropped> dropped;
 };
 
-/// What autograd gets. Exactly one of `storage`, `weight` and `kept` is set.
+/// Stands for a tensor that autograd saves. Exactly one of `storage`, `weight` and `kept` is set.
 struct SavedTensor {
   std::shared_ptr<const SavedStorage> storage;
   at::ScalarType dtype = at::kFloat;

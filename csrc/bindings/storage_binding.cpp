@@ -89,8 +89,8 @@ void StorageBinding::attach(UnitId unit, std::byte* weights) {
 
 bool StorageBinding::evict(UnitId unit) {
   UnitStorage& weights = *storages_[unit];
-  // The bytes tell which it was: an operator that no version counter saw (`p.data.clamp_()`), or code that asked for
-  // the pointer without `const` and only read. Compiled code does the latter at every visit.
+  // The bytes tell if an operator wrote that no version counter saw (`p.data.clamp_()`). Other code asks for a pointer
+  // to write and only reads; compiled code does so at every visit.
   int& comparisons_left = comparisons_left_[unit];
   const bool may_be_written = weights.written() || has_python_object(weights.storage());
   const bool is_asked = weights.is_told() || (may_be_written && comparisons_left > 0);

@@ -33,18 +33,18 @@ class StorageBinding {
   void attach(UnitId unit, std::byte* weights);
   /// Returns false if the weights were written meanwhile.
   bool evict(UnitId unit);
-  /// Raises UsageError if weights were written on the device, once.
+  /// Raises UsageError, once, if weights were written on the device.
   void raise_lost_writes();
   /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen.
   void check(const std::vector<UnitId>& units);
 
   // ---- where parameters are ----
   bool is_in_place(int index) const;
-  /// Puts a parameter's storage back where it belongs. Returns false if it was there.
+  /// Puts a parameter back into its unit's storage. Returns false if it was there.
   bool rejoin(int index);
   /// Gives the parameter up for good. It becomes `replacement`.
   void release(int index, const at::Tensor& replacement);
-  /// Raises the version counters of these parameters. Autograd then raises "modified by an inplace operation" for
+  /// Increments the version counters of these parameters. Autograd then raises "modified by an inplace operation" for
   /// graphs that are older than the update.
   void bump_versions(const std::vector<int>& indices);
 
@@ -68,7 +68,7 @@ class StorageBinding {
 
   const BridgeParts& parts_;
   const std::shared_ptr<StorageBinding*> self_;  // emptied when this object ends
-  const std::shared_ptr<Listener> writes_;       // by unit
+  const std::shared_ptr<Listener> writes_;       // numbers are units
   UnitMap<std::unique_ptr<UnitStorage>> storages_;
   UnitMap<std::byte*> homes_;
   UnitMap<bool> is_staged_;

@@ -12,9 +12,9 @@
 //   SavedTensors     what autograd saves
 //
 // Ownership: owns all of these, the table of parameters, and the engine. Keeps the parameters alive.
-// Threads: hooks of one model run one at a time: on the launching thread, or on autograd's thread for the device while
-// the launching thread waits in `backward`. Public members are called without the GIL. Calls back
-// into Python take it: updates by torch, the beginning of a backward, more home memory, norms of shards.
+// Threads: hooks of one model run one at a time. They run on the launching thread, or on autograd's thread for the
+// device while the launching thread waits in `backward`. Members that call the engine are called without the GIL;
+// callbacks into Python take it.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@
 
 namespace noria {
 
-/// shared_ptr before 2.13, intrusive_ptr since.
+/// Is a shared_ptr before torch 2.13, and an intrusive_ptr since.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 }  // namespace noria

@@ -3,9 +3,10 @@
 //
 // While the storage is attached, it notices write accesses (bindings/watched.h tells what counts as one). Some
 // operators write on CUDA without asking for access; `note_write` reports them.
+// While the storage is evicted, every access raises: a null pointer alone would crash the process.
+//
 // Ownership: never owns the memory it points at.
 // Threads: moved only by the thread that launches the unit's kernels.
-// While the storage is evicted, every access raises: a null pointer alone would crash the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -32,8 +32,8 @@ using c10::impl::cow::COWDeleterContext;
 
 class WatchedStorage;
 
-/// The allocator that a lazy copy asks before its first write. torch releases the copy's share of the old memory, and
-/// gets the same memory from here.
+/// Answers a lazy copy that asks for memory before its first write. torch releases the copy's share of the old memory,
+/// and gets the same memory from here.
 class SameMemory final : public c10::Allocator {
  public:
   explicit SameMemory(WatchedStorage& storage) : storage_(storage) {}
@@ -46,8 +46,8 @@ class SameMemory final : public c10::Allocator {
   WatchedStorage& storage_;
 };
 
-// Its data pointer owns nothing, except while it is watched as a lazy copy. Then the pointer owns one part of `shared_`
-// and this object the other part, so that torch believes that the memory has another owner.
+// WatchedStorage calls back before a write. Its data pointer owns nothing, unless it is watched as a lazy copy. Then
+// the pointer owns one part of `shared_` and this object the other, so to torch the memory has another owner.
 class WatchedStorage final : public c10::StorageImpl {
  public:
   WatchedStorage(std::byte* memory, std::int64_t num_bytes, c10::Device device, BeforeWrite before_write)
@@ -155,7 +155,7 @@ WatchedStorage* watched(const c10::Storage& storage) {
   return dynamic_cast<WatchedStorage*>(storage.unsafeGetStorageImpl());
 }
 
-/// Moves a storage that is not watched. It keeps what it owns.
+/// Moves a storage that can never be watched. It keeps what it owns.
 void move_plain(c10::StorageImpl* storage, std::byte* memory) {
   c10::DataPtr& pointer = storage->_mutable_data_ptr_no_checks();
   const c10::DeleterFnPtr deleter = pointer.get_deleter();

@@ -7,10 +7,10 @@
 // Ownership: a storage made here borrows its memory and keeps the callback.
 // Threads: the callback runs on the thread that writes, with or without the GIL.
 //
-// Note [Before torch 2.13] a storage has no such callback, but it can be a lazy copy: at the first write access, torch
-// asks the storage's allocator for memory for the copy. The allocator of a watched storage returns the memory that is
-// there already, and copies nothing; the request itself is the notice. The environment variable NORIA_LAZY_COPIES=1
-// selects this way for every torch version, for tests.
+// Note [Before torch 2.13]. There a storage has no such callback, but it can be a lazy copy. At the first write access,
+// torch asks the storage's allocator for memory for the copy. The allocator of a watched storage returns the memory
+// that is there already, and copies nothing; the request itself is the notice. The environment variable
+// NORIA_LAZY_COPIES=1 selects this way for every torch version, for tests.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// SlowPace delays all that may be late, and limits lanes. Tests and benchmarks use it; nothing else includes it.
+// SlowPace delays all that may be late, and limits lanes. Only tests, benchmarks and examples use it.
 //
 // Units: microseconds, GiB/s. Threads: any thread may draw a delay. What is drawn depends only on seed and lane.
 #pragma once
@@ -72,7 +72,7 @@ class SlowPace final : public Pace {
   std::vector<std::mt19937_64> random_ NORIA_GUARDED_BY(mutex_);  // by lane
 };
 
-/// Shorter for tests.
+/// Makes a SlowPace; for tests.
 inline std::shared_ptr<Pace> slow(Hostility hostility, Limits limits = {}) {
   return std::make_shared<SlowPace>(std::move(hostility), std::move(limits));
 }

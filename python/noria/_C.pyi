@@ -1,4 +1,4 @@
-# The engine, as Python sees it; private to the noria package. Byte counts and ids are int, lanes and verbs
+# Declares the engine as Python sees it; private to the noria package. Byte counts and ids are int, lanes and verbs
 # are words from LANES and VERBS. tests/architecture/test_stub_in_step.py keeps this file true.
 from builtins import bytes as _Bytes
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class Backend:
     def allocate_shared(self, bytes: int) -> int: ...
     def shared(self, memory: int) -> SharedMemory: ...
     def open_shared(self, told: SharedMemory) -> int: ...
-    # What the device has back at once.
+    # Returns how many bytes the device gets back before `free`.
     def discard_shared(self, memory: int, offset: int, bytes: int) -> int: ...
     def close_shared(self, memory: int) -> None: ...
     @property
@@ -146,7 +146,7 @@ class Backend:
         unit: int = -1,
         lane: str = "compute",
     ) -> None: ...
-    # GiB/s, both ways.
+    # Returns GiB/s, both ways together.
     def measure_link(self, own: int, peers: int, bytes: int, link: int) -> float: ...
     def idle(self) -> None: ...
     def close(self) -> None: ...
@@ -327,7 +327,7 @@ class PassPlan:
 
 def plan_pass(request: PlanRequest, units: Sequence[UnitFacts], buffers: BufferTable) -> PassPlan: ...
 
-# Arena and window.
+# Returns the bytes of the arena, and the window.
 def smallest_budget(visits: Sequence[Visit], units: Sequence[UnitFacts]) -> tuple[int, int]: ...
 
 class Wait:
@@ -402,9 +402,8 @@ class StepTimes:
     @property
     def host_updates_us(self) -> float: ...
 
-# Blocks: bytes saved, bytes of inputs, visits of a step, us of a forward, us from there to the backward. `bytes`: that
-# leave in a step. Host: us per byte out and back, us that the lanes have. Peers: bytes that their room takes in a step,
-# us per byte one way, us that the lane has. Of each block "peers", "host" or "recompute".
+# The tuples have the fields of SavedBlock, HostLink and PeerLink (csrc/plan/swap.h), in order. `bytes` leave the device
+# in a step. Returns "peers", "host" or "recompute" for each block.
 def choose_ways(
     blocks: Sequence[tuple[int, int, int, float, float]],
     bytes: int,
@@ -412,7 +411,7 @@ def choose_ways(
     peers: tuple[int, float, float],
 ) -> list[str]: ...
 
-# Units: bytes, fetches of a step.
+# `units`: bytes, fetches of a step. Returns the indices of those to stash.
 def choose_copies(
     units: Sequence[tuple[int, int]],
     home_us_per_byte: float,
@@ -422,12 +421,12 @@ def choose_copies(
     room: int,
 ) -> list[int]: ...
 
-# Offers: machine, bytes needed, spare and wanted. Loans: lender, borrower, offset, bytes, and wanted ones of these.
+# The tuples have the fields of MemoryOffer and MemoryLoan (csrc/plan/matching.h), in order.
 def match_memory(
     offers: Sequence[tuple[str, int, int, int]], bandwidth: Sequence[Sequence[float]]
 ) -> list[tuple[int, int, int, int, int]]: ...
 
-# The most bytes that the blocks save at once, and that one block saves; bytes of room. Bytes needed, bytes to spare.
+# `most_saved`: by all blocks at once. `largest`: by one block. Returns bytes needed, bytes to spare.
 def need_and_spare(most_saved: int, largest: int, room: int | None) -> tuple[int, int]: ...
 def lacking(most_saved: int, largest: int, room: int, lent: int) -> int: ...
 def ask_back(kept: Sequence[int], lacked: int, in_parts: bool) -> list[int]: ...
@@ -503,7 +502,7 @@ class Lender:
     def __init__(self, rank: int) -> None: ...
     @property
     def address(self) -> str: ...
-    # Loans: borrower, offset, bytes.
+    # `loans`: borrower, offset, bytes.
     def lend(self, arena: SharedMemory, loans: Sequence[tuple[int, int, int]], timeout_ms: int) -> None: ...
     def ask_back(self, borrower: int, left: int) -> None: ...
     def lent(self, borrower: int) -> int: ...
@@ -512,7 +511,7 @@ class Lender:
 
 class Borrower:
     def __init__(self, rank: int, lender: int, address: str, timeout_ms: int) -> None: ...
-    # Arena, offset, bytes.
+    # Returns arena, offset, bytes.
     def receive(self, timeout_ms: int) -> tuple[SharedMemory, int, int]: ...
     def allowed(self) -> int: ...
     def give_back(self, left: int) -> None: ...
@@ -555,13 +554,13 @@ def update_scalars(
     prefactor: float = 1.0,
     seed: int = 0,
 ) -> UpdateScalars:
-    """`rule`: "adamw", "adam", "sgd" (no momentum), "sgd_momentum" or "lion". `seed`: of the rounding of moments."""
+    """Returns a step's scalars. `rule`: adamw, adam, sgd, sgd_momentum or lion. `seed`: of the rounding of moments."""
 
 def instruction_sets() -> list[str]: ...
 
 class UnitArrays:
-    """Addresses: `master`, or `working` and `low`; as many of `m`, `v` as the rule keeps, `state` being "fp32", "bf16"
-    or "8bit"; for "8bit" their scales."""
+    """Holds addresses: `master`, or `working` and `low`; and as many of `m`, `v` as the rule keeps. `state` is their
+    format: "fp32", "bf16", or "8bit", which has scales too."""
 
     def __init__(
         self,
@@ -591,10 +590,10 @@ class UpdateJob:
         sums: bool = False,
         late_scales: Sequence[tuple[int, int]] = ...,
     ) -> None:
-        """Pieces are (offset, count, scalars) in elements, and, where moments are not fp32, the number of the first
-        element and of its block of scales. `to`: where a draft is written; None: in place. `task`: "update", or "sum"
-        for the sums of squares alone; `sums`: take them on the way. `late_scales`: by piece, the address and the number
-        of fp32 factors that the gradient is multiplied by, read when the job runs; empty: none has any."""
+        """A piece is (offset, count, scalars), in elements. If moments are not fp32, the numbers of its first element
+        and of that element's block of scales follow. `to`: where a draft is written; None: in place. `task`: "update",
+        or "sum" for the sums of squares alone; `sums`: an update takes them too. `late_scales`: by piece, address and
+        number of the fp32 factors of the gradient, read when the job runs. Empty: no piece has any."""
     @property
     def rule(self) -> str: ...
     @property
@@ -602,12 +601,12 @@ class UpdateJob:
     @property
     def bytes(self) -> int: ...
     def run(self, instruction_set: str = "") -> None:
-        """All pieces, on the calling thread."""
+        """Runs all pieces on the calling thread."""
     @property
     def taken_sums(self) -> list[float]:
-        """Returns what the pool has found. Empty before that, and if no sums were asked for."""
+        """Returns what the pool has found, once the ticket has passed. Empty if no sums were asked for."""
     def sums(self, instruction_set: str = "") -> list[float]:
-        """Of squares of the gradient, by piece; on the calling thread."""
+        """Returns sums of squares of the gradient, by piece, taken on the calling thread."""
 
 STATE_BLOCK: int
 
@@ -652,9 +651,9 @@ class Collectives:
     def size(self) -> int: ...
 
 def make_c10d_collectives(shards: str, across: str, numbers: str, replica: Sequence[int], device: str) -> Collectives:
-    """Of torch's process groups of these names. `shards`, of this rank's replica, and `across`, of those with the same
-    shard, move device memory, and are "" where this rank would be alone; `numbers`, of all, moves host memory.
-    `replica`: the ranks of `shards`, as `numbers` counts them."""
+    """Takes torch's process groups by name. `shards` has the ranks of this rank's replica, `across` those with the same
+    shard. Both move device memory, and are "" if this rank would be alone. `numbers` has all ranks, and moves host
+    memory. `replica`: the ranks of `shards`, as `numbers` counts them."""
 
 class CollectLane:
     def __init__(self, backend: Backend, collectives: Collectives, names: Sequence[str], assists: bool) -> None: ...
@@ -663,12 +662,12 @@ class CollectLane:
         self, op: int, unit: int, all: int, shard: int, type: str, scratch: int, onto: int, part: int
     ) -> Ticket: ...
     def exchange(self, numbers: Sequence[int]) -> list[int]:
-        """Everybody's, by rank. Blocks until all that was queued before is done."""
+        """Returns the numbers of all ranks, by rank. Blocks until all that was queued before is issued."""
     def close(self) -> None: ...
 
 # ---- bridge -----------------------------------------------------------------------------------------------
 
-# What there is in this process of all wrap calls: "bridges", "backends", "arena_bytes".
+# Counts "bridges", "backends" and "arena_bytes" of all wrap calls in this process.
 def living() -> dict[str, int]: ...
 def tensor_in(
     arena: Arena, offset: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
@@ -680,7 +679,7 @@ def watched_tensor_in(
 LAZY_COPIES: bool  # how storages are watched
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which it is; 0: none. To ask `untyped_storage()` would look as if the user meant to write there."""
+    """Returns its address; 0 if there is none. noria would take `untyped_storage()` for a possible write."""
 
 def watch(tensor: torch.Tensor) -> None: ...
 def move_tensor(tensor: torch.Tensor, address: int) -> None: ...
@@ -732,29 +731,29 @@ class EngineHooks:
 class EngineGradients:
     """Tells what `p.grad` is, and what it was multiplied by. A part of a TorchBridge, which it keeps alive."""
 
-    def gradient_is(self, index: int) -> str: ...
+    def gradient_is(self, index: int) -> str: ...  # "none", "held" or "foreign"
     def take_foreign_gradient(self, index: int) -> None: ...
-    # By gradient, what p.grad was multiplied by and its bytes were not, since backward.
+    # Late scales multiply p.grad, but not yet its bytes.
     def late_scales(self, index: int) -> tuple[int, int]:
-        """Address and number of these factors, which are on their way to the host."""
+        """Returns address and number of these factors, which are on their way to the host."""
     def take_scales(self, index: int) -> list[float]:
-        """The same as numbers, for an update that multiplies what the home holds: the bytes have them from now on."""
+        """Returns the factors and drops them: the caller multiplies what the home holds."""
     def scale_values(self, index: int) -> list[float]: ...
     def drop_scales(self, index: int) -> None: ...
     def first_scaled(self, indices: Sequence[int]) -> int:
-        """The first that was multiplied by anything but exactly 1; -1: none."""
+        """Returns the first that was multiplied by anything but exactly 1, or -1."""
     def apply_scales(self, index: int) -> bool:
-        """Multiplies the gradient's bytes. True: the device will; wait for it before the host reads or writes them."""
+        """Multiplies the gradient's bytes. Returns True if the device will: wait for it before the host uses them."""
     def unscale_used(self, indices: Sequence[int], inverse: torch.Tensor) -> None:
-        """Gradients that a step has used count as multiplied by `inverse`, which unscales them."""
+        """Multiplies gradients that a step has used by `inverse`, which unscales them."""
     def guard_gradients(self) -> None: ...
     def access_held(self, unit: int) -> None:
-        """The calling thread writes the held gradient now."""
+        """Blocks until the calling thread may write the held gradient."""
     def begin_scaling(self, unit: int) -> None:
-        """The calling thread scales the held gradient of this unit now, as drafts of it were told."""
+        """As `access_held`, to scale the gradient as its drafts were told."""
     def end_scaling(self, unit: int, divisor: float, prefactor: float) -> None: ...
     def sum_gradients(self, jobs: Sequence[tuple[int, UpdateJob]]) -> list[list[float]]:
-        """Sums of squares by unit and piece. Blocks until they are there."""
+        """Returns sums of squares by unit and piece. Blocks until they are there."""
 
 class EngineHome:
     """Opens the home to code that reads and writes it. A part of a TorchBridge, which it keeps alive."""
@@ -777,11 +776,11 @@ class EngineRanks:
         multiply: Callable[[int], None],
     ) -> None: ...
     def note_step(self, updated: Sequence[int], hyperparameters: int) -> None:
-        """What a step updates, and a checksum of what by; ranks that share the model compare them after a backward."""
+        """Notes what a step updates, and a checksum of hyperparameters. Ranks compare both after a backward."""
     def exchange(self, numbers: Sequence[int]) -> list[int]:
-        """Everybody's, by rank. Collective; blocks until all that ranks do together is done."""
+        """Returns the numbers of all ranks, by rank. Collective."""
     def hold_unreduced(self, addresses: Sequence[int]) -> None:
-        """Memory for gradients that are not summed over the ranks, by unit."""
+        """Gives memory for gradients that are not reduced over the ranks, by unit."""
     def holds_unreduced(self) -> bool: ...
     def set_unsynced(self, unsynced: bool) -> None: ...
 
@@ -800,7 +799,7 @@ class EngineUpdates:
     def draft_counts(self) -> dict[str, int]: ...
 
 class EngineBackward:
-    """Updates inside backward. A part of a TorchBridge, which it keeps alive."""
+    """Makes updates inside backward. A part of a TorchBridge, which it keeps alive."""
 
     def set_backward_callback(self, begin: Callable[[], None]) -> None: ...
     def expect_in_backward(self, unit: int, job: UpdateJob, gradients: Sequence[int]) -> None: ...
@@ -812,12 +811,12 @@ class EngineBackward:
     def is_held_back(self, index: int) -> bool: ...
     def update_held(self) -> None: ...
     def refuse_unclaimed(self, found: str) -> None: ...
-    # By unit, the pieces that were updated: offset of the gradient, scalars.
+    # Returns by unit the pieces that were updated: offset of the gradient, scalars.
     def take_updated(self, units: Sequence[int]) -> list[tuple[int, list[tuple[int, UpdateScalars]]]]: ...
     @property
-    def has_unclaimed(self) -> bool: ...  # updates inside backward that no step has heard of
+    def has_unclaimed(self) -> bool: ...  # some update inside backward has no step yet
     def sums_in_backward(self, units: Sequence[int]) -> dict[tuple[int, int], float]:
-        """By unit and offset of the gradient: the sum of squares that the update inside backward took."""
+        """Returns by unit and offset of the gradient the sum of squares that the update took."""
 
 class EngineSaved:
     """Keeps what forwards save for backward. A part of a TorchBridge, which it keeps alive."""
@@ -827,12 +826,12 @@ class EngineSaved:
         """Returns what autograd keeps in place of the tensor."""
     def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
     def add_peer(self, rank: int, link: int, bandwidth: float, address: int, bytes: int) -> None: ...
-    # False: something lies beyond still; later, then.
+    # Returns False if something lies beyond `left`: try again later.
     def shrink_peer(self, rank: int, left: int) -> bool: ...
     def send_saved_home(self, hooks: set[int]) -> None: ...
     def set_saved_room(self, room: int) -> None: ...
     def saved_stats(self) -> dict[str, int]: ...
-    # By hook: visits that saved, bytes of one, us of its forward and from there to its backward.
+    # Returns the fields of SavedByModule (csrc/engine/activation_store.h), in order, by hook.
     def saved_by_module(self) -> dict[int, tuple[int, int, int, int]]: ...
 
 class EngineCopies:
