@@ -52,7 +52,6 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   void add(std::unique_ptr<HeldGradient> held);
   bool has(int number) const { return gradients_[index(number)].held != nullptr; }
   HeldGradient& operator[](int number) const { return *gradients_[index(number)].held; }
-  std::size_t size() const { return gradients_.size(); }
 
   // ---- on the way ----
   /// Called when a backward begins. `is_last`: a step is expected to follow, so noria takes the norms that the loop
