@@ -43,9 +43,7 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
 
 Engine::~Engine() {
   try {  // before the leases are freed: a lane may be writing there
-    if (optimizer_) optimizer_->close();
-    if (options_.lane) options_.lane->close();
-    backend_->close();
+    close_lanes();
   } catch (...) {  // NOLINT(bugprone-empty-catch): a caller that wants to hear of it calls close()
   }
 }
@@ -55,7 +53,7 @@ Engine::~Engine() {
 void Engine::begin_pass(const Signature& signature, Stream stream) {
   const Entry entry(gate_);
   end_open_pass(stream);
-  issuer_.sweep();
+  sweep();
   updates_.refuse_torn();
   if (signature.accumulating && options_.shows_gradients()) note_edits(Edits::before_backward, stream);
   runner_.begin(signature);
@@ -66,6 +64,17 @@ void Engine::end_open_pass(Stream stream) {
   compute_.continue_on(stream);
   if (pass_.is(Phase::backward)) runner_.reset(stream);
   if (pass_.phase) runner_.end(stream);
+}
+
+// What has failed may have been a copy of weights. So none is used again: all are fetched anew.
+void Engine::sweep() {
+  try {
+    issuer_.sweep();
+  } catch (...) {
+    for (UnitId unit : units_.ids()) fetcher_.mark_stale(unit);
+    runner_.forget_plan();
+    throw;
+  }
 }
 
 void Engine::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes) {
@@ -135,7 +144,7 @@ std::vector<UnitId> Engine::next_forward_order() const {
 void Engine::begin_step(Stream stream, const std::vector<UnitId>& scaled, const std::function<void()>& scale) {
   const Entry entry(gate_);
   end_open_pass(stream);
-  issuer_.sweep();
+  sweep();
   updates_.refuse_torn();
   if (options_.shows_gradients() || !scaled.empty()) note_edits(Edits::before_step, stream, scaled, scale);
 }
@@ -208,7 +217,7 @@ void Engine::end_step(bool blocking) {
   if (blocking) {
     run_all_deferred_locked();
     if (optimizer_) optimizer_->idle();
-    issuer_.sweep();
+    sweep();
   }
   if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
@@ -288,7 +297,7 @@ void Engine::idle() {
   if (options_.lane) options_.lane->idle();
   backend_->idle();
   if (optimizer_) optimizer_->idle();
-  issuer_.sweep();
+  sweep();
 }
 
 void Engine::close() {
@@ -298,9 +307,27 @@ void Engine::close() {
     runner_.reset(Stream());
   } catch (...) {  // NOLINT(bugprone-empty-catch): the caller has heard of it before; nothing runs after this
   }
-  if (optimizer_) optimizer_->close();
-  if (options_.lane) options_.lane->close();
-  backend_->close();
+  close_lanes();
+}
+
+// Each of them ends even if another one throws.
+void Engine::close_lanes() {
+  std::exception_ptr failure;
+  const auto attempt = [&](const auto& close) {
+    try {
+      close();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
+  attempt([&] {
+    if (optimizer_) optimizer_->close();
+  });
+  attempt([&] {
+    if (options_.lane) options_.lane->close();
+  });
+  attempt([&] { backend_->close(); });
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace noria

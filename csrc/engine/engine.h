@@ -197,6 +197,8 @@ class Engine {
   using Entry = CallGate::Entry;
 
   void end_open_pass(Stream stream) NORIA_REQUIRES(gate_);
+  void sweep() NORIA_REQUIRES(gate_);
+  void close_lanes();
   enum class Edits : std::uint8_t { before_backward, before_step };
   void note_edits(Edits edits, Stream stream, const std::vector<UnitId>& scaled = {},
                   const std::function<void()>& scale = {}) NORIA_REQUIRES(gate_);
@@ -211,18 +213,19 @@ class Engine {
   const std::shared_ptr<HostOptimizer> optimizer_;  // null: updates run on the launching thread
   Issuer issuer_ NORIA_GUARDED_BY(gate_);
   Leases leases_ NORIA_GUARDED_BY(gate_);
-  std::optional<Collector> collector_;  // set: ranks share the home
+  std::optional<Collector> collector_ NORIA_GUARDED_BY(gate_);  // set: ranks share the home
   const EngineParts parts_;
   PeerCopies copies_ NORIA_GUARDED_BY(gate_);
   Fetcher fetcher_ NORIA_GUARDED_BY(gate_);
   Drainer drainer_ NORIA_GUARDED_BY(gate_);
-  std::optional<ActivationStore> activations_;  // set: what forwards save may leave
+  std::optional<ActivationStore> activations_ NORIA_GUARDED_BY(gate_);  // set: what forwards save may leave
   const std::shared_ptr<UpdateTime> update_time_ = std::make_shared<UpdateTime>();
   PassState pass_ NORIA_GUARDED_BY(gate_);
   ComputeLane compute_ NORIA_GUARDED_BY(gate_);
   Updates updates_ NORIA_GUARDED_BY(gate_);
   Drafts drafts_ NORIA_GUARDED_BY(gate_);
-  std::optional<BackwardUpdates> backward_updates_;  // none: updates run after `step`, or as drafts
+  // None: updates run after `step`, or as drafts.
+  std::optional<BackwardUpdates> backward_updates_ NORIA_GUARDED_BY(gate_);
   StepStats stats_ NORIA_GUARDED_BY(gate_);
   PassRunner runner_ NORIA_GUARDED_BY(gate_);
   std::shared_ptr<Trace> trace_ NORIA_GUARDED_BY(gate_);

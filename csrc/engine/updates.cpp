@@ -54,7 +54,7 @@ void Updates::run_deferred(UnitId unit) {
   parts_.issuer.keep(op.id, ticket);
   const std::int64_t asked_us = clock_us();
   try {
-    wait_for_all(begun.waits);  // an op that waits for this one alone must be able to count on all of its waits
+    await_inputs(unit, begun.waits);
     const std::int64_t start_us = clock_us(), start_ns = now_ns();
     deferred_[unit] = false;  // before the update: a call of the engine from there must not run it again
     run_(unit);
@@ -65,6 +65,16 @@ void Updates::run_deferred(UnitId unit) {
     throw;
   }
   ticket->pass();
+}
+
+// An op that waits for the update alone must be able to count on all waits of the update.
+void Updates::await_inputs(UnitId unit, const std::vector<Ticket>& waits) {
+  try {
+    wait_for_all(waits);
+  } catch (const std::exception& error) {  // its gradient did not come, and other units have been updated
+    mark_torn("the update of " + parts_.units[unit].facts.name + " broke off (" + error.what() + ")");
+    throw;
+  }
 }
 
 void Updates::note_ran(const Op& op, const std::vector<Ticket>& waits, std::int64_t asked_us, std::int64_t start_us) {
@@ -113,7 +123,7 @@ void Updates::refuse_torn() const {
   const std::string why = torn();
   if (why.empty()) return;
   throw MachineError("weights and optimizer state are of different steps: " + why +
-                     ". TransferBatch a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
+                     ". Load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict");
 }
 
 void Updates::clear_torn() {

@@ -2,11 +2,15 @@
 // hostile backend. That the bits are right is tested from Python against a twin; here a quiet run is the twin.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <bit>
 #include <memory>
 #include <vector>
 
 #include "bare_engine.h"
 #include "base/errors.h"
+#include "device/host_backend.h"
 
 namespace noria {
 namespace {
@@ -173,6 +177,42 @@ TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
   model->release_stream();
   EXPECT_THROW(model->idle(), MachineError);
   model->close();
+}
+
+/// Throws in the next fetch, once.
+class BrokenFetch final : public Pace {
+ public:
+  std::int64_t before_us(Lane lane, Verb /*verb*/) override {
+    if (lane == Lane::fetch && armed.exchange(false)) throw MachineError("a copy failed");
+    return 0;
+  }
+  std::atomic<bool> armed = false;
+};
+
+TEST(engine, a_copy_that_has_failed_is_made_again_before_anything_uses_it) {
+  const auto pace = std::make_shared<BrokenFetch>();
+  const auto backend = std::make_shared<HostBackend>(HostBackendOptions{Bytes{1 << 24}, pace});
+  BareEngine model(kUnits, {backend, {}, {}, [](Stream, const auto& work) { work(); }}, Budget{kSlotBytes * 8, 0},
+                   /*prefetch_at_step=*/true, std::make_shared<HostOptimizer>(HostOptimizerOptions{}));
+  for (int pass = 0; pass < 3; ++pass) forward(model);  // from here on units take each other's memory
+  pace->armed = true;
+  EXPECT_THROW(forward(model), MachineError);
+  model.reset();
+  EXPECT_THROW(model.engine().idle(), MachineError);
+  std::vector<std::vector<std::uint32_t>> expected;
+  for (std::size_t unit = 0; unit < kUnits.size(); ++unit) {
+    expected.push_back(model.result(unit));
+    const std::vector<float> weights = model.array("weights", unit);
+    for (const std::vector<UnitId>& needs : kLayers) {
+      if (std::find(needs.begin(), needs.end(), UnitId(static_cast<std::int32_t>(unit))) == needs.end()) continue;
+      for (std::size_t i = 0; i < weights.size(); ++i) {
+        expected[unit][i] = expected[unit][i] * 1664525U + std::bit_cast<std::uint32_t>(weights[i]) + 1013904223U;
+      }
+    }
+  }
+  forward(model);
+  for (std::size_t unit = 0; unit < kUnits.size(); ++unit) EXPECT_EQ(model.result(unit), expected[unit]) << unit;
+  model.close();
 }
 
 }  // namespace
