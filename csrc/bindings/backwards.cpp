@@ -92,7 +92,13 @@ void Backwards::task_ended(int task) {
   const bool nested = static_cast<bool>(torch::autograd::get_current_node());
   if (nested && !armed_.empty()) return;
   armed_.clear();
-  finish();
+  try {
+    finish();
+  } catch (...) {  // a drain has failed, for example, or ranks have parted
+    reset();
+    throw;
+  }
+  owners_.storages.raise_lost_writes();
 }
 
 void Backwards::finish() {
@@ -105,7 +111,6 @@ void Backwards::finish() {
   parts_.engine.end_pass(parts_.current_stream());
   for (const int index : owners_.catcher.take_arrived()) owners_.views.show(index);
   owners_.visits.resume_forward();
-  owners_.storages.raise_lost_writes();
 }
 
 // A gradient that arrived on any rank counts as arrived on all ranks, also if its backward was not synced.

@@ -241,6 +241,10 @@ def clears_apart(rank: int, size: int, no_sync: bool) -> None:
             loss_of(model, rank).backward()
     with pytest.raises(noria.UsageError, match=r'"head\.bias" on rank 1 and not on rank 0'):
         loss_of(model, rank).backward()
+    model.zero_grad()
+    model.blocks[0](torch.ones(2, 16, device=DEVICE)).sum().backward()
+    with_gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradients == {name for name, _ in model.named_parameters() if name.startswith("blocks.0.")}
 
 
 def steps_alike(rank: int, size: int) -> None:
