@@ -120,7 +120,7 @@ class CudaBackend final : public Backend {
   void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
   std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
   void make_rings() NORIA_REQUIRES(mutex_);
-  cuda::Error free_rings();
+  cuda::Error free_rings() NORIA_REQUIRES(mutex_);
   cuda::Error close_opened();
   CudaTicket& as_cuda_ticket(const Ticket& ticket) const;
   void hold_compute(cuda::StreamHandle stream, Verb verb);
@@ -132,8 +132,8 @@ class CudaBackend final : public Backend {
   mutable CudaTimes times_;
   CopyLane fetch_, drain_, peer_;
   CudaLinks links_;
-  bool closed_ = false;
   Mutex close_mutex_;
+  bool closed_ NORIA_GUARDED_BY(close_mutex_) = false;
 
   mutable Mutex mutex_;
   struct Allocation {
@@ -389,17 +389,21 @@ void CudaBackend::make_rings() {
     device_.check(error, "cudaHostRegister for the staging ring", bytes);
   }
   ring_memory_ = memory;
-  std::byte* begin = memory;
-  for (CopyLane* lane : {&fetch_, &drain_}) {
-    for (int i = 0; i < options_.num_staging_pieces; ++i) lane->ring_events.push_back(events_->take());
-    lane->ring = std::make_unique<StagingRing>(begin, options_.staging_piece, options_.num_staging_pieces);
-    begin += options_.staging_piece.count * options_.num_staging_pieces;
+  try {
+    std::byte* begin = memory;
+    for (CopyLane* lane : {&fetch_, &drain_}) {
+      for (int i = 0; i < options_.num_staging_pieces; ++i) lane->ring_events.push_back(events_->take());
+      lane->ring = std::make_unique<StagingRing>(begin, options_.staging_piece, options_.num_staging_pieces);
+      begin += options_.staging_piece.count * options_.num_staging_pieces;
+    }
+  } catch (...) {
+    if (free_rings() != cuda::kSuccess) device_.forget_error();
+    throw;
   }
 }
 
-/// Call it after the lanes have ended.
+/// The caller holds the mutex, and no lane uses the rings.
 cuda::Error CudaBackend::free_rings() {
-  const MutexLock lock(mutex_);
   for (CopyLane* lane : {&fetch_, &drain_}) {
     for (cuda::EventHandle event : lane->ring_events) events_->give_back(event);
     lane->ring_events.clear();
@@ -461,7 +465,8 @@ std::vector<bool> CudaBackend::staged_copies(const CopyLane& lane, const Transfe
 
 Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
   CopyLane& lane = copy_lane(label.lane);
-  std::vector<bool> staged = staged_copies(lane, transfer);
+  // A forked child may have inherited the mutex locked. There the lane abandons the op.
+  std::vector<bool> staged = lane.thread.is_forked() ? std::vector<bool>() : staged_copies(lane, transfer);
   auto ticket = std::make_shared<CudaTicket>(label, device_, events_);
   const std::int64_t submitted_ns = now_ns();
   lane.thread.enqueue({[this, &lane, label, ticket, submitted_ns, transfer = std::move(transfer),
@@ -469,6 +474,8 @@ Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<
                          try {
                            run(lane, label, transfer, staged, waits, ticket, submitted_ns);
                          } catch (...) {
+                           // A part of the copies may be queued, and who hears of the failure may reuse the memory.
+                           if (device_->StreamSynchronize(lane.stream) != cuda::kSuccess) device_.forget_error();
                            ticket->fail(std::current_exception());
                          }
                        },
@@ -601,8 +608,10 @@ bool CudaBackend::is_captured(Stream stream) const {
 // ---- the end ----
 
 void CudaBackend::idle() {
-  for (CopyLane* lane : copy_lanes()) lane->thread.idle();
   if (fetch_.thread.is_forked()) return;
+  for (CopyLane* lane : copy_lanes()) lane->thread.idle();
+  const MutexLock lock(close_mutex_);
+  if (closed_) return;  // the streams are gone
   try {
     const OnDevice on(device_);
     for (CopyLane* lane : copy_lanes()) {
@@ -620,9 +629,14 @@ void CudaBackend::close() {
   const MutexLock lock(close_mutex_);
   if (std::exchange(closed_, true)) return;
   for (CopyLane* lane : copy_lanes()) lane->thread.close();
-  const OnDevice on(device_);
   // Finishes what was queued on the device, even if something fails on the way. Reports the first failure.
   cuda::Error first = cuda::kSuccess;
+  std::optional<OnDevice> on;
+  try {
+    on.emplace(device_);
+  } catch (const MachineError&) {
+    first = cuda::kInvalidDevice;
+  }
   auto attempt = [&](cuda::Error error) {
     if (error == cuda::kSuccess) return;
     device_.forget_error();
@@ -635,7 +649,10 @@ void CudaBackend::close() {
   attempt(close_opened());
   attempt(links_.close());
   for (CopyLane* lane : copy_lanes()) attempt(device_->StreamDestroy(lane->stream));
-  attempt(free_rings());
+  {
+    const MutexLock rings_lock(mutex_);
+    attempt(free_rings());
+  }
   events_->close();
   device_.check(first, "closing the lanes");
 }

@@ -1,6 +1,7 @@
 #include "device/cuda_device.h"
 
 #include "base/errors.h"
+#include "device/own_thread.h"
 
 namespace noria {
 
@@ -26,7 +27,7 @@ OnDevice::OnDevice(const CudaDevice& device) : device_(device) {
   device_.check(device_->GetDevice(&previous_), "cudaGetDevice");
   if (previous_ != device_.index()) {
     device_.check(device_->SetDevice(device_.index()), "cudaSetDevice");
-    is_changed_ = true;
+    is_changed_ = !is_own_thread();
   }
   if (device_->ThreadExchangeStreamCaptureMode(&mode_) == cuda::kSuccess) return;
   device_.forget_error();

@@ -39,11 +39,15 @@ class CudaDevice {
 };
 
 /// While it lives, puts the calling thread on this device, and keeps its calls from disturbing another thread's capture
-/// of a CUDA graph. Use it on threads that noria does not own: the destructor restores both settings.
+/// of a CUDA graph. On threads that noria does not own the destructor restores both settings.
 ///
 /// Note [Captures]. While any thread captures in mode "global" (the default of torch.cuda.graph), CUDA refuses calls
 /// such as cudaEventQuery or cudaMalloc by other threads. Such calls also break the capture. A thread that has set its
 /// own mode to "relaxed" may make them. This is safe, because none of noria's calls touches what is captured.
+///
+/// Note [Contexts]. Setting a device makes its context, which takes half a GiB there. A thread begins on device 0. So
+/// on noria's own threads the destructor leaves the device as it is: to set it back to 0 would make a context on device
+/// 0.
 class OnDevice {
  public:
   explicit OnDevice(const CudaDevice& device);

@@ -106,6 +106,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
 }
 
 void HostBackend::free(std::byte* memory) {
+  if (fetch_->thread.is_forked()) return;  // a child may have inherited the mutex locked
   const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");

@@ -5,12 +5,11 @@
 #include <system_error>
 #include <utility>
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include "base/errors.h"
 #include "base/mutex.h"
-#include "device/timing.h"
+#include "device/own_thread.h"
 
 namespace noria {
 
@@ -31,8 +30,7 @@ struct HostLane::State {
   }
 
   void serve() {
-    pthread_setname_np(pthread_self(), ("noria-" + name).substr(0, 15).c_str());
-    ask_for_precise_sleep();
+    begin_own_thread(name);
     while (std::optional<Work> work = next()) {
       work->run();
       work.reset();  // releases what it held before any thread sees an idle lane

@@ -22,6 +22,7 @@
 #include "base/errors.h"
 #include "base/mutex.h"
 #include "device/lane_ledger.h"
+#include "device/own_thread.h"
 #include "device/timing.h"
 #include "optim/digest.h"
 #include "optim/update_queue.h"
@@ -133,8 +134,7 @@ struct HostOptimizer::State {
 };
 
 void HostOptimizer::State::serve() {
-  pthread_setname_np(pthread_self(), "noria-update");
-  ask_for_precise_sleep();
+  begin_own_thread("update");
   while (true) {
     const std::int64_t idle_since_ns = now_ns();
     const UpdateQueue::Taken taken = queue->take();

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import itertools
+import mmap
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from noria import _C
 
 from tests.python.device.conftest import fake_runtime
+from tests.python.optim import units
 
 MIB = 1 << 20
 PATIENCE_S = 60  # how long a test waits for what must happen; only a failing test takes so long
@@ -1337,6 +1339,53 @@ def test_a_backend_works_on_its_own_device_and_leaves_the_callers_alone(fake_cud
     backend.give(given, _C.DEFAULT_STREAM)  # which means: the default stream of its own device
     given.wait_passed()
     assert fake.get_device() == 0
+
+
+def test_threads_of_noria_never_touch_another_device(fake_cuda):
+    """Setting device 0 on a thread makes a context there, which takes half a GiB."""
+    fake, pool = fake_cuda.module, _C.HostOptimizer(num_threads=1)
+    backend = fake_cuda.backend(device=1)
+    fake.set_device(1)  # else this thread is set back to 0, where it was
+    try:
+        before = fake.counts().get("cudaSetDevice to 0", 0)
+        given = backend.open()
+        release = fake_cuda.hold(backend, _C.DEFAULT_STREAM)
+        backend.give(given, _C.DEFAULT_STREAM)
+        unit = units.make("adamw", 10, 0)
+        update = pool.submit(unit.job(), [given])
+        assert not update.passed()
+        release()
+        update.wait_passed()
+        backend.submit("fetch", [], waits=[given]).wait_passed()
+        assert fake.counts().get("cudaSetDevice to 0", 0) == before
+    finally:
+        pool.close()
+        fake.set_device(0)
+
+
+def test_idle_after_a_close_asks_nothing_of_the_device(fake_cuda):
+    backend = fake_cuda.backend()
+    backend.close()
+    before = fake_cuda.module.counts()
+    backend.idle()
+    assert fake_cuda.module.counts() == before
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_rings_that_could_not_be_made_are_made_for_the_next_home(fake_cuda, nth):
+    """An event of theirs cannot be made."""
+    fake, backend = fake_cuda.module, fake_cuda.backend()
+    alive = fake.alive()
+    homes = [np.frombuffer(mmap.mmap(-1, 4096), np.uint8) for _ in range(2)]
+    fake.fail_next("cudaHostRegister", error=2)
+    fake.fail_next("cudaEventCreateWithFlags", nth=nth)
+    with pytest.raises(_C.MachineError, match="cudaEventCreateWithFlags"):
+        backend.register_home(homes[0].ctypes.data, 4096, "copies")
+    assert backend.staging_bytes == 0 and fake.alive()["registrations"] == alive["registrations"]
+    fake.fail_next("cudaHostRegister", error=2)
+    assert "cudaHostRegister of" in backend.register_home(homes[1].ctypes.data, 4096, "copies")
+    memory = backend.allocate(4096)
+    backend.submit("drain", [(homes[1].ctypes.data, memory, 4096)]).wait_passed()
 
 
 def test_the_null_stream_means_the_default_stream_and_the_caller(fake_cuda):

@@ -387,6 +387,10 @@ cudaError_t cudaSetDevice(int device) {
   ENTER("cudaSetDevice");
   if (device < 0 || device >= fake_cuda::kNumDevices) return leave(cudaErrorInvalidDevice);
   current_device = device;
+  {
+    std::lock_guard lock(world().mutex);
+    ++world().counts["cudaSetDevice to " + std::to_string(device)];
+  }
   return cudaSuccess;
 }
 
