@@ -6,20 +6,25 @@ Two processes measure the same things, one with this tree's noria and one with t
     visits                   what a visit of a trainable block takes in `overhead.py`, forward and backward
     overlap                  steps of `overlap.py`'s balanced setting with paced compute, update="auto"
 
-While one process measures, the other waits for its turn. Of the ratios of pairs, this tree's time by the other's, the
-table shows the median and its 95 % interval: that of the order statistics, which assumes nothing about the noise.
+While one process measures, the other waits for its turn. A process may be faster than its like by where its memory
+lies. So both start anew for each round. A round's ratio, this tree's time by the other's, is the median of its pairs.
+The table shows the median of the rounds and its 95 % interval: that of the order statistics.
 
     python benchmarks/against.py ../other    # a built checkout of another commit; the same tree shows the noise
+
+Each tree measures with its own `overhead.py` and `overlap.py`, because names inside of noria change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,8 +111,9 @@ class Server:
 
     def measure(self, name: str) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # `_read` tells how the process ended
+            self._process.stdin.write(name + "\n")
+            self._process.stdin.flush()
         return float(self._read())
 
     def _read(self) -> Any:
@@ -136,37 +142,50 @@ def main() -> int:
     names = ["steps, torch", "steps, fused", "visits", "overlap"]
     parser = _common.parser_of(__doc__)
     parser.add_argument("other", type=Path, help="a built checkout of another commit")
-    parser.add_argument("--pairs", type=int, help="of each measure")
+    parser.add_argument("--rounds", type=int, help="starts of the two processes; from 6 on there is an interval")
+    parser.add_argument("--pairs", type=int, help="of each measure in each round")
     parser.add_argument("--only", choices=names)
     args = parser.parse_args()
-    pairs = args.pairs or (6 if args.quick else 100)
+    rounds, pairs = args.rounds or (2 if args.quick else 12), args.pairs or (2 if args.quick else 8)
     began = _common.hardware()
     other = args.other.resolve()
-    servers = {"this": Server(TREE, args.quick), "other": Server(other, args.quick)}
-    samples: dict[str, dict[str, list[float]]] = {}
+    trees = {"this": TREE, "other": other}
+    chosen = names if args.only is None else [args.only]
+    samples = {name: {which: list[list[float]]() for which in trees} for name in chosen}
+    for number in range(rounds):
+        order = list(trees) if number % 2 else list(reversed(trees))
+        servers = {which: Server(trees[which], args.quick) for which in order}
+        for name in chosen:
+            taken = {which: list[float]() for which in trees}
+            for pair in range(pairs):
+                for which in order if pair % 2 else reversed(order):
+                    taken[which].append(servers[which].measure(name))
+            for which in trees:
+                samples[name][which].append(taken[which])
+        for server in servers.values():
+            server.close()
     summary: dict[str, Any] = {}
     rows = []
-    for name in names if args.only is None else [args.only]:
-        taken: dict[str, list[float]] = {"this": [], "other": []}
-        for number in range(pairs):
-            for which in ("this", "other") if number % 2 else ("other", "this"):
-                taken[which].append(servers[which].measure(name))
-        ratios = [ours / theirs for ours, theirs in zip(taken["this"], taken["other"], strict=True)]
+    for name, by_tree in samples.items():
+        ratios = [
+            median(ours / theirs for ours, theirs in zip(*of_round, strict=True))
+            for of_round in zip(by_tree["this"], by_tree["other"], strict=True)
+        ]
         low, high = interval(ratios)
-        samples[name] = taken
         summary[name] = {"ratio": median(ratios), "low": low, "high": high}
-        rows.append(
-            [name, median(taken["this"]), median(taken["other"]), *(f"{x:.4f}" for x in (median(ratios), low, high))]
-        )
-    for server in servers.values():
-        server.close()
-    columns = ["s, or us a visit", "this", "other", "ratio of pairs", "95 %, from", "to"]
-    _common.show(f"this tree and another, {pairs} pairs", columns, rows)
+        times = [median(chain.from_iterable(by_tree[which])) for which in trees]
+        rows.append([name, *times, *(f"{x:.4f}" for x in (median(ratios), low, high))])
+    columns = ["s, or us a visit", "this", "other", "ratio", "95 %, from" if rounds >= 6 else "all, from", "to"]
+    _common.show(f"this tree and another, {rounds} rounds of {pairs} pairs", columns, rows)
     commits = {
-        which: subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        for which, tree in (("this", TREE), ("other", other))
+        which: subprocess.run(
+            ["git", "-C", tree, "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip()
+        for which, tree in trees.items()
     }
-    _common.Result("against", samples, summary, {"pairs": pairs, "commits": commits}).write(args, began)
+    _common.Result("against", samples, summary, {"rounds": rounds, "pairs": pairs, "commits": commits}).write(
+        args, began
+    )
     return 0
 
 

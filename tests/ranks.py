@@ -3,7 +3,8 @@ in turn, over what stands for NCCL.
 
 A process that imports torch takes two seconds of a core to start. So ranks are forked from a server that has imported
 it. They have one hash seed, and iterate over sets in one order. With RANKS=spawn in the environment, as in
-`make test-all`, each starts anew and has its own. So it does on the pretend GPU, whose threads do not survive a fork.
+`make test-all`, each starts anew and has its own. On the pretend GPU each always starts anew: its threads do not
+survive a fork.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _run(
     act: Callable[..., Any],
     args: Any,
 ) -> None:
-    os.environ.update(environment)  # the server has that of its own start
+    os.environ.clear()  # the server has the environment of its own start
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if device == "cuda":
         if size % torch.cuda.device_count():  # torch makes no mesh of them
@@ -90,7 +92,7 @@ def on_ranks(
     fresh: bool = False,
 ) -> Any:
     """What `act(rank, size, *args)` returns, by rank. `dying`: ranks that end without an answer: None. `timeout_s` is
-    the group's own. `fresh`: the ranks start anew, so that what the environment says at a start holds.
+    the group's own. `fresh`: the ranks start anew, for variables that malloc, for example, reads at the start.
 
     Raises AssertionError with the traceback of the first rank that raised."""
     context = _context(fresh)

@@ -95,7 +95,10 @@ void Backwards::task_ended(int task) {
   try {
     finish();
   } catch (...) {  // a drain has failed, for example, or ranks have parted
-    reset();
+    try {
+      reset();
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the first failure is the one to tell
+    }
     throw;
   }
   owners_.storages.raise_lost_writes();

@@ -1,13 +1,11 @@
 #include "bindings/listened_answers.h"
 
-#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
@@ -224,29 +222,6 @@ Answer answer_of(const c10::OperatorHandle& op) {
   };
   const auto found = answers->find(op.schema().name() + "." + op.schema().overload_name());
   return found == answers->end() ? nullptr : found->second;
-}
-
-Scale kept(const Scale& scale) {
-  if (scale.by == Scale::By::number) return scale;
-  const at::NoGradGuard no_grad;
-  return {scale.by, scale.tensor.detach().clone(), 1};
-}
-
-void multiply_by(const at::Tensor& target, const Scale& scale) {
-  const at::NoGradGuard no_grad;
-  switch (scale.by) {
-  case Scale::By::tensor:
-    target.mul_(scale.tensor);
-    break;
-  case Scale::By::number:
-    target.mul_(at::native::wrapped_scalar_tensor(scale.number));  // as Python does: a number would be rounded first
-    break;
-  case Scale::By::unscaling: {
-    at::Tensor ignored = at::zeros({}, scale.tensor.options());
-    at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{target}, ignored, scale.tensor);
-    break;
-  }
-  }
 }
 
 }  // namespace noria

@@ -1,7 +1,10 @@
 #include "bindings/listening.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -200,6 +203,29 @@ std::vector<std::string> writing_operators() {
 }
 
 }  // namespace
+
+Scale kept(const Scale& scale) {
+  if (scale.by == Scale::By::number) return scale;
+  const at::NoGradGuard no_grad;
+  return {scale.by, scale.tensor.detach().clone(), 1};
+}
+
+void multiply_by(const at::Tensor& target, const Scale& scale) {
+  const at::NoGradGuard no_grad;
+  switch (scale.by) {
+  case Scale::By::tensor:
+    target.mul_(scale.tensor);
+    break;
+  case Scale::By::number:
+    target.mul_(at::native::wrapped_scalar_tensor(scale.number));  // as Python does: a number would be rounded first
+    break;
+  case Scale::By::unscaling: {
+    at::Tensor ignored = at::zeros({}, scale.tensor.options());
+    at::_amp_foreach_non_finite_check_and_unscale_(std::vector<at::Tensor>{target}, ignored, scale.tensor);
+    break;
+  }
+  }
+}
 
 void register_listening() {
   const std::vector<std::string> writing = writing_operators();  // before anything is registered

@@ -17,13 +17,15 @@
 // Down: the thread reads the home once the transfer's tickets are issued. That is enough. The device cannot write such
 // memory, so only the host and drains write it, and their tickets are issued after they have written.
 //
-// Note [Current device]. Threads of the copy lanes stay on the device. On any other thread OnDevice sets it for a call,
-// and restores it afterwards.
+// Note [Current device]. noria's own threads stay on the device. On any other thread OnDevice sets it for a call, and
+// restores it afterwards.
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <map>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -117,6 +119,8 @@ class CudaBackend final : public Backend {
   std::byte* take(Bytes bytes, bool for_others);
   void run(CopyLane& lane, const OpLabel& label, const Transfer& transfer, const std::vector<bool>& staged,
            const std::vector<Ticket>& waits, const std::shared_ptr<CudaTicket>& ticket, std::int64_t submitted_ns);
+  void carry_out(CopyLane& lane, TimedOp op, const Transfer& transfer, const std::vector<bool>& staged,
+                 const std::shared_ptr<CudaTicket>& ticket);
   void copy(CopyLane& lane, const Transfer& transfer, const std::vector<bool>& staged);
   std::vector<bool> staged_copies(const CopyLane& lane, const Transfer& transfer) const;
   void make_rings() NORIA_REQUIRES(mutex_);
@@ -474,8 +478,6 @@ Ticket CudaBackend::submit(const OpLabel& label, Transfer transfer, std::vector<
                          try {
                            run(lane, label, transfer, staged, waits, ticket, submitted_ns);
                          } catch (...) {
-                           // A part of the copies may be queued, and who hears of the failure may reuse the memory.
-                           if (device_->StreamSynchronize(lane.stream) != cuda::kSuccess) device_.forget_error();
                            ticket->fail(std::current_exception());
                          }
                        },
@@ -494,6 +496,17 @@ void CudaBackend::run(CopyLane& lane, const OpLabel& label, const Transfer& tran
     hold_back(lane.stream, wait);
   }
   sleep_for_us(options_.pace->before_us(lane.lane, label.verb));
+  try {
+    carry_out(lane, std::move(op), transfer, staged, ticket);
+  } catch (...) {
+    // Some of the copies may be queued, and a waiter that hears of the failure may reuse their memory.
+    if (device_->StreamSynchronize(lane.stream) != cuda::kSuccess) device_.forget_error();
+    throw;
+  }
+}
+
+void CudaBackend::carry_out(CopyLane& lane, TimedOp op, const Transfer& transfer, const std::vector<bool>& staged,
+                            const std::shared_ptr<CudaTicket>& ticket) {
   times_.begin(op, lane.stream);
   if (lane.kind == cuda::kDeviceToDevice) {
     links_.copy(transfer.copies, lane.stream);
@@ -631,11 +644,12 @@ void CudaBackend::close() {
   for (CopyLane* lane : copy_lanes()) lane->thread.close();
   // Finishes what was queued on the device, even if something fails on the way. Reports the first failure.
   cuda::Error first = cuda::kSuccess;
+  std::exception_ptr unreached;
   std::optional<OnDevice> on;
   try {
     on.emplace(device_);
   } catch (const MachineError&) {
-    first = cuda::kInvalidDevice;
+    unreached = std::current_exception();
   }
   auto attempt = [&](cuda::Error error) {
     if (error == cuda::kSuccess) return;
@@ -654,6 +668,7 @@ void CudaBackend::close() {
     attempt(free_rings());
   }
   events_->close();
+  if (unreached) std::rethrow_exception(unreached);
   device_.check(first, "closing the lanes");
 }
 

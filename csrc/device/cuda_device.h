@@ -39,7 +39,7 @@ class CudaDevice {
 };
 
 /// While it lives, puts the calling thread on this device, and keeps its calls from disturbing another thread's capture
-/// of a CUDA graph. On threads that noria does not own the destructor restores both settings.
+/// of a CUDA graph. The destructor restores both settings; see Note [Contexts] for noria's own threads.
 ///
 /// Note [Captures]. While any thread captures in mode "global" (the default of torch.cuda.graph), CUDA refuses calls
 /// such as cudaEventQuery or cudaMalloc by other threads. Such calls also break the capture. A thread that has set its

@@ -106,7 +106,7 @@ std::byte* HostBackend::take(Bytes bytes, bool for_others) {
 }
 
 void HostBackend::free(std::byte* memory) {
-  if (fetch_->thread.is_forked()) return;  // a child may have inherited the mutex locked
+  if (fetch_->thread.is_forked()) return;  // the child may have inherited the mutex locked
   const MutexLock lock(mutex_);
   const auto found = allocations_.find(memory);
   NORIA_INVARIANT(found != allocations_.end(), "freed what the host backend did not allocate");
@@ -152,6 +152,7 @@ std::byte* HostBackend::open_shared(const SharedMemory& told) {
 }
 
 void HostBackend::close_shared(std::byte* memory) {
+  if (fetch_->thread.is_forked()) return;
   const MutexLock lock(mutex_);
   if (!closed_) unmap_pages(memory, opened_.remove(memory));
 }
@@ -176,7 +177,7 @@ HostBackend::TransferLane& HostBackend::transfer_lane(Lane lane) {
 
 Ticket HostBackend::submit(const OpLabel& label, Transfer transfer, std::vector<Ticket> waits) {
   TransferLane& lane = transfer_lane(label.lane);
-  if (label.lane == Lane::peer) {
+  if (label.lane == Lane::peer && !lane.thread.is_forked()) {
     const MutexLock lock(mutex_);
     opened_.check(transfer);
   }

@@ -1,4 +1,4 @@
-// Names the threads that noria makes, and knows them again.
+// Names the threads of lanes and of the host pool, and knows them again.
 //
 // Threads: each function is about the calling thread.
 #pragma once
@@ -7,10 +7,10 @@
 
 namespace noria {
 
-/// Call it first on a thread of noria's. `name` appears in debuggers, after "noria-" and cut to 15 characters.
+/// Call it first on such a thread. `name` appears in debuggers, after "noria-" and cut to 15 characters.
 void begin_own_thread(const std::string& name);
 
-/// Returns true on a thread that has called `begin_own_thread`. Other threads are the user's, torch's or TBB's.
+/// Returns true on a thread that has called `begin_own_thread`.
 bool is_own_thread();
 
 }  // namespace noria

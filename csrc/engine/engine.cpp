@@ -66,13 +66,17 @@ void Engine::end_open_pass(Stream stream) {
   if (pass_.phase) runner_.end(stream);
 }
 
-// What has failed may have been a copy of weights. So none is used again: all are fetched anew.
+// If a copy of a unit's weights has failed, the unit's copies are not used again: it is fetched anew.
 void Engine::sweep() {
+  std::vector<OpLabel> failed;
   try {
-    issuer_.sweep();
+    issuer_.sweep(failed);
   } catch (...) {
-    for (UnitId unit : units_.ids()) fetcher_.mark_stale(unit);
-    runner_.forget_plan();
+    for (const OpLabel& op : failed) {
+      if (op.verb != Verb::fetch && op.verb != Verb::gather && op.verb != Verb::stash) continue;
+      fetcher_.mark_stale(op.unit);
+      runner_.forget_plan();
+    }
     throw;
   }
 }
@@ -243,6 +247,10 @@ void Engine::clear_torn() {
   const Entry entry(gate_);
   if (backward_updates_) backward_updates_->clear_torn();
   updates_.clear_torn();
+  try {
+    sweep();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): failures of what has been mended; the caller has heard of them
+  }
 }
 
 // ---- what forwards save, and units at peers -----------------------------------------------------------------------
@@ -317,7 +325,7 @@ void Engine::close_lanes() {
     try {
       close();
     } catch (...) {
-      failure = std::current_exception();
+      if (!failure) failure = std::current_exception();
     }
   };
   attempt([&] {

@@ -70,7 +70,7 @@ void Issuer::poison(UnitId unit, Access leased, std::byte* memory, Bytes bytes) 
   submit(std::move(op), std::move(transfer));
 }
 
-void Issuer::sweep() {
+void Issuer::sweep(std::vector<OpLabel>& failed) {
   std::exception_ptr failure;
   for (auto it = tickets_.begin(); it != tickets_.end();) {
     if (!it->second->passed()) {
@@ -81,6 +81,7 @@ void Issuer::sweep() {
       it->second->wait_passed();
     } catch (...) {
       failure = std::current_exception();
+      failed.push_back(it->second->label);
     }
     it = tickets_.erase(it);
   }

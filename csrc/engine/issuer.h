@@ -51,8 +51,8 @@ class Issuer {
   std::vector<UnitId> take_touched();
 
   /// Forgets tickets that have passed or failed. Throws one of the failures found on the way; later ops do not hear of
-  /// any.
-  void sweep();
+  /// any. `failed` gets the labels of all that have failed.
+  void sweep(std::vector<OpLabel>& failed);
 
   Version version(BufferId buffer) const;
   /// Raises the version by one write and returns it.

@@ -71,7 +71,8 @@ void Updates::run_deferred(UnitId unit) {
 void Updates::await_inputs(UnitId unit, const std::vector<Ticket>& waits) {
   try {
     wait_for_all(waits);
-  } catch (const std::exception& error) {  // its gradient did not come, and other units have been updated
+  } catch (const std::exception& error) {  // its gradient did not come, and other units may have been updated
+    deferred_[unit] = false;
     mark_torn("the update of " + parts_.units[unit].facts.name + " broke off (" + error.what() + ")");
     throw;
   }
@@ -133,10 +134,6 @@ void Updates::clear_torn() {
   parts_.backend.idle();
   parts_.optimizer->clear_torn();
   committed_.fill(nullptr);
-  try {
-    parts_.issuer.sweep();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): tickets of what has been mended; the caller has heard of it
-  }
 }
 
 std::int64_t Updates::busy_us() const {

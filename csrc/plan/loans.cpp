@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/errors.h"
 #include "plan/matching.h"
 
 namespace noria {
@@ -17,6 +18,7 @@ Bytes own_need(SavedPeak saved) { return std::max(saved.most, saved.largest * 2)
 NeedAndSpare need_and_spare(SavedPeak saved, std::optional<Bytes> room) {
   if (!room) return {saved.most, {}};
   if (saved.most <= *room) return {{}, std::max(*room - own_need(saved), Bytes{})};
+  NORIA_INVARIANT(saved.largest > Bytes{}, "the blocks save something, and the largest saves nothing");
   const Bytes needed = saved.most - *room + saved.largest * 3;
   return {saved.largest * ceil_div(needed.count, saved.largest.count), {}};
 }

@@ -19,14 +19,14 @@ struct SavedPeak {
 };
 
 struct NeedAndSpare {
-  Bytes needed, spare;  // one of the two is 0
+  Bytes needed, spare;  // at most one of them is not 0
   auto operator<=>(const NeedAndSpare&) const = default;
 };
 
-/// Returns what a stage needs of others and what it can spare. `room`: what its own device has for saved tensors. With
-/// no room everything leaves the device. Otherwise the need is the excess over the room, plus three blocks, in whole
-/// blocks. Two of the three are for tensors that are saved now, and for tensors that leave or return meanwhile. The
-/// third is for ranges that do not fit each other.
+/// Returns what a stage needs of others and what it can spare. `room`: what its own device has for saved tensors.
+/// Without `room` everything leaves the device. Otherwise the need is the excess over the room, plus three blocks, in
+/// whole blocks. Two of the three are for tensors that are saved now, and for tensors that leave or return meanwhile.
+/// The third is for ranges that do not fit each other.
 NeedAndSpare need_and_spare(SavedPeak saved, std::optional<Bytes> room);
 
 /// Returns what a stage lacks for its own saved tensors while it lends `lent` bytes of its room; 0 or less if it lacks

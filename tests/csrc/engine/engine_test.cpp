@@ -6,6 +6,7 @@
 #include <atomic>
 #include <bit>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bare_engine.h"
@@ -176,6 +177,24 @@ TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
   model->update(0, /*on_pool=*/true);
   model->release_stream();
   EXPECT_THROW(model->idle(), MachineError);
+  model->close();
+}
+
+TEST(engine, a_deferred_update_whose_gradient_never_came_is_not_made_and_leaves_its_unit_torn) {
+  auto model = make(1, kSlotBytes * 8);
+  step(*model, false);
+  model->hold_stream();
+  model->break_stream();
+  forward(*model);
+  backward(*model);
+  model->begin_step();
+  model->update(1, /*on_pool=*/false);
+  model->release_stream();
+  const std::vector<float> before = model->array("weights", 1);
+  EXPECT_THROW(model->end_step(/*blocking=*/true), MachineError);
+  EXPECT_NE(model->engine().torn().find("broke off (a kernel failed)"), std::string::npos) << model->engine().torn();
+  model->engine().run_all_deferred();
+  EXPECT_EQ(model->array("weights", 1), before);
   model->close();
 }
 
