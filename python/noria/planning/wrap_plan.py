@@ -7,8 +7,6 @@ model, and backward runs in reverse. The engine plans again with the passes that
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 
 import torch
 from torch import nn
@@ -18,23 +16,21 @@ from noria import _C
 from noria._errors import usage_error
 from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH
-from noria.host.limits import Free, check_fits, margin_of, min_over_ranks, probe_limits
+from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.layout import (
-    HomeParameter,
     HomeUnit,
     Region,
     Ring,
     StatePlace,
     describe_units,
-    held_region,
-    scales_region,
     travel_dtype,
 )
-from noria.model.moment_formats import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.model.partition import Partition, partition, split_units
-from noria.model.shadow_optimizer import is_array, part_values, predict_state
-from noria.model.update_rules import ELEMENTWISE, SEPARABLE, FusedRule, choose, fused_units, rule_of, why_not_fused
+from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
+from noria.planning.draft_choice import choose_drafts, spare_needs
+from noria.planning.home_regions import gradient_ring, home_regions, state_places
+from noria.planning.kernels import Kernels
 from noria.policy import (
     Policy,
     compute_device,
@@ -44,11 +40,6 @@ from noria.policy import (
 __all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
 
 STAGING_RING = "staging ring"
-# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
-# of the units: long updates can then go on behind the next forward, and do not hold backward up.
-_RING_SLOTS = 4
-_RING_SHARE = 0.25
-
 
 LEAST_SAVED = 64 * 1024
 """Bytes. A smaller storage that a block saves stays where it is."""
@@ -199,22 +190,21 @@ def make_plan(
             "give a model with parameters: there is nothing to wrap in this one",
         )
     budgets = Budgets.of(policy, free, units)
-    kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
-    fused = fused_units(units, optimizers, kernels)
-    _check_states(units, optimizers, kernels, fused)
+    kernels = Kernels.of(units, optimizers, policy)
+    kernels.check_states()
     if policy.update == "backward":
-        _check_updates_in_backward(units, optimizers, kernels, fused)
+        kernels.check_updates_in_backward()
     if grid is not None:
-        _check_shared(optimizers)
+        kernels.check_shared()
+    kernels.mark_split()
     ring: Ring | None = None
-    unpredicted: list[str] = []
-    if policy.state_dtype != "fp32":
-        unpredicted += _fp32_states(optimizers, units, fused, policy.state_dtype)
-    draftable = _spare_needs(units, optimizers, fused, policy)
-    drafted = _choose_drafts(draftable, units, optimizers, kernels, fused, policy, budgets, device, free, unpredicted)
-    regions, states = _regions(units, optimizers, kernels, fused, drafted, policy, unpredicted)
+    unpredicted = kernels.fp32_states()
+    draftable = spare_needs(kernels)
+    states, state_bytes = state_places(kernels, unpredicted)
+    drafted = choose_drafts(kernels, draftable, state_bytes, budgets, device, free, unpredicted)
+    regions = home_regions(kernels, drafted, state_bytes)
     if policy.update == "backward":
-        ring = _ring(parts, units)
+        ring = gradient_ring(parts, units)
         regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
@@ -232,9 +222,9 @@ def make_plan(
         regions,
         arena,
         window,
-        kernels,
-        [_kernel_name(o, k, policy, units, fused) for o, k in zip(optimizers, kernels, strict=True)],
-        fused,
+        kernels.by_optimizer,
+        kernels.names(),
+        kernels.fused,
         drafted,
         draftable,
         states,
@@ -254,34 +244,6 @@ def make_plan(
         planned = result.passes[name] = _C.plan_pass(request, facts, table)
         entry = list(planned.exit)
     return result
-
-
-_KERNELS = {
-    "fused": "noria's fused kernel, on the host pool",
-    "torch": "torch, unit by unit",
-    "whole": "torch, all at once inside step() (not known to be separable)",
-}
-
-
-def _kernel_name(
-    optimizer: Optimizer, kernel: str, policy: Policy, units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]]
-) -> str:
-    """Returns a text: which code updates, and why not noria's own if torch does."""
-    name = f"{type(optimizer).__name__.removeprefix('Noria')} by {_KERNELS[kernel]}"
-    if kernel == "fused" and policy.state_dtype != "fp32":
-        name += f", with moments in {policy.state_dtype}"
-    if kernel == "torch" and policy.kernel != "torch":
-        return f"{name} (no kernel of noria's covers it: {why_not_fused(type(optimizer), optimizer.param_groups)})"
-    if kernel == "fused":
-        left, num_units = _left_to_torch(optimizer, units, fused)
-        if left and len(left) == num_units:
-            cls = type(optimizer).__name__.removeprefix("Noria")
-            return f"{cls} by {_KERNELS['torch']} (every unit is shared with another optimizer, or of another dtype)"
-        if left:
-            return f"{name}; {len(left)} of {num_units} units by torch, for another optimizer or their dtype: " + (
-                ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
-            )
-    return name
 
 
 def _refuse_lost_buffers(roots: list[nn.Module]) -> None:
@@ -333,260 +295,6 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
             lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held} with {hyper}")
     lines.append(f"drafts of units {sorted(planned.drafted)}")
     return lines
-
-
-def _ring(parts: Partition, units: list[HomeUnit]) -> Ring:
-    """Returns the ring that update="backward" has in place of held gradients.
-
-    If several modules use a unit, its gradients come in parts, so it gets a place of its own.
-    """
-    users = Counter(
-        unit for hook in parts.hooks for unit in {slot.unit for n in hook.needs for slot in units[n].parameters}
-    )
-    num_trainable = sum(unit.gradients > 0 for unit in units)
-    num_slots = max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable))
-    return Ring.of(units, {unit for unit, count in users.items() if count > 1}, num_slots)
-
-
-def _check_states(
-    units: list[HomeUnit],
-    optimizers: list[Optimizer],
-    kernels: list[str],
-    fused: dict[int, tuple[FusedRule, ...]],
-) -> None:
-    """Refuses optimizer state of earlier steps that noria's kernels cannot read."""
-    slots = {slot.parameter: slot for unit in units if unit.index in fused for slot in unit.parameters}
-    for optimizer, kernel in zip(optimizers, kernels, strict=True):
-        for group in optimizer.param_groups if kernel == "fused" else ():
-            for parameter in group["params"]:
-                if parameter in slots and parameter in optimizer.state:
-                    rule, slot = rule_of(type(optimizer), group), slots[parameter]
-                    rule.refuse_broken_state(slot, part_values(slot, optimizer.state[parameter]))
-
-
-def _check_updates_in_backward(
-    units: list[HomeUnit],
-    optimizers: list[Optimizer],
-    kernels: list[str],
-    fused: dict[int, tuple[FusedRule, ...]],
-) -> None:
-    expected = 'update="backward" with each unit updated as a whole by one kernel of noria\'s'
-    remedy = 'wrap with update="auto"'
-    for optimizer, kernel in zip(optimizers, kernels, strict=True):
-        if kernel != "fused":
-            reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
-            raise usage_error(expected, f"{type(optimizer).__name__}, which torch updates ({reason})", remedy)
-    held = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-    for unit in units:
-        own = {slot.parameter for slot in unit.parameters if slot.trainable}
-        if not own:
-            continue
-        if unit.index not in fused or len(fused[unit.index]) > 1:
-            raise usage_error(expected, f'"{unit.name}", which several rules or torch update', remedy)
-        if not any(own <= parameters for parameters in held):
-            most = max(held, key=lambda parameters: len(own & parameters))
-            name = next(slot.name for slot in unit.parameters if slot.trainable and slot.parameter not in most)
-            raise usage_error(
-                expected,
-                f'"{name}", which no optimizer holds, or another one than the rest of "{unit.name}"',
-                f"freeze it or give it to the optimizer, or {remedy}",
-            )
-
-
-def _fp32_states(
-    optimizers: list[Optimizer], units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]], state_dtype: str
-) -> list[str]:
-    """Returns notes: state that does not have the policy's dtype, because torch makes it."""
-    notes = []
-    for optimizer in optimizers:
-        left, num_units = _left_to_torch(optimizer, units, fused)
-        if left:
-            name = type(optimizer).__name__.removeprefix("Noria")
-            notes.append(
-                f"{name} keeps its own state, not {state_dtype}, of {len(left)} of {num_units} units: torch updates "
-                "them"
-            )
-    return notes
-
-
-def _check_shared(optimizers: list[Optimizer]) -> None:
-    """Refuses optimizers that ranks cannot share."""
-    for optimizer in optimizers:
-        if type(optimizer) not in ELEMENTWISE:
-            looks = "looks" if type(optimizer) in SEPARABLE else "may look"
-            raise usage_error(
-                "an optimizer that updates each element by itself, where ranks share the model",
-                f"{type(optimizer).__name__}, which {looks} at whole tensors, and a rank has but a part of each",
-                "use AdamW, another of torch.optim that works element by element, or noria.optim.Lion",
-            )
-
-
-def _left_to_torch(
-    optimizer: Optimizer, units: list[HomeUnit], fused: dict[int, tuple[FusedRule, ...]]
-) -> tuple[list[str], int]:
-    """Returns the names of this optimizer's units that noria's kernels do not update, and how many units it has."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    own = [unit for unit in units if any(slot.trainable and slot.parameter in held for slot in unit.parameters)]
-    return [unit.name for unit in own if unit.index not in fused], len(own)
-
-
-def _regions(
-    units: list[HomeUnit],
-    optimizers: list[Optimizer],
-    kernels: list[str],
-    fused: dict[int, tuple[FusedRule, ...]],
-    drafted: frozenset[int],
-    policy: Policy,
-    unpredicted: list[str],
-) -> tuple[list[Region], list[dict[tuple[int, str], StatePlace]]]:
-    """Returns the home's arenas, and the place in "optimizer state" of each tensor of each optimizer.
-
-    It also sets `is_split` of all parameters, and adds notes to `unpredicted`.
-    """
-    regions = [
-        Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
-        held_region(units),
-    ]
-    if policy.update != "backward":
-        regions.append(scales_region(units))
-    if policy.dtype is not None:
-        for unit in units:
-            for slot in unit.parameters:
-                slot.is_split = slot.has_master and unit.index in fused
-        plain = [0 if unit.index in fused else unit.home_gradients * 2 for unit in units]
-        low = [unit.home_gradients if unit.index in fused else 0 for unit in units]
-        regions.append(Region.of("low bits", low, sorted(drafted)))
-        regions.append(Region.of("masters", plain))
-        regions.append(Region.of("update scratch", [max(plain)]))
-    for number, purpose in enumerate(MOMENTS):
-        needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
-        kept = [unit if need else None for unit, need in zip(units, needed, strict=True)]
-        sizes = (moment_bytes(unit, policy.dtype, policy.state_dtype) if unit else 0 for unit in kept)
-        regions.append(Region.of(purpose, sizes, sorted(drafted)))
-        sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
-        regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
-    states: list[dict[tuple[int, str], StatePlace]] = []
-    ends = _Ends(units)
-    for optimizer, kernel in zip(optimizers, kernels, strict=True):
-        places: dict[tuple[int, str], StatePlace] = {}
-        states.append(places)
-        slots = [slot for unit in units for slot in unit.parameters if kernel != "fused" or unit.index not in fused]
-        slots_by_index = {slot.index: slot for slot in slots}
-        predicted = predict_state(optimizer, slots) if slots else {}
-        if predicted is None:
-            unpredicted.append(f"the state of {type(optimizer).__name__} is not known before its first step")
-        for index, tensors in (predicted or {}).items():
-            for key, tensor in tensors.items():
-                if is_array(key, tensor):
-                    places[(index, key)] = ends.add(slots_by_index[index], tensor)
-    regions.append(Region.of("optimizer state", [ends.most]))
-    return regions, states
-
-
-class _Ends:
-    """Lays out the state that torch keeps, and tracks where it ends on each rank that shares the model.
-
-    Ranks have parts of different parameters, yet all take as much memory as the rank that needs most (`most`).
-    """
-
-    def __init__(self, units: list[HomeUnit]) -> None:
-        self._own = 0
-        self._ends = [0] * max((unit.num_shards for unit in units), default=1)
-
-    @property
-    def most(self) -> int:
-        return max(self._ends)
-
-    def add(self, slot: HomeParameter, whole: torch.Tensor) -> StatePlace:
-        is_sharded = bool(slot.shard_ends) and whole.shape == slot.shape
-        shape = tuple(slot.like.shape if is_sharded else whole.shape)
-        place = StatePlace(self._own, shape, whole.dtype)
-        self._own += _aligned(math.prod(shape) * whole.itemsize)
-        for rank in range(len(self._ends)):
-            self._ends[rank] += _aligned((slot.count_on(rank) if is_sharded else whole.numel()) * whole.itemsize)
-        return place
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
-
-
-def _spare_needs(
-    units: list[HomeUnit], optimizers: list[Optimizer], fused: dict[int, tuple[FusedRule, ...]], policy: Policy
-) -> dict[int, int]:
-    """Returns, by index of a unit that can be drafted, the bytes of its spare buffers."""
-    if policy.update != "auto":
-        return {}
-    needs = {}
-    for unit in units:
-        if unit.index in fused and _can_be_drafted(unit, optimizers, fused[unit.index]):
-            low = unit.home_gradients if policy.dtype is not None else 0
-            moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
-            needs[unit.index] = unit.home_weights + low + len(fused[unit.index][0].keys) * moment
-    return needs
-
-
-def _choose_drafts(
-    needs: dict[int, int],
-    units: list[HomeUnit],
-    optimizers: list[Optimizer],
-    kernels: list[str],
-    fused: dict[int, tuple[FusedRule, ...]],
-    policy: Policy,
-    budgets: Budgets,
-    device: torch.device,
-    free: Free,
-    notes: list[str],
-) -> frozenset[int]:
-    """Chooses the units that get spare buffers: as many as `draft_memory` has room for.
-
-    They are spread evenly over the model: the updates left for the next forward then come evenly too.
-    """
-    budget = budgets.drafts
-    if budget == 0 or not fused or (budget is None and device.type == "cpu"):
-        return frozenset()
-    if policy.update != "auto":
-        if budget is not None:
-            notes.append(f'there are no drafts: update="{policy.update}" runs them at another time')
-        return frozenset()
-    if budget is None:
-        budget = _left_for_drafts(units, optimizers, kernels, fused, policy, budgets, free)
-    share = min(budget / max(sum(needs.values()), 1), 1.0)
-    chosen, taken, seen = [], 0, 0
-    for index, need in needs.items():
-        seen += need
-        if taken + need <= min(budget, share * seen + need / 2):
-            chosen.append(index)
-            taken += need
-    if needs and not chosen and budgets.drafts is not None:
-        notes.append(f"there are no drafts: the smallest unit's take {format_bytes(min(needs.values()))}")
-    return frozenset(chosen)
-
-
-def _can_be_drafted(unit: HomeUnit, optimizers: list[Optimizer], rules: tuple[FusedRule, ...]) -> bool:
-    """Returns True if one update can cover the whole unit: nothing frozen, one rule, one optimizer."""
-    if len(rules) > 1 or not all(slot.trainable for slot in unit.parameters):
-        return False
-    own = {slot.parameter for slot in unit.parameters}
-    held = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
-    return any(own <= parameters for parameters in held)
-
-
-def _left_for_drafts(
-    units: list[HomeUnit],
-    optimizers: list[Optimizer],
-    kernels: list[str],
-    fused: dict[int, tuple[FusedRule, ...]],
-    policy: Policy,
-    budgets: Budgets,
-    free: Free,
-) -> int:
-    regions, _ = _regions(units, optimizers, kernels, fused, frozenset(), policy, [])
-    home = sum(region.bytes for region in regions)
-    left = [budgets.host - home] if budgets.host is not None else []
-    if free.share is not None:
-        left.append(free.share.free - margin_of(free.share.free) - home)
-    return max(min(left, default=0), 0)
 
 
 def _facts(units: list[HomeUnit]) -> tuple[list[_C.UnitFacts], _C.BufferTable]:

@@ -1,0 +1,116 @@
+"""Lays out the home: the arenas of host memory, and where in them the state lies that torch keeps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+
+from noria import _C
+from noria.model.layout import HomeParameter, HomeUnit, Region, Ring, StatePlace, held_region, scales_region
+from noria.model.moment_formats import MOMENTS, SCALES, moment_bytes, scale_bytes
+from noria.model.partition import Partition
+from noria.model.shadow_optimizer import is_array, predict_state
+from noria.planning.kernels import Kernels
+
+__all__ = ["gradient_ring", "home_regions", "state_places"]
+
+# Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
+# of the units: long updates can then go on behind the next forward, and do not hold backward up.
+_RING_SLOTS = 4
+_RING_SHARE = 0.25
+
+
+def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) -> list[Region]:
+    """Returns the home's arenas. `drafted`: indices of the units that have spare buffers."""
+    units, fused, policy = kernels.units, kernels.fused, kernels.policy
+    regions = [
+        Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
+        held_region(units),
+    ]
+    if policy.update != "backward":
+        regions.append(scales_region(units))
+    if policy.dtype is not None:
+        plain = [0 if unit.index in fused else unit.home_gradients * 2 for unit in units]
+        low = [unit.home_gradients if unit.index in fused else 0 for unit in units]
+        regions.append(Region.of("low bits", low, sorted(drafted)))
+        regions.append(Region.of("masters", plain))
+        regions.append(Region.of("update scratch", [max(plain)]))
+    for number, purpose in enumerate(MOMENTS):
+        needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
+        kept = [unit if need else None for unit, need in zip(units, needed, strict=True)]
+        sizes = (moment_bytes(unit, policy.dtype, policy.state_dtype) if unit else 0 for unit in kept)
+        regions.append(Region.of(purpose, sizes, sorted(drafted)))
+        sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
+        regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
+    regions.append(Region.of("optimizer state", [state_bytes]))
+    return regions
+
+
+def state_places(kernels: Kernels, notes: list[str]) -> tuple[list[dict[tuple[int, str], StatePlace]], int]:
+    """Returns, by optimizer, the place in "optimizer state" of each tensor that torch keeps, and the arena's bytes.
+
+    Adds to `notes` what is not known before the first step.
+    """
+    states: list[dict[tuple[int, str], StatePlace]] = []
+    ends = _Ends(kernels.units)
+    for optimizer, kernel in zip(kernels.optimizers, kernels.by_optimizer, strict=True):
+        places: dict[tuple[int, str], StatePlace] = {}
+        states.append(places)
+        slots = [
+            slot
+            for unit in kernels.units
+            for slot in unit.parameters
+            if kernel != "fused" or unit.index not in kernels.fused
+        ]
+        slots_by_index = {slot.index: slot for slot in slots}
+        predicted = predict_state(optimizer, slots) if slots else {}
+        if predicted is None:
+            notes.append(f"the state of {type(optimizer).__name__} is not known before its first step")
+        for index, tensors in (predicted or {}).items():
+            for key, tensor in tensors.items():
+                if is_array(key, tensor):
+                    places[(index, key)] = ends.add(slots_by_index[index], tensor)
+    return states, ends.most
+
+
+def gradient_ring(parts: Partition, units: list[HomeUnit]) -> Ring:
+    """Returns the ring that update="backward" has in place of held gradients.
+
+    If several modules use a unit, its gradients come in parts, so it gets a place of its own.
+    """
+    users = Counter(
+        unit for hook in parts.hooks for unit in {slot.unit for n in hook.needs for slot in units[n].parameters}
+    )
+    num_trainable = sum(unit.gradients > 0 for unit in units)
+    num_slots = max(_RING_SLOTS, math.ceil(_RING_SHARE * num_trainable))
+    return Ring.of(units, {unit for unit, count in users.items() if count > 1}, num_slots)
+
+
+class _Ends:
+    """Lays out the state that torch keeps, and tracks where it ends on each rank that shares the model.
+
+    Ranks have parts of different parameters, yet all take as much memory as the rank that needs most (`most`).
+    """
+
+    def __init__(self, units: list[HomeUnit]) -> None:
+        self._own = 0
+        self._ends = [0] * max((unit.num_shards for unit in units), default=1)
+
+    @property
+    def most(self) -> int:
+        return max(self._ends)
+
+    def add(self, slot: HomeParameter, whole: torch.Tensor) -> StatePlace:
+        is_sharded = bool(slot.shard_ends) and whole.shape == slot.shape
+        shape = tuple(slot.like.shape if is_sharded else whole.shape)
+        place = StatePlace(self._own, shape, whole.dtype)
+        self._own += _aligned(math.prod(shape) * whole.itemsize)
+        for rank in range(len(self._ends)):
+            self._ends[rank] += _aligned((slot.count_on(rank) if is_sharded else whole.numel()) * whole.itemsize)
+        return place
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
