@@ -69,8 +69,9 @@ test-modules: all
 # new examples.
 test-all: export RANKS = spawn
 test-all: tidy googletest sanitize test-modules
-	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default
-	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default)
+	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default --durations=40
+	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default \
+	  --durations=40)
 
 googletest: all
 	@$(CMAKE) build/current >/dev/null  # GoogleTest may have been installed since
