@@ -145,7 +145,7 @@ def calls_blocks(side: Side) -> None:
     """Blocks are called by themselves, in another order, and one of them twice."""
     for number in range(STEPS):
         backward(side, number)
-        x = torch.ones(2, 6, side.model.embed.embedding_dim, device=DEVICE)
+        x = torch.ones(2, 6, side.model.embed.embedding_dim, device=DEVICE, dtype=side.model.embed.weight.dtype)
         for index in (3, 1, 3):
             x = side.model.blocks[index](x)
         x.square().mean().backward()
