@@ -153,7 +153,9 @@ def _pairs(
         if wanted is None:
             continue
         if name not in contents:
-            raise usage_error(f"a checkpoint with {name!r}", f"{sorted(contents)} in {path}", "save it with noria.save")
+            raise usage_error(
+                f"a checkpoint with {name!r}", f"{sorted(contents)} in {path}", f"give noria.save the {name}, too"
+            )
         targets, states = as_list(wanted), as_list(contents[name])
         if len(targets) != len(states):
             raise usage_error(f"{len(states)} of {name!r}, as in {path}", str(len(targets)), "give what was saved")

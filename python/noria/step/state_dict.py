@@ -63,18 +63,22 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
         _refuse_broken(members, state_dict, parameters)
         state_dict, low_bits = _without_low_bits(state_dict, parameters)
         loaded = _loaded_by_torch(members, state, state_dict)
-        dict.clear(state.shown)
-        for key, values in loaded.items():
-            if values or key not in members.context.slot_of:
-                dict.__setitem__(state.shown, key, values)
-        state.part()
-        for parameter in parameters:
-            slot = members.context.slot_of[parameter]
-            members.context.engine.home.access_home(slot.unit, True)
-            low = low_bits.get(parameter)
-            if low is not None and slot.has_master:
-                state.masters.set_low_bits(slot, low)
-            state.adopt(slot)
+        try:
+            dict.clear(state.shown)
+            for key, values in loaded.items():
+                if values or key not in members.context.slot_of:
+                    dict.__setitem__(state.shown, key, values)
+            state.part()
+            for parameter in parameters:
+                slot = members.context.slot_of[parameter]
+                members.context.engine.home.access_home(slot.unit, True)
+                low = low_bits.get(parameter)
+                if low is not None and slot.has_master:
+                    state.masters.set_low_bits(slot, low)
+                state.adopt(slot)
+        except BaseException:
+            members.context.engine.mark_torn("a load of the optimizer's state broke off")
+            raise
 
 
 def _compared(members: ParamGroups, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[st
     """Lets the optimizer's own `load_state_dict` check and cast the state. Returns the state by real parameter.
 
     During that call the optimizer holds stand-ins on the CPU, with the dtypes of the home. The call replaces the
-    parameter groups, as it does in plain PyTorch.
+    parameter groups, as it does in plain PyTorch. If it raises, the optimizer has its old groups and state.
     """
     optimizer, slot_of = members.optimizer, members.context.slot_of
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -150,18 +154,32 @@ def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[st
 
     before = optimizer._optimizer_load_state_dict_pre_hooks
     after = optimizer._optimizer_load_state_dict_post_hooks
-    exchange(optimizer, stand_in)
     driver = optimizer._noria  # type: ignore[attr-defined]
-    del optimizer._noria  # type: ignore[attr-defined]
+    groups = optimizer.param_groups
+    kept = [(group, dict(group), list(group["params"])) for group in groups]
+    shown = [(stand_in(key), values) for key, values in OptimizerState.unwatched.items(state.shown)]
+    loaded: dict[Any, Any] = {}
     try:
+        optimizer.state = defaultdict(dict, shown)  # a copy, so that what fails or is interrupted leaves the real one
+        exchange(optimizer, stand_in)
+        del optimizer._noria  # type: ignore[attr-defined]
         _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # hooks must see real parameters, so they run outside
         original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
-    finally:
-        _set_load_hooks(optimizer, before, after)
-        optimizer._noria = driver  # type: ignore[attr-defined]
         exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
-        loaded, optimizer.state = optimizer.state, state.shown
-    return dict(OptimizerState.unwatched.items(loaded))
+        loaded = dict(optimizer.state)
+    except BaseException:
+        exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
+        optimizer.param_groups = groups
+        for group, values, parameters in kept:
+            group.clear()
+            group.update(values)
+            group["params"][:] = parameters
+        raise
+    finally:
+        optimizer.state = state.shown
+        optimizer._noria = driver  # type: ignore[attr-defined]
+        _set_load_hooks(optimizer, before, after)
+    return loaded
 
 
 def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:

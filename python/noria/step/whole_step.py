@@ -68,8 +68,8 @@ class WholeStep:
                 self._lend_home()
 
         self._driver = optimizer._noria  # type: ignore[attr-defined]
-        self._lend_home()
         try:
+            self._lend_home()
             result = step(optimizer) if closure is None else step(optimizer, with_the_model)
         finally:
             self._take_home_back()
