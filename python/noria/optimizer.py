@@ -203,6 +203,15 @@ def check_optimizer(optimizer: object) -> None:
         raise usage_error(
             "an optimizer whose step() is its class's own", "one replaced on the object", "replace it after noria.wrap"
         )
+    try:
+        optimizer._noria = None  # type: ignore[attr-defined]
+        del optimizer._noria  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise usage_error(
+            "an optimizer that takes an attribute, by which its class finds noria",
+            f"{type(optimizer).__name__}, which does not ({error})",
+            "let its __setattr__ pass what it does not know",
+        ) from error
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable") or group.get("capturable"):
             raise usage_error(

@@ -312,7 +312,12 @@ def _carry_out(
     context = Context(planned, home, engine, backend, device_buffers, pool, ranks, trace)
     if home.staged:
         context.ledger.expect("host", STAGING_RING, _C.STAGING_BYTES)
-    wrapped = Wrapped(context, stages)
+    try:
+        wrapped = Wrapped(context, stages)
+    except BaseException:
+        for slot, value in values:
+            slot.parameter.data = value
+        raise
     while values:
         slot, value = values.pop(0)
         if missing.pop(0):

@@ -91,9 +91,13 @@ class Wrapped:
         )
         self.drivers = StepDrivers(context)
         # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
-        self.hooks = ModuleHooks(
-            context, run, self.loads, self.boundary, self.activations, self.peer_memory.check, self.drivers.expect
-        )
+        try:
+            self.hooks = ModuleHooks(
+                context, run, self.loads, self.boundary, self.activations, self.peer_memory.check, self.drivers.expect
+            )
+        except BaseException:
+            self.activations.remove()
+            raise
         self.hooks.keeps_alive = self
         self.state_dicts = ModuleStateDicts(context, run, self.sync, self.weights, self.loads)
         self._connect_engine()

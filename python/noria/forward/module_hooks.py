@@ -123,6 +123,13 @@ class ModuleHooks:
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
+        try:
+            self._install()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self) -> None:
         for spec in self.context.partition.hooks:
             self._install_hook(spec)
         # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.

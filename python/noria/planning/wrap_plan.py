@@ -180,8 +180,10 @@ def make_plan(
     parts = partition(roots, policy.units)
     if grid is not None:  # ranks sum one dtype at a time
         parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
-    if is_carried_out and values:
-        _refuse_lost_buffers(roots)
+    if is_carried_out:
+        _refuse_without_hooks(parts)
+        if values:
+            _refuse_lost_buffers(roots)
     units = describe_units(parts.units, policy.dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
     if not units:
         raise usage_error(
@@ -244,6 +246,20 @@ def make_plan(
         planned = result.passes[name] = _C.plan_pass(request, facts, table)
         entry = list(planned.exit)
     return result
+
+
+def _refuse_without_hooks(parts: Partition) -> None:
+    """Refuses modules that no hook can be put on, as those of torch.jit.script."""
+    for module in [*parts.roots, *(hook.module for hook in parts.hooks)]:
+        try:
+            module.register_forward_pre_hook(lambda *_: None).remove()
+            module.register_forward_hook(lambda *_: None, always_call=True).remove()
+        except Exception as error:
+            raise usage_error(
+                "modules that take forward hooks, by which noria hears when weights are needed",
+                f"{type(module).__name__}, which does not ({error})",
+                "give the module itself, not a scripted one",
+            ) from error
 
 
 def _refuse_lost_buffers(roots: list[nn.Module]) -> None:
