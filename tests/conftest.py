@@ -49,9 +49,11 @@ def pytest_collection_modifyitems(items):
         if seen[test] % step:
             item.add_marker("rest")
         seen[test] += 1
-    # A worker takes a whole file at a time. Files with long tests come first: at the end one worker would run alone.
+    # A worker takes a whole file at a time. Files with long tests come first in their folder: at the end one worker
+    # would run alone.
     long = {item.path for item in items if item.get_closest_marker("long") or item.get_closest_marker("search")}
-    items.sort(key=lambda item: item.path not in long)
+    folders = list(dict.fromkeys(item.path.parent for item in items))
+    items.sort(key=lambda item: (folders.index(item.path.parent), item.path not in long))
 
 
 def pytest_configure(config):

@@ -40,7 +40,7 @@ def _done(act: Callable[..., Any], *args: Any) -> Any:
 
 
 def _context(fresh: bool) -> Any:
-    if fresh or DEVICE == "cuda" or os.environ.get("RANKS") == "spawn":
+    if fresh or torch.cuda.is_available() or os.environ.get("RANKS") == "spawn":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.device_mesh", "noria"])

@@ -438,6 +438,7 @@ OF_THREE: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.mark.long
+@pytest.mark.cpu_only("the links of a device have no limits that a test sets")
 def test_three_stages_lend_in_proportion_to_links():
     for name, failure in in_turn_on_ranks(3, OF_THREE).items():
         assert not failure, f"{name}: {failure}"

@@ -191,6 +191,7 @@ def test_compiled_models(how):
 
 
 @pytest.mark.long
+@pytest.mark.cpu_only("inductor asks for triton where a device computes")
 def test_blocks_compiled_by_inductor_have_the_bits_of_inductor():
     torch._dynamo.reset()
 
