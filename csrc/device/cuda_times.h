@@ -2,8 +2,9 @@
 // clock.
 //
 // Nothing here waits for the device. An op leaves two events in its stream. Their times are looked up later: when a
-// caller asks for statistics, a copy is queued, or `kMostInFlight` ops of a lane are without a time. If as many still
-// are, the newest is extended over those that follow. Their bytes are counted, and the gaps between them count as work.
+// caller asks for statistics, when a copy is queued, or when a lane has `kMostInFlight` ops without a time. If it still
+// has that many afterwards, its newest op is extended over the next ones. Their bytes are counted, and the gaps between
+// them count as work.
 //
 // Units: nanoseconds of `now_ns`.
 // Ownership: owns a pool of timed events. A point returns its event when its time is known, or with its last owner.

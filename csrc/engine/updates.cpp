@@ -73,7 +73,7 @@ void Updates::await_inputs(UnitId unit, const std::vector<Ticket>& waits) {
     wait_for_all(waits);
   } catch (const std::exception& error) {  // its gradient did not come, and other units may have been updated
     deferred_[unit] = false;
-    mark_torn("the update of " + parts_.units[unit].facts.name + " broke off (" + error.what() + ")");
+    mark_torn(broke_off("the update of ", unit, error.what()));
     throw;
   }
 }
@@ -102,11 +102,15 @@ void Updates::mark_torn(const std::string& why) {
   if (torn_.empty()) torn_ = why;
 }
 
+std::string Updates::broke_off(const std::string& what, UnitId unit, const std::string& why) const {
+  return what + parts_.units[unit].facts.name + " broke off (" + why + ")";
+}
+
 std::string Updates::torn() const {
   if (parts_.optimizer == nullptr) return torn_;
   std::string found = torn_;
   const auto add = [&](const std::string& what, UnitId unit, const std::string& why) {
-    found += (found.empty() ? "" : "; ") + what + parts_.units[unit].facts.name + " broke off (" + why + ")";
+    found += (found.empty() ? "" : "; ") + broke_off(what, unit, why);
   };
   for (UnitId unit : committed_.ids()) {
     if (!committed_[unit] || !committed_[unit]->passed()) continue;

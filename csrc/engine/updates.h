@@ -58,6 +58,7 @@ class Updates {
   void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
 
  private:
+  std::string broke_off(const std::string& what, UnitId unit, const std::string& why) const;
   void await_inputs(UnitId unit, const std::vector<Ticket>& waits);
   void note_ran(const Op& op, const std::vector<Ticket>& waits, std::int64_t asked_us, std::int64_t start_us);
 

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <tbb/blocked_range.h>

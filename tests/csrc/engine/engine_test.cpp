@@ -166,14 +166,19 @@ TEST(engine, an_update_that_fails_is_thrown_and_leaves_nobody_waiting) {
   model->close();
 }
 
+// The failure shows when the stream is released.
+void begin_step_behind_a_broken_kernel(BareEngine& model) {
+  step(model, false);
+  model.hold_stream();
+  model.break_stream();
+  forward(model);
+  backward(model);
+  model.begin_step();
+}
+
 TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
   auto model = make(1, kSlotBytes * 8);
-  step(*model, false);
-  model->hold_stream();
-  model->break_stream();
-  forward(*model);
-  backward(*model);
-  model->begin_step();
+  begin_step_behind_a_broken_kernel(*model);
   model->update(0, /*on_pool=*/true);
   model->release_stream();
   EXPECT_THROW(model->idle(), MachineError);
@@ -182,12 +187,7 @@ TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
 
 TEST(engine, a_deferred_update_whose_gradient_never_came_is_not_made_and_leaves_its_unit_torn) {
   auto model = make(1, kSlotBytes * 8);
-  step(*model, false);
-  model->hold_stream();
-  model->break_stream();
-  forward(*model);
-  backward(*model);
-  model->begin_step();
+  begin_step_behind_a_broken_kernel(*model);
   model->update(1, /*on_pool=*/false);
   model->release_stream();
   const std::vector<float> before = model->array("weights", 1);
