@@ -7,6 +7,7 @@ import torch
 from noria.host.limits import Free, margin_of
 from noria.model.layout import HomeUnit
 from noria.model.moment_formats import moment_bytes, scale_bytes
+from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets
 from noria.planning.home_regions import home_regions
 from noria.planning.kernels import Kernels
@@ -20,9 +21,9 @@ def spare_needs(kernels: Kernels) -> dict[int, int]:
     policy = kernels.policy
     if policy.update != "auto":
         return {}
-    needs = {}
+    needs, held = {}, kernels.held()
     for unit in kernels.units:
-        if unit.index in kernels.fused and _can_be_drafted(unit, kernels):
+        if unit.index in kernels.fused and _can_be_drafted(unit, kernels.fused[unit.index], held):
             low = unit.home_gradients if policy.dtype is not None else 0
             moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
             needs[unit.index] = unit.home_weights + low + len(kernels.fused[unit.index][0].keys) * moment
@@ -38,7 +39,7 @@ def choose_drafts(
     free: Free,
     notes: list[str],
 ) -> frozenset[int]:
-    """Chooses the units that get spare buffers: as many as `draft_memory` has room for.
+    """Chooses the units that get spare buffers: as many as fit in `draft_memory`.
 
     They are spread evenly over the model: the updates left for the next forward then come evenly too. `needs`: what
     `spare_needs` returns; `state_bytes`: of the state that torch keeps.
@@ -64,12 +65,11 @@ def choose_drafts(
     return frozenset(chosen)
 
 
-def _can_be_drafted(unit: HomeUnit, kernels: Kernels) -> bool:
+def _can_be_drafted(unit: HomeUnit, rules: tuple[FusedRule, ...], held: list[set[torch.Tensor]]) -> bool:
     """Returns True if one update can cover the whole unit: nothing frozen, one rule, one optimizer."""
-    if len(kernels.fused[unit.index]) > 1 or not all(slot.trainable for slot in unit.parameters):
+    if len(rules) > 1 or not all(slot.trainable for slot in unit.parameters):
         return False
     own = {slot.parameter for slot in unit.parameters}
-    held = [{p for group in o.param_groups for p in group["params"]} for o in kernels.optimizers]
     return any(own <= parameters for parameters in held)
 
 

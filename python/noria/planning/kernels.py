@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
@@ -37,6 +38,10 @@ class Kernels:
     def of(cls, units: list[HomeUnit], optimizers: list[Optimizer], policy: Policy) -> Kernels:
         kernels = [choose(optimizer, policy.kernel) for optimizer in optimizers]
         return cls(units, policy, optimizers, kernels, fused_units(units, optimizers, kernels))
+
+    def held(self) -> list[set[torch.Tensor]]:
+        """Returns the parameters of each optimizer."""
+        return [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in self.optimizers]
 
     def mark_split(self) -> None:
         """Sets which parameters keep their master as a working copy and low bits."""
@@ -112,7 +117,7 @@ class Kernels:
             if kernel != "fused":
                 reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
                 raise usage_error(expected, f"{type(optimizer).__name__}, which torch updates ({reason})", remedy)
-        held = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in self.optimizers]
+        held = self.held()
         for unit in self.units:
             own = {slot.parameter for slot in unit.parameters if slot.trainable}
             if not own:

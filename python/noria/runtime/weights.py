@@ -119,24 +119,22 @@ class Weights:
         self.run.require_consistent("noria.materialize")
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
         with self.gathered.taken(units) as memory, self.run.materializing():
-            was: dict[int, torch.Tensor] = {}
             complaints: list[HomeParameter] = []
             shared, is_open = "", False
             try:  # from here on an interrupt at any line closes the home again
                 with plainly():
                     self.engine.home.open_home(list(units), not read_only, memory)
                     is_open = True
-                if not read_only:
-                    was.update({slot.index: self.home.working(slot).clone() for slot in slots if slot.has_master})
+                masters = [slot for slot in slots if slot.has_master and not read_only]
+                was = {slot.index: self.home.working(slot).clone() for slot in masters}
                 versions = {slot.index: slot.parameter._version for slot in slots}
                 self._before_materialize.append(was)
                 try:
                     yield
                 finally:
                     self._before_materialize.pop()  # blocks nest
-                    shared = (
-                        self.engine.home.bring_home()
-                    )  # names of parameters that the user has given the same memory
+                    # Names of parameters that the user has given the same memory.
+                    shared = self.engine.home.bring_home()
                     await_device(self.context.device)  # copies that the user and `bring_home` have queued
                     written = [slot for slot in slots if slot.parameter._version != versions[slot.index]]
                     if self.context.ranks is not None:

@@ -158,17 +158,20 @@ def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[st
     groups = optimizer.param_groups
     kept = [(group, dict(group), list(group["params"])) for group in groups]
     shown = [(stand_in(key), values) for key, values in OptimizerState.unwatched.items(state.shown)]
-    loaded: dict[Any, Any] = {}
+
+    def owner(parameter: nn.Parameter) -> nn.Parameter:
+        return owners.get(parameter, parameter)
+
     try:
         optimizer.state = defaultdict(dict, shown)  # a copy, so that what fails or is interrupted leaves the real one
         exchange(optimizer, stand_in)
         del optimizer._noria  # type: ignore[attr-defined]
         _set_load_hooks(optimizer, OrderedDict(), OrderedDict())  # hooks must see real parameters, so they run outside
         original_class(type(optimizer)).load_state_dict(optimizer, state_dict)
-        exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
-        loaded = dict(optimizer.state)
+        exchange(optimizer, owner)
+        return dict(optimizer.state)
     except BaseException:
-        exchange(optimizer, lambda parameter: owners.get(parameter, parameter))
+        exchange(optimizer, owner)
         optimizer.param_groups = groups
         for group, values, parameters in kept:
             group.clear()
@@ -179,7 +182,6 @@ def _loaded_by_torch(members: ParamGroups, state: HomeState, state_dict: dict[st
         optimizer.state = state.shown
         optimizer._noria = driver  # type: ignore[attr-defined]
         _set_load_hooks(optimizer, before, after)
-    return loaded
 
 
 def _set_load_hooks(optimizer: Optimizer, before: OrderedDict[Any, Any], after: OrderedDict[Any, Any]) -> None:
