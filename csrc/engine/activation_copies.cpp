@@ -123,10 +123,10 @@ Ticket ActivationStore::submit(TransferBatch load, Lane lane, Verb verb, UnitId 
 }
 
 void ActivationStore::offload(const std::vector<SavedId>& going, bool go_home, UnitId unit) {
+  for (SavedId saved : going) take_place(at(saved), go_home);  // may run Python code
   TransferBatch to_home, to_peers;
   for (SavedId saved : going) {
     Entry& entry = at(saved);
-    take_place(entry, go_home);
     TransferBatch& load = is_at_peers(entry.extents) ? to_peers : to_home;
     load.saved.push_back(saved);
     load.op.accesses.push_back({entry.token, issuer_.version(entry.token), Access::Mode::read});

@@ -1,8 +1,8 @@
 // ActivationStore moves what forwards save off the device, to peers or to the host, and brings it back ahead of the
 // backward.
 //
-// Ownership: borrows issuer and backend from the engine. The callbacks hold the device memory and get more memory at
-// home. The memory that peers lend is the caller's.
+// Ownership: borrows issuer and backend from the engine. The callbacks hold the device memory. The memory at home and
+// the memory that peers lend are the caller's.
 // Order: ops are issued in the order of the calls.
 // Threads: the caller serialises. `enter` may block until a lane has caught up, so that saved tensors cannot pile up on
 // the device. `await` and `shrink_peer` block.
@@ -70,13 +70,14 @@ struct SavedByModule {
 class ActivationStore {
  public:
   /// `room`: device memory for bundles; none: as few stay as overlap allows.
-  ActivationStore(Issuer& issuer, Backend& backend, EngineCallbacks& callbacks, std::optional<Bytes> room)
+  ActivationStore(Issuer& issuer, Backend& backend, EngineCallbacks& callbacks, MoreHome more_home,
+                  std::optional<Bytes> room)
       : issuer_(issuer),
         backend_(backend),
         callbacks_(callbacks),
         own_room_(room),
         room_(room),
-        places_(issuer.buffers(), callbacks) {}
+        places_(issuer.buffers(), std::move(more_home)) {}
 
   /// From now on what leaves goes to peers first. Call once for each peer.
   void add_peer(const PeerMemory& peer) { places_.add_peer(peer); }

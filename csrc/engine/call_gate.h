@@ -1,13 +1,12 @@
 // CallGate lets one thread at a time into the engine, and lets the engine call out of itself.
 //
-// Order: `outside` opens the gate for the calling thread alone. So a deferred update, which is Python code, may call
-// the engine. It must not ask for the unit that it updates: that call would wait for the update itself. Other threads
-// wait until the update is done, as for the call that runs it. No lock is held meanwhile.
+// Order: `outside` opens the gate for the calling thread alone. So Python code that the engine runs may call the
+// engine. A deferred update must not ask for the unit that it updates: that call would wait for the update itself.
+// Other threads wait until the call outside has returned. No lock is held meanwhile.
 // Threads: any. Never called with the GIL held: the thread inside may want it.
 #pragma once
 
 #include <atomic>
-#include <functional>
 #include <thread>
 
 #include "base/errors.h"
@@ -30,7 +29,8 @@ class NORIA_THREAD_ANNOTATION(capability("gate")) CallGate {
   };
 
   /// Calls `call` without the gate, and takes the gate again. The caller holds the gate.
-  void outside(const std::function<void()>& call) NORIA_UNCHECKED {  // `leave` unlocks, `enter` locks
+  template <class Call>
+  auto outside(const Call& call) NORIA_UNCHECKED {  // `leave` unlocks, `enter` locks
     ++depth_;
     outside_ = std::this_thread::get_id();
     leave();
@@ -42,7 +42,7 @@ class NORIA_THREAD_ANNOTATION(capability("gate")) CallGate {
         gate.returned_.notify_all();
       }
     } returns{*this};
-    call();
+    return call();
   }
 
  private:

@@ -24,9 +24,13 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
-      activations_(options_.saves
-                       ? std::make_optional<ActivationStore>(issuer_, *backend_, callbacks_, options_.saved_room)
-                       : std::nullopt),
+      activations_(options_.saves ? std::make_optional<ActivationStore>(
+                                        issuer_, *backend_, callbacks_,
+                                        [this](Bytes least) {
+                                          return gate_.outside([&] { return callbacks_.more_home(least); });
+                                        },
+                                        options_.saved_room)
+                                  : std::nullopt),
       compute_(*backend_, issuer_),
       updates_(parts_, update_time_, [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
       drafts_(parts_, updates_),

@@ -12,7 +12,7 @@ Extents SavedPlaces::take(Bytes bytes, bool of_home) {
   }
   auto range = home_.take(bytes);
   if (!range) {
-    const auto [memory, more] = callbacks_.more_home(bytes);
+    const auto [memory, more] = more_home_(bytes);
     home_.add(memory, more);
     range = home_.take(bytes);
   }

@@ -1,21 +1,26 @@
 // SavedPlaces gives places to saved tensors that leave the device: at peers while they have room, else at home.
 //
-// Units, order, threads: as in peer_places.h. Ownership: the memory is the caller's. The callbacks give more home
-// memory.
+// Units, order, threads: as in peer_places.h. Ownership: the memory is the caller's, who gives more of the home's if
+// asked.
 #pragma once
 
-#include "engine/engine_callbacks.h"
+#include <functional>
+#include <utility>
+
 #include "engine/peer_places.h"
 
 namespace noria {
 
 inline bool is_at_peers(const Extents& extents) { return extents.front().peer.has_value(); }
 
+/// As EngineCallbacks::more_home. It may call the engine.
+using MoreHome = std::function<std::pair<std::byte*, Bytes>(Bytes least)>;
+
 class SavedPlaces {
  public:
-  SavedPlaces(BufferTable& buffers, EngineCallbacks& callbacks)
+  SavedPlaces(BufferTable& buffers, MoreHome more_home)
       : buffers_(buffers),
-        callbacks_(callbacks),
+        more_home_(std::move(more_home)),
         peers_(buffers, Purpose::saved_copy) {}
 
   void add_peer(const PeerMemory& peer) { peers_.add_peer(peer); }
@@ -30,7 +35,7 @@ class SavedPlaces {
 
  private:
   BufferTable& buffers_;
-  EngineCallbacks& callbacks_;
+  const MoreHome more_home_;
   PeerPlaces peers_;
   RangePool home_;
 };

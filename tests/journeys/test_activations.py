@@ -17,6 +17,7 @@ import noria
 import pytest
 import torch
 from noria import _C
+from noria.forward.activations import Activations
 from noria.forward.recompute import Recomputation
 from noria.pipeline.peer_cache import PeerCache
 from noria.planning import wrap_plan
@@ -595,6 +596,21 @@ def test_what_does_not_fit_host_memory_is_refused():
         model(torch.randn(4, 64, WIDTH))
     with torch.no_grad():
         assert model(torch.randn(4, 64, WIDTH)).isfinite().all()
+
+
+def test_code_that_runs_while_the_home_grows_may_ask_the_engine(monkeypatch):
+    """Python runs signal handlers wherever it runs."""
+    own, texts = Activations.more_home, []
+
+    def more_home(self: Activations, least: int) -> tuple[int, int]:
+        texts.append(str(noria.report(model)))
+        return own(self, least)
+
+    monkeypatch.setattr(Activations, "more_home", more_home)
+    model = Wide(3)
+    noria.wrap(model, device=DEVICE, window=2, activations="offload")
+    model(torch.randn(256, 256, WIDTH)).mean().backward()
+    assert texts
 
 
 def test_the_first_pieces_grow_and_then_no_more():
