@@ -61,7 +61,7 @@ void ShownGradients::begin_backward(bool is_last) {
 void ShownGradients::arrived(int number, const at::Tensor& value) {
   Gradient& gradient = gradients_[index(number)];
   gradient.known.clear();
-  const bool is_dead = gradient.held->is_dead() && !callbacks_.norms_of_parts;
+  const bool is_dead = is_used_up(number);
   if ((asks_.empty() && !is_dead) || value.numel() == 0) return;
   const at::NoGradGuard no_grad;
   std::set<Question> asks = asks_;
@@ -188,21 +188,28 @@ void ShownGradients::multiply(int number, const Scale& scale) {
   gradients_[index(number)].held->add_scale(scale);
 }
 
-bool ShownGradients::unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) {
-  if (!are_settled(numbers) || callbacks_.norms_of_parts) return false;
-  std::vector<at::Tensor> largest;
+std::vector<at::Tensor> ShownGradients::largest(const std::vector<int>& numbers) {
+  if (callbacks_.norms_of_parts) return callbacks_.norms_of_parts(numbers, kLargest);
   asked_.insert({kLargest, false});
-  bool is_known = true;
+  std::vector<at::Tensor> found;
   for (const int number : numbers) {
-    Gradient& gradient = gradients_[index(number)];
-    if (!gradient.held->scales().empty() || gradient.held->is_dead() || !gradient.held->is_private()) return false;
-    at::Tensor norm = answer(gradient, {kLargest, false});
-    is_known = is_known && norm.defined();
-    if (is_known) largest.push_back(std::move(norm));
+    const Gradient& gradient = gradients_[index(number)];
+    const bool is_as_it_came = gradient.held->scales().empty() && gradient.held->is_private();
+    found.push_back(is_as_it_came ? answer(gradient, {kLargest, false}) : at::Tensor());
   }
-  if (!is_known) return false;
+  return found;
+}
+
+bool ShownGradients::unscale(const std::vector<int>& numbers, const at::Tensor& found_inf, const Scale& scale) {
+  if (!are_settled(numbers)) return false;
+  const std::vector<at::Tensor> known = largest(numbers);
+  if (!std::all_of(known.begin(), known.end(), [](const at::Tensor& each) { return each.defined(); })) return false;
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> together{at::stack(largest)};
+  std::vector<at::Tensor> together{at::stack(known)};
+  if (std::any_of(numbers.begin(), numbers.end(), [this](int number) { return is_used_up(number); })) {
+    // The update has been made: no scale can change it, and a scaler cannot skip it.
+    return scale.tensor.item<float>() == 1 && together.front().isfinite().all().item<bool>();
+  }
   at::Tensor found = found_inf;
   at::_amp_foreach_non_finite_check_and_unscale_(together, found, scale.tensor);
   const Scale by = kept(scale);

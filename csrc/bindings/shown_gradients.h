@@ -96,6 +96,13 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
 
   static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   bool are_settled(const std::vector<int>& numbers) const;
+  /// Returns true if an update inside backward uses the gradient, in one process: then only what was taken as it
+  /// arrived is known.
+  bool is_used_up(int number) const {
+    return gradients_[index(number)].held->is_dead() && !callbacks_.norms_of_parts;
+  }
+  /// Returns the largest magnitudes; undefined where it is not known. Gradients that ranks share are asked for on all.
+  std::vector<at::Tensor> largest(const std::vector<int>& numbers);
   static at::Tensor answer(const Gradient& gradient, const Question& question);
   /// Returns true if the gradient's only scale, an unscaling, equals the rehearsed one. Otherwise it notes this scale
   /// for the next step.

@@ -378,6 +378,30 @@ def test_nobody_sees_a_gradient_that_is_gone():
     assert parameter.grad is None
 
 
+def test_a_scaler_passes_whose_scale_is_one():
+    def journey(side: Side) -> None:
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1.0, growth_interval=1000)
+        for number in range(3):
+            scaler.scale(loss_of(side.model, number)).backward()
+            if number == 1:
+                scaler.unscale_(side.optimizer)
+                side.keep("norm", torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1e6))
+            scaler.step(side.optimizer)
+            scaler.update()
+            side.keep(f"scale {number}", scaler.get_scale())
+            side.optimizer.zero_grad()
+
+    both_in_backward(journey)
+
+
+def test_a_scaler_is_refused_that_would_skip_an_update_that_is_made():
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1.0)
+    scaler.scale(loss_of(model, 0) * float("inf")).backward()
+    with pytest.raises(RuntimeError, match=r"update=.backward"):
+        scaler.step(optimizer)
+
+
 def clipped_steps(model, optimizer, max_norm: float, by=torch.nn.utils.clip_grad_norm_) -> list[torch.Tensor]:
     norms = []
     for number in range(4):

@@ -36,12 +36,13 @@ class Pair:
         with on_machine(hostility=HOSTILE):
             noria.wrap(self.model, self.ours, device=DEVICE, window=2, **policy)
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int, scaled: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None) -> None:
         """What is there already is kept out of the sum over the ranks."""
         held = [p.grad for p in self.plain.parameters()]
         self.plain.zero_grad()
         for each in (self.plain, self.model):
-            loss_of(each, 100 * self.rank + number).backward()
+            loss = loss_of(each, 100 * self.rank + number)
+            (loss if scaled is None else scaled(each, loss)).backward()
         share_gradients(self.plain.parameters(), self.size, in_fp32=False)
         for p, before in zip(self.plain.parameters(), held, strict=True):
             if before is not None:
@@ -103,6 +104,32 @@ def clips_twice(rank: int, size: int) -> None:
         for max_norm in (1.0, BITES, BITES / 3):
             pair.both(lambda model, max_norm=max_norm: clip(model.parameters(), max_norm))
         pair.step()
+
+
+def scales_losses(rank: int, size: int, kernel: str, clips: bool, overflows: bool = True) -> None:
+    """The loss of one rank becomes infinite: all ranks skip that step."""
+    pair = Pair(rank, size, Net, kernel=kernel)
+    models = (pair.plain, pair.model)
+    scalers = {each: torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2) for each in models}
+    updaters = {pair.plain: pair.theirs, pair.model: pair.ours}
+    for number in range(4):
+        blows_up = overflows and number == 2 and rank == 0
+
+        def scaled(model: nn.Module, loss: torch.Tensor, blows_up: bool = blows_up) -> torch.Tensor:
+            return scalers[model].scale(loss * float("inf") if blows_up else loss)
+
+        pair.backward(number, scaled)
+        if clips:
+            for each in models:
+                scalers[each].unscale_(updaters[each])
+            pair.both(lambda model: clip(model.parameters(), BITES))
+        for each in models:
+            scalers[each].step(updaters[each])
+            scalers[each].update()
+            updaters[each].zero_grad()
+        assert scalers[pair.plain].get_scale() == scalers[pair.model].get_scale()
+        assert_same_bits(pair.model.state_dict(), pair.plain.state_dict())
+    assert (scalers[pair.model].get_scale() != 2.0**12) == overflows
 
 
 def clips_in_noria_s_kernels(rank: int, size: int, accumulates: bool, **policy: Any) -> None:
@@ -243,6 +270,11 @@ BY_TORCH = [
     for foreach in (None, True, False)
 ]
 TOTALS = [act(f"total norm, foreach={foreach}", clips_by_a_total_norm, foreach) for foreach in (True, False)]
+SCALED = [
+    act(f"scaled losses, {kernel}, clips={clips}", With(scales_losses, kernel=kernel, clips=clips))
+    for kernel, clips in (("torch", False), ("torch", True), ("fused", False))
+]
+FINE = act("scaled losses that stay finite", With(scales_losses, kernel="torch", clips=False, overflows=False))
 FUSED = [
     act("noria's kernels", With(clips_in_noria_s_kernels, accumulates=False)),
     act("noria's kernels, accumulating", With(clips_in_noria_s_kernels, accumulates=True)),
@@ -265,6 +297,11 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*BY_TORCH, *TOTALS])
 def test_a_clip_has_the_norm_of_the_whole_model_and_torchs_bits(found, name):
+    assert_fine(found, name)
+
+
+@pytest.mark.parametrize("name", [*SCALED, FINE])
+def test_a_grad_scaler_unscales_and_skips_on_all_ranks_alike_with_torchs_bits(found, name):
     assert_fine(found, name)
 
 

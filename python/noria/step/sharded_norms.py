@@ -36,15 +36,17 @@ class ShardedNorms:
         """Returns one norm for each slot index; None means that the norm is not known. Collective.
 
         For parameters that noria's kernels update, the norm is summed in fp64 and rounded once. For parameters that
-        torch updates, the whole gradient is gathered, and the norm has the bits of torch's operator.
+        torch updates, the whole gradient is gathered, and the norm has the bits of torch's operator. The infinity norm
+        needs only the parts.
         """
         slots = [self.context.slots[index] for index in indices]
         if order < 0:
             return [None for _ in slots]
         fusing = {slot.index: each for each in self.drivers for slot in each.slots() if each.fuses(slot)}
         with plainly():
-            by_torch = [slot for slot in slots if slot.index not in fusing]
-            fused = [slot for slot in slots if slot.index in fusing]
+            # The largest magnitude of the parts is that of the whole, to the bit.
+            by_torch = [] if math.isinf(order) else [slot for slot in slots if slot.index not in fusing]
+            fused = [slot for slot in slots if slot.index in fusing or math.isinf(order)]
             if self.context.updates_in_backward:
                 found = self._of_updates(fused, order)
             else:
