@@ -16,6 +16,7 @@
 #include "device/host_backend.h"
 #include "device/host_ticket.h"
 #include "device/link_probe.h"
+#include "device/own_thread.h"
 #include "device/timing.h"
 
 namespace py = pybind11;
@@ -228,6 +229,7 @@ void bind_device(py::module_& m) {
   bind_shared_memory(m);
   bind_backend(m);
   m.attr("DEFAULT_STREAM") = Stream::of(nullptr).value();
+  m.def("begin_own_thread", &begin_own_thread, py::arg("name"));
   m.def("make_host_backend", &make_host, py::arg("capacity"), py::arg("pace") = py::none());
   py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<cuda::Runtime>(open_cuda(path)); }),

@@ -35,8 +35,21 @@ bool is_runtime(std::string_view path) {
   return name.starts_with(kLibrary) && name.find(".so") != std::string_view::npos;
 }
 
+/// Returns the runtime that torch itself calls, if it is a library: other packages may have loaded another one first.
+std::vector<std::string> torchs_runtime() {
+  void* const torch = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  if (torch == nullptr) return {};
+  Dl_info found{};
+  void* const call = dlsym(torch, "cudaGetDevice");  // also looks into the libraries that it needs
+  const bool is_found = call != nullptr && dladdr(call, &found) != 0 && found.dli_fname != nullptr;
+  dlclose(torch);
+  return is_found && is_runtime(found.dli_fname) ? std::vector<std::string>{found.dli_fname}
+                                                 : std::vector<std::string>{};
+}
+
+/// Returns torch's first.
 std::vector<std::string> loaded_runtimes() {
-  std::vector<std::string> paths;
+  std::vector<std::string> paths = torchs_runtime();
   dl_iterate_phdr(
       [](dl_phdr_info* info, std::size_t, void* found) {
         if (info->dlpi_name != nullptr && is_runtime(info->dlpi_name)) {

@@ -6,6 +6,7 @@ that error. It says how much memory noria has, and what would help.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
@@ -47,12 +48,17 @@ def advice(planned: WrapPlan, taken: int, wanted: int) -> str:
 
 
 def tell_when_full(run: RunState) -> None:
-    """Turns on the warning for a wrapped model on CUDA. The allocator's observer is attached only once."""
+    """Turns on the warning for a wrapped model on CUDA. The allocator's observer is attached only once.
+
+    Allocators that know no observers (`PYTORCH_ALLOC_CONF=backend:cudaMallocAsync`) give no warning.
+    """
     if run.context.device.type != "cuda":
         return
     _RUNNING.add(run)
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is not None and not _is_told:
+    if attach is None or _is_told:
+        return
+    with contextlib.suppress(RuntimeError):
         attach(_observe)
         _is_told.append(True)  # there is no way to detach
 

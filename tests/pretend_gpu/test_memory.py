@@ -247,6 +247,25 @@ def run(code, expect=0):
     return done.stderr
 
 
+def test_training_on_a_device_never_touches_another():
+    """Setting device 0 on a thread, if only back to it, makes a context there, which takes half a GiB."""
+    run(
+        """
+        import noria, torch
+        import _pretend_gpu
+        torch.cuda.set_device(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = _pretend_gpu.calls().get("cudaSetDevice to 0", 0)
+        noria.wrap(model, optimizer, device="cuda:1")
+        model(torch.zeros(2, 64, device="cuda:1")).sum().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        assert _pretend_gpu.calls().get("cudaSetDevice to 0", 0) == before
+        """
+    )
+
+
 @pytest.mark.parametrize(
     ("touch", "kind"),
     [

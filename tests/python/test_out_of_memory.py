@@ -1,10 +1,12 @@
 """What noria says when torch's allocator finds no memory: how much of it is noria's, and what would do."""
 
 import types
+import weakref
 
 import pytest
 import torch
-from noria.out_of_memory import advice
+from noria import out_of_memory
+from noria.out_of_memory import advice, tell_when_full
 from noria.planning.budgets import room_on_device
 from noria.policy import Policy
 
@@ -43,3 +45,20 @@ def test_rows_of_words_leave_room_for_the_loss_under_auto():
     assert room_on_device(auto, (8 << 30, 80 << 30), [unit, block]) == 6 << 30
     assert room_on_device(auto, (8 << 30, 80 << 30), [block]) == 8 << 30
     assert room_on_device(explicit, (64 << 30, 80 << 30), [unit]) == 8 << 30
+
+
+def test_an_allocator_without_observers_is_no_obstacle(monkeypatch):
+    """That of `backend:cudaMallocAsync` refuses to be observed. By then the model has moved."""
+
+    def refuse(observer):
+        raise RuntimeError("cudaMallocAsync does not support OOM observers")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
+    monkeypatch.setattr(out_of_memory, "_is_told", [])
+    monkeypatch.setattr(out_of_memory, "_RUNNING", weakref.WeakSet())
+
+    class Run:
+        context = types.SimpleNamespace(device=torch.device("cuda:0"))
+
+    tell_when_full(Run())
+    assert out_of_memory._is_told == [], "an allocator that comes later is asked again"

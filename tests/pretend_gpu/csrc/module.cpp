@@ -52,6 +52,7 @@ PYBIND11_MODULE(_pretend_gpu, m) {
   m.def("set_division", [](bool divides) { pretend_gpu::settings().divides = divides; });
   m.def("set_capacity", &fake_cuda::set_capacity);
   m.def("counters", &counters);
+  m.def("calls", &fake_cuda::counts);
   m.def("reset_counters", [] {
     pretend_gpu::launches().reset();
     fake_cuda::reset_waits();

