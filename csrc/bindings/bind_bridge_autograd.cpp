@@ -116,7 +116,7 @@ void bind_home(py::module_& m) {
   py::class_<EngineHome>(m, "EngineHome")
       .def(
           "access_home",
-          [](const EngineHome& self, std::int32_t unit, bool write) { self.engine().access_home(UnitId(unit), write); },
+          [](const EngineHome& self, std::int32_t unit, bool write) { self->access_home(UnitId(unit), write); },
           py::arg("unit"), py::arg("write"), NoGil())
       .def(
           "open_home",

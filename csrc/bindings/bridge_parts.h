@@ -17,6 +17,7 @@ struct BridgeParts {
   const c10::Device device;
   const bool updates_in_backward;
   const bool is_shared;  // ranks share the model: each has a part of every unit
+  const Shards shards;   // of size 1 if they do not
   const ParameterTable& parameters;
   Backend& backend;
   Engine& engine;

@@ -21,7 +21,7 @@ void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byt
                      "call it before the forward or after backward()");
   }
   for (const UnitId unit : units) {
-    if (storages_.is_staged(unit)) {
+    if (!parts_.is_shared && storages_.is_staged(unit)) {
       throw UsageError("noria.materialize on weights in pinned memory, which the device can read",
                        "weights that the driver refused to pin (noria.report names the reason)",
                        "allow this process to pin more memory (ulimit -l unlimited, or the container's --ulimit "

@@ -1,6 +1,9 @@
 #include "bindings/storage_binding.h"
 
-#include <limits>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+
 #include <utility>
 
 #include "base/errors.h"
@@ -22,10 +25,6 @@ std::string ended_message(const std::string& unit) {
                     "one that needs weights of unit \"" + unit + "\", which have left the device",
                     "call backward() first, or run the forward again");
 }
-
-// Limits how often a unit's bytes are compared with the home's if it is only known that they may have been written. It
-// applies to devices where the caller waits for a comparison. torch's own operators report their writes.
-constexpr int kMostComparisons = 2;
 
 }  // namespace
 
@@ -54,17 +53,16 @@ StorageBinding::~StorageBinding() {
 
 void StorageBinding::bind(const std::vector<BridgedUnit>& units) {
   const std::size_t num_units = units.size();
-  homes_ = UnitMap<std::byte*>(num_units, nullptr);
-  is_staged_ = UnitMap<bool>(num_units, false);
-  comparisons_left_ =
-      UnitMap<int>(num_units, parts_.device.is_cpu() ? std::numeric_limits<int>::max() : kMostComparisons);
+  facts_ = UnitMap<UnitFacts>(num_units, {});
+  working_ = UnitMap<std::byte*>(num_units, nullptr);
+  sums_ = UnitMap<std::optional<ByteSums>>(num_units, std::nullopt);
+  is_looked_at_ = UnitMap<bool>(num_units, false);
   versions_.resize(static_cast<std::size_t>(parts_.parameters.size()), 0);
   std::vector<std::unique_ptr<UnitStorage>> storages;
   for (const UnitId unit : parts_.parameters.units()) {
     const EngineUnit& engine = units[static_cast<std::size_t>(unit.value)].engine;
-    const bool is_whole = engine.working != nullptr && !parts_.is_shared;
-    if (is_whole) homes_[unit] = parts_.backend.device_address(engine.working);
-    is_staged_[unit] = is_whole && homes_[unit] == nullptr;
+    facts_[unit] = engine.facts;
+    working_[unit] = engine.working;
     storages.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, parts_.device,
                                                      evicted_message(engine.facts.name, parts_.is_shared)));
     listen(storages.back()->storage(), writes_, unit.value);
@@ -82,6 +80,7 @@ void StorageBinding::end() {
 
 void StorageBinding::attach(UnitId unit, std::byte* weights) {
   storages_[unit]->attach(weights);
+  if (is_looked_at_[unit]) sums_[unit] = sums_of(storages_[unit]->bytes());
   for (const int index : parts_.parameters.of(unit)) {
     versions_[static_cast<std::size_t>(index)] = parts_.parameters[index].facts.variable._version();
   }
@@ -89,27 +88,91 @@ void StorageBinding::attach(UnitId unit, std::byte* weights) {
 
 bool StorageBinding::evict(UnitId unit) {
   UnitStorage& weights = *storages_[unit];
-  // The bytes tell if an operator wrote that no version counter saw (`p.data.clamp_()`). Other code asks for a pointer
-  // to write and only reads; compiled code does so at every visit.
-  int& comparisons_left = comparisons_left_[unit];
-  const bool may_be_written = weights.written() || has_python_object(weights.storage());
-  const bool is_asked = weights.is_told() || (may_be_written && comparisons_left > 0);
-  const bool is_changed = is_asked && homes_[unit] != nullptr && !weights.equals(homes_[unit]);
-  if (is_asked && !weights.is_told() && !is_changed) --comparisons_left;
+  // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`). A rank cannot see a write
+  // to other ranks' shards, so there any such operator counts.
+  const bool may_be_written = !weights.is_told() && (weights.written() || has_python_object(weights.storage()));
+  bool is_changed = weights.is_told() && (parts_.shards.size > 1 || !is_as_at_home(unit));
+  if (may_be_written && parts_.device.is_cpu()) is_changed = !is_as_at_home(unit);
+  const at::Tensor looked_at = may_be_written && !parts_.device.is_cpu() ? weights.bytes() : at::Tensor();
   weights.evict();
+  if (looked_at.defined()) look(unit, looked_at);
   const std::size_t num_lost = lost_writes_.size();
   for (const int index : parts_.parameters.of(unit)) {
     const BridgedParameter& left = parts_.parameters[index].facts;
     if (left.variable._version() == versions_[static_cast<std::size_t>(index)]) continue;
     lost_writes_.push_back("\"" + left.name + "\"");
   }
-  if (is_changed && lost_writes_.size() == num_lost) {
-    lost_writes_.push_back("a parameter of " + parts_.parameters.unit_name(unit));
-  }
+  if (is_changed && lost_writes_.size() == num_lost) lost_writes_.push_back(some_parameter_of(unit));
   return lost_writes_.size() == num_lost;
 }
 
+// On the device if it can address the home, else on the host.
+at::Tensor StorageBinding::home_bytes(const HomePart& part) const {
+  std::byte* const seen = parts_.backend.device_address(part.memory);
+  const c10::Device device = seen != nullptr ? parts_.device : c10::Device(c10::kCPU);
+  return tensor_over(seen != nullptr ? seen : part.memory, part.bytes.count, device, at::kByte, {part.bytes.count}, {1});
+}
+
+bool StorageBinding::is_as_at_home(UnitId unit) const {
+  if (working_[unit] == nullptr) return true;
+  for (const HomePart& part : home_parts(facts_[unit], working_[unit], parts_.shards)) {
+    const at::Tensor home = home_bytes(part);
+    const at::Tensor shown = storages_[unit]->bytes(part.begin, part.bytes);
+    if (!at::equal(shown.to(home.device()), home)) return false;
+  }
+  return true;
+}
+
+at::Tensor StorageBinding::differs_from_home(UnitId unit, const at::Tensor& bytes) const {
+  at::Tensor found;
+  for (const HomePart& part : home_parts(facts_[unit], working_[unit], parts_.shards)) {
+    const ByteSums home = sums_of(home_bytes(part));
+    const ByteSums there{home.columns.to(parts_.device), home.rest.to(parts_.device)};  // staged homes are the host's
+    const at::Tensor each = differ(sums_of(bytes.narrow(0, part.begin.count, part.bytes.count)), there);
+    found = found.defined() ? found.logical_or(each) : each;
+  }
+  return found;
+}
+
+void StorageBinding::look(UnitId unit, const at::Tensor& bytes) {
+  if (working_[unit] == nullptr || bytes.numel() == 0) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor is_changed = sums_[unit] ? differ(*sums_[unit], sums_of(bytes)) : differs_from_home(unit, bytes);
+  is_looked_at_[unit] = true;
+  const at::Tensor answer = at::empty({}, at::TensorOptions(at::kBool).pinned_memory(true));
+  answer.copy_(is_changed, /*non_blocking=*/true);
+  const Ticket ticket = parts_.backend.open({OpId(), Lane::compute, Verb::user, unit});
+  parts_.backend.give(ticket, parts_.current_stream());
+  looks_.push_back({unit, answer, ticket});
+}
+
+void StorageBinding::read_looks() {
+  while (!looks_.empty() && looks_.front().ticket->passed()) {
+    const Look look = std::move(looks_.front());
+    looks_.pop_front();
+    look.ticket->wait_passed();  // raises if the device has failed
+    if (!look.answer.const_data_ptr<bool>()[0]) continue;
+    lost_writes_.push_back(some_parameter_of(look.unit));
+    stale_.push_back(look.unit);
+  }
+}
+
+void StorageBinding::await_looks() {
+  if (!looks_.empty()) looks_.back().ticket->wait_passed();
+  read_looks();
+}
+
+std::vector<UnitId> StorageBinding::take_stale() {
+  read_looks();
+  return std::exchange(stale_, {});
+}
+
+std::string StorageBinding::some_parameter_of(UnitId unit) const {
+  return "a parameter of " + parts_.parameters.unit_name(unit);
+}
+
 void StorageBinding::raise_lost_writes() {
+  read_looks();
   if (lost_writes_.empty()) return;
   const std::string name = std::exchange(lost_writes_, {}).front();
   throw UsageError("parameters that only optimizer.step() changes while they are on the device",
@@ -165,7 +228,7 @@ void StorageBinding::bump_versions(const std::vector<int>& indices) {
   for (const int index : indices) parts_.parameters[index].facts.variable.unsafeGetTensorImpl()->bump_version();
 }
 
-// ---- storages and the home --------------------------------------------------------------------------------------
+// ---- storages ---------------------------------------------------------------------------------------------------
 
 bool StorageBinding::has(const c10::Storage& storage) const {
   for (const UnitId unit : storages_.ids()) {
@@ -179,11 +242,6 @@ bool StorageBinding::is_attached(const c10::Storage& storage) const {
     if (storages_[unit]->attached() && storages_[unit]->is(storage)) return true;
   }
   return false;
-}
-
-void StorageBinding::home_moved(UnitId unit, std::byte* working) {
-  if (parts_.is_shared) return;
-  homes_[unit] = parts_.backend.device_address(working);
 }
 
 }  // namespace noria

@@ -26,7 +26,13 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
                          const std::shared_ptr<void>& held_home, Bytes least_saved)
     : backend_(std::move(backend)),
       parameters_(units),
-      parts_{device, options.ring.has_value(), options.lane != nullptr, parameters_, *backend_, engine_},
+      parts_{device,
+             options.ring.has_value(),
+             options.lane != nullptr,
+             options.lane != nullptr ? options.lane->shards() : Shards{},
+             parameters_,
+             *backend_,
+             engine_},
       events_(std::make_shared<AutogradEvents*>(&backwards_)),
       storages_(parts_),
       views_(parts_),
@@ -80,7 +86,19 @@ std::vector<std::vector<double>> TorchBridge::sum_gradients(std::vector<std::pai
 void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write) {
   backwards_.forget_failed();
   visits_.end_lone_pass();
+  raise_all_lost_writes();
   home_.open(units, shown, write);
+}
+
+void TorchBridge::access_home(UnitId unit, bool write_weights) {
+  if (!write_weights) raise_all_lost_writes();
+  engine_.access_home(unit, write_weights);
+}
+
+// Who reads the weights hears of all that were written on the device, also in the last step.
+void TorchBridge::raise_all_lost_writes() {
+  storages_.await_looks();
+  storages_.raise_lost_writes();
 }
 
 void TorchBridge::close() {

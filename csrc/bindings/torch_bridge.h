@@ -67,11 +67,14 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   }
   /// As HomeView::open, once a pass that is over has ended.
   void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
+  /// As Engine::access_home. If it only reads, it raises lost writes first.
+  void access_home(UnitId unit, bool write_weights);
   void close();
 
   // ---- EngineCallbacks ----
   void attach(UnitId unit, std::byte* weights) override { storages_.attach(unit, weights); }
   bool evict(UnitId unit) override { return storages_.evict(unit); }
+  std::vector<UnitId> take_stale() override { return storages_.take_stale(); }
   void open_gradients(UnitId unit, std::byte* buffer) override { catcher_.open(unit, buffer); }
   void close_gradients(UnitId unit, bool is_drained) override { catcher_.close(unit, is_drained); }
   Ranges held_gradients(UnitId unit) const override { return catcher_.held_gradients(unit); }
@@ -86,6 +89,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void release_saved(SavedId saved) override { saved_.release_saved(saved); }
 
  private:
+  void raise_all_lost_writes();
+
   const std::shared_ptr<Backend> backend_;
   const ParameterTable parameters_;
   const BridgeParts parts_;

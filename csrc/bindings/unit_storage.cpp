@@ -1,7 +1,6 @@
 #include "bindings/unit_storage.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/equal.h>
 #include <c10/core/Storage.h>
 
 #include <functional>
@@ -35,13 +34,9 @@ void UnitStorage::attach(std::byte* memory) {
 
 bool UnitStorage::written() const { return attached_ && (*is_written_ || is_told_); }
 
-bool UnitStorage::equals(std::byte* elsewhere) const {
-  const auto num_bytes = static_cast<std::int64_t>(storage_.nbytes());
-  const auto bytes = [&](const void* memory) {
-    return tensor_over(static_cast<std::byte*>(const_cast<void*>(memory)), num_bytes, device_, at::kByte, {num_bytes},
-                       {1});
-  };
-  return at::equal(bytes(storage_.data()), bytes(elsewhere));
+at::Tensor UnitStorage::bytes(Bytes begin, Bytes bytes) const {
+  auto* const memory = static_cast<std::byte*>(const_cast<void*>(storage_.data()));
+  return tensor_over(memory + begin.count, bytes.count, device_, at::kByte, {bytes.count}, {1});
 }
 
 bool UnitStorage::covers(const void* memory) const {

@@ -16,6 +16,8 @@
 #include <memory>
 #include <string>
 
+#include "base/bytes.h"
+
 namespace noria {
 
 class UnitStorage {
@@ -32,8 +34,9 @@ class UnitStorage {
   /// Notes that an operator writes it.
   void note_write() { is_told_ = attached_; }
   bool is_told() const { return is_told_; }
-  /// Compares the attached memory with the same bytes elsewhere on the device. On CUDA this waits for the stream.
-  bool equals(std::byte* elsewhere) const;
+  /// Returns the attached memory, or a part of it, as a tensor that noria does not watch.
+  at::Tensor bytes(Bytes begin, Bytes bytes) const;
+  at::Tensor bytes() const { return bytes({}, Bytes{static_cast<std::int64_t>(storage_.nbytes())}); }
 
   /// Returns a tensor in this storage, with a version counter of its own. `more`: keys besides its device's.
   /// Units: `offset` in bytes.

@@ -54,9 +54,9 @@ std::shared_ptr<const UnitShard> Collector::shard_of(UnitId id) const {
   auto shard = std::make_shared<UnitShard>();
   shard->version = versions_[id];
   const Bytes trainable = shards.bytes_of(unit.facts.gradients);
-  const Bytes frozen = shards.bytes_of(unit.facts.weights - unit.facts.gradients);
-  if (trainable > Bytes{0}) shard->weights.push_back({unit.working, trainable, scratch_.shard});
-  if (frozen > Bytes{0}) shard->weights.push_back({unit.working + trainable.count, frozen, scratch_.shard});
+  for (const HomePart& part : home_parts(unit.facts, unit.working, shards)) {
+    shard->weights.push_back({part.memory, part.bytes, scratch_.shard});
+  }
   shard->before_read = issuer_.before({unit.facts.working, issuer_.version(unit.facts.working), Access::Mode::read});
   if (unit.held == nullptr || !takes_sums_) return shard;
   ShardReceive& taking = shard->gradient;

@@ -70,8 +70,13 @@ void Engine::end_open_pass(Stream stream) {
   if (pass_.phase) runner_.end(stream);
 }
 
-// If a copy of a unit's weights has failed, the unit's copies are not used again: it is fetched anew.
+// If a copy of a unit's weights has failed, or the user has written it, the unit's copies are not used again: it is
+// fetched anew.
 void Engine::sweep() {
+  for (const UnitId unit : callbacks_.take_stale()) {
+    fetcher_.mark_stale(unit);
+    runner_.forget_plan();
+  }
   std::vector<OpLabel> failed;
   try {
     issuer_.sweep(failed);

@@ -49,19 +49,16 @@ Bytes Fetcher::fetch_shards(const EngineUnit& source, const Held& into, UnitId u
   gather.bytes = source.facts.weights;
   Transfer transfer;
   Collective collective;
-  const auto add = [&](Bytes begin, Bytes whole) {
-    if (whole == Bytes{0}) return;
-    const Bytes shard = shards.bytes_of(whole);
-    const Bytes own = into.offset + begin + shards.begin_of(whole);
-    const BufferId slice = issuer_.buffers().intern({device_, own, shard, Format::compute, Purpose::weights, unit});
+  for (const HomePart& part : home_parts(source.facts, source.working, shards)) {
+    const Bytes own = into.offset + part.begin;
+    const BufferId slice =
+        issuer_.buffers().intern({device_, own, part.bytes, Format::compute, Purpose::weights, unit});
     fetch.accesses.push_back({slice, into.version, Access::Mode::write});
     gather.accesses.push_back({slice, into.version, Access::Mode::read});
-    transfer.copies.push_back({leases_.at(own), source.working + fetch.bytes.count, shard});
-    collective.gathers.push_back({leases_.at(into.offset + begin), shard});
-    fetch.bytes += shard;
-  };
-  add({}, source.facts.gradients);
-  add(source.facts.gradients, source.facts.weights - source.facts.gradients);
+    transfer.copies.push_back({leases_.at(own), part.memory, part.bytes});
+    collective.gathers.push_back({leases_.at(own - part.bytes * shards.rank), part.bytes});
+    fetch.bytes += part.bytes;
+  }
   gather.accesses.push_back({into.buffer, into.version, Access::Mode::write});
   const Bytes fetched = fetch.bytes;
   issuer_.submit(std::move(fetch), std::move(transfer));

@@ -160,8 +160,8 @@ void PassRunner::enter_visit(Stream stream) {
 
 void PassRunner::close_visit(Stream stream, Visiting visiting) {
   if (owners_.compute.visit() == nullptr) return;
-  const OpenVisit open = owners_.compute.end(stream);
   evict_attached();
+  const OpenVisit open = owners_.compute.end(stream);
   drain();
   if (visiting == Visiting::goes_on) return;
   if (owners_.activations != nullptr) owners_.activations->leave(open.op.unit, stream);
@@ -174,11 +174,13 @@ void PassRunner::drain() {
   owners_.drafts.note_drained(pass_.book.position(), drained);
 }
 
+// Before the visit's ticket is given: the callbacks may still launch reads of the weights.
 void PassRunner::evict_attached() {
-  for (UnitId unit : attached_) {
+  while (!attached_.empty()) {
+    const UnitId unit = attached_.back();
+    attached_.pop_back();
     if (!parts_.callbacks.evict(unit)) owners_.fetcher.mark_stale(unit);
   }
-  attached_.clear();
 }
 
 // ---- gradients ----------------------------------------------------------------------------------------------------
@@ -287,8 +289,8 @@ void PassRunner::land(const std::vector<UnitId>& units, Stream stream) {
 
 void PassRunner::reset(Stream stream) {
   if (!pass_.phase) return;
-  owners_.compute.abandon(stream);
   evict_attached();
+  owners_.compute.abandon(stream);
   owners_.drainer.abandon();
   const bool was_backward = pass_.is(Phase::backward);
   if (parts_.options.lane) parts_.options.lane->forget_taken();

@@ -56,4 +56,29 @@ struct EngineUnit {
   }
 };
 
+/// Describes a part of a unit's weights that this rank has at home: all of them, or its shards.
+struct HomePart {
+  Bytes begin;  // in the unit's weights
+  std::byte* memory;
+  Bytes bytes;
+};
+
+/// Returns them in the order in which they lie at `working`. See engine/engine.h, Note [Shards].
+inline std::vector<HomePart> home_parts(const UnitFacts& unit, std::byte* working, const Shards& shards) {
+  std::vector<HomePart> parts;
+  const auto add = [&](Bytes begin, Bytes whole) {
+    const Bytes shard = shards.bytes_of(whole);
+    if (shard == Bytes{0}) return;
+    parts.push_back({begin + shards.begin_of(whole), working, shard});
+    working += shard.count;
+  };
+  if (shards.size == 1) {
+    add({}, unit.weights);
+  } else {
+    add({}, unit.gradients);
+    add(unit.gradients, unit.weights - unit.gradients);
+  }
+  return parts;
+}
+
 }  // namespace noria

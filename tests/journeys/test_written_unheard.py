@@ -201,6 +201,9 @@ class Shrinking(Block):
                 torch._foreach_mul_(ways, 0.99)
             elif self.write == "copy":
                 torch._foreach_copy_(ways, [each * 0.99 for each in ways])
+            elif self.write == "numpy":
+                for each in ways:
+                    each.detach().numpy()[...] *= 0.99
             else:
                 for each in ways:
                     each.mul_(0.99)

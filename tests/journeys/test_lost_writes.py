@@ -1,0 +1,105 @@
+"""Writes to weights on the device that only a comparison of bytes finds: on ranks that share them, in a home that is
+not pinned, and by addresses. All are told of, and none is trained with."""
+
+from __future__ import annotations
+
+import noria
+import pytest
+import torch
+from noria.testing import assert_same_bits
+from torch import nn
+
+from tests.device import DEVICE
+from tests.journeys.pairs import Block, Net, loss_of, sgd
+from tests.journeys.test_written_unheard import shrinking
+from tests.ranks import assert_fine, in_turn_on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ON_PRETEND_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs the pretend GPU: PRETEND_GPU=1")
+
+
+def writes_on_ranks(rank: int, size: int, way: str, write: str) -> None:
+    torch.manual_seed(0)
+    model = shrinking(way, write)()
+    optimizer = sgd(model.parameters())
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
+    before = model.state_dict()
+    with pytest.raises(noria.UsageError, match=r"in-place write to .*blocks\.\d.*materialize"):
+        for number in range(2):
+            loss_of(model, number).backward()
+            optimizer.step()
+    assert_same_bits(model.state_dict(), before)
+
+
+ON_RANKS = [("data", "one by one"), ("data", "mul"), ("itself", "copy")]
+if DEVICE == "cpu":  # on a device a rank finds a write by an address when it may, and the others hear of that rank
+    ON_RANKS += [("storage", "one by one"), ("itself", "numpy")]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(request: pytest.FixtureRequest) -> dict[str, str]:
+    return in_turn_on_ranks(2, {f"{way}, {write}": (writes_on_ranks, (way, write)) for way, write in ON_RANKS})
+
+
+@pytest.mark.parametrize(("way", "write"), ON_RANKS)
+def test_ranks_that_share_the_weights_are_told_too(on_ranks, way, write):
+    """No rank has the whole weights at home, and can compare with them."""
+    assert_fine(on_ranks, f"{way}, {write}")
+
+
+@ON_PRETEND_GPU
+@pytest.mark.parametrize("way", ["data", "storage"])
+def test_weights_that_are_not_pinned_are_compared_on_the_host(way):
+    import _pretend_gpu
+
+    model = shrinking(way, "mul")().requires_grad_(False)
+    _pretend_gpu.fail_next("cudaHostRegister", 1, 2)
+    noria.wrap(model, device=DEVICE, window=2)
+    assert any("not pinned" in note for note in noria.report(model).notes)
+    with torch.no_grad(), pytest.raises(noria.UsageError, match=r"in-place write to .*blocks\.\d.*materialize"):
+        for number in range(2):
+            loss_of(model, number)
+
+
+class WrittenByAddress(nn.Module):
+    """A kernel of the user's own, which torch knows nothing of, writes the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.writes = Block(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import _pretend_gpu
+
+        weight = self.inner.expand.weight
+        values = _pretend_gpu.at_address(weight.data_ptr(), weight.numel(), weight.device.index)
+        if self.writes:
+            values.mul_(0.99)
+        return self.inner(x)
+
+
+@ON_PRETEND_GPU
+@pytest.mark.parametrize("num_looks", [0, 1, 5])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_write_by_an_address_is_told_however_many_looks_were_harmless(num_looks, pinned):
+    """The calling thread never waits to find out, so it may be told one pass later."""
+    import _pretend_gpu
+
+    net = Net(blocks=0)
+    net.blocks = nn.ModuleList(WrittenByAddress() for _ in range(4))
+    net.requires_grad_(False)
+    if not pinned:
+        _pretend_gpu.fail_next("cudaHostRegister", 1, 2)
+    noria.wrap(net, device=DEVICE, window=2)
+    before = {name: value.cpu() for name, value in net.state_dict().items()}
+    with torch.no_grad():
+        for number in range(num_looks):
+            loss_of(net, number)
+        clean = loss_of(net, 100)
+        net.blocks[2].writes = True
+        with pytest.raises(noria.UsageError, match=r"in-place write to a parameter of .*blocks\.2.*materialize"):
+            loss_of(net, 100)
+            net.state_dict()
+        net.blocks[2].writes = False
+        assert_same_bits({"loss": loss_of(net, 100)}, {"loss": clean})
+    assert_same_bits({name: value.cpu() for name, value in net.state_dict().items()}, before)
