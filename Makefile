@@ -13,7 +13,7 @@ CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*')
 CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
-# pytest with the pretend GPU, as PRETEND_GPU=$(1) sets it, in a process of its own: it comes before torch. Where it
+# pytest with the pretend GPU, as PRETEND_GPU=$(1) sets it, in a process of its own: it comes before torch. If it
 # cannot be, that is said.
 on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
   then PRETEND_GPU=$(1) OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(2); \

@@ -120,7 +120,7 @@ class Twin:
                 on_cpu[name].grad = parameter.grad.cpu()
             optimizer.step()
             scheduler.step()
-            model.load_state_dict(on_cpu)  # onto itself, where it is on the CPU
+            model.load_state_dict(on_cpu)  # onto itself, if it is on the CPU
             model.zero_grad()
             self.losses.append(loss.item())
             view.step(self.losses[-1], inputs.numel())

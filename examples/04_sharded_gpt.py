@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/04_sharded_gpt.py
 
 Kill it at any time; the same line goes on from its last checkpoint, to the bits of a run that was never killed. With
-gloo on the CPU, with NCCL where each process has a GPU. The loop is the one of a single process.
+gloo on the CPU, with NCCL if each process has a GPU. The loop is the one of a single process.
 """
 
 from __future__ import annotations

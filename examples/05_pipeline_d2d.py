@@ -185,7 +185,7 @@ def train_plain(run: Run, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             masters[name].grad = parameter.grad.cpu()
         optimizer.step()
-        model.load_state_dict(masters)  # onto itself, where it is on the CPU
+        model.load_state_dict(masters)  # onto itself, if it is on the CPU
         model.zero_grad()
 
     run.train(run.stage(model), step)

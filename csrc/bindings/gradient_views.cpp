@@ -17,13 +17,13 @@ constexpr const char* kWhyDead =
     "is as in torch";
 
 constexpr const char* kWhyShared =
-    "noria expected no look at p.grad where ranks share the model and each has a part of the sum, but found one (a "
-    "clip, a scaler, a logger, zero_grad(set_to_none=False), a pipeline's scale_grads). Remedy: clip with "
+    "noria expected no look at p.grad if ranks share the model and each has a part of the sum, but found one (a clip, "
+    "a scaler, a logger, zero_grad(set_to_none=False), a pipeline's scale_grads). Remedy: clip with "
     "optimizer.clip_grad_norm_ or wrap with max_grad_norm; give noria.wrap a pipeline's stage in place of its module, "
     "whose gradients it scales";
 
 constexpr const char* kWhyDeadAndShared =
-    "noria expected no look at p.grad under update=\"backward\", which uses it up, where ranks share the model, but "
+    "noria expected no look at p.grad under update=\"backward\", which uses it up, if ranks share the model, but "
     "found one (a clip, a scaler, a logger, zero_grad(set_to_none=False)). Remedy: to clip, wrap with update=\"auto\" "
     "and max_grad_norm; to accumulate, use optimizer.accumulate()";
 
@@ -93,7 +93,7 @@ void GradientViews::take_foreign(int index) {
 }
 
 void GradientViews::refuse_foreign(const Parameter& refused) {
-  throw UsageError("no p.grad of the user's own where ranks share the model", "one on \"" + refused.facts.name + "\"",
+  throw UsageError("no p.grad of the user's own if ranks share the model", "one on \"" + refused.facts.name + "\"",
                    "clear it: every rank updates its part of the gradient that backward() has reduced");
 }
 

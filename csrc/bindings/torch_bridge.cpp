@@ -14,7 +14,7 @@ std::vector<EngineUnit> engine_units(const std::vector<BridgedUnit>& units) {
 // Collectives get the home's own addresses, so the device must use the same ones.
 void refuse_other_addresses(const Backend& backend, std::byte* held) {
   if (held == nullptr || backend.device_address(held) == held) return;
-  throw UsageError("a device that reads pinned host memory under the host's own addresses, where ranks share a model",
+  throw UsageError("a device that reads pinned host memory under the host's own addresses, if ranks share a model",
                    backend.name() + ", which maps it elsewhere (cudaDevAttrCanUseHostPointerForRegisteredMem is 0)",
                    "train on Linux itself, not under WSL or a virtual GPU that lacks it, or with one rank a model");
 }

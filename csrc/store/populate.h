@@ -21,7 +21,7 @@ using OnPopulated = std::function<void(Bytes populated)>;
 
 struct PopulateOptions {
   int num_threads = 0;     // 0: one for each CPU that the process may use, up to 16
-  bool ask_kernel = true;  // false: touch every page, as where the kernel has no MADV_POPULATE_WRITE (before 5.14)
+  bool ask_kernel = true;  // false: touch every page, as if the kernel had no MADV_POPULATE_WRITE (before 5.14)
 };
 
 /// Throws MachineError if the machine has no more pages, and passes on what `told` throws. Pages taken until then stay

@@ -302,7 +302,7 @@ def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
         missing.append(f'no CUDA device, so device="cpu" computes: {remedy}')
     elif lockable is not None and lockable < GIB:
         missing.append(
-            "little lockable memory: where the driver refuses to pin the home, weights go through a staging ring and "
+            "little lockable memory: if the driver refuses to pin the home, weights go through a staging ring and "
             "gradients cannot be held at all; raise it with `ulimit -l unlimited`"
         )
     if _huge_pages() == "never":

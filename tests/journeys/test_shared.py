@@ -994,7 +994,7 @@ def state_of_before_and_gradients_of_the_users(rank: int, size: int) -> None:
     assert_same_bits(model.state_dict(), plain.state_dict())
     loss_of(model, rank).backward()
     model.head.weight.grad = torch.ones(model.head.weight.shape)
-    with pytest.raises(noria.UsageError, match=r"p\.grad of the user's own where ranks share.*head\.weight"):
+    with pytest.raises(noria.UsageError, match=r"p\.grad of the user's own if ranks share.*head\.weight"):
         sides[1][1].step()
     assert_same_bits(model.state_dict(), plain.state_dict())
 

@@ -1,4 +1,4 @@
-"""torch's own clip where ranks share the model: each has a part of every gradient, and norms are the whole model's."""
+"""torch's own clip if ranks share the model: each has a part of every gradient, and norms are the whole model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole weights inside of `noria.materialize`, where ranks share the model. All ranks are given the same batches, so
+"""Whole weights inside of `noria.materialize`, if ranks share the model. All ranks are given the same batches, so
 what they have is to the bit what one process has."""
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Kernels:
             if type(optimizer) not in ELEMENTWISE:
                 looks = "looks" if type(optimizer) in SEPARABLE else "may look"
                 raise usage_error(
-                    "an optimizer that updates each element by itself, where ranks share the model",
+                    "an optimizer that updates each element by itself, if ranks share the model",
                     f"{type(optimizer).__name__}, which {looks} at whole tensors, and a rank has but a part of each",
                     "use AdamW, another of torch.optim that works element by element, or noria.optim.Lion",
                 )

@@ -46,9 +46,7 @@ class GradNorm:
             )
         slots = [slot for slot in self.members.slots() if slot.parameter.grad is not None]
         if self.context.ranks is not None and float(norm_type) != 2.0:
-            raise usage_error(
-                "the 2-norm, where ranks share the model", f"norm_type={norm_type}", "clip by norm_type=2.0"
-            )
+            raise usage_error("the 2-norm, if ranks share the model", f"norm_type={norm_type}", "clip by norm_type=2.0")
         if self.context.ranks is None and (float(norm_type) != 2.0 or not self.members.takes_factor()):
             return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = True

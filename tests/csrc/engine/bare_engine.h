@@ -1,6 +1,6 @@
 // The engine without torch: a model of plain arrays, whose layers mix bits, driven by the verbs that hooks would call.
 //
-// Where ranks share the home (`collectives`), it has this rank's shard of every unit's trained slots, and of its frozen
+// If ranks share the home (`collectives`), it has this rank's shard of every unit's trained slots, and of its frozen
 // ones, one behind the other; all ranks compute the same, so that the mean of their gradients is each of them; and
 // these have so few digits that the order of sums does not matter.
 //
