@@ -72,6 +72,11 @@ class Lion(Optimizer):
 
         Raises:
             RuntimeError: for sparse or complex gradients.
+
+        Example:
+            >>> optimizer = noria.optim.Lion(model.parameters(), lr=1e-4)
+            >>> model(inputs).sum().backward()
+            >>> optimizer.step()
         """
         loss = None
         if closure is not None:

@@ -44,6 +44,11 @@ class WrappedOptimizer(Optimizer):
         Raises:
             UsageError: inside backward, or if parameters have no values yet. Under update="backward" also if
                 hyperparameters or gradients were changed after backward began.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> model(inputs).sum().backward()
+            >>> optimizer.step()
         """
         if self._noria is None:
             own = step_of(original_class(type(self)))
@@ -64,6 +69,13 @@ class WrappedOptimizer(Optimizer):
 
         Raises:
             UsageError: inside backward, and for `set_to_none=False` under update="backward".
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> model(inputs).sum().backward()
+            >>> optimizer.zero_grad()
+            >>> model[0][0].weight.grad is None
+            True
         """
         if self._noria is not None:
             refuse_inside_backward("optimizer.zero_grad()")
@@ -134,6 +146,13 @@ class WrappedOptimizer(Optimizer):
 
         Raises:
             UsageError: while weights and optimizer state are of different steps.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> model(inputs).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.state_dict()["state"][0]["step"]
+            tensor(1.)
         """
         return super().state_dict() if self._noria is None else self._noria.state_dict()
 
@@ -146,6 +165,10 @@ class WrappedOptimizer(Optimizer):
         Raises:
             UsageError: between a backward and its `step()` under update="backward". Also if ranks that share the model
                 load different states.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> optimizer.load_state_dict(optimizer.state_dict())
         """
         if self._noria is None:
             super().load_state_dict(state_dict)
@@ -160,6 +183,11 @@ class WrappedOptimizer(Optimizer):
 
         Raises:
             UsageError: if noria cannot update these parameters, for example because no wrapped model has them.
+
+        Example:
+            >>> optimizer = torch.optim.AdamW(model[:4].parameters())
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 1e-4})
         """
         if self._noria is None:
             super().add_param_group(param_group)

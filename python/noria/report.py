@@ -179,7 +179,13 @@ class Report:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields, and theirs, as plain dicts and lists."""
+        """Returns all fields, and theirs, as plain dicts and lists.
+
+        Example:
+            >>> model, optimizer = noria.wrap(model, optimizer)
+            >>> noria.report(model).to_dict()["num_units"]
+            5
+        """
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -145,6 +145,8 @@ def _read(path: str | os.PathLike[str], targets: dict[str, Any]) -> dict[str, An
     from torch.distributed.checkpoint.api import CheckpointException
 
     class Planner(dcp.DefaultLoadPlanner):
+        """Loads values that are no tensors as `torch.load` does with `weights_only`."""
+
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
             self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 

@@ -67,6 +67,8 @@ class Recomputed:
 
 @dataclasses.dataclass
 class _Block:
+    """Describes a block that may be computed again, and what that costs and saves in a step."""
+
     hook: int
     module: nn.Module
     input_bytes: int = 0

@@ -37,6 +37,8 @@ class Action(NamedTuple):
 
 
 class Timed(NamedTuple):
+    """Says when an action begins and ends, in units of one forward's time."""
+
     action: Action
     begin: int
     end: int

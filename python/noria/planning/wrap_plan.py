@@ -108,7 +108,12 @@ class WrapPlan:
         return sum(region.bytes for region in self.regions)
 
     def beside_the_arena(self) -> dict[str, int]:
-        """Returns the bytes on the device that lie outside of the arena, by purpose."""
+        """Returns the bytes on the device that lie outside of the arena, by purpose.
+
+        Example:
+            >>> noria.plan(model, optimizer).beside_the_arena()
+            {}
+        """
         needed = {
             REDUCE_SCRATCH: self.reduce_bytes,
             ASSIST_SCRATCH: self.assist_bytes,
@@ -116,7 +121,13 @@ class WrapPlan:
         return {purpose: amount for purpose, amount in needed.items() if amount}
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """Returns (place, purpose, bytes) for everything that noria takes. A place is "host" or a device."""
+        """Returns (place, purpose, bytes) for everything that noria takes. A place is "host" or a device.
+
+        Example:
+            >>> for place, purpose, num_bytes in noria.plan(model, optimizer, device="cpu").rows():
+            ...     print(f"{place}: {num_bytes} bytes of {purpose}")
+            host: ...
+        """
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
         rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]

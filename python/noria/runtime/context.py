@@ -24,6 +24,8 @@ __all__ = ["Context"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
+    """Holds the parts that one `wrap` call made, and what follows from its plan."""
+
     plan: WrapPlan
     home: Home
     engine: _C.TorchBridge

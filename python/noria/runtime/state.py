@@ -31,6 +31,8 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Activity(enum.Enum):
+    """Names what a wrapped model is doing. Of several that apply, `RunState` tells the first one here."""
+
     CLOSED = "closed"
     BACKWARD = "backward"
     FORWARD = "forward"

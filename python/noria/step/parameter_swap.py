@@ -38,6 +38,8 @@ def exchange(optimizer: Optimizer, other: _Other) -> None:
 
 
 class _Exchange:
+    """Walks through an optimizer's attributes and replaces each parameter that it meets, once in each container."""
+
     def __init__(self, other: _Other) -> None:
         self._other = other
         self._done: dict[int, tuple[object, object]] = {}  # by id: old value (alive, so its id stays unique) and new

@@ -39,6 +39,9 @@ class Machine(machine.Machine):
         Args:
             device: Where layers compute.
             capacity: The most bytes that the backend may take there.
+
+        Example:
+            >>> backend = noria.testing.Machine().backend(torch.device("cpu"), 2**20)
         """
         if device.type == "cuda":
             return _C.make_cuda_backend(device.index, capacity, self.pace())
@@ -50,6 +53,9 @@ class Machine(machine.Machine):
         Args:
             is_beside_device: True if layers compute on a device, so that the pool has the cores to itself.
             numa_node: The node whose cores the pool uses. None: all cores.
+
+        Example:
+            >>> pool = noria.testing.Machine(update_threads=1).pool(is_beside_device=False, numa_node=None)
         """
         return _C.HostOptimizer(
             self.update_threads,
@@ -59,7 +65,11 @@ class Machine(machine.Machine):
         )
 
     def pace(self) -> _C.SlowPace:
-        """Returns a new pace, which holds up ops as this machine does."""
+        """Returns a new pace, which holds up ops as this machine does.
+
+        Example:
+            >>> pace = noria.testing.Machine(limits={"fetch": (1.0, 100)}).pace()
+        """
         return _C.SlowPace(self.limits, self.hostility)
 
 

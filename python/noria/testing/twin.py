@@ -68,7 +68,13 @@ class MasterTwin:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates each master whose parameter has a gradient, rounds into the model, and clears gradients."""
+        """Updates each master whose parameter has a gradient, rounds into the model, and clears gradients.
+
+        Example:
+            >>> twin = noria.testing.MasterTwin(model, torch.optim.AdamW)
+            >>> model(inputs.bfloat16()).sum().backward()
+            >>> twin.step()
+        """
         for name, p in self.model.named_parameters():
             self.masters[name].grad = None if p.grad is None else p.grad.float()
         self.optimizer.step()
