@@ -42,7 +42,7 @@ def test_systems_are_chosen_by_their_names_and_by_how_these_begin():
     assert chosen("zero-3, plain") == ["ZeRO-3 Offload", "ZeRO-3 Offload weights", PLAIN]
 
 
-def test_systems_that_nobody_knows_are_refused(capsys):
+def test_unknown_systems_are_refused(capsys):
     parser = versus._common.parser_of("")
     add_systems(parser)
     with pytest.raises(SystemExit):
@@ -66,7 +66,7 @@ def own_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_systems_of_which_nothing_is_known_are_left_out(own_folder):
+def test_systems_that_have_not_been_tried_are_left_out(own_folder):
     (own_folder / "status.json").write_text('{"ZenFlow": {"runs": false, "reason": "nan"}, "torchao": {"runs": true}}')
     found = environments.reasons([PLAIN, "noria", "ZenFlow", "RoundPipe"])
     assert found == {"ZenFlow": "nan", "RoundPipe": "not tried: `make rivals` has not come to it"}

@@ -547,7 +547,7 @@ def test_gradients_of_16_bits_that_only_some_ranks_have_are_summed_as_others_are
 
 
 @pytest.mark.parametrize("name", EITHER)
-def test_ranks_of_which_one_has_stepped_and_the_other_has_not_are_told_both_steps(found, name):
+def test_if_one_rank_has_stepped_and_the_other_has_not_both_are_told_both_steps(found, name):
     assert_fine(found, f"out of step: {name}")
 
 

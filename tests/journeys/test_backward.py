@@ -91,7 +91,7 @@ def test_moments_in_fewer_bits_are_rounded_as_inside_step(optimizer, state_dtype
 
 @pytest.mark.parametrize("late", ["update", "drain", "fetch"])
 @pytest.mark.parametrize("window", [2, None])
-def test_whoever_is_late_changes_nothing(window, late):
+def test_a_late_lane_or_pool_changes_nothing(window, late):
     both_in_backward(window=window, hostility={**HOSTILE, "hold_us": {late: 3_000}})
 
 
@@ -353,7 +353,7 @@ def test_accumulation_that_does_not_fit_host_memory_is_refused_before_anything_c
 # ---- promises that are broken ----
 
 
-def test_nobody_sees_a_gradient_that_is_gone():
+def test_a_gradient_that_is_gone_is_not_seen():
     model, optimizer = wrapped()
     loss_of(model, 0).backward()
     parameter = model.head.weight

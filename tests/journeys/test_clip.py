@@ -376,7 +376,7 @@ OF_THE_HOST = ("numpy", "address", "storage", "dlpack", "print", "bytes")
 @over_devices
 @pytest.mark.parametrize("policy", ["torch", "drafts"])
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_reads_a_clipped_gradient_finds_its_bytes(reader, policy, device):
+def test_each_reader_of_a_clipped_gradient_finds_its_bytes(reader, policy, device):
     if device != "cpu" and reader in OF_THE_HOST:
         pytest.skip("reads the host's memory")
 
@@ -391,7 +391,7 @@ def test_whoever_reads_a_clipped_gradient_finds_its_bytes(reader, policy, device
 
 @pytest.mark.parametrize("policy", ["torch", "drafts"])
 @pytest.mark.parametrize("way", ["numpy", "storage", "dlpack", "alias", "view", "detach", "data"])
-def test_whoever_took_a_way_to_a_gradient_before_the_clip_sees_it_clipped_and_may_write_there(way, policy):
+def test_a_view_of_a_gradient_from_before_the_clip_shows_it_clipped_and_may_be_written(way, policy):
     def taken(gradient: torch.Tensor) -> Any:
         return {
             "numpy": lambda: torch.from_numpy(gradient.numpy()),

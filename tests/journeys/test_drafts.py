@@ -216,7 +216,7 @@ EDITS = [
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
-def test_whatever_comes_between_backward_and_step_counts(edit, settled):
+def test_each_edit_between_backward_and_step_counts(edit, settled):
     counts = both_drafting(edit, settled=settled)
     assert sum(counts.values()) > 0, "nothing was drafted"
 

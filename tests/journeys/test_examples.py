@@ -295,7 +295,7 @@ def peer_spans(events: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_pipeline_fails_when_nobody_needed_to_borrow():
+def test_the_pipeline_fails_if_no_stage_needed_to_borrow():
     status, printed = pipeline_d2d("--activation-memory 1000000000")
     assert status != 0
     assert "NO   stages save more than that ([])" in printed and printed.count("\nyes  ") == 2

@@ -209,7 +209,7 @@ def test_an_alias_that_is_kept_keeps_its_values(alias, kernel):
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
 
 
-def test_a_gradient_that_nobody_keeps_is_not_copied():
+def test_a_gradient_that_is_not_kept_is_not_copied():
     """`zero_grad` has made a Python object of every gradient, and so has the loop; neither keeps it."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     optimizer = sgd(model.parameters())

@@ -162,7 +162,7 @@ def test_hooks_inside_of_blocks_end_with_unwrap(policy, living):
     again_and_again(new_side(model=Chain), steps, POLICIES[policy], living)
 
 
-def test_what_was_clipped_is_left_to_nobody(living):
+def test_what_was_clipped_is_not_left_behind(living):
     for policy in ({}, {"kernel": "torch"}, {"draft_memory": "1MiB"}):
         again_and_again(new_side(optimizer=sgd), clips, policy, living)
 

@@ -107,7 +107,7 @@ def another_backward(side, number):
 
 @pytest.mark.parametrize("draft_memory", [0, "64MiB"])
 @pytest.mark.parametrize("edit", [halved, replaced, taken_away, another_backward])
-def test_the_norm_is_that_of_the_gradients_at_step_whatever_came_between(edit, draft_memory):
+def test_the_norm_is_that_of_the_gradients_at_step_after_any_edit(edit, draft_memory):
     both_clipping(built_in(BITES_SOMETIMES, between=edit), BITES_SOMETIMES, draft_memory=draft_memory)
 
 

@@ -447,7 +447,7 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer that noria does not know: it cannot tell what state it keeps."""
 
 
-def test_state_that_nobody_knows_before_a_step_is_saved_and_loaded_after_one(tmp_path):
+def test_state_that_is_unknown_before_a_step_is_saved_and_loaded_after_one(tmp_path):
     def new(steps: int) -> tuple[Any, Any]:
         model = Sometimes()
         updater = OwnSGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -34,7 +34,7 @@ def fail_by_now():
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_failure_that_nobody_waited_for_is_raised_once_in_the_end(device):
+def test_a_failure_that_no_call_waited_for_is_raised_once_in_the_end(device):
     fail(device)
     with pytest.raises(RuntimeError, match=FAILED):
         leave_device()

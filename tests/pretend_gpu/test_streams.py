@@ -17,7 +17,7 @@ def ones(count=8):
     return made
 
 
-def test_a_lazy_stream_does_nothing_until_somebody_waits_and_then_only_what_that_needs():
+def test_a_lazy_stream_does_nothing_until_a_thread_waits_and_then_only_what_that_needs():
     x = ones()
     with machine(lazy=True):
         events = [torch.cuda.Event() for _ in range(4)]
@@ -164,7 +164,7 @@ def test_streams_of_the_pool_come_in_turn():
     assert torch.cuda.Stream(device=1).device == torch.device("cuda:1")
 
 
-def test_a_stream_that_somebody_else_made_is_wrapped():
+def test_a_stream_that_another_library_made_is_wrapped():
     foreign = torch.cuda.Stream()
     wrapped = torch.cuda.ExternalStream(foreign.cuda_stream)
     assert wrapped.cuda_stream == foreign.cuda_stream

@@ -106,7 +106,7 @@ def test_early_stages_borrow_of_late_ones():
     assert len(lines) == 7 and "+" in lines[-1] and "+" not in lines[2]
 
 
-def test_nobody_lends_under_gpipe_or_without_a_limit():
+def test_no_stage_lends_under_gpipe_or_without_a_limit():
     assert planned([KIB64] * 6, 3, room=4 * KIB64, schedule="gpipe").loans == []
     found = planned([KIB64] * 6, 3, room=None)
     assert found.loans == [] and all(stage.kept == stage.saved for stage in found.stages)

@@ -95,12 +95,12 @@ def test_one_rank_has_the_home_that_it_always_had(parameters, dtypes):
             assert slot.offset % _C.TENSOR_ALIGNMENT == 0
 
 
-def test_without_a_process_group_nobody_shares(monkeypatch):
+def test_without_a_process_group_no_ranks_share(monkeypatch):
     monkeypatch.setattr("noria.dist.ranks.Group", None)  # none can be made
     assert Ranks.meet() is None
 
 
-def test_a_group_of_one_shares_with_nobody(tmp_path):
+def test_a_group_of_one_shares_with_no_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         model = nn.Linear(3, 3)

@@ -267,7 +267,7 @@ std::array<std::string, kRanks> told(const std::function<void(Rank&, int)>& act)
   return said;
 }
 
-TEST(Assistance, a_unit_of_which_ranks_have_different_versions_raises_on_all) {
+TEST(Assistance, different_versions_of_a_unit_raise_on_all_ranks) {
   for (const bool is_assisted : {true, false}) {
     const auto said = told([&](Rank& rank, int number) {
       if (number == 2) rank.load(1);

@@ -326,7 +326,7 @@ int count_wrong_in_turn(Machine& machine) {
   return num_wrong;
 }
 
-TEST(ActivationStore, what_was_saved_comes_back_whatever_is_late) {
+TEST(ActivationStore, what_was_saved_comes_back_if_any_lane_is_late) {
   for (const std::uint64_t seed : {1, 2, 3}) {
     for (const bool in_order : {true, false}) {
       Machine machine({.seed = seed});
@@ -472,7 +472,7 @@ TEST(ActivationStore, a_wrong_guess_costs_no_bit) {
 }
 
 // As a graph does that is dropped after some of its backward, while the tensors of its next blocks are on their way.
-TEST(ActivationStore, what_nobody_asks_for_any_more_does_not_come_back_over_who_has_its_memory_next) {
+TEST(ActivationStore, what_is_no_longer_asked_for_does_not_come_back_over_the_next_owner_of_its_memory) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "memory that is free too early races, which is what this looks for";
 #endif

@@ -154,7 +154,7 @@ TEST(engine, closes_in_the_middle_of_a_pass_while_every_lane_has_work) {
   }
 }
 
-TEST(engine, an_update_that_fails_is_thrown_and_leaves_nobody_waiting) {
+TEST(engine, an_update_that_fails_is_thrown_and_leaves_no_thread_waiting) {
   auto model = make(1, kSlotBytes * 8);
   step(*model, false);
   forward(*model);
@@ -176,7 +176,7 @@ void begin_step_behind_a_broken_kernel(BareEngine& model) {
   model.begin_step();
 }
 
-TEST(engine, a_kernel_that_fails_reaches_whoever_waits_for_it) {
+TEST(engine, a_kernel_that_fails_raises_in_the_thread_that_waits_for_it) {
   auto model = make(1, kSlotBytes * 8);
   begin_step_behind_a_broken_kernel(*model);
   model->update(0, /*on_pool=*/true);

@@ -36,7 +36,7 @@ std::vector<MemoryOffer> random_offers(std::mt19937& random, std::size_t size, i
   return offers;
 }
 
-TEST(Matching, nobody_lends_more_than_it_has_or_borrows_more_than_it_needs) {
+TEST(Matching, no_stage_lends_more_than_it_has_or_borrows_more_than_it_needs) {
   std::mt19937 random(1);  // NOLINT(cert-msc32-c,cert-msc51-cpp): the same cases each time
   for (int round = 0; round < 500; ++round) {
     const std::size_t size = 1 + random() % 9;
@@ -69,7 +69,7 @@ TEST(Matching, nobody_lends_more_than_it_has_or_borrows_more_than_it_needs) {
   }
 }
 
-TEST(Matching, nothing_that_is_spare_stays_so_while_somebody_needs_it) {
+TEST(Matching, no_memory_stays_spare_while_a_stage_needs_it) {
   std::mt19937 random(2);  // NOLINT(cert-msc32-c,cert-msc51-cpp): the same cases each time
   for (int round = 0; round < 500; ++round) {
     const std::size_t size = 2 + random() % 8;
@@ -176,7 +176,7 @@ TEST(Matching, what_is_only_wanted_comes_after_all_needs) {
   EXPECT_EQ(match(offers, even(2)), expected);
 }
 
-TEST(Matching, nobody_lends_to_itself_what_it_wants) {
+TEST(Matching, no_stage_lends_to_itself_what_it_wants) {
   const std::vector<MemoryOffer> offers{{"", {}, kGranule * 30, kGranule * 20}, {"", {}, {}, kGranule * 20}};
   const std::vector<MemoryLoan> expected{{0, 1, {}, kGranule * 20, kGranule * 20}};
   EXPECT_EQ(match(offers, even(2)), expected);

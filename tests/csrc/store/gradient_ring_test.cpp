@@ -23,7 +23,7 @@ TEST(GradientRing, hands_out_each_slot_once) {
   EXPECT_EQ(ring.offset(2), Bytes{1024});
 }
 
-TEST(GradientRing, prefers_a_slot_that_nobody_reads_and_else_the_one_that_was_given_back_last) {
+TEST(GradientRing, prefers_a_slot_without_readers_and_else_the_one_that_was_given_back_last) {
   GradientRing ring(nullptr, Bytes{512}, 3);
   for (int i = 0; i < 3; ++i) ring.take(always);
   for (const int slot : {2, 0, 1}) ring.release(slot);

@@ -336,7 +336,7 @@ TEST(Lending, RanksThatLendToEachOtherInACircleDoNotBlock) {
   for (const auto& process : processes) EXPECT_TRUE(process->succeeded());
 }
 
-TEST(Lending, AddressIsPrintableAndNobodyElses) {
+TEST(Lending, AddressIsPrintableAndUnique) {
   std::set<std::string> addresses;
   for (int i = 0; i < 10; ++i) {
     const Lender lender(0);
@@ -348,7 +348,7 @@ TEST(Lending, AddressIsPrintableAndNobodyElses) {
 
 // ---- what is refused ---------------------------------------------------------------------------------------------
 
-TEST(Lending, NothingIsLentTwiceNorOutsideOfTheArenaAndNobodyIsServedThen) {
+TEST(Lending, NothingIsLentTwiceNorOutsideOfTheArenaAndNoBorrowerIsServedThen) {
   const SharedArena arena(kArena);
   const Bytes end = kArena;
   const std::vector<std::vector<Loan>> wrong{
@@ -402,7 +402,7 @@ TEST(Lending, StrangerIsDroppedAndTheBorrowerIsServed) {
   EXPECT_TRUE(contains(error_of([&] { Borrower(2, 0, lender.address(), kLong); }), "rank 0"));
 }
 
-TEST(Lending, WhoIsNotAwaitedTakesNobodysPlace) {
+TEST(Lending, BorrowerThatIsNotAwaitedTakesNoOthersPlace) {
   Process comers([](const Line& line) {
     const std::string address = line.hear();
     Borrower not_awaited(5, 0, address, kLong);
@@ -720,7 +720,7 @@ TEST(Lending, BorrowerMayCloseFirst) {
   EXPECT_TRUE(lender.succeeded());
 }
 
-TEST(Lending, OfferThatNobodyReceivesIsNotLentAfterTheBorrowerHasClosed) {
+TEST(Lending, OfferThatIsNotReceivedIsNotLentAfterTheBorrowerHasClosed) {
   const SharedArena arena(kArena);
   Lender lender(0);
   Borrower borrower(1, 0, lender.address(), kLong);

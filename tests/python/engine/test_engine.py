@@ -467,7 +467,7 @@ def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
 
 @pytest.mark.parametrize("late", ["update", "drain", "fetch"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_ring_of_two_units_serves_many_whoever_is_late(machine, late):
+def test_a_ring_of_two_units_serves_many_if_a_lane_or_the_pool_is_late(machine, late):
     model = Model([(2, 2)] * 6, [[unit] for unit in range(6)])
     loop = Loop(model)
     for _ in range(4):
@@ -549,7 +549,7 @@ def test_an_update_that_throws_is_heard_of_and_releases_everybody(machine, block
     engine.close()  # returns: no lane waits for a ticket that will never be given
 
 
-def test_a_kernel_that_fails_fails_the_updates_behind_it_and_whoever_waits_hears_of_it():
+def test_a_kernel_that_fails_fails_the_updates_behind_it_and_raises_in_calls_that_wait():
     engine, calls = trained_once()
     step = next(i for i, (verb, _) in enumerate(calls) if verb == "begin_step")
     engine.hold_stream()

@@ -67,7 +67,7 @@ def test_threads_and_pieces_change_no_bit(num_threads, split):
     data=st.data(),
 )
 @settings(max_examples=25, deadline=None)
-def test_job_runs_after_all_its_tickets_whatever_is_late(seed, edges, data):
+def test_job_runs_after_all_its_tickets_if_any_of_them_are_late(seed, edges, data):
     """Random graphs of updates, gates given in random order, random delays. Each unit is updated twice, the
     second time after the first: any other order shows in its bits."""
     pool = _C.HostOptimizer(2, pace=_C.SlowPace(hostility={"seed": seed, "max_delay_us": 50}))
@@ -195,7 +195,7 @@ def test_a_running_update_counts_already_and_once():
     pool.close()
 
 
-def test_stall_is_booked_on_whoever_was_late():
+def test_stall_is_booked_on_the_lane_that_was_late():
     pool = _C.HostOptimizer(1)
     holder = _C.HostOptimizer(
         1, pace=_C.SlowPace(hostility={"hold_us": {"update": 50_000}})

@@ -210,7 +210,7 @@ def test_steps_count_from_one(rule):
         make(rule, 4).scalars(0)
 
 
-def test_momentum_buffer_becomes_the_first_gradient_whatever_it_held():
+def test_momentum_buffer_becomes_the_first_gradient_even_if_it_held_nan():
     g = np.array([1.0, -2.0, 3.0], np.float32)
     unit = Unit("sgd_momentum", np.zeros(3, np.float32), g, moments=(np.full(3, np.nan, np.float32),))
     unit.step(1, weight_decay=0.0, dampening=0.5)

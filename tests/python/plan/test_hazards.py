@@ -308,7 +308,7 @@ def test_check_wants_every_read_to_name_what_was_written_last():
 # ---- streaming ---------------------------------------------------------------------------------------------
 
 
-def test_a_read_of_what_nobody_wrote_waits_for_nothing():
+def test_a_read_of_what_was_never_written_waits_for_nothing():
     buffers = _C.BufferTable()
     fresh = buffers.intern("host", 0, CELL, "working_copy", 0)
     hazards = _C.Hazards(buffers)
@@ -345,7 +345,7 @@ def test_ops_come_in_issue_order():
             hazards.issue(_C.Op(late, "fetch", "fetch"))
 
 
-def test_who_changes_the_home_waits_for_the_collect_lane_if_that_assists_and_nobody_else_does():
+def test_only_ops_that_change_the_home_wait_for_a_collect_lane_that_assists():
     buffers = _C.BufferTable()
 
     def ranges(place, purpose):

@@ -110,7 +110,7 @@ def test_recovery_forgets_forwards_then_asks_the_engine_then_settles_newest_firs
     assert engine.heard == ["forward forgotten", "recover", "loads", "writes"]
 
 
-def test_the_end_comes_once_and_whatever_raises():
+def test_the_end_comes_once_and_also_if_a_callback_raises():
     run, engine = made()
 
     def close() -> None:

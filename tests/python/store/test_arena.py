@@ -155,7 +155,7 @@ class EnoughError(Exception):
     pass
 
 
-def test_whatever_is_raised_while_populating_ends_it_and_close_gives_all_back():
+def test_any_error_while_populating_ends_it_and_close_gives_all_back():
     def told(populated):
         raise EnoughError
 
