@@ -1,5 +1,5 @@
 // Mutex, MutexLock and Condition are std::mutex, std::lock_guard and std::condition_variable, with annotations that
-// clang checks (`make lint`): a member that a mutex protects says so, and so does a function that wants it held.
+// clang checks (`make lint`). A member that a mutex protects says so, and so does a function that wants it held.
 //
 // Example:
 //   Mutex mutex_;

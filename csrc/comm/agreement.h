@@ -25,8 +25,8 @@ struct Intent {
   bool is_same_op(const Intent& other) const { return act == other.act && subject == other.subject; }
 };
 
-/// Says where ranks exchange numbers: at the end of a backward, or for what the calling thread does next together with
-/// the other ranks (a norm, `state_dict()`). In the latter case the numbers say what that is.
+/// Says where ranks exchange numbers: at the end of a backward, or before the calling threads do something together (a
+/// norm, `state_dict()`). In the latter case the numbers say what that is.
 enum class SyncPoint : std::uint8_t { backward, other };
 
 class Agreement {

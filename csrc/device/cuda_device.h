@@ -45,9 +45,8 @@ class CudaDevice {
 /// such as cudaEventQuery or cudaMalloc by other threads. Such calls also break the capture. A thread that has set its
 /// own mode to "relaxed" may make them. This is safe, because none of noria's calls touches what is captured.
 ///
-/// Note [Contexts]. Setting a device makes its context, which takes half a GiB there. A thread begins on device 0. So
-/// on noria's own threads the destructor leaves the device as it is: to set it back to 0 would make a context on device
-/// 0.
+/// Note [Contexts]. Setting a device makes its context, which takes half a GiB there. A thread begins on device 0. On
+/// noria's own threads the destructor leaves the device as it is: to set it back to 0 would make a context there.
 class OnDevice {
  public:
   explicit OnDevice(const CudaDevice& device);

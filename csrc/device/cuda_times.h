@@ -1,10 +1,13 @@
 // Measures when the ops of a device's lanes began and ended: with timed events in their streams, tied to the host's
 // clock.
 //
-// Nothing here waits for the device. An op leaves two events in its stream. Their times are looked up later: when a
-// caller asks for statistics, when a copy is queued, or when a lane has `kMostInFlight` ops without a time. If it still
-// has that many afterwards, its newest op is extended over the next ones. Their bytes are counted, and the gaps between
-// them count as work.
+// Nothing here waits for the device. An op leaves two events in its stream. Their times are looked up later:
+// - when a caller asks for statistics;
+// - when a copy is queued;
+// - when a lane has `kMostInFlight` ops without a time.
+//
+// If a lane still has that many afterwards, its newest op is extended over the next ones. Their bytes are counted, and
+// the gaps between them count as work.
 //
 // Units: nanoseconds of `now_ns`.
 // Ownership: owns a pool of timed events. A point returns its event when its time is known, or with its last owner.

@@ -19,7 +19,7 @@
 // So more than the rest may lie on the device until the lent part is back.
 //
 // Note [Tokens]. torch's allocator puts a tensor in a different place each time it is reloaded. So ops do not name
-// its address, but a token: a buffer of one byte that stands for it, one for each storage that is saved now.
+// its address, but a token: a buffer of one byte that stands for it. Each storage that is saved now has one.
 //
 // Note [Unforeseen tensors]. A tensor may be asked for before it is back. The caller is then inside of a visit, and
 // nothing that is queued waits for the end of that visit (plan/planner.h, Note [Issue points]). So a tensor at peers

@@ -19,7 +19,7 @@
 namespace noria {
 
 /// Refers to device memory for what ranks sum and give. `wide`: 4 bytes for each element of the largest unit's
-/// gradients of 16 bits, to reduce them in fp32; null: they are reduced as they are. `shard`: as large as the largest
+/// gradients of 16 bits, to reduce them in fp32. Null: they are reduced as they are. `shard`: as large as the largest
 /// shard.
 struct CollectScratch {
   std::byte* wide = nullptr;

@@ -1,5 +1,5 @@
-// EngineUnit describes a unit as the engine sees it: what the planner knows of it, where its home is, and where a draft
-// of its update goes.
+// EngineUnit describes a unit as the engine sees it: what the planner knows, where its home is, and where a draft of
+// its update goes.
 #pragma once
 
 #include <algorithm>

@@ -58,8 +58,9 @@ std::vector<std::size_t> enough(const std::vector<Bytes>& sizes, Bytes least);
 /// earliest forward that has one alive and unused. `bundles` are in the order of their visits.
 std::optional<std::size_t> next_used(const std::vector<SavedBundle>& bundles, HookId hook, const IsAlive& is_alive);
 
-/// Returns the index of the bundle that is needed next after `used`: the one before it in its forward, else the last
-/// one of the forward whose backward is next. None: no bundle is left, or a forward that has yet to begin comes first.
+/// Returns the index of the bundle that is needed next after `used`. It is the one before it in its forward, else the
+/// last one of the forward whose backward is next. None: no bundle is left, or a forward that has yet to begin comes
+/// first.
 std::optional<std::size_t> needed_after(const std::vector<SavedBundle>& bundles, std::size_t used,
                                         const BackwardOrder& order, const IsAlive& is_alive);
 

@@ -1,8 +1,7 @@
 // Decides when early work on gradients begins: in which backward, and after which of its drains.
 //
-// LastBackward learns which backward is the last before a step: if a step followed a backward, one is expected to
-// follow the same kind of backward the next time. DraftTiming tells when the last gradients of a unit have been
-// drained.
+// LastBackward learns which backward is the last before a step. If a step followed a backward, one is expected after
+// the next backward of the same kind. DraftTiming tells when the last gradients of a unit have been drained.
 //
 // Ownership, threads: plain data; the caller serialises.
 #pragma once

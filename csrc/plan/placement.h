@@ -1,7 +1,7 @@
 // Decides which bytes of the arena each unit and each gradient buffer takes, visit by visit: the first half of
 // planning.
 //
-// `place` walks the visits as if every fetch came at the last moment, and assigns memory by Belady's rule: what is used
+// `place` walks the visits as if every fetch came at the last moment. It assigns memory by Belady's rule: what is used
 // again last is given up first. The second half (planner.cpp) decides when each fetch is issued. It moves fetches
 // earlier but keeps their order and their places, so no decision made here can become wrong there.
 //

@@ -13,8 +13,9 @@
 //
 // Memory that visit k used last, weights or gradient buffer, is taken at the opening of visit k+1 at the earliest. The
 // end of visit k has been marked then. A fetch queued while k is open would gain nothing, since it waits for the end of
-// k anyway. It would also break two promises: a unit stays in its place while its visit is open; a thread that waits
-// for the lanes inside a visit does not wait for that visit.
+// k anyway. It would also break two promises:
+// - a unit stays in its place while its visit is open;
+// - a thread that waits for the lanes inside a visit does not wait for that visit.
 //
 // `visit == visits.size()` marks the drains (and nothing else) after the last visit.
 #pragma once

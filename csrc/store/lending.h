@@ -17,9 +17,9 @@
 //
 // Note [Words that only fall]. Lender and borrower share one cache line. Only the lender writes `wanted`: how much of
 // the range it wants to leave to the borrower. Only the borrower writes `used`: how much it may be using. Both start at
-// the whole range and only fall. So a word that is read late is too large, never too small, and that is safe: the
-// lender takes back only what `used` no longer covers. The two words need not be read at the same moment. Memory that
-// was given back does not return: to take it again would need an agreement.
+// the whole range and only fall. So a word that is read late is too large, never too small. That is safe: the lender
+// takes back only what `used` no longer covers. The two words need not be read at the same moment. Memory that was
+// given back does not return: to take it again would need an agreement.
 #pragma once
 
 #include <chrono>
