@@ -1,6 +1,6 @@
 """`make demo`: a GPT learns real text through a window that holds a quarter of it, to the same bits as plain PyTorch.
 
-First a resident twin, plain PyTorch, does a few steps; then noria trains the model and has to repeat them bit for bit,
+First a resident twin, plain PyTorch, does a few steps. Then noria trains the model, and has to repeat them bit for bit,
 and to fetch exactly what its plan says. The exit status is 1 if it does not.
 """
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/05_pipeline_d2d.py
 
 Under 1F1B stage i of n has n - i micro-batches in flight. All have the same `activation_memory`, less than the first
-one needs and more than the last one does. First the same stages train by plain PyTorch, without any limit; then noria
+one needs and more than the last one does. First the same stages train by plain PyTorch, without any limit. Then noria
 trains them, and has to repeat every loss and all weights bit for bit. The exit status is 1 if it does not.
 """
 

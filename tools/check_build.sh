@@ -3,11 +3,11 @@
 #
 #     bash tools/check_build.sh [--beside PYTHON | --torch VERSION]
 #
-# In a fresh environment (with the torch of that Python, or with this one from the index; default: --torch 2.12.0, a CUDA
-# build), in a copy of the tree, with no nvcc in PATH and no variable that names a toolkit: installs noria, shows that
-# nothing of a toolkit was used, asks the doctor, and runs the contract suite over the fake runtime, which the very module
-# opens that users get. Then configures anew with an nvcc 12.0 in PATH that fails: it must not be called, and nothing may
-# be built in another way. All in build/check_build.
+# Works in a copy of the tree and a fresh environment, with the torch of that Python, or with this one from the index.
+# The default is --torch 2.12.0, a CUDA build. No nvcc is in PATH, and no variable names a toolkit. It installs noria,
+# shows that nothing of a toolkit was used, and asks the doctor. It runs the contract suite over the fake runtime, which
+# the very module opens that users get. Then it configures anew with an nvcc 12.0 in PATH that fails: it must not be
+# called, and nothing may be built in another way. All in build/check_build.
 set -eu -o pipefail
 cd "$(dirname "$0")/.."
 torch=2.12.0 beside=""

@@ -4,10 +4,11 @@
 #     bash tools/check_wheel.sh [--torch VERSION] [WHEEL]
 #
 # The wheel: by default the one in dist/, where `make wheel` puts it. The torch: by default the one in requirements.lock,
-# whichever build of it the package index has. Looks at the wheel's tag and at what it asks for. Then, in an empty
-# environment of the Python in $PYTHON (default: python3), from an empty folder: no rpath may be absolute, torch and TBB
-# must come from that environment, README's example runs, a wrapped training has the bits of plain torch, noria.testing
-# and the doctor work. At last pytest must find the tests of an sdist of this tree. All in build/check_wheel.
+# whichever build of it the package index has. Looks at the wheel's tag and at what it asks for. The rest happens in an
+# empty environment of the Python in $PYTHON (default: python3), from an empty folder. No rpath may be absolute. torch
+# and TBB must come from that environment. README's example runs, and a wrapped training has the bits of plain torch.
+# noria.testing and the doctor work. At last pytest must find the tests of an sdist of this tree. All in
+# build/check_wheel.
 set -eu -o pipefail
 cd "$(dirname "$0")/.."
 tree=$PWD

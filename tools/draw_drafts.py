@@ -1,5 +1,5 @@
-"""Trains the paced chain of benchmarks/overlap.py without drafts and with drafts of all units, and draws a steady step
-of each out of its trace, on one scale.
+"""Trains the paced chain of benchmarks/overlap.py without drafts and with drafts of all units. Draws a steady step of
+each out of its trace, on one scale.
 
 python tools/draw_drafts.py docs/drafts.png
 """

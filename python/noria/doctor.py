@@ -102,8 +102,8 @@ class Doctor:
 
 
 def _what_it_allows(gib_s: float) -> str:
-    # One parameter with AdamW, fp32 states and dtype=torch.bfloat16: 26 bytes for its update, 2 for each of two
-    # fetches, 2 for the drain of its gradient.
+    # One parameter with AdamW, fp32 states and dtype=torch.bfloat16. Its update moves 26 bytes, each of two fetches 2,
+    # the drain of its gradient 2.
     seconds = (26 + 2 * 2 + 2) * 1e9 / (gib_s * GIB)
     return (
         f"updates, fetches and drains share these {gib_s:.1f} GiB/s: a step of AdamW in bfloat16 takes at least "
