@@ -88,8 +88,8 @@ sanitize: googletest
 	  $(BIN)/ctest --test-dir $$d --output-on-failure || exit 1; done
 
 # A wheel for other machines, in dist/; auditwheel names the oldest glibc that it runs with. Nothing is grafted: torch
-# brings its own libraries. TBB comes with its package: a copy of libtbb alone would not find the libtbbbind beside it,
-# which binds threads to a NUMA node, and would be a second pool beside that of other packages.
+# brings its own libraries, and TBB comes with its package. A copy of libtbb alone would not find the libtbbbind beside
+# it, which binds threads to a NUMA node. It would also be a second pool beside that of other packages.
 wheel: $(STAMP)
 	rm -rf build/wheel build/lib.* build/bdist.*  # modules that are gone would come back from there
 	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
@@ -111,6 +111,7 @@ style: all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture/test_language.py tests/architecture/test_old_names.py
 
 # The style, and what each mutex protects (base/mutex.h). use-after-move comes along: clang-tidy wants a check of its own.
 TIDY := $(BIN)/clang-tidy -p build/current --quiet --warnings-as-errors='*'
