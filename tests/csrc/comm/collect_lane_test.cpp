@@ -58,7 +58,7 @@ class CollectLaneTest : public testing::TestWithParam<bool> {
   std::int64_t next_op_ = 0;
 };
 
-TEST_P(CollectLaneTest, gathered_shards_are_everybodys) {
+TEST_P(CollectLaneTest, gathered_shards_are_those_of_all_ranks) {
   std::vector<Ticket> tickets;
   for (Rank& rank : ranks_) tickets.push_back(rank.lane->submit(label(Verb::gather, 0), gather(rank), {}));
   for (const Ticket& ticket : tickets) ticket->wait_passed();
@@ -140,7 +140,7 @@ TEST_P(CollectLaneTest, numbers_come_back_by_rank_behind_what_was_submitted) {
   for (const auto& numbers : found) EXPECT_EQ(numbers, (std::vector<std::int64_t>{0, 7, 1, 7, 2, 7}));
 }
 
-TEST_P(CollectLaneTest, a_rank_that_dies_fails_everybody_elses_op) {
+TEST_P(CollectLaneTest, a_rank_that_dies_fails_the_ops_of_all_others) {
   std::vector<Ticket> tickets;
   for (std::size_t i = 1; i < kRanks; ++i) {
     tickets.push_back(ranks_[i].lane->submit(label(Verb::gather, 0), gather(ranks_[i]), {}));
