@@ -15,6 +15,10 @@ from noria.host import machine
 __all__ = ["Machine", "on_machine"]
 
 
+def _no_hostility() -> _C.Hostility:
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine(machine.Machine):
     """Describes a machine with limits and hostility.
@@ -30,7 +34,7 @@ class Machine(machine.Machine):
     """
 
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    hostility: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hostility: _C.Hostility = dataclasses.field(default_factory=_no_hostility)
     update_threads: int = 0
 
     def backend(self, device: torch.device, capacity: int) -> _C.Backend:
