@@ -1,9 +1,8 @@
-"""Tracks what a wrapped model is doing, and refuses reads and writes that must not happen now."""
+"""Refuses reads and writes that must not happen while a wrapped model does something else."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from noria.runtime.context import Context
 from noria.runtime.load_tracker import LoadTracker
 from noria.torch_state import in_backward
 
-__all__ = ["Activity", "RunState", "weakly", "weakly_asked"]
+__all__ = ["RunState", "weakly", "weakly_asked"]
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -28,19 +27,6 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-
-
-class Activity(enum.Enum):
-    """Names what a wrapped model is doing. Of several that apply, `RunState` tells the first one here."""
-
-    CLOSED = "closed"
-    BACKWARD = "backward"
-    FORWARD = "forward"
-    MATERIALIZED = "materialized"
-    LOADING = "loading"
-    TORN = "torn"
-    """Weights and optimizer state are of different steps, and nothing is under way."""
-    IDLE = "idle"
 
 
 def weakly(method: Callable[Given, None]) -> Callable[Given, None]:
@@ -67,7 +53,10 @@ def weakly_asked(method: Callable[Given, Returned]) -> Callable[Given, Returned]
 
 
 class RunState:
-    """Tells what a wrapped model is doing, and refuses what must not happen meanwhile. `shutdown` ends the engine.
+    """Refuses what must not happen while a wrapped model does something else. `shutdown` ends the engine.
+
+    It knows of open blocks and of its own end. torch knows of a backward, the hooks of a forward, and the engine of a
+    torn home.
 
     Other parts register callbacks here: `in_forward` tells if a forward is alive. `on_recover` runs before the home is
     used after a failure, `on_settle` before any use of the home.
@@ -90,25 +79,6 @@ class RunState:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit, needed modules may be gone; atexit ran before
             self.shutdown()
-
-    def now(self) -> Activity:
-        """Returns what the model is doing. The order of `Activity`'s members decides if several are true: a forward
-        inside a block of `noria.materialize` returns FORWARD.
-        """
-        if self.closed:
-            return Activity.CLOSED
-        if (under_way := self._under_way()) is not None:
-            return under_way
-        if self._loading:
-            return Activity.LOADING
-        return Activity.TORN if self.context.engine.torn() else Activity.IDLE
-
-    def _under_way(self) -> Activity | None:
-        if in_backward():
-            return Activity.BACKWARD
-        if self.in_forward():
-            return Activity.FORWARD
-        return Activity.MATERIALIZED if self._num_materialized else None
 
     # ---- blocks ----
 
@@ -144,7 +114,7 @@ class RunState:
             raise usage_error("a model that is wrapped", "one whose engine was shut down", "wrap it again")
 
     def refuse_when_busy(self, call: str) -> None:
-        if self._under_way() is not None:
+        if in_backward() or self.in_forward() or self._num_materialized:
             raise usage_error(
                 f"{call} between passes",
                 "it inside of a forward, a backward or `with noria.materialize(...)`",

@@ -10,8 +10,9 @@ from typing import Any
 
 import noria
 import pytest
+import torch
 from noria.runtime.load_tracker import LoadTracker
-from noria.runtime.state import Activity, RunState, weakly, weakly_asked
+from noria.runtime.state import RunState, weakly, weakly_asked
 
 
 class Engine:
@@ -48,37 +49,33 @@ def made(*, updates_in_backward: bool = False, **more: Any) -> tuple[RunState, E
     return RunState(context, LoadTracker(context)), engine
 
 
-def test_what_it_is_doing_is_one_word():
-    run, engine = made()
-    assert run.now() is Activity.IDLE
-    with run.materializing(), run.materializing():
-        assert run.now() is Activity.MATERIALIZED
-        run.in_forward = lambda: True
-        assert run.now() is Activity.FORWARD
-        run.in_forward = lambda: False
-    engine.is_torn = "step 2 broke off"
+def test_a_load_is_known_by_its_part_until_its_block_ends():
+    run, _ = made()
     one, other = object(), object()
     with run.loading(one):
-        assert run.now() is Activity.LOADING and run.is_loading(one) and not run.is_loading(other)
-    engine.is_torn = ""
-    assert run.now() is Activity.IDLE
-    engine.is_torn = "step 3 broke off"
-    assert run.now() is Activity.TORN
-    run.shutdown()
-    assert run.now() is Activity.CLOSED
+        assert run.is_loading(one) and not run.is_loading(other)
+    assert not run.is_loading(one)
 
 
-@pytest.mark.parametrize("busy", ["forward", "materialized"])
-def test_calls_between_passes_are_refused_inside_of_one(busy):
+def test_calls_between_passes_are_refused_inside_of_one():
     run, _ = made()
-    run.refuse_when_busy("noria.unwrap")
-    if busy == "forward":
-        run.in_forward = lambda: True
+
+    def refused(*_: object) -> None:
         with pytest.raises(noria.UsageError, match=r"noria\.unwrap between passes"):
             run.refuse_when_busy("noria.unwrap")
-    else:
-        with run.materializing(), pytest.raises(noria.UsageError, match=r"noria\.unwrap between passes"):
-            run.refuse_when_busy("noria.unwrap")
+
+    run.refuse_when_busy("noria.unwrap")
+    with run.materializing():
+        with run.materializing():
+            refused()
+        refused()
+    run.in_forward = lambda: True
+    refused()
+    run.in_forward = lambda: False
+    value = torch.ones((), requires_grad=True)
+    value.register_hook(refused)
+    value.backward()
+    run.refuse_when_busy("noria.unwrap")
 
 
 def test_a_torn_home_is_refused_to_all_but_who_mends_it():
