@@ -13,7 +13,7 @@ import datetime
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,51 +44,58 @@ class Group:
     """
 
     def __init__(self, ranks: Sequence[int], device: torch.device | None = None) -> None:
-        c10d: Any = dist.distributed_c10d
+        c10d = dist.distributed_c10d
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         _made[self.ranks] += 1
-        self.name = f"noria/{'_'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        name = f"noria/{'_'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        self.name = cast("dist.distributed_c10d.GroupName", name)
         store = dist.PrefixStore(f"{self.name}/", c10d._get_default_store())
-        self._group: Any = c10d.ProcessGroup(store, self.rank, self.size)
+        group = dist.ProcessGroup(store, self.rank, self.size)
+        self._group: dist.ProcessGroup | None = group
         self._is_nccl = device is not None and device.type == "cuda"
-        types = c10d.ProcessGroup.BackendType
+        types = dist.ProcessGroup.BackendType
         if self._is_nccl:
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = _timeout() or options._timeout
-            backend = c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+            backend: torch._C._distributed_c10d.Backend = c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
-            backend = self._meet_by_gloo(c10d, store)
+            backend = self._meet_by_gloo(store)
         kind = types.NCCL if self._is_nccl else types.GLOO
         backend._set_sequence_number_for_group()
-        self._group._set_default_backend(kind)
-        self._group._register_backend(torch.device("cuda" if self._is_nccl else "cpu"), kind, backend)
-        self._group._set_group_name(self.name)
-        c10d._register_process_group(self.name, self._group)  # C++ finds it by this name
+        group._set_default_backend(kind)
+        group._register_backend(torch.device("cuda" if self._is_nccl else "cpu"), kind, backend)
+        group._set_group_name(self.name)
+        c10d._register_process_group(self.name, group)  # C++ finds it by this name
 
-    def _meet_by_gloo(self, c10d: Any, store: dist.Store) -> Any:
+    def _meet_by_gloo(self, store: dist.Store) -> torch._C._distributed_c10d.Backend:
         patience = timeout()
         try:
-            return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
+            return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
         except RuntimeError as error:
             raise _C.MachineError(
                 f"ranks {list(self.ranks)} of the world did not all meet within {patience}; they call noria.wrap "
                 f"together, with mesh= or stages= of the same ranks ({error})"
             ) from error
 
+    @property
+    def _open(self) -> dist.ProcessGroup:
+        assert self._group is not None, "the group is closed"
+        return self._group
+
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of all ranks, by rank. They have the same shape and dtype. Collective."""
         gathered = [torch.empty_like(own) for _ in self.ranks]
         with self._together(f"an all-gather of {format_bytes(own.nbytes * self.size)}"):
-            self._group.allgather([gathered], [own]).wait()
+            self._open.allgather([gathered], [own]).wait()
         return gathered
 
     def gather_on_first(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns what `gather` does on the first rank, and an empty list on the others. Collective."""
         gathered = [torch.empty_like(own) for _ in self.ranks] if self.rank == 0 else []
         with self._together(f"a gather of {format_bytes(own.nbytes * self.size)}"):
-            self._group.gather([gathered] if gathered else [], [own], _to_first()).wait()
+            self._open.gather([gathered] if gathered else [], [own], _to_first()).wait()
         return gathered
 
     def gather_objects(self, own: Told) -> list[Told]:
@@ -131,7 +138,7 @@ class Group:
     def broadcast(self, value: torch.Tensor) -> None:
         """Copies the first rank's values into the tensors of all ranks. Collective."""
         with self._together(f"a broadcast of {format_bytes(value.nbytes)}"):
-            self._group.broadcast(value, 0).wait()
+            self._open.broadcast(value, 0).wait()
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -150,7 +157,7 @@ class Group:
             return
         group, self._group = self._group, None
         with contextlib.suppress(Exception):  # torch has destroyed all groups, or is shutting down
-            dist.distributed_c10d._unregister_process_group(self.name)  # type: ignore[arg-type]
+            dist.distributed_c10d._unregister_process_group(self.name)
         if self._is_nccl:
             group.abort()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -22,8 +21,8 @@ def original_class(cls: type[Optimizer]) -> type[Optimizer]:
     return next((_ORIGINALS[base] for base in cls.__mro__ if base in _ORIGINALS), cls)
 
 
-def step_of(cls: type[Optimizer]) -> Callable[..., Any]:
+def step_of(cls: type[Optimizer]) -> Callable[..., object]:
     """Returns the class's own step, without the wrapper that runs step hooks: they run once, on the facade."""
-    step: Callable[..., Any] = cls.step
-    own: Callable[..., Any] = getattr(step, "__wrapped__", step)
+    step: Callable[..., object] = cls.step
+    own: Callable[..., object] = getattr(step, "__wrapped__", step)
     return own if getattr(step, "hooked", False) else step

@@ -28,7 +28,7 @@ for the gradient that the other side computed from it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 
@@ -66,8 +66,10 @@ class Hollow:
         return self._made[key].detach()
 
 
-def is_plain(value: Any) -> TypeGuard[torch.Tensor]:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout is torch.strided and not value.is_meta
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
@@ -108,10 +110,10 @@ class MicrobatchBuffers:
         for infos in self._all_received():
             self.fill(infos)
 
-    def views(self, chunk: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def views(self, chunk: int, args: tuple[object, ...]) -> tuple[object, ...]:
         """Returns the arguments of the module, with a view in place of each buffer."""
         buffers = {id(info.buffer) for info in _received(self.stage.args_recv_info.get(chunk, ()))}
-        return tuple(each.view_as(each) if id(each) in buffers else each for each in args)
+        return tuple(each.view_as(each) if is_plain(each) and id(each) in buffers else each for each in args)
 
     def forwarded(self, chunk: int, *, is_next_here: bool) -> None:
         """Releases the input buffers after a forward.
@@ -171,10 +173,20 @@ class MicrobatchBuffers:
             return _Handle.apply(output, self._hollow)  # type: ignore[no-untyped-call]
 
 
-def _put(info: Any, buffer: torch.Tensor) -> None:
+class _Received(Protocol):
+    """Tells where a stage receives an input or a gradient, as torch's `_RecvInfo` does."""
+
+    buffer: torch.Tensor
+
+
+def _has_plain(info: object) -> TypeGuard[_Received]:
+    return is_plain(getattr(info, "buffer", None))
+
+
+def _put(info: _Received, buffer: torch.Tensor) -> None:
     """Replaces a receive buffer and keeps its `requires_grad`, which not every torch version sets again."""
     info.buffer = buffer.requires_grad_(info.buffer.requires_grad and info.buffer.is_leaf)
 
 
-def _received(infos: Iterable[Any]) -> list[Any]:
-    return [info for info in infos if is_plain(getattr(info, "buffer", None))]
+def _received(infos: Iterable[object]) -> list[_Received]:
+    return [info for info in infos if _has_plain(info)]

@@ -243,7 +243,7 @@ class _StageAdapter:
         return output if is_seen else self.in_flight.instead_of(output)
 
     def _forward_maybe_with_nosync(self, own: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: Any, **kwargs: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
             if self.in_flight is not None and self._chunk is not None:
                 args = self.in_flight.views(self._chunk, args)
             return own(*args, **kwargs)
