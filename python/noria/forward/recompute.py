@@ -12,6 +12,7 @@ and the trials end.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable
@@ -59,7 +60,9 @@ class Recomputed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., object] | None:
         copied = memo.get(id(self._module))
-        return self.own if copied is None else types.MethodType(type(copied).forward, copied)
+        if copied is None or self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (getattr, (self._module, "forward"))
