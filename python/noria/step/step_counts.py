@@ -75,8 +75,6 @@ class StepCounts:
         if not dict.__contains__(self.state.shown, slot.parameter):
             return None
         state = self.state.shown.unsettled(slot.parameter)
-        if rule.counts_steps and state.get("step") is None:
-            return None
         for key in self._keys(slot, rule):
             if state.get(key) is None or state[key] is not self.state.placed.get((slot.index, key)):
                 return None
