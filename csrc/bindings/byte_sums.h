@@ -1,7 +1,7 @@
 // ByteSums tells if bytes on a device have changed, without a copy of them and without a wait for the device.
 //
-// The bytes are taken as 64-bit words in rows of a prime length, and each column is summed. One change changes a sum. So
-// do two words that change places, unless they are a multiple of the prime apart.
+// The bytes are taken as 64-bit words in rows of a prime length, and each column is summed. One change changes a sum.
+// So do two words that change places, unless they are a multiple of the prime apart.
 //
 // Threads: the thread that launches kernels. All runs on its current stream.
 #pragma once

@@ -17,8 +17,8 @@ constexpr const char* kWhyDead =
     "is as in torch";
 
 constexpr const char* kWhyShared =
-    "noria expected no look at p.grad if ranks share the model and each has a part of the sum, but found one (a clip, "
-    "a scaler, a logger, zero_grad(set_to_none=False), a pipeline's scale_grads). Remedy: clip with "
+    "noria expected no look at p.grad if ranks share the model and each has a part of the sum, but found one (a "
+    "logger, an edit, zero_grad(set_to_none=False), a pipeline's scale_grads). Remedy: clip with "
     "optimizer.clip_grad_norm_ or wrap with max_grad_norm; give noria.wrap a pipeline's stage in place of its module, "
     "whose gradients it scales";
 

@@ -98,9 +98,7 @@ class ShownGradients final : public Listener, public std::enable_shared_from_thi
   bool are_settled(const std::vector<int>& numbers) const;
   /// Returns true if an update inside backward uses the gradient, in one process: then only what was taken as it
   /// arrived is known.
-  bool is_used_up(int number) const {
-    return gradients_[index(number)].held->is_dead() && !callbacks_.norms_of_parts;
-  }
+  bool is_used_up(int number) const { return gradients_[index(number)].held->is_dead() && !callbacks_.norms_of_parts; }
   /// Returns the largest magnitudes; undefined where it is not known. Gradients that ranks share are asked for on all.
   std::vector<at::Tensor> largest(const std::vector<int>& numbers);
   static at::Tensor answer(const Gradient& gradient, const Question& question);

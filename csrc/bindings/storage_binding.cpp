@@ -88,8 +88,8 @@ void StorageBinding::attach(UnitId unit, std::byte* weights) {
 
 bool StorageBinding::evict(UnitId unit) {
   UnitStorage& weights = *storages_[unit];
-  // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`). A rank cannot see a write
-  // to other ranks' shards, so there any such operator counts.
+  // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`). A rank cannot see a
+  // write to other ranks' shards, so there any such operator counts.
   const bool may_be_written = !weights.is_told() && (weights.written() || has_python_object(weights.storage()));
   bool is_changed = weights.is_told() && (parts_.shards.size > 1 || !is_as_at_home(unit));
   if (may_be_written && parts_.device.is_cpu()) is_changed = !is_as_at_home(unit);
@@ -110,7 +110,8 @@ bool StorageBinding::evict(UnitId unit) {
 at::Tensor StorageBinding::home_bytes(const HomePart& part) const {
   std::byte* const seen = parts_.backend.device_address(part.memory);
   const c10::Device device = seen != nullptr ? parts_.device : c10::Device(c10::kCPU);
-  return tensor_over(seen != nullptr ? seen : part.memory, part.bytes.count, device, at::kByte, {part.bytes.count}, {1});
+  return tensor_over(seen != nullptr ? seen : part.memory, part.bytes.count, device, at::kByte, {part.bytes.count},
+                     {1});
 }
 
 bool StorageBinding::is_as_at_home(UnitId unit) const {

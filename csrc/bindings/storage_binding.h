@@ -4,9 +4,10 @@
 // It also finds writes to weights while they are on the device. They would be lost, so the next call of a hook raises.
 //
 // Note [Looks]. Compiled code, `numpy()` and `data_ptr()` ask for an address to write at, and most only read. So noria
-// looks whether the bytes have changed. On the CPU it compares them with the home at once. On a device the calling thread
-// does not wait: the first look sums the unit's words here and at home, later ones before and after the visit
-// (bindings/byte_sums.h). The answer comes through pinned memory, and a later hook reads it.
+// looks whether the bytes have changed. On the CPU it compares them with the home at once. On a device it compares sums
+// of the bytes (bindings/byte_sums.h), and the calling thread does not wait. The first look at a unit compares with the
+// home. Later looks compare with sums that were taken before the visit. The answer comes through pinned memory, and a
+// later hook reads it.
 //
 // Ownership: owns the storages. Borrows the bridge's parts.
 // Order: parameters lie in their storages from `bind` to `release`.
@@ -100,10 +101,10 @@ class StorageBinding {
   const std::shared_ptr<Listener> writes_;       // numbers are units
   UnitMap<std::unique_ptr<UnitStorage>> storages_;
   UnitMap<UnitFacts> facts_;
-  UnitMap<std::byte*> working_;           // at home; null: the unit has none
+  UnitMap<std::byte*> working_;            // at home; null: the unit has none
   UnitMap<std::optional<ByteSums>> sums_;  // when it was attached; of units that have been looked at
   UnitMap<bool> is_looked_at_;
-  std::deque<Look> looks_;                 // in the order of the stream
+  std::deque<Look> looks_;  // in the order of the stream
   std::vector<UnitId> stale_;
   std::vector<std::uint32_t> versions_;   // by parameter: its variable's, when its unit was attached
   std::vector<std::string> lost_writes_;  // changed in place on the device, not yet reported

@@ -1,5 +1,5 @@
-// Names noria's own threads (of lanes, of the host pool, those that register memory), and knows them again. Such a thread
-// stays on a device once it has been set to it.
+// Names noria's own threads (of lanes, of the host pool, those that register memory), and knows them again. Such a
+// thread stays on a device once it has been set to it.
 //
 // Threads: each function is about the calling thread.
 #pragma once

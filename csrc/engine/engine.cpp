@@ -24,13 +24,12 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vec
       copies_(issuer_),
       fetcher_(issuer_, leases_, units_, options_.device, parts_.collector, copies_),
       drainer_(issuer_, leases_, units_, options_.device, callbacks_, parts_.collector, options_.ring.has_value()),
-      activations_(options_.saves ? std::make_optional<ActivationStore>(
-                                        issuer_, *backend_, callbacks_,
-                                        [this](Bytes least) {
-                                          return gate_.outside([&] { return callbacks_.more_home(least); });
-                                        },
-                                        options_.saved_room)
-                                  : std::nullopt),
+      activations_(options_.saves
+                       ? std::make_optional<ActivationStore>(
+                             issuer_, *backend_, callbacks_,
+                             [this](Bytes least) { return gate_.outside([&] { return callbacks_.more_home(least); }); },
+                             options_.saved_room)
+                       : std::nullopt),
       compute_(*backend_, issuer_),
       updates_(parts_, update_time_, [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
       drafts_(parts_, updates_),
@@ -70,8 +69,8 @@ void Engine::end_open_pass(Stream stream) {
   if (pass_.phase) runner_.end(stream);
 }
 
-// If a copy of a unit's weights has failed, or the user has written it, the unit's copies are not used again: it is
-// fetched anew.
+// A unit's copies are not used again if a copy of its weights has failed, or if the user has written it. It is fetched
+// anew.
 void Engine::sweep() {
   for (const UnitId unit : callbacks_.take_stale()) {
     fetcher_.mark_stale(unit);

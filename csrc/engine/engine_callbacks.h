@@ -1,10 +1,9 @@
 // EngineCallbacks tells the holder of the parameters where a unit's bytes are now. It also asks for memory, and for
 // deferred updates.
 //
-// Order: from `attach` of a unit until `evict` returns, the range holds the unit's weights at the home's version, as the
-// compute stream sees it.
-// Threads: called inside of a call of the engine, on its thread, without the GIL. Only `update` and `more_home`, which
-// run Python code, may call the engine.
+// Order: from `attach` of a unit until `evict` returns, the range holds the unit's weights at the home's version, as
+// the compute stream sees it. Threads: called inside of a call of the engine, on its thread, without the GIL. Only
+// `update` and `more_home`, which run Python code, may call the engine.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +23,7 @@ class EngineCallbacks {
   virtual void attach(UnitId unit, std::byte* weights) = 0;
   /// Returns false if the range was written meanwhile. Then no copy on the device or at peers is used again.
   virtual bool evict(UnitId unit) = 0;
-  /// Returns units of which this became known only after `evict`, since the last call.
+  /// Returns the units that were written, if this became known after their `evict` and since the last call.
   virtual std::vector<UnitId> take_stale() { return {}; }
   virtual void open_gradients(UnitId unit, std::byte* buffer) = 0;
   /// `is_drained`: what was written there is on its way to the held gradient, and replaces it.

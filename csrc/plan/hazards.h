@@ -1,9 +1,12 @@
 // Derives every wait between ops on the same data from what they read and write; none is written by hand.
 //
-// Other waits are not derived here:
-// - a change of the compute stream (`ComputeLane::continue_on`);
-// - back pressure, and reloads that were not foreseen (`ActivationStore`);
-// - copies that end before a peer has its memory back (`ActivationStore`, `PeerCopies`).
+// Other waits are not derived here. The calling thread makes these:
+// - when the compute stream changes (`ComputeLane::continue_on`);
+// - for back pressure, and for reloads that were not foreseen (`ActivationStore`);
+// - for copies that end before a peer has its memory back (`ActivationStore`, `PeerCopies`);
+// - for sums that it reads (`Drafts`, `BackwardUpdates`), and for a step that blocks (`Updates`);
+// - until all is idle: at the end, after a broken step (`Updates::clear_torn`), before memory is replaced or the
+//   optimizer's state is shown.
 //
 // Example: a fetch writes a range of the window, so it waits for the forward that last read this range. Every op names
 // what it reads and writes. `issue` takes ops in issue order and returns the ops that each must wait for:

@@ -109,7 +109,9 @@ class Home:
         done = 0
         with (
             Bar("registering the home", sum(self.arenas[purpose].bytes for purpose in purposes)) as bar,
-            ThreadPoolExecutor(max(len(purposes), 1), initializer=_C.begin_own_thread, initargs=("register",)) as threads,
+            ThreadPoolExecutor(
+                max(len(purposes), 1), initializer=_C.begin_own_thread, initargs=("register",)
+            ) as threads,
         ):
             under_way = {threads.submit(self._register, each, _USES[each], backend): each for each in purposes}
             for registered in as_completed(under_way):

@@ -52,8 +52,7 @@ class Machine final : public EngineCallbacks {
         lender_(HostBackendOptions{setting.block * 1000}),
         stream_(backend_.create_stream()),
         home_(static_cast<std::size_t>(setting.home_blocks * num_floats_)),
-        activations_(
-            issuer_, backend_, *this, [this](Bytes least) { return more_home(least); }, setting.room) {
+        activations_(issuer_, backend_, *this, [this](Bytes least) { return more_home(least); }, setting.room) {
     for (const int num_blocks : setting.peers) {
       std::byte* const memory = lender_.allocate_shared(block_ * num_blocks);
       const SharedMemory told = lender_.shared(memory);
