@@ -44,7 +44,8 @@ def rates(args: argparse.Namespace) -> dict[str, float]:
     """Bytes and parameters a second."""
     folder = args.result.parent
     if args.down is None or args.up is None:
-        largest = list(newest("transfers", folder)["summary"].values())[-1]["gib_s"]
+        by_size = [each for each in newest("transfers", folder)["summary"].values() if "gib_s" in each]
+        largest = by_size[-1]["gib_s"]
         args.down, args.up = args.down or largest["fetch"], args.up or largest["drain"]
     if args.update is None:
         summary = newest("adamw", folder)["summary"]

@@ -4,6 +4,9 @@ Between home memory and device memory, over sizes: the bandwidth of the backend'
 ctypes.memmove (host) and torch's copy_ of the same bytes, in turns. Lanes get a batch of copies at once and are waited
 for at its end, as the engine uses them. On CUDA the plain copies are torch's, from and to pinned memory.
 
+On CUDA noria cuts copies, so that a small copy of the user's passes between the pieces. What does that cost, and what
+does it save? In turns, cut and uncut: a fetch, a drain, and how long a loss takes to the host that asks behind a drain.
+
 (Not called copy.py: that name would hide the standard library's `copy` from every benchmark.)
 """
 
@@ -73,6 +76,46 @@ def ways(device: str, num_bytes: int, batch: int) -> tuple[dict[str, Callable[[]
     return found, end
 
 
+def cutting(num_bytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds by how copies are cut, and by what was timed."""
+    whole = {"cut": {}, "uncut": {"copy_piece": num_bytes}}
+    machines: dict[str, tuple[Any, Any, int]] = {}
+    for how, piece in whole.items():
+        backend: Any = _C.make_cuda_backend(0, num_bytes, **piece)
+        home = _C.Arena(num_bytes)
+        home.register_with(backend)
+        ctypes.memset(home.data, 1, num_bytes)
+        machines[how] = (backend, home, backend.allocate(num_bytes))
+    loss, kept = torch.ones((), device="cuda"), torch.empty((), pin_memory=True)
+
+    def copy(how: str, lane: str) -> Any:
+        backend, home, memory = machines[how]
+        to, source = (memory, home.data) if lane == "fetch" else (home.data, memory)
+        return backend.submit(lane, [(to, source, num_bytes)])
+
+    def ask(how: str) -> float:
+        drain = copy(how, "drain")
+        taken = _common.seconds(lambda: kept.copy_(loss))  # which waits
+        drain.wait_passed()
+        return taken
+
+    times: dict[str, dict[str, list[float]]] = {how: {"fetch": [], "drain": [], "loss": []} for how in whole}
+    for number in range(rounds + 2):
+        for how in whole:
+            for lane in ("fetch", "drain"):
+                taken = _common.seconds(lambda how=how, lane=lane: copy(how, lane).wait_passed())
+                if number >= 2:
+                    times[how][lane].append(taken)
+            asked = ask(how)
+            if number >= 2:
+                times[how]["loss"].append(asked)
+    for backend, home, memory in machines.values():
+        backend.free(memory)
+        home.close()
+        backend.close()
+    return times
+
+
 def main() -> int:
     parser = _common.parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if not _C.cuda_absent_reason() else "cpu")
@@ -114,12 +157,21 @@ def main() -> int:
         )
     columns = ["size", *list(found), "fetch / plain", "drain / plain"]
     _common.show(f"GiB/s, {args.device}; plain is {against['fetch']}", columns, rows)
-    _common.Result("transfers", samples, summary, {"rounds": rounds, "device": args.device}).write(args, began)
-    largest = next(reversed(summary.values()))
+    largest = summary[size]
     said = [
         f"{lane} {largest['gib_s'][lane]:.1f} GiB/s, {largest['against_plain'][lane]['of_pairs']:.2f} x a plain copy's"
         for lane in ("fetch", "drain")
     ]
+    if args.device == "cuda":
+        times = samples["cutting"] = cutting(sizes[-1], rounds)
+        ratios = {lane: _common.paired_ratio(times["cut"][lane], times["uncut"][lane]) for lane in ("fetch", "drain")}
+        waits_us = {how: 1e6 * median(of["loss"]) for how, of in times.items()}
+        summary["cutting"] = {"cut_against_uncut": ratios, "loss_behind_drain_us": waits_us}
+        said.append(
+            f"cut copies take {max(ratios[lane]['of_pairs'] for lane in ratios):.3f} x uncut ones, and a loss behind a "
+            f"drain of {size} waits {waits_us['cut']:.0f} us, uncut {waits_us['uncut']:.0f}"
+        )
+    _common.Result("transfers", samples, summary, {"rounds": rounds, "device": args.device}).write(args, began)
     print(f"verdict: {'; '.join(said)}, on {args.device}")
     return 0
 
