@@ -119,6 +119,8 @@ void bind_home(py::module_& m) {
           [](const EngineHome& self, std::int32_t unit, bool write) { self->access_home(UnitId(unit), write); },
           py::arg("unit"), py::arg("write"), NoGil())
       .def(
+          "raise_lost_writes", [](const EngineHome& self) { self->raise_lost_writes(); }, NoGil())
+      .def(
           "open_home",
           [](const EngineHome& self, const std::vector<std::int32_t>& units, bool write,
              const std::vector<std::int64_t>& shown) { self->open_home(unit_ids(units), pointers(shown), write); },

@@ -20,6 +20,7 @@ HookId ModuleVisits::add_hook(std::string name, std::vector<UnitId> needs) {
 
 void ModuleVisits::begin_forward(std::int32_t root, bool training, bool grad_enabled) {
   upward_.before_forward(grad_enabled);
+  storages_.raise_late_writes(/*waits=*/false);
   first_alone_ = HookId();
   entered_.clear();
   Signature signature;

@@ -1,7 +1,5 @@
 #include "bindings/storage_binding.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 
 #include <utility>
@@ -55,8 +53,7 @@ void StorageBinding::bind(const std::vector<BridgedUnit>& units) {
   const std::size_t num_units = units.size();
   facts_ = UnitMap<UnitFacts>(num_units, {});
   working_ = UnitMap<std::byte*>(num_units, nullptr);
-  sums_ = UnitMap<std::optional<ByteSums>>(num_units, std::nullopt);
-  is_looked_at_ = UnitMap<bool>(num_units, false);
+  if (!parts_.device.is_cpu()) looks_.emplace(parts_.device, num_units);
   versions_.resize(static_cast<std::size_t>(parts_.parameters.size()), 0);
   std::vector<std::unique_ptr<UnitStorage>> storages;
   for (const UnitId unit : parts_.parameters.units()) {
@@ -80,30 +77,37 @@ void StorageBinding::end() {
 
 void StorageBinding::attach(UnitId unit, std::byte* weights) {
   storages_[unit]->attach(weights);
-  if (is_looked_at_[unit]) sums_[unit] = sums_of(storages_[unit]->bytes());
   for (const int index : parts_.parameters.of(unit)) {
     versions_[static_cast<std::size_t>(index)] = parts_.parameters[index].facts.variable._version();
   }
+  if (looks_) looks_->begin(unit, storages_[unit]->bytes());
 }
 
 bool StorageBinding::evict(UnitId unit) {
   UnitStorage& weights = *storages_[unit];
-  // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`). A rank cannot see a
-  // write to other ranks' shards, so there any such operator counts.
-  const bool may_be_written = !weights.is_told() && (weights.written() || has_python_object(weights.storage()));
-  bool is_changed = weights.is_told() && (parts_.shards.size > 1 || !is_as_at_home(unit));
-  if (may_be_written && parts_.device.is_cpu()) is_changed = !is_as_at_home(unit);
-  const at::Tensor looked_at = may_be_written && !parts_.device.is_cpu() ? weights.bytes() : at::Tensor();
+  if (!weights.attached()) return true;  // it failed before that
+  // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`).
+  const bool is_told = weights.is_told();
+  const bool may_be_written = is_told || weights.written() || has_python_object(weights.storage());
+  const at::Tensor shown = may_be_written ? weights.bytes() : at::Tensor();
   weights.evict();
-  if (looked_at.defined()) look(unit, looked_at);
-  const std::size_t num_lost = lost_writes_.size();
+  std::vector<std::string> lost;
   for (const int index : parts_.parameters.of(unit)) {
     const BridgedParameter& left = parts_.parameters[index].facts;
     if (left.variable._version() == versions_[static_cast<std::size_t>(index)]) continue;
-    lost_writes_.push_back("\"" + left.name + "\"");
+    lost.push_back("\"" + left.name + "\"");
   }
-  if (is_changed && lost_writes_.size() == num_lost) lost_writes_.push_back(some_parameter_of(unit));
-  return lost_writes_.size() == num_lost;
+  if (lost.empty() && may_be_written) {
+    // A rank cannot see a write to other ranks' shards, so there any operator counts that writes.
+    const bool is_of_all = is_told && parts_.shards.size > 1;
+    if (!is_told && looks_ && looks_->has_begun(unit)) looks_->end(unit, shown);
+    else if (is_of_all || !is_as_at_home(unit, shown)) lost.push_back(some_parameter_of(unit));
+    if (looks_ && !is_told) looks_->watch(unit);
+  }
+  if (looks_) looks_->drop(unit);
+  const MutexLock lock(mutex_);
+  lost_writes_.insert(lost_writes_.end(), lost.begin(), lost.end());
+  return lost.empty();
 }
 
 // On the device if it can address the home, else on the host.
@@ -114,58 +118,29 @@ at::Tensor StorageBinding::home_bytes(const HomePart& part) const {
                      {1});
 }
 
-bool StorageBinding::is_as_at_home(UnitId unit) const {
+bool StorageBinding::is_as_at_home(UnitId unit, const at::Tensor& shown) const {
   if (working_[unit] == nullptr) return true;
   for (const HomePart& part : home_parts(facts_[unit], working_[unit], parts_.shards)) {
     const at::Tensor home = home_bytes(part);
-    const at::Tensor shown = storages_[unit]->bytes(part.begin, part.bytes);
-    if (!at::equal(shown.to(home.device()), home)) return false;
+    if (!at::equal(shown.narrow(0, part.begin.count, part.bytes.count).to(home.device()), home)) return false;
   }
   return true;
 }
 
-at::Tensor StorageBinding::differs_from_home(UnitId unit, const at::Tensor& bytes) const {
-  at::Tensor found;
-  for (const HomePart& part : home_parts(facts_[unit], working_[unit], parts_.shards)) {
-    const ByteSums home = sums_of(home_bytes(part));
-    const ByteSums there{home.columns.to(parts_.device), home.rest.to(parts_.device)};  // staged homes are the host's
-    const at::Tensor each = differ(sums_of(bytes.narrow(0, part.begin.count, part.bytes.count)), there);
-    found = found.defined() ? found.logical_or(each) : each;
-  }
-  return found;
-}
-
-void StorageBinding::look(UnitId unit, const at::Tensor& bytes) {
-  if (working_[unit] == nullptr || bytes.numel() == 0) return;
-  const at::NoGradGuard no_grad;
-  const at::Tensor is_changed = sums_[unit] ? differ(*sums_[unit], sums_of(bytes)) : differs_from_home(unit, bytes);
-  is_looked_at_[unit] = true;
-  const at::Tensor answer = at::empty({}, at::TensorOptions(at::kBool).pinned_memory(true));
-  answer.copy_(is_changed, /*non_blocking=*/true);
-  const Ticket ticket = parts_.backend.open({OpId(), Lane::compute, Verb::user, unit});
-  parts_.backend.give(ticket, parts_.current_stream());
-  looks_.push_back({unit, answer, ticket});
-}
-
-void StorageBinding::read_looks() {
-  while (!looks_.empty() && looks_.front().ticket->passed()) {
-    const Look look = std::move(looks_.front());
-    looks_.pop_front();
-    look.ticket->wait_passed();  // raises if the device has failed
-    if (!look.answer.const_data_ptr<bool>()[0]) continue;
-    lost_writes_.push_back(some_parameter_of(look.unit));
-    stale_.push_back(look.unit);
-  }
-}
-
-void StorageBinding::await_looks() {
-  if (!looks_.empty()) looks_.back().ticket->wait_passed();
-  read_looks();
-}
-
 std::vector<UnitId> StorageBinding::take_stale() {
-  read_looks();
+  const MutexLock lock(mutex_);
   return std::exchange(stale_, {});
+}
+
+void StorageBinding::raise_late_writes(bool waits) {
+  if (looks_ && parts_.is_own_process()) {
+    for (const UnitId unit : waits ? looks_->await_changed() : looks_->changed()) {
+      const MutexLock lock(mutex_);
+      lost_writes_.push_back(some_parameter_of(unit));
+      stale_.push_back(unit);
+    }
+  }
+  raise_lost_writes();
 }
 
 std::string StorageBinding::some_parameter_of(UnitId unit) const {
@@ -173,9 +148,12 @@ std::string StorageBinding::some_parameter_of(UnitId unit) const {
 }
 
 void StorageBinding::raise_lost_writes() {
-  read_looks();
-  if (lost_writes_.empty()) return;
-  const std::string name = std::exchange(lost_writes_, {}).front();
+  std::string name;
+  {
+    const MutexLock lock(mutex_);
+    if (lost_writes_.empty()) return;
+    name = std::exchange(lost_writes_, {}).front();
+  }
   throw UsageError("parameters that only optimizer.step() changes while they are on the device",
                    "an in-place write to " + name + " inside forward or backward; it has been dropped",
                    "write inside `with noria.materialize(model):`, between passes");

@@ -4,24 +4,24 @@
 // It also finds writes to weights while they are on the device. They would be lost, so the next call of a hook raises.
 //
 // Note [Looks]. Compiled code, `numpy()` and `data_ptr()` ask for an address to write at, and most only read. So noria
-// looks whether the bytes have changed. On the CPU it compares them with the home at once. On a device it compares sums
-// of the bytes (bindings/byte_sums.h), and the calling thread does not wait. The first look at a unit compares with the
-// home. Later looks compare with sums that were taken before the visit. The answer comes through pinned memory, and a
-// later hook reads it.
+// looks whether the bytes have changed. On the CPU, and at a unit's first look, it compares them with the home, and
+// waits. On a device later looks compare sums of before and after the visit, without a wait (bindings/byte_looks.h).
+// Their answers are read when no pass is under way: a root's forward, `step()`, or a read of the weights then raises.
+// No pass is broken off, and under update="backward" nothing is torn.
 //
 // Ownership: owns the storages. Borrows the bridge's parts.
 // Order: parameters lie in their storages from `bind` to `release`.
 // Threads: as TorchBridge's hooks. Operators that write weights are heard on any thread.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "bindings/bridge_parts.h"
-#include "bindings/byte_sums.h"
+#include "bindings/byte_looks.h"
 #include "bindings/listening.h"
 #include "bindings/unit_storage.h"
 
@@ -43,12 +43,12 @@ class StorageBinding {
   void attach(UnitId unit, std::byte* weights);
   /// Returns false if it is known already that the weights were written meanwhile.
   bool evict(UnitId unit);
-  /// Returns the units that were written, as later became known, since the last call.
+  /// Returns the units that were written, if a look has found it since the last call.
   std::vector<UnitId> take_stale();
   /// Raises UsageError, once, if weights were written on the device.
   void raise_lost_writes();
-  /// Blocks until all looks are answered.
-  void await_looks();
+  /// Reads the answers of looks first. Call it between passes. `waits`: for all of them.
+  void raise_late_writes(bool waits);
   /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen.
   void check(const std::vector<UnitId>& units);
 
@@ -79,35 +79,24 @@ class StorageBinding {
 
  private:
   class Writes;
-  /// See Note [Looks].
-  struct Look {
-    UnitId unit;
-    at::Tensor answer;  // a bool in pinned memory, when `ticket` has passed
-    Ticket ticket;
-  };
 
   void place(int index);
   at::Tensor home_bytes(const HomePart& part) const;
-  /// Compares what the unit's storage shows with what this rank has at home. Waits for the device.
-  bool is_as_at_home(UnitId unit) const;
-  /// Does the same by sums, without a wait. Returns a bool on the device.
-  at::Tensor differs_from_home(UnitId unit, const at::Tensor& bytes) const;
-  void look(UnitId unit, const at::Tensor& bytes);
+  /// Compares the unit's bytes on the device with what this rank has at home. Waits for the device.
+  bool is_as_at_home(UnitId unit, const at::Tensor& shown) const;
   std::string some_parameter_of(UnitId unit) const;
-  void read_looks();
 
   const BridgeParts& parts_;
   const std::shared_ptr<StorageBinding*> self_;  // emptied when this object ends
   const std::shared_ptr<Listener> writes_;       // numbers are units
   UnitMap<std::unique_ptr<UnitStorage>> storages_;
   UnitMap<UnitFacts> facts_;
-  UnitMap<std::byte*> working_;            // at home; null: the unit has none
-  UnitMap<std::optional<ByteSums>> sums_;  // when it was attached; of units that have been looked at
-  UnitMap<bool> is_looked_at_;
-  std::deque<Look> looks_;  // in the order of the stream
-  std::vector<UnitId> stale_;
-  std::vector<std::uint32_t> versions_;   // by parameter: its variable's, when its unit was attached
-  std::vector<std::string> lost_writes_;  // changed in place on the device, not yet reported
+  UnitMap<std::byte*> working_;          // at home; null: the unit has none
+  std::optional<ByteLooks> looks_;       // once bound, on a device; see Note [Looks]
+  std::vector<std::uint32_t> versions_;  // by parameter: its variable's, when its unit was attached
+  Mutex mutex_;
+  std::vector<std::string> lost_writes_ NORIA_GUARDED_BY(mutex_);  // changed in place on the device, not yet reported
+  std::vector<UnitId> stale_ NORIA_GUARDED_BY(mutex_);
 };
 
 }  // namespace noria

@@ -72,6 +72,7 @@ void TorchBridge::begin_step() {
   home_.refuse_open();
   backwards_.forget_failed();
   views_.refuse_unreduced();
+  if (!parts_.updates_in_backward) storages_.raise_late_writes(/*waits=*/false);  // else the updates are made
   views_.begin_step();
 }
 
@@ -86,19 +87,13 @@ std::vector<std::vector<double>> TorchBridge::sum_gradients(std::vector<std::pai
 void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write) {
   backwards_.forget_failed();
   visits_.end_lone_pass();
-  raise_all_lost_writes();
+  if (!write) raise_lost_writes();
   home_.open(units, shown, write);
 }
 
 void TorchBridge::access_home(UnitId unit, bool write_weights) {
-  if (!write_weights) raise_all_lost_writes();
+  if (!write_weights) raise_lost_writes();
   engine_.access_home(unit, write_weights);
-}
-
-// Who reads the weights hears of all that were written on the device, also in the last step.
-void TorchBridge::raise_all_lost_writes() {
-  storages_.await_looks();
-  storages_.raise_lost_writes();
 }
 
 void TorchBridge::close() {

@@ -69,6 +69,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
   /// As Engine::access_home. If it only reads, it raises lost writes first.
   void access_home(UnitId unit, bool write_weights);
+  /// Raises UsageError, once, if weights were written on the device. Blocks until that is known.
+  void raise_lost_writes() { storages_.raise_late_writes(/*waits=*/true); }
   void close();
 
   // ---- EngineCallbacks ----
@@ -89,8 +91,6 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void release_saved(SavedId saved) override { saved_.release_saved(saved); }
 
  private:
-  void raise_all_lost_writes();
-
   const std::shared_ptr<Backend> backend_;
   const ParameterTable parameters_;
   const BridgeParts parts_;

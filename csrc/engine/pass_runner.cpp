@@ -152,8 +152,8 @@ void PassRunner::enter_visit(Stream stream) {
   const OpenVisit& open = *owners_.compute.visit();
   if (owners_.activations != nullptr) owners_.activations->opened(open.opened_us);
   for (UnitId unit : open.visit.needs) {
+    attached_.push_back(unit);  // first: what is half attached is evicted, too
     parts_.callbacks.attach(unit, owners_.fetcher.address(unit));
-    attached_.push_back(unit);
     owners_.fetcher.stash(unit);
   }
 }
@@ -179,7 +179,14 @@ void PassRunner::evict_attached() {
   while (!attached_.empty()) {
     const UnitId unit = attached_.back();
     attached_.pop_back();
-    if (!parts_.callbacks.evict(unit)) owners_.fetcher.mark_stale(unit);
+    bool is_as_before = false;
+    try {
+      is_as_before = parts_.callbacks.evict(unit);
+    } catch (...) {
+      owners_.fetcher.mark_stale(unit);
+      throw;
+    }
+    if (!is_as_before) owners_.fetcher.mark_stale(unit);
   }
 }
 

@@ -5,7 +5,7 @@
 // Order: ops are issued in the order of the calls.
 // Threads: the caller serialises. A call may block until a fetch has arrived, or run a deferred update.
 //
-// Note [A visit]. `announce` first ends the visit before: its compute ticket is given, its parameters point nowhere,
+// Note [A visit]. `announce` first ends the visit before: its parameters point nowhere, its compute ticket is given,
 // and the gradients that arrived are drained. Then the ops are issued that the plan has for the new visit. The stream
 // waits for what the visit reads, and the parameters point at their units. If the open visit has all these units, no
 // new visit begins. Sometimes the plan did not foresee a visit or a gradient (another branch, for example). Then the

@@ -395,7 +395,7 @@ def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None)
 
     Raises:
         UsageError: if the model is not wrapped, or a model of the same wrap call is missing. Also inside a pass, and
-            while weights and optimizer state are of different steps.
+            while weights and optimizer state are of different steps. Once if weights were written on the device.
 
     Example:
         >>> model, optimizer = noria.wrap(model, optimizer)
@@ -418,6 +418,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.run.refuse_when_busy("noria.unwrap")
     wrapped.run.recover()
     wrapped.run.require_consistent("noria.unwrap")
+    engine.home.raise_lost_writes()
     wrapped.sync.meet("unwrap")
     engine.updates.run_all_deferred()
     engine.idle()

@@ -1,7 +1,9 @@
 """Writes to weights on the device that only a comparison of bytes finds: on ranks that share them, in a home that is
-not pinned, and by addresses. All are told of, and none is trained with."""
+not pinned, and by addresses. All are told of."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import noria
 import pytest
@@ -78,16 +80,20 @@ class WrittenByAddress(nn.Module):
         return self.inner(x)
 
 
+def written_by_address() -> Any:
+    net = Net(blocks=0)
+    net.blocks = nn.ModuleList(WrittenByAddress() for _ in range(4))
+    return net
+
+
 @ON_PRETEND_GPU
 @pytest.mark.parametrize("num_looks", [0, 1, 5])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_write_by_an_address_is_told_however_many_looks_were_harmless(num_looks, pinned):
-    """The calling thread never waits to find out, so it may be told one pass later."""
+    """The calling thread does not wait to find out, so it may be told later."""
     import _pretend_gpu
 
-    net = Net(blocks=0)
-    net.blocks = nn.ModuleList(WrittenByAddress() for _ in range(4))
-    net.requires_grad_(False)
+    net = written_by_address().requires_grad_(False)
     if not pinned:
         _pretend_gpu.fail_next("cudaHostRegister", 1, 2)
     noria.wrap(net, device=DEVICE, window=2)
@@ -103,3 +109,38 @@ def test_a_write_by_an_address_is_told_however_many_looks_were_harmless(num_look
         net.blocks[2].writes = False
         assert_same_bits({"loss": loss_of(net, 100)}, {"loss": clean})
     assert_same_bits({name: value.cpu() for name, value in net.state_dict().items()}, before)
+
+
+@ON_PRETEND_GPU
+@pytest.mark.parametrize("way", ["unwrap", "state_dict", "loop"])
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_a_loop_hears_of_a_write_by_an_address_and_goes_on(update, way):
+    """Also under update="backward", where an error inside of backward would tear the weights."""
+    torch.manual_seed(0)
+    net = written_by_address()
+    optimizer = sgd(net.parameters())
+    noria.wrap(net, optimizer, device=DEVICE, window=2, update=update, kernel="fused")
+
+    def step(number: int) -> None:
+        loss_of(net, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(3):
+        step(number)
+    net.blocks[1].writes = True
+    with pytest.raises(noria.UsageError, match=r"in-place write to a parameter of .*blocks\.1"):
+        loss_of(net, 3).backward()
+        net.blocks[1].writes = False
+        optimizer.step()
+        if way == "unwrap":
+            noria.unwrap(net, optimizer)
+        elif way == "state_dict":
+            net.state_dict()
+        torch.cuda.synchronize()
+        step(4)
+    net.blocks[1].writes = False
+    optimizer.zero_grad()
+    step(5)
+    noria.unwrap(net, optimizer)
+    assert all(value.isfinite().all() for value in net.state_dict().values())

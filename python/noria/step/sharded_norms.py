@@ -134,9 +134,10 @@ def _power_sum(part: torch.Tensor, order: float) -> float:
 
     For the infinity norm it returns the largest magnitude.
     """
-    pieces = [each.double().abs() for each in part.split(1 << 20)]
     if math.isinf(order):
-        return functools.reduce(larger, (float(each.max()) for each in pieces if each.numel()), 0.0)
+        ends = [each.aminmax() for each in part.split(1 << 20) if each.numel()]
+        return functools.reduce(larger, (abs(float(end)) for both in ends for end in both), 0.0)
+    pieces = (each.double().abs() for each in part.split(1 << 20))
     if order == 0:
         return float(sum(int((each != 0).sum()) for each in pieces))
     return sum(float(each.pow(order).sum()) for each in pieces)
