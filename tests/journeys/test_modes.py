@@ -5,15 +5,27 @@ user's. It computes what it would have computed inside `step()`, and what it lea
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import noria
 import pytest
 import torch
+from noria.testing import assert_same_bits, first_difference
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device import DEVICE
-from tests.journeys.pairs import Net, adamw, both, loss_of, sgd
+from tests.journeys.pairs import (
+    Net,
+    adamw,
+    assert_moved,
+    both,
+    loss_of,
+    new_side,
+    sgd,
+    state_tensors,
+    wrap_side,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,17 +57,37 @@ def test_an_update_that_runs_inside_an_autocast_forward_is_not_cast(optimizer, d
     both(journey, optimizer=optimizer)
 
 
-@pytest.mark.cpu_only("autocast of a device does not reach updates, which are made on the CPU")
-@pytest.mark.parametrize("optimizer", [adafactor, muon])
-def test_an_update_of_a_step_inside_autocast_is_cast_wherever_it_runs(optimizer):
-    def journey(side):
-        for step in range(4):
-            loss_of(side.model, step).backward()
-            with torch.autocast(DEVICE, torch.bfloat16):
-                side.optimizer.step()
-            side.optimizer.zero_grad()
+def stepped_on_the_cpu(optimizer, around):
+    """The weights and the optimizer's state of plain PyTorch, whose gradients come from the device."""
+    side = new_side(optimizer=optimizer)
+    home = copy.deepcopy(side.model).cpu()
+    updates = optimizer(home.parameters())
+    for number in range(4):
+        loss_of(side.model, number).backward()
+        for there, here in zip(side.model.parameters(), home.parameters(), strict=True):
+            here.grad, there.grad = there.grad.cpu(), None
+        with around:
+            updates.step()
+        side.model.load_state_dict(home.state_dict())
+    return {**home.state_dict(), **state_tensors(updates)}
 
-    both(journey, optimizer=optimizer)
+
+@pytest.mark.parametrize(  # Muon multiplies in bfloat16 anyway
+    ("optimizer", "dtype"), [(adafactor, torch.bfloat16), (adafactor, torch.float16), (muon, torch.float16)]
+)
+def test_an_update_of_a_step_inside_autocast_of_the_device_is_cast_as_by_autocast_of_the_cpu(optimizer, dtype):
+    side = wrap_side(new_side(optimizer=optimizer), kernel="torch", window=2)
+    for number in range(4):
+        loss_of(side.model, number).backward()
+        with torch.autocast(DEVICE, dtype):
+            side.optimizer.step()
+        side.model.zero_grad()
+    found = {**side.model.state_dict(), **state_tensors(side.optimizer)}
+    cast = stepped_on_the_cpu(optimizer, torch.autocast("cpu", dtype))
+    assert_same_bits(found, cast)
+    uncast = stepped_on_the_cpu(optimizer, contextlib.nullcontext())
+    assert first_difference(list(cast.values()), [uncast[name] for name in cast], list(cast)) is not None
+    assert_moved(side.model)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "fused"])
