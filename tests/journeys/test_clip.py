@@ -389,13 +389,17 @@ def test_each_reader_of_a_clipped_gradient_finds_its_bytes(reader, policy, devic
     twins(loop(between), device, policy)
 
 
+@over_devices
 @pytest.mark.parametrize("policy", ["torch", "drafts"])
 @pytest.mark.parametrize("way", ["numpy", "storage", "dlpack", "alias", "view", "detach", "data"])
-def test_a_view_of_a_gradient_from_before_the_clip_shows_it_clipped_and_may_be_written(way, policy):
+def test_a_view_of_a_gradient_from_before_the_clip_shows_it_clipped_and_may_be_written(way, policy, device):
+    if device != "cpu" and way in ("numpy", "dlpack"):
+        pytest.skip("a way to the host's memory")
+
     def taken(gradient: torch.Tensor) -> Any:
         return {
             "numpy": lambda: torch.from_numpy(gradient.numpy()),
-            "storage": lambda: torch.empty(0).set_(gradient.untyped_storage()),
+            "storage": lambda: torch.empty(0, device=device).set_(gradient.untyped_storage()),
             "dlpack": lambda: torch.from_dlpack(gradient),
             "alias": lambda: gradient,
             "view": lambda: gradient.view(-1),
@@ -415,7 +419,7 @@ def test_a_view_of_a_gradient_from_before_the_clip_shows_it_clipped_and_may_be_w
             ways[number + 1].view(-1)[0] = 0.25
             side.end_step()
 
-    twins(journey, "cpu", policy)
+    twins(journey, device, policy)
 
 
 # ---- what is not finite, and scalers --------------------------------------------------------------------------
@@ -723,8 +727,10 @@ class Forwarding:
 @pytest.mark.gpu
 @pytest.mark.skipif(not vehicle.asked_for(), reason="only the pretend GPU counts what kernels do to the host's memory")
 @pytest.mark.parametrize("policy", ["torch", "fused", "drafts", "fused, masters"])
-@pytest.mark.parametrize("way", ["clip", "clip one by one", "total norm", "scaler", "scaler and clip", "reads"])
-def test_a_plain_loop_moves_no_gradient_over_the_link(way, policy):
+@pytest.mark.parametrize(
+    "way", ["clip", "clip one by one", "total norm", "scaler", "scaler and clip", "accumulates", "reads"]
+)
+def test_a_plain_loop_moves_each_gradient_up_the_link_and_down_again_only_to_add_to_it(way, policy):
     from tests.pretend_gpu import machine
 
     torch.manual_seed(0)
@@ -732,6 +738,7 @@ def test_a_plain_loop_moves_no_gradient_over_the_link(way, policy):
     side = GradientSide(model, sgd(model.parameters()), "cuda", False)
     noria.wrap(model, side.optimizer, device="cuda", window=2, **POLICIES[policy])
     side.optimizer._step_supports_amp_scaling = False
+    wrapped = wrapped_by(model)
     scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -750,27 +757,40 @@ def test_a_plain_loop_moves_no_gradient_over_the_link(way, policy):
             assert clip(side) > BITES
         elif way == "clip one by one":
             clip(side, foreach=False)
+        elif way == "accumulates":
+            side.backward(number + 10)
         elif way == "total norm":
             nn.utils.clip_grads_with_norm_(model.parameters(), BITES, nn.utils.get_total_norm(side.gradients()))
         else:
             sum(each.sum() for each in side.gradients())
         side.end_step()
 
+    def copied() -> tuple[int, int]:
+        """Bytes of gradients that the copy lanes have carried, down and up."""
+        wrapped.context.engine.idle()
+        torch.cuda.synchronize()
+        times = wrapped.context.engine.copies.times_fetched()
+        weights = sum(number * unit.weights for number, unit in zip(times, wrapped.context.units, strict=True))
+        fetched, drained = (wrapped.context.backend.stats(lane)["bytes"] for lane in ("fetch", "drain"))
+        return fetched - weights, drained
+
     for number in range(3):  # the first asks for norms that noria does not expect
         step(number)
-    wrapped_by(model).context.engine.idle()
-    torch.cuda.synchronize()
+    before = copied()
     machine.reset_counters()
     for number in range(3, 6):
         step(number)
-    wrapped_by(model).context.engine.idle()
-    torch.cuda.synchronize()
+    down, up = (after - begun for after, begun in zip(copied(), before, strict=True))
     counted = machine.counters()
-    crossed = counted["link_bytes_read"] + counted["link_bytes_written"]
+    by_kernels = counted["link_bytes_read"] + counted["link_bytes_written"]
+    accumulates = way == "accumulates"
+    assert (down, up) == (3 * total * accumulates, 3 * total * (1 + accumulates))
     if way == "reads":
-        assert crossed >= 3 * total
+        assert by_kernels >= 3 * total
+    elif accumulates:
+        assert by_kernels == 0
     else:  # two factors of each gradient at most
-        assert crossed <= 3 * 2 * 4 * len(list(model.parameters())), (crossed, total)
+        assert by_kernels <= 3 * 2 * 4 * len(list(model.parameters())), (by_kernels, total)
 
 
 # ---- updates inside of backward -------------------------------------------------------------------------------
