@@ -240,6 +240,14 @@ def test_jobs_that_no_plan_makes_are_refused(optimizer):
         _C.HostOptimizer(-1)
 
 
+def test_a_pool_that_chooses_its_threads_leaves_some_to_those_that_launch():
+    hardware = len(os.sched_getaffinity(0))
+    assert _C.HostOptimizer().num_threads == max(1, hardware - 1)
+    beside = _C.HostOptimizer(is_beside_device=True).num_threads
+    assert 1 <= beside <= hardware
+    assert hardware - beside >= 4 or beside <= max(1, hardware // 2)  # four free, or half of the cores kept
+
+
 # ---- rules and drafts ---------------------------------------------------------------------------------------------
 
 BYTES = {"adamw": (28, 26), "adam": (28, 26), "sgd": (12, 10), "sgd_momentum": (20, 18), "lion": (20, 18)}
