@@ -28,6 +28,7 @@ PACKAGES = "benchmarks/gpu_all.txt"
 PYTHON = str(ENVIRONMENT / "bin" / "python")
 LEAST_S = 8  # with less no part begins
 PRETEND = "pretend_gpu"
+WRITES = ("cuda_writes", "written_unheard", "clip")
 MODULES = ["cmake", "--build", "build/current", "--parallel", "--target", "test_modules"]
 
 # What the doctor says, and whether there is a device for what comes.
@@ -120,7 +121,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         Part("doctor", 30, [PYTHON, "-c", DOCTOR, "small" if small else "full"], needs=("build",)),
         # The memory that all rests on, and bits: may be wrong in ways that nothing without a GPU shows.
         Part("first_touch", 40, script("first_touch")),
-        Part("writes", 50, [*pytest, "tests/journeys/test_cuda_writes.py"]),
+        Part("writes", 200, [*pytest, *(f"tests/journeys/test_{name}.py" for name in WRITES)]),
         # Apart, because an error of the device spoils the rest of its process; 200 s together.
         Part("training", 70, [*pytest, "tests/journeys/test_cuda.py"]),
         Part("contract", 100, [*pytest, "tests/python/device"]),

@@ -95,6 +95,16 @@ def test_the_docs_name_every_part_in_its_order(tmp_path):
     assert named == [name for name in names if name != "rivals"]
 
 
+def test_some_part_runs_each_file_that_has_tests_for_a_gpu_with_all_of_their_cases(tmp_path):
+    commands = [part.command for part in gpu_all.parts(tmp_path, None, small=False) if "pytest" in part.command]
+    assert all(command[command.index("-m", 2) + 1] == "gpu" for command in commands)  # also those marked `rest`
+    run = [ROOT / word for command in commands for word in command if word.startswith("tests/")]
+    asks = re.compile(r"mark\.gpu\b|import DEVICES\b")
+    files = [each for each in (ROOT / "tests").rglob("*.py") if asks.search(each.read_text())]
+    helpers = {ROOT / "tests" / "journeys" / "gradient_pairs.py", Path(__file__)}
+    assert [each for each in files if each not in helpers and not any(each.is_relative_to(one) for one in run)] == []
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_rivals_are_tried_without_noria_which_is_built_meanwhile(small, tmp_path):
     [rivals] = [part for part in gpu_all.parts(tmp_path, None, small) if part.name == "rivals"]
