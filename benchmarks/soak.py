@@ -8,7 +8,8 @@ report. After each cycle the process is measured. Arms, each a process (or two) 
 for so many hours, and at least ten cycles:
 
 - cpu: device="cpu";
-- cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu);
+- cuda: a CUDA device; where there is none, and it is built, the pretend GPU (tests/pretend_gpu); if there is neither,
+  the script says so, at the beginning and beside the verdict;
 - ranks: two ranks that share each model, over gloo. Torch keeps some bytes of each process group that is gone. The
   script measures these bytes and subtracts them. After each cycle it makes groups with torch alone, as many as noria
   made, and drops them. It does so twice; the second time shows what torch keeps. In an hour that was 1.3 KB a cycle too
@@ -435,11 +436,14 @@ def on_rank(rank: int, size: int, meeting: str, answers: Any, seconds: float, sa
 # ---- the arms -----------------------------------------------------------------------------------------------
 
 
+def why_no_cuda() -> str:
+    """Empty if that arm can run here."""
+    absent = "" if torch.cuda.is_available() else vehicle.absent()
+    return absent and f"torch {torch.__version__} reaches no CUDA device, and there is no pretend GPU: {absent}"
+
+
 def arms() -> list[str]:
-    found = ["cpu", "ranks"]
-    if torch.cuda.is_available() or not vehicle.absent():
-        found.append("cuda")
-    return found
+    return ["cpu", "ranks"] if why_no_cuda() else ["cpu", "ranks", "cuda"]
 
 
 def files_of(arm: str, folder: Path) -> dict[str, Path]:
@@ -503,6 +507,9 @@ def main() -> int:
     if args.quick:
         args.hours = min(args.hours, 0.02)
     began, chosen = _common.hardware(), args.arms or arms()
+    left_out = "" if args.arms else why_no_cuda()
+    if left_out:
+        print(f"no arm on CUDA: {left_out}", flush=True)
     folder = args.samples or ROOT / "build" / "soak"
     folder.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
@@ -533,13 +540,15 @@ def main() -> int:
         "cycles": {name: len(found) for name, found in samples.items()},
         "modes": {name: {key: str(value) for key, value in fields.items()} for name, fields in MODES.items()},
         "modes_of_ranks": RANK_MODES,
+        "left_out": {"cuda": left_out} if left_out else {},
         "is_pretend_gpu": "cuda" in chosen and (vehicle.is_installed() or not torch.cuda.is_available()),
         "python": platform.python_version(),
     }
     rising += [f"{arm} failed" for arm in failed]
     thin = {name: thinned(found) for name, found in samples.items()}
     _common.Result("soak", thin, summary, settings).write(args, began)
-    print(f"verdict: {'flat' if not rising else 'rising: ' + ', '.join(rising)}")
+    verdict = "flat" if not rising else "rising: " + ", ".join(rising)
+    print(f"verdict: {verdict}" + ("; not tried on CUDA" if left_out else ""))
     return 1 if rising else 0
 
 

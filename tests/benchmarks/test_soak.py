@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 
 import pytest
 from noria import _C
@@ -10,6 +12,7 @@ from noria import _C
 from benchmarks import soak
 
 CYCLES = 300
+REASON = "as the test wants it"
 TENSOR = 64 + 400
 """Bytes of the smallest tensor in a CPU's memory: its values, and what torch keeps beside them, at least."""
 
@@ -78,3 +81,21 @@ def test_thinned_samples_keep_the_first_and_the_last():
     assert len(kept["cycle"]) == len(kept["threads"]) == soak.KEPT_SAMPLES
     assert kept["threads"][0] == 0 and kept["threads"][-1] == 9_999
     assert soak.thinned([{"threads": 1.0}, {"threads": 2.0}])["threads"] == [1.0, 2.0]
+
+
+def test_an_arm_that_cannot_run_is_told_at_the_beginning_and_beside_the_verdict(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(soak.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(soak.vehicle, "absent", lambda: REASON)
+    monkeypatch.setattr(
+        sys, "argv", ["soak", "--judge", "--samples", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    )
+    assert soak.arms() == ["cpu", "ranks"]
+    sample = {"bytes in use": 1.0, "resident bytes": 1.0, "threads": 1.0}
+    for arm in soak.arms():
+        for path in soak.files_of(arm, tmp_path).values():
+            path.write_text((json.dumps(sample) + "\n") * soak.LEAST_SAMPLES)
+    assert soak.main() == 0
+    first, *_, last = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith("no arm on CUDA: ") and REASON in first
+    assert last == "verdict: flat; not tried on CUDA"
+    assert REASON in json.loads((tmp_path / "out.json").read_text())["settings"]["left_out"]["cuda"]

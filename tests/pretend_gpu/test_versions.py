@@ -61,3 +61,18 @@ def test_a_machine_that_there_is_not_is_told_before_torch_is_imported():
     told = run("import sys; print('torch' in sys.modules)", "lazzy")
     assert "lazy, writes_everything" in told.stderr and "found 'lazzy'" in told.stderr
     assert "PrivateUse1" not in told.stderr and told.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("target, status", [("test", 0), ("pretend", 2)])
+def test_make_says_that_it_cannot_be_here_and_only_make_pretend_fails(target, status, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\ncase "$*" in *pretend_gpu.vehicle) echo because; exit 1;; esac\necho ran "$@"\n')
+    python.chmod(0o755)
+    built = ["-o", "all", "-o", "test-modules"]
+    done = subprocess.run(
+        ["make", *built, target, f"VENV={tmp_path}"], cwd=vehicle.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "no pretend GPU: because\n" in done.stdout
+    assert ("[Makefile" in done.stderr and f": {target}] Error" in done.stderr) == (status != 0)
