@@ -1,7 +1,7 @@
 """What the report says of the host's updates: where their time went, and what would hide more of it; and of loans.
 
-Layers sleep and updates are limited, so that each takes a known time on any machine; nothing here depends on how exact
-that is."""
+Times are what the report promises. So layers sleep and updates are limited: each takes a known time on any machine, and
+nothing here depends on how exact that is."""
 
 from __future__ import annotations
 

@@ -142,6 +142,7 @@ class Machine final : public EngineCallbacks {
   SavedId forward(int module, float value) {
     (void)activations_.enter(HookId(module), Phase::forward, UnitId(module), stream_);
     float* const block = allocate();
+    // A kernel that takes time, so that the stream runs behind the host. No result depends on how much.
     backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
       std::fill(block, block + count, value);
@@ -166,6 +167,7 @@ class Machine final : public EngineCallbacks {
     activations_.await(saved, stream_);
     also();
     const float* const block = blocks_.at(saved);
+    // As in `forward`: a kernel that takes time.
     backend_.enqueue(stream_, [block, value, count = num_floats_] {
       std::this_thread::sleep_for(1ms);
       *value = block[0];

@@ -371,6 +371,7 @@ TEST(HostOptimizer, SubmitsFromManyThreadsAllRun) {
   for (const auto& unit : units) EXPECT_TRUE(unit->updated());
 }
 
+// A limit promises a time.
 TEST(HostOptimizer, LimitIsALowerBoundOfBusyTimeAndBytesAreCounted) {
   auto options = threads(1);
   options.pace = slow({}, {{{Lane::update, {1.0, 50}}}});
