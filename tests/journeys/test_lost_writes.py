@@ -115,7 +115,7 @@ def test_a_write_by_an_address_is_told_however_many_looks_were_harmless(num_look
 @pytest.mark.parametrize("way", ["unwrap", "state_dict", "loop"])
 @pytest.mark.parametrize("update", ["auto", "backward"])
 def test_a_loop_hears_of_a_write_by_an_address_and_goes_on(update, way):
-    """Also under update="backward", where an error inside of backward would tear the weights."""
+    """Also under update="backward", where an error inside of backward would leave the weights torn."""
     torch.manual_seed(0)
     net = written_by_address()
     optimizer = sgd(net.parameters())
