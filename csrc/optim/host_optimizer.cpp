@@ -33,10 +33,6 @@ namespace {
 constexpr std::int64_t kChunk = 64 * 1024;
 static_assert(kChunk % kStateBlock == 0);
 
-// Left free for the launching thread, autograd's thread, and the lanes' threads. Each wakes for microseconds, and the
-// device waits for it.
-constexpr int kLeftToLaunch = 4;
-
 tbb::task_arena::constraints place_of(const HostOptimizerOptions& options) {
   tbb::task_arena::constraints place;
   const std::vector<tbb::numa_node_id> known = tbb::info::numa_nodes();
@@ -50,9 +46,8 @@ int threads_for(const HostOptimizerOptions& options) {
   if (requested > 0) return requested;
   tbb::task_arena::constraints place = place_of(options);
   const int all = tbb::info::default_concurrency(place);
-  if (!options.is_beside_device) return std::max(1, all - 1);
   const int cores = tbb::info::default_concurrency(place.set_max_threads_per_core(1));
-  return std::max({1, cores / 2, std::min(cores, all - kLeftToLaunch)});
+  return chosen_threads(all, cores, options.is_beside_device);
 }
 
 std::exception_ptr closed_error() {

@@ -17,6 +17,7 @@
 // meanwhile. An issued op waits only for ops that were issued before it, never for an update. So this always ends.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -28,6 +29,15 @@
 #include "optim/update.h"
 
 namespace noria {
+
+/// Returns how many threads a pool has by default, of `hardware` hardware threads on `cores` cores. Beside a device it
+/// leaves some free for the launching thread, autograd's thread and the lanes' threads: each wakes for microseconds,
+/// and the device waits for it.
+inline int chosen_threads(int hardware, int cores, bool is_beside_device) {
+  constexpr int kLeftToLaunch = 4;
+  if (!is_beside_device) return std::max(1, hardware - 1);
+  return std::max({1, cores / 2, std::min(cores, hardware - kLeftToLaunch)});
+}
 
 struct HostOptimizerOptions {
   /// 0 means: all hardware threads of the process but one, which is left for the launching thread.

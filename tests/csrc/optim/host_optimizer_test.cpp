@@ -438,6 +438,17 @@ TEST(HostOptimizer, FlushingOfDenormalsDoesNotLeakOut) {
   EXPECT_GT(product.get_future().get(), 0.0f);
 }
 
+TEST(HostOptimizer, ChosenThreadsLeaveSomeToThoseThatLaunch) {
+  EXPECT_EQ(chosen_threads(16, 8, false), 15);
+  EXPECT_EQ(chosen_threads(1, 1, false), 1);
+  EXPECT_EQ(chosen_threads(64, 32, true), 32);  // one on each core: hardware threads are left
+  EXPECT_EQ(chosen_threads(16, 16, true), 12);
+  EXPECT_EQ(chosen_threads(8, 4, true), 4);
+  EXPECT_EQ(chosen_threads(6, 6, true), 3);  // half of the cores at least
+  EXPECT_EQ(chosen_threads(2, 2, true), 1);
+  EXPECT_EQ(chosen_threads(1, 1, true), 1);
+}
+
 #if !defined(__SANITIZE_THREAD__)  // a thread of TBB's may hold the sanitizer's own locks while we fork
 TEST(HostOptimizer, ForkedChildNeitherHangsNorJoins) {
   auto optimizer = std::make_unique<HostOptimizer>(threads(2));
