@@ -10,6 +10,7 @@ BUILT   := $(VENV)/.noria-built
 SOURCES := $(shell find csrc tests/csrc -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/csrc tests/pretend_gpu -name '*.h' -o -name '*.inc' -o -name '*.cpp')
 CORE_FILES := $(shell find csrc -name '*.cpp' -not -path 'csrc/bindings/*')
+LOCKING := $(shell grep -l MutexLock csrc/bindings/*.cpp)
 CMAKE   := $(BIN)/cmake
 JOBS    ?= $(shell nproc)
 SANITIZERS := address,undefined thread
@@ -116,7 +117,7 @@ style: all
 # The style, and what each mutex protects (base/mutex.h). use-after-move comes along: clang-tidy wants a check of its own.
 TIDY := $(BIN)/clang-tidy -p build/current --quiet --warnings-as-errors='*'
 lint: style
-	printf '%s\n' $(CORE_FILES) | xargs -P $(JOBS) -n 4 $(TIDY) --extra-arg=-Wthread-safety \
+	printf '%s\n' $(CORE_FILES) $(LOCKING) | xargs -P $(JOBS) -n 4 $(TIDY) --extra-arg=-Wthread-safety \
 	  --checks='-*,clang-diagnostic-thread-safety*,bugprone-use-after-move'
 
 tidy: all
