@@ -38,11 +38,14 @@ void bind_base(py::module_& m) {
   py::register_exception<UsageError>(m, "UsageError", PyExc_RuntimeError);
   py::register_exception<InvariantError>(m, "InvariantError", PyExc_RuntimeError);
   py::register_exception<MachineError>(m, "MachineError", PyExc_RuntimeError);
-  m.attr("UsageError").attr("__module__") = "noria";  // its public name, also in tracebacks and pickles
+  for (const char* const name : {"UsageError", "MachineError"}) {
+    m.attr(name).attr("__module__") = "noria";  // their public names, also in tracebacks and pickles
+  }
   m.attr("UsageError").attr("__doc__") =
       "The caller's mistake, raised before anything is changed: noria expected ..., but found .... Remedy: ...";
   m.attr("InvariantError").attr("__doc__") = "A promise of noria's own code does not hold: a defect, please report it.";
-  m.attr("MachineError").attr("__doc__") = "The machine's refusal: the call, the sizes, and the policy in force.";
+  m.attr("MachineError").attr("__doc__") =
+      "The machine refuses or breaks what noria asks of it. Names the call and the sizes.";
 
   m.attr("LANES") = words<Lane>(kNumLanes);
   m.attr("VERBS") = words<Verb>(kNumVerbs);

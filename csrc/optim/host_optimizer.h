@@ -31,8 +31,8 @@
 namespace noria {
 
 /// Returns how many threads a pool has by default, of `hardware` hardware threads on `cores` cores. Beside a device it
-/// leaves some free for the launching thread, autograd's thread and the lanes' threads: each wakes for microseconds,
-/// and the device waits for it.
+/// leaves some free for the launching thread, autograd's thread and the lanes' threads. Each of these wakes for
+/// microseconds, and the device waits for it.
 inline int chosen_threads(int hardware, int cores, bool is_beside_device) {
   constexpr int kLeftToLaunch = 4;
   if (!is_beside_device) return std::max(1, hardware - 1);

@@ -16,7 +16,7 @@ from noria._version import __version__ as __version__
 _check_build(_Path(__file__).parent, _torch.__version__)  # before anything loads _C
 
 from noria import optim, testing
-from noria._C import UsageError
+from noria._C import MachineError, UsageError
 from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
 from noria.policy import Policy
@@ -24,6 +24,7 @@ from noria.report import report
 from noria.wrap import materialize, plan, unwrap, wrap
 
 __all__ = [
+    "MachineError",
     "Policy",
     "UsageError",
     "load",

@@ -15,6 +15,7 @@ from noria.report import Report
 
 _GIVEN = {"Report": Report, "WrapPlan": WrapPlan, "optimizer": WrappedOptimizer}
 """Classes of objects that `report`, `plan` and `wrap` return."""
+_RAISED = (noria.UsageError, noria.MachineError)
 
 
 def _members(cls: type) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def callables() -> dict[str, Callable[..., Any]]:
     return {
         name: value
         for name, value in objects().items()
-        if inspect.isfunction(value) or (inspect.isclass(value) and value not in (*_GIVEN.values(), noria.UsageError))
+        if inspect.isfunction(value) or (inspect.isclass(value) and value not in (*_GIVEN.values(), *_RAISED))
     }
 
 
@@ -56,7 +57,7 @@ def docstrings() -> dict[str, str]:
     """Returns the docstrings of `objects()`, and those below the fields of classes."""
     found = {name: value.__doc__ or "" for name, value in objects().items()}
     for name, value in objects().items():
-        if inspect.isclass(value) and value.__module__.startswith("noria") and value is not noria.UsageError:
+        if inspect.isclass(value) and value.__module__.startswith("noria") and value not in _RAISED:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
             for field, text in zip(tree.body, tree.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):

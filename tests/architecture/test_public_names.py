@@ -3,6 +3,7 @@
 import noria
 
 PUBLIC = {
+    "MachineError",
     "Policy",
     "UsageError",
     "load",

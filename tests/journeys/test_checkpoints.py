@@ -1110,3 +1110,9 @@ def test_low_bits_of_another_shape_are_refused_before_anything_is_changed():
         side.optimizer.load_state_dict(bad)
     assert_same_bits(side.model.state_dict(), before["model"])
     assert_same_bits(state_tensors(side.optimizer), state_tensors(Loaded(before["optimizer"])))
+
+
+def test_a_save_without_its_path_first_is_told_how():
+    model = nn.Linear(2, 2)
+    with pytest.raises(noria.UsageError, match="put the path first"):
+        noria.save(model, None, "x.pt")

@@ -57,6 +57,10 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Example:
         >>> noria.save("run.pt", model, optimizer, step=100)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise usage_error(
+            "noria.save(path, model, optimizer)", f"a first argument of {type(path).__name__}", "put the path first"
+        )
     model = modules_of(model)
     shared = _shared(model, optimizer)
     with contextlib.ExitStack() as on_first:

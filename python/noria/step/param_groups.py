@@ -131,5 +131,6 @@ def refuse_strangers(groups: list[dict[str, Any]], known: Container[nn.Parameter
                 raise usage_error(
                     "an optimizer whose parameters belong to the wrapped models",
                     f"one of shape {tuple(parameter.shape)} in group {number} that no wrapped model has",
-                    "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer)",
+                    "wrap all models that the optimizer updates: noria.wrap([a, b], optimizer). If you have added a "
+                    "module to a wrapped model, unwrap it first, and wrap it again with the module",
                 )
