@@ -31,7 +31,6 @@ ByteLooks::Sums ByteLooks::sums_of(const at::Tensor& bytes) {
 }
 
 void ByteLooks::begin(UnitId unit, const at::Tensor& bytes) {
-  if (!is_watched_[unit]) return;
   const Unseen unseen;
   sums_[unit] = sums_of(bytes);
 }
@@ -50,36 +49,21 @@ void ByteLooks::end(UnitId unit, const at::Tensor& bytes) {
   pending_.push_back(std::move(look));
 }
 
-std::vector<UnitId> ByteLooks::take_changed() {
-  std::vector<UnitId> found;
-  while (!pending_.empty() && pending_.front().event.query()) {
-    const Pending look = std::move(pending_.front());
-    pending_.pop_front();
-    if (look.answer.const_data_ptr<bool>()[0]) found.push_back(look.unit);
-    answers_.push_back(look.answer);
-  }
-  return found;
-}
-
-std::vector<UnitId> ByteLooks::changed() {
+std::vector<UnitId> ByteLooks::changed(bool waits) {
   const MutexLock lock(mutex_);
+  std::vector<UnitId> found;
   try {
-    return take_changed();
+    if (waits && !pending_.empty()) pending_.back().event.synchronize();
+    while (!pending_.empty() && pending_.front().event.query()) {
+      const Pending look = std::move(pending_.front());
+      pending_.pop_front();
+      if (look.answer.const_data_ptr<bool>()[0]) found.push_back(look.unit);
+      answers_.push_back(look.answer);
+    }
   } catch (const c10::Error&) {  // the device has failed, and its next call says so; the home can still be read
     pending_.clear();
-    return {};
   }
-}
-
-std::vector<UnitId> ByteLooks::await_changed() {
-  const MutexLock lock(mutex_);
-  try {
-    if (!pending_.empty()) pending_.back().event.synchronize();
-    return take_changed();
-  } catch (const c10::Error&) {
-    pending_.clear();
-    return {};
-  }
+  return found;
 }
 
 }  // namespace noria

@@ -7,8 +7,8 @@
 // The bytes are taken as 64-bit words in rows of a prime length, and each column is summed. A word that changes alone
 // changes a sum. So do two words that change places, unless they are a multiple of the prime apart.
 //
-// Order: all that runs on the device runs on the current stream, and `end` is called before anything else may write
-// there. Threads: `watch`, `begin` and `end` on the thread that launches the unit's kernels, the others on any.
+// Order: all that runs on the device runs on the current stream. Call `end` before anything else may write there.
+// Threads: `changed` on any, the others on the thread that launches the unit's kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,18 +33,18 @@ class ByteLooks {
         is_watched_(num_units, false),
         sums_(num_units, std::nullopt) {}
 
-  /// From now on `begin` sums this unit.
+  /// From now on the unit's visits begin with a sum.
   void watch(UnitId unit) { is_watched_[unit] = true; }
+  bool is_watched(UnitId unit) const { return is_watched_[unit]; }
   void begin(UnitId unit, const at::Tensor& bytes);
   bool has_begun(UnitId unit) const { return sums_[unit].has_value(); }
   void end(UnitId unit, const at::Tensor& bytes);
   /// The visit ends without a look.
   void drop(UnitId unit) { sums_[unit].reset(); }
 
-  /// Returns the units that are known to have changed since the last call.
-  std::vector<UnitId> changed();
-  /// Blocks until all looks are answered. Then as `changed`.
-  std::vector<UnitId> await_changed();
+  /// Returns the units that are known to have changed since the last call. `waits`: blocks until all looks are
+  /// answered.
+  std::vector<UnitId> changed(bool waits);
 
  private:
   struct Sums {
@@ -57,7 +57,6 @@ class ByteLooks {
     c10::Event event;   // has passed: the answer is there
   };
   static Sums sums_of(const at::Tensor& bytes);
-  std::vector<UnitId> take_changed() NORIA_REQUIRES(mutex_);
 
   const c10::Device device_;
   UnitMap<bool> is_watched_;

@@ -80,7 +80,7 @@ void StorageBinding::attach(UnitId unit, std::byte* weights) {
   for (const int index : parts_.parameters.of(unit)) {
     versions_[static_cast<std::size_t>(index)] = parts_.parameters[index].facts.variable._version();
   }
-  if (looks_) looks_->begin(unit, storages_[unit]->bytes());
+  if (looks_ && looks_->is_watched(unit)) looks_->begin(unit, storages_[unit]->bytes());
 }
 
 bool StorageBinding::evict(UnitId unit) {
@@ -134,7 +134,7 @@ std::vector<UnitId> StorageBinding::take_stale() {
 
 void StorageBinding::raise_late_writes(bool waits) {
   if (looks_ && parts_.is_own_process()) {
-    for (const UnitId unit : waits ? looks_->await_changed() : looks_->changed()) {
+    for (const UnitId unit : looks_->changed(waits)) {
       const MutexLock lock(mutex_);
       lost_writes_.push_back(some_parameter_of(unit));
       stale_.push_back(unit);
