@@ -1,9 +1,10 @@
 // EngineCallbacks tells the holder of the parameters where a unit's bytes are now. It also asks for memory, and for
 // deferred updates.
 //
-// Order: from `attach` of a unit until `evict` returns, the range holds the unit's weights at the home's version, as
-// the compute stream sees it. Threads: called inside of a call of the engine, on its thread, without the GIL. Only
-// `update` and `more_home`, which run Python code, may call the engine.
+// Order: from `attach` of a unit until `evict` returns, the range holds the unit's weights. They have the home's
+// version, as the compute stream sees it.
+// Threads: called inside of a call of the engine, on its thread, without the GIL. Only `update` and `more_home`, which
+// run Python code, may call the engine.
 #pragma once
 
 #include <cstddef>

@@ -39,7 +39,7 @@ def choose_drafts(
     free: Free,
     notes: list[str],
 ) -> frozenset[int]:
-    """Chooses the units that get spare buffers: as many as fit in `draft_memory`.
+    """Chooses the units that get spare buffers. `draft_memory` limits how many.
 
     They are spread evenly over the model: the updates left for the next forward then come evenly too. `needs`: what
     `spare_needs` returns; `state_bytes`: of the state that torch keeps.

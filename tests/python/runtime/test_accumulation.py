@@ -1,4 +1,4 @@
-"""Gradients kept over several backwards, alone: when memory is taken for them, and when the engine is told."""
+"""Accumulation alone takes memory for kept gradients, and tells the engine, at the right time."""
 
 from __future__ import annotations
 
