@@ -19,7 +19,7 @@ from tests.failing_rank import POLICIES, STEPS
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100.0  # beyond the group's timeout; only a rank that never ends comes to it
-NAMED = r"noria\._C\.MachineError: rank {rank} of {size}: an? .+ failed; a rank has died, raised, or hung"
+NAMED = r"noria\.MachineError: rank {rank} of {size}: an? .+ failed; a rank has died, raised, or hung"
 
 
 def train(

@@ -124,7 +124,7 @@ def test_ranks_raise_when_the_link_between_their_nodes_goes_down(nodes):
         nodes[0].ip("link", "set", "link0", "down")
         for rank, each in enumerate(ranks):
             out, _ = each.communicate(timeout=TIMEOUT_S + PATIENCE_S)
-            named = rf"noria\._C\.MachineError: rank {rank} of 2: an? .+ failed; a rank has died, raised, or hung"
+            named = rf"noria\.MachineError: rank {rank} of 2: an? .+ failed; a rank has died, raised, or hung"
             assert each.returncode != 0 and re.search(named, out), out
     finally:
         for each in ranks:
