@@ -2,9 +2,9 @@
 in turn, over what stands for NCCL.
 
 A process that imports torch takes two seconds of a core to start. So ranks are forked from a server that has imported
-it. They have one hash seed, and iterate over sets in one order. With RANKS=spawn in the environment, as in
-`make test-all`, each starts anew and has its own. On the pretend GPU each always starts anew: its threads do not
-survive a fork.
+it, and what a first optimizer would import. They have one hash seed, and iterate over sets in one order. With
+RANKS=spawn in the environment, as in `make test-all`, each starts anew and has its own. On the pretend GPU each always
+starts anew: its threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ def _context(fresh: bool) -> Any:
     if fresh or torch.cuda.is_available() or os.environ.get("RANKS") == "spawn":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.device_mesh", "noria"])
+    context.set_forkserver_preload(
+        [
+            "torch.distributed.checkpoint",
+            "torch.distributed.device_mesh",
+            "torch._dynamo",
+            "pytest",
+            "noria",
+        ]
+    )
     return context
 
 
