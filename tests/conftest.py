@@ -2,6 +2,8 @@
 to `make test-all`; `one_thread` for models compared to the bit, and so small that threads would only wait for each
 other."""
 
+import gc
+import importlib
 from collections import Counter
 
 import pytest
@@ -54,6 +56,14 @@ def pytest_collection_modifyitems(items):
     long = {item.path for item in items if item.get_closest_marker("long") or item.get_closest_marker("search")}
     folders = list(dict.fromkeys(item.path.parent for item in items))
     items.sort(key=lambda item: (folders.index(item.path.parent), item.path not in long))
+
+
+def pytest_collection_finish():
+    """Has the garbage collector pass by the million objects of modules: noria.wrap has it look for models that are no
+    longer used."""
+    importlib.import_module("torch._dynamo")  # a first optimizer would
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

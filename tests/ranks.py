@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import queue
 import tempfile
@@ -70,6 +71,7 @@ def _run(
     os.environ.clear()  # the server has the environment of its own start
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # what modules have made, as in the process of the tests
     if device == "cuda":
         if size % torch.cuda.device_count():  # torch makes no mesh of them
             mock.patch.object(torch.cuda, "device_count", return_value=1).start()
