@@ -169,7 +169,7 @@ void bind_ranks(py::module_& m) {
       .def(
           "hold_unreduced",
           [](const EngineRanks& self, const std::vector<std::int64_t>& addresses) {
-            self->hold_unreduced(pointers(addresses));
+            self->hold_unreduced(UnitMap(pointers(addresses)));
           },
           py::arg("addresses"), NoGil())
       .def(

@@ -129,7 +129,7 @@ void bind_backward(py::module_& m) {
       .def(
           "hold_all",
           [](const EngineBackward& self, const std::vector<std::int64_t>& addresses) {
-            self->hold_all(pointers(addresses));
+            self->hold_all(UnitMap(pointers(addresses)));
           },
           py::arg("addresses"), NoGil())
       .def(

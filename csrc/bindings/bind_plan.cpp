@@ -236,11 +236,16 @@ void bind_planner(py::module_& m) {
   bytes_property(plan, "fetched", &PassPlan::fetched);
   bytes_property(plan, "peak", &PassPlan::peak);
 
-  m.def("plan_pass", &plan_pass, py::arg("request"), py::arg("units"), py::arg("buffers"), Release());
+  m.def(
+      "plan_pass",
+      [](const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers) {
+        return plan_pass(request, UnitMap(units), buffers);
+      },
+      py::arg("request"), py::arg("units"), py::arg("buffers"), Release());
   m.def(
       "smallest_budget",
       [](const std::vector<Visit>& visits, const std::vector<UnitFacts>& units) {
-        const Budget budget = smallest_budget(visits, units);
+        const Budget budget = smallest_budget(visits, UnitMap(units));
         return std::pair(budget.arena.count, budget.window);
       },
       py::arg("visits"), py::arg("units"));

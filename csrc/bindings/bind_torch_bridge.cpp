@@ -42,12 +42,12 @@ struct UnitSpec {
 
 /// Reads the units, and makes their home buffers: ranges of regions. Each purpose has its region, and so have the spare
 /// buffers. Each region is a place of its own.
-std::vector<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
-  std::vector<BridgedUnit> units;
+UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
+  UnitMap<BridgedUnit> units(specs.size());
   Bytes working_end, held_end, spare_end;
-  for (const UnitSpec& spec : specs) {
-    BridgedUnit unit;
-    const UnitId id(static_cast<std::int32_t>(units.size()));
+  for (UnitId id : units.ids()) {
+    const UnitSpec& spec = specs[static_cast<std::size_t>(id.value)];
+    BridgedUnit& unit = units[id];
     UnitFacts& facts = unit.engine.facts;
     facts.name = spec.name;
     facts.weights = Bytes{spec.weights};
@@ -83,7 +83,6 @@ std::vector<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTa
       unit.parameters.push_back({each.parameter, each.name, each.dtype, each.offset, each.gradient_offset, scales});
       if (each.gradient_offset >= 0) unit.engine.gradient_offsets.push_back(Bytes{each.gradient_offset});
     }
-    units.push_back(std::move(unit));
   }
   return units;
 }
@@ -101,7 +100,7 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& spec
                                                std::optional<std::int64_t> saved_room) {
   BufferTable buffers;
   const Shards shards = collectives ? collectives->shards() : Shards{};
-  std::vector<BridgedUnit> units = read_units(specs, buffers, shards);
+  UnitMap<BridgedUnit> units = read_units(specs, buffers, shards);
   const c10::Device on(device);
   EngineOptions options;
   options.device = {Place::Kind::device, on.has_index() ? on.index() : 0};
@@ -115,7 +114,8 @@ std::shared_ptr<TorchBridge> make_torch_bridge(const std::vector<UnitSpec>& spec
   }
   if (collectives) {
     std::vector<std::string> names;
-    for (BridgedUnit& unit : units) {
+    for (UnitId id : units.ids()) {
+      BridgedUnit& unit = units[id];
       names.push_back(unit.engine.facts.name);
       for (const BridgedParameter& parameter : unit.parameters) {  // all parameters of a unit have the same dtype
         if (parameter.gradient_offset == 0) unit.engine.type = element_type(parameter.dtype);

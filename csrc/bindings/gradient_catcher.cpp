@@ -13,13 +13,13 @@ namespace noria {
 
 using torch::autograd::variable_list;
 
-void GradientCatcher::bind(const std::vector<BridgedUnit>& units) {
-  std::vector<std::unique_ptr<UnitStorage>> buffers(parts_.parameters.num_units());
+void GradientCatcher::bind(const UnitMap<BridgedUnit>& units) {
+  buffers_ = UnitMap(std::vector<std::unique_ptr<UnitStorage>>(units.size()));
   caught_.resize(static_cast<std::size_t>(parts_.parameters.size()));
   for (const UnitId unit : parts_.parameters.units()) {
-    const Bytes bytes = units[static_cast<std::size_t>(unit.value)].engine.facts.gradients;
+    const Bytes bytes = units[unit].engine.facts.gradients;
     if (bytes == Bytes{0}) continue;
-    auto& buffer = buffers[static_cast<std::size_t>(unit.value)];
+    auto& buffer = buffers_[unit];
     buffer = std::make_unique<UnitStorage>(bytes.count, parts_.device,
                                            "gradient buffer of " + parts_.parameters.unit_name(unit) + " is closed");
     for (const int index : parts_.parameters.of(unit)) {
@@ -28,7 +28,6 @@ void GradientCatcher::bind(const std::vector<BridgedUnit>& units) {
       caught(index).buffer = buffer->view(each.facts.dtype, each.facts.gradient_offset, each.sizes, each.strides);
     }
   }
-  buffers_ = UnitMap<std::unique_ptr<UnitStorage>>(std::move(buffers));
 }
 
 void GradientCatcher::make_accumulators(const AutogradEventsRef& events) {

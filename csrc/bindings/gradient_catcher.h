@@ -30,7 +30,7 @@ class GradientCatcher {
   GradientCatcher(const BridgeParts& parts, GradientViews& views) : parts_(parts), views_(views) {}
 
   /// Makes the storages of the buffers. They show nothing yet.
-  void bind(const std::vector<BridgedUnit>& units);
+  void bind(const UnitMap<BridgedUnit>& units);
   /// Makes and hooks the AccumulateGrad nodes, on the current stream. Hooks call `events`.
   void make_accumulators(const AutogradEventsRef& events);
   /// Raises UsageError if the open backward returns gradients of parameters (torch.autograd.grad).

@@ -53,12 +53,12 @@ GradientViews::GradientViews(const BridgeParts& parts) : parts_(parts), self_(st
   shown_ = std::make_shared<ShownGradients>(std::move(callbacks));
 }
 
-void GradientViews::bind(const std::vector<BridgedUnit>& units, const std::shared_ptr<void>& held_home) {
+void GradientViews::bind(const UnitMap<BridgedUnit>& units, const std::shared_ptr<void>& held_home) {
   for (int index = 0; index < parts_.parameters.size(); ++index) {
     const auto& [facts, unit, sizes, strides] = parts_.parameters[index];
     std::unique_ptr<HeldGradient> held;
     if (facts.may_have_gradient()) {
-      std::byte* const in_home = units[static_cast<std::size_t>(unit.value)].engine.held;
+      std::byte* const in_home = units[unit].engine.held;
       const bool is_seen = in_home != nullptr && !parts_.is_shared;
       held = std::make_unique<HeldGradient>(
           is_seen ? parts_.backend.device_address(in_home + facts.gradient_offset) : nullptr, facts.bytes().count,

@@ -27,7 +27,7 @@ class GradientViews {
   GradientViews& operator=(const GradientViews&) = delete;
 
   /// Makes the held gradients. They keep `held_home`, because a gradient that the user kept outlives this object.
-  void bind(const std::vector<BridgedUnit>& units, const std::shared_ptr<void>& held_home);
+  void bind(const UnitMap<BridgedUnit>& units, const std::shared_ptr<void>& held_home);
   /// From now on, writes without an operator to gradients that the user kept call nothing.
   void end() { *self_ = nullptr; }
 

@@ -45,9 +45,9 @@ struct Parameter {
 
 class ParameterTable {
  public:
-  explicit ParameterTable(const std::vector<BridgedUnit>& units) : of_(units.size()), names_(units.size()) {
+  explicit ParameterTable(const UnitMap<BridgedUnit>& units) : of_(units.size()), names_(units.size()) {
     for (const UnitId unit : names_.ids()) {
-      const BridgedUnit& described = units[static_cast<std::size_t>(unit.value)];
+      const BridgedUnit& described = units[unit];
       names_[unit] = described.engine.facts.name;
       for (const BridgedParameter& facts : described.parameters) {
         of_[unit].push_back(static_cast<int>(parameters_.size()));

@@ -49,7 +49,7 @@ StorageBinding::~StorageBinding() {
   for (const UnitId unit : storages_.ids()) stop_listening(storages_[unit]->storage());
 }
 
-void StorageBinding::bind(const std::vector<BridgedUnit>& units) {
+void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
   const std::size_t num_units = units.size();
   facts_ = UnitMap<UnitFacts>(num_units, {});
   working_ = UnitMap<std::byte*>(num_units, nullptr);
@@ -57,7 +57,7 @@ void StorageBinding::bind(const std::vector<BridgedUnit>& units) {
   versions_.resize(static_cast<std::size_t>(parts_.parameters.size()), 0);
   std::vector<std::unique_ptr<UnitStorage>> storages;
   for (const UnitId unit : parts_.parameters.units()) {
-    const EngineUnit& engine = units[static_cast<std::size_t>(unit.value)].engine;
+    const EngineUnit& engine = units[unit].engine;
     facts_[unit] = engine.facts;
     working_[unit] = engine.working;
     storages.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, parts_.device,

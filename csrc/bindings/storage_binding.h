@@ -35,7 +35,7 @@ class StorageBinding {
   StorageBinding& operator=(const StorageBinding&) = delete;
 
   /// Makes the storages, and moves the parameters into them. They show nothing yet.
-  void bind(const std::vector<BridgedUnit>& units);
+  void bind(const UnitMap<BridgedUnit>& units);
   /// Ends all storages: a later access raises.
   void end();
 

@@ -5,9 +5,9 @@
 namespace noria {
 namespace {
 
-std::vector<EngineUnit> engine_units(const std::vector<BridgedUnit>& units) {
-  std::vector<EngineUnit> result;
-  for (const BridgedUnit& unit : units) result.push_back(unit.engine);
+UnitMap<EngineUnit> engine_units(const UnitMap<BridgedUnit>& units) {
+  UnitMap<EngineUnit> result(units.size());
+  for (UnitId unit : units.ids()) result[unit] = units[unit].engine;
   return result;
 }
 
@@ -21,7 +21,7 @@ void refuse_other_addresses(const Backend& backend, std::byte* held) {
 
 }  // namespace
 
-TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend, const std::vector<BridgedUnit>& units,
+TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend, const UnitMap<BridgedUnit>& units,
                          BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
                          const std::shared_ptr<void>& held_home, Bytes least_saved)
     : backend_(std::move(backend)),
@@ -49,7 +49,7 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
       backwards_(parts_, {storages_, saved_, views_, catcher_, visits_, claims_, home_, audit_}, events_),
       engine_(options, backend_, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (parts_.is_shared) {
-    for (const BridgedUnit& unit : units) refuse_other_addresses(*backend_, unit.engine.held);
+    for (UnitId unit : units.ids()) refuse_other_addresses(*backend_, units[unit].engine.held);
   }
   storages_.bind(units);
   catcher_.bind(units);

@@ -32,7 +32,7 @@ namespace noria {
 
 class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
  public:
-  TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend, const std::vector<BridgedUnit>& units,
+  TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend, const UnitMap<BridgedUnit>& units,
               BufferTable buffers, std::shared_ptr<HostOptimizer> optimizer, c10::Device device,
               const std::shared_ptr<void>& held_home, Bytes least_saved);
   ~TorchBridge() override;
@@ -61,10 +61,8 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, parts_.current_stream()); }
   void begin_step();
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
-  void hold_all(const std::vector<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
-  void hold_unreduced(const std::vector<std::byte*>& memory) {
-    engine_.hold_unreduced(memory, parts_.current_stream());
-  }
+  void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
+  void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }
   /// As HomeView::open, once a pass that is over has ended.
   void open_home(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
   /// As Engine::access_home. If it only reads, it raises lost writes first.

@@ -80,7 +80,7 @@ void CollectLane::run(const OpLabel& label, Collective collective, const std::ve
   if (reduction.arrived) reduction.arrived_anywhere->add_all(numbers);
   if (reduction.all == nullptr) return;
   if (taken_.contains(label.unit.value)) {
-    std::byte* const held = position.unit_shards->of[static_cast<std::size_t>(label.unit.value)]->gradient.to;
+    std::byte* const held = position.unit_shards->of[label.unit]->gradient.to;
     reduction.add = {{reduction.all + (reduction.shard * shards_.rank).count, held, reduction.shard}};
   }
   if (by_all) collectives_->reduce(reduction);
@@ -150,7 +150,7 @@ CollectLane::Agreed CollectLane::meet(const Intent& own, OpId op, const UnitShar
     has_diverged_ = true;
     const bool is_own = own.is_same_op(chosen);
     const UnitShard* shard =
-        unit_shards == nullptr ? nullptr : unit_shards->of[static_cast<std::size_t>(chosen.subject)].get();
+        unit_shards == nullptr ? nullptr : unit_shards->of[UnitId(static_cast<std::int32_t>(chosen.subject))].get();
     agree_on_version(all, chosen, is_own ? nullptr : shard);
     if (is_own) return agreed;
     assist(chosen, wanting, op, *shard);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/unit_map.h"
 #include "comm/collectives.h"
 
 namespace noria {
@@ -25,7 +26,7 @@ struct UnitShard {
 
 /// Holds what this rank has of all units.
 struct UnitShards {
-  std::vector<std::shared_ptr<const UnitShard>> of;  // by unit
+  UnitMap<std::shared_ptr<const UnitShard>> of;
 };
 
 }  // namespace noria

@@ -68,14 +68,14 @@ std::map<Bytes, double> BackwardUpdates::sums(UnitId unit) const {
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
-void BackwardUpdates::hold_all(const std::vector<std::byte*>& held) {
+void BackwardUpdates::hold_all(const UnitMap<std::byte*>& held) {
   NORIA_INVARIANT(ring_ && !pass_.phase && held.size() == parts_.units.size(),
                   "memory for all gradients comes once, between passes");
   ring_.reset();
   Bytes end;
   for (UnitId unit : parts_.units.ids()) {
     if (parts_.units[unit].facts.gradients == Bytes{0}) continue;
-    std::byte* const memory = held[static_cast<std::size_t>(unit.value)];
+    std::byte* const memory = held[unit];
     const Bytes bytes = held_bytes(unit);
     const Place place{Place::Kind::host, kHeldRegion};
     parts_.units.hold(unit, memory,

@@ -63,7 +63,7 @@ class BackwardUpdates {
 
   // ---- for the engine ----
   /// Gives memory for all gradients, by unit, between passes.
-  void hold_all(const std::vector<std::byte*>& held);
+  void hold_all(const UnitMap<std::byte*>& held);
   /// Takes a slot of the ring for the unit's gradients, if they have no memory.
   void hold(UnitId unit);
   /// Returns true if a gradient has come that no update has used.

@@ -41,8 +41,8 @@ std::shared_ptr<const UnitShards> Collector::unit_shards() {
   for (UnitId unit : units_.ids()) {
     if (!std::exchange(is_stale_[unit], false)) continue;
     if (!made) made = unit_shards_ ? std::make_shared<UnitShards>(*unit_shards_) : std::make_shared<UnitShards>();
-    made->of.resize(units_.size());
-    made->of[static_cast<std::size_t>(unit.value)] = shard_of(unit);
+    if (made->of.empty()) made->of = UnitMap<std::shared_ptr<const UnitShard>>(units_.size());
+    made->of[unit] = shard_of(unit);
   }
   if (made) unit_shards_ = std::move(made);
   return unit_shards_;

@@ -6,8 +6,8 @@
 
 namespace noria {
 
-Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units,
-               BufferTable buffers, EngineCallbacks& callbacks, std::shared_ptr<HostOptimizer> optimizer)
+Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, UnitMap<EngineUnit> units, BufferTable buffers,
+               EngineCallbacks& callbacks, std::shared_ptr<HostOptimizer> optimizer)
     : options_(std::move(options)),
       backend_(std::move(backend)),
       units_(std::move(units)),

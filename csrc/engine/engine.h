@@ -67,7 +67,7 @@ namespace noria {
 
 class Engine {
  public:
-  Engine(EngineOptions options, std::shared_ptr<Backend> backend, std::vector<EngineUnit> units, BufferTable buffers,
+  Engine(EngineOptions options, std::shared_ptr<Backend> backend, UnitMap<EngineUnit> units, BufferTable buffers,
          EngineCallbacks& callbacks, std::shared_ptr<HostOptimizer> optimizer);
   ~Engine();                       // closes backend and optimizer if they are open; does not throw
   Engine(const Engine&) = delete;  // others point into it
@@ -139,7 +139,7 @@ class Engine {
 
   // ---- update="backward" ----
   /// Gives memory for all gradients, by unit. Ends a forward that is open.
-  void hold_all(const std::vector<std::byte*>& held, Stream stream);
+  void hold_all(const UnitMap<std::byte*>& held, Stream stream);
   /// Returns true if there is memory for all gradients.
   bool holds_all() const;
   /// Returns true if a gradient has come that no update has used, or that is not reduced yet.
@@ -151,7 +151,7 @@ class Engine {
 
   // ---- ranks that share the home ----
   /// Gives memory for gradients that are not reduced over the ranks, by unit. Ends a forward that is open.
-  void hold_unreduced(const std::vector<std::byte*>& memory, Stream stream);
+  void hold_unreduced(const UnitMap<std::byte*>& memory, Stream stream);
   bool holds_unreduced() const;
   void set_unsynced(bool unsynced);
   bool is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const;

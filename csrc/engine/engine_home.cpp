@@ -56,7 +56,7 @@ void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
 
 // ---- update="backward" --------------------------------------------------------------------------------------------
 
-void Engine::hold_all(const std::vector<std::byte*>& held, Stream stream) {
+void Engine::hold_all(const UnitMap<std::byte*>& held, Stream stream) {
   const Entry entry(gate_);
   end_open_pass(stream);
   NORIA_INVARIANT(backward_updates_.has_value(), "no update runs inside backward");
@@ -92,7 +92,7 @@ Held<BackwardUpdates> Engine::backward_updates() {
 
 // ---- ranks that share the home ------------------------------------------------------------------------------------
 
-void Engine::hold_unreduced(const std::vector<std::byte*>& memory, Stream stream) {
+void Engine::hold_unreduced(const UnitMap<std::byte*>& memory, Stream stream) {
   const Entry entry(gate_);
   end_open_pass(stream);
   NORIA_INVARIANT(options_.lane && !holds_unreduced_ && !pass_.phase && memory.size() == units_.size(),
@@ -104,7 +104,7 @@ void Engine::hold_unreduced(const std::vector<std::byte*>& memory, Stream stream
     if (bytes == Bytes{0}) continue;
     const Place place{Place::Kind::host, kUnreducedRegion};
     const BufferId buffer = buffers_.intern({place, end, bytes, Format::travel, Purpose::unreduced_gradient, unit});
-    units_.hold_unreduced(unit, memory[static_cast<std::size_t>(unit.value)], buffer);
+    units_.hold_unreduced(unit, memory[unit], buffer);
     end += bytes;
     callbacks_.held_moved(unit, units_[unit].unreduced);
   }

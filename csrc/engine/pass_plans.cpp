@@ -12,7 +12,7 @@ constexpr std::size_t kMostPlans = 512;
 
 std::shared_ptr<const PassPlan> PassPlans::plan(std::vector<Visit> visits, std::vector<Visit> next) {
   const EngineOptions& options = parts_.options;
-  const std::vector<UnitFacts>& facts = parts_.units.facts();
+  const UnitMap<UnitFacts>& facts = parts_.units.facts();
   fetcher_.evict_stale();
   // The book keeps all gradients of a visit together, but gradients without a plan came one after the other. So they
   // may not fit at once.

@@ -14,26 +14,26 @@ namespace noria {
 
 class UnitTable {
  public:
-  explicit UnitTable(std::vector<EngineUnit> units) : units_(std::move(units)) {
-    for (UnitId unit : ids()) facts_.push_back(units_[unit].facts);
+  explicit UnitTable(UnitMap<EngineUnit> units) : units_(std::move(units)), facts_(units_.size()) {
+    for (UnitId unit : ids()) facts_[unit] = units_[unit].facts;
   }
 
   const EngineUnit& operator[](UnitId unit) const { return units_[unit]; }
   std::size_t size() const { return units_.size(); }
   UnitIds ids() const { return units_.ids(); }
-  const std::vector<UnitFacts>& facts() const { return facts_; }
+  const UnitMap<UnitFacts>& facts() const { return facts_; }
 
   void swap_with_spare(UnitId unit) {
     EngineUnit& changed = units_[unit];
     std::swap(changed.working, changed.spare->working);
     std::swap(changed.facts.working, changed.spare->working_buffer);
     std::swap(changed.facts.state, changed.spare->state_buffer);
-    facts_[static_cast<std::size_t>(unit.value)] = changed.facts;
+    facts_[unit] = changed.facts;
   }
   /// The unit's gradients are held here from now on.
   void hold(UnitId unit, std::byte* held, BufferId buffer) {
     units_[unit].held = held;
-    units_[unit].facts.held = facts_[static_cast<std::size_t>(unit.value)].held = buffer;
+    units_[unit].facts.held = facts_[unit].held = buffer;
   }
   /// The unit's gradients have no memory for now.
   void release_held(UnitId unit) { units_[unit].held = nullptr; }
@@ -45,7 +45,7 @@ class UnitTable {
 
  private:
   UnitMap<EngineUnit> units_;
-  std::vector<UnitFacts> facts_;
+  UnitMap<UnitFacts> facts_;
 };
 
 }  // namespace noria

@@ -12,11 +12,9 @@ namespace {
 
 constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
 
-std::size_t index_of(UnitId unit) { return static_cast<std::size_t>(unit.value); }
-
 class Placer {
  public:
-  Placer(const PlanRequest& request, const std::vector<UnitFacts>& units)
+  Placer(const PlanRequest& request, const UnitMap<UnitFacts>& units)
       : request_(request),
         units_(units),
         pieces_{{Bytes{0}, request.budget.arena, kNone, -1}},
@@ -27,17 +25,17 @@ class Placer {
     std::int64_t time = 0;
     for (const auto* visits : {&request.visits, &request.next_visits}) {
       for (const Visit& visit : *visits) {
-        for (UnitId unit : visit.needs) uses_[index_of(unit)].push_back(time);
+        for (UnitId unit : visit.needs) uses_[unit].push_back(time);
         ++time;
       }
     }
     for (const Resident& resident : request.entry) {
-      const Bytes bytes = units[index_of(resident.unit)].weights;
-      NORIA_INVARIANT(lying_[index_of(resident.unit)] == kNone && resident.offset >= Bytes{0} &&
+      const Bytes bytes = units[resident.unit].weights;
+      NORIA_INVARIANT(lying_[resident.unit] == kNone && resident.offset >= Bytes{0} &&
                           align_up(resident.offset, kTensorAlignment) == resident.offset &&
                           resident.offset + align_up(bytes, kTensorAlignment) <= request.budget.arena &&
                           is_hole(resident.offset, bytes),
-                      "unit " + units[index_of(resident.unit)].name + " lies where it cannot lie at entry");
+                      "unit " + units[resident.unit].name + " lies where it cannot lie at entry");
       take(resident.offset, resident.unit, true, -1);
     }
   }
@@ -45,9 +43,9 @@ class Placer {
   std::vector<Stay> run() {
     for (now_ = 0; now_ < static_cast<std::int64_t>(request_.visits.size()); ++now_) {
       const Visit& visit = request_.visits[static_cast<std::size_t>(now_)];
-      for (UnitId unit : visit.needs) needed_at_[index_of(unit)] = now_;
+      for (UnitId unit : visit.needs) needed_at_[unit] = now_;
       if (!place_missing(visit)) place_all_anew(visit);
-      for (UnitId unit : visit.needs) stays_[lying_[index_of(unit)]].free_at = now_ + 1;
+      for (UnitId unit : visit.needs) stays_[lying_[unit]].free_at = now_ + 1;
       for (Piece& piece : pieces_) {
         if (piece.stay != kNone && !stays_[piece.stay].is_weights)
           piece = {piece.offset, piece.end, kNone, now_ + 1, true};
@@ -72,7 +70,7 @@ class Placer {
   }
 
   std::int64_t next_use(UnitId unit) const {
-    const auto& uses = uses_[index_of(unit)];
+    const auto& uses = uses_[unit];
     const auto next = std::upper_bound(uses.begin(), uses.end(), now_);
     return next == uses.end() ? kNever : *next;
   }
@@ -80,11 +78,11 @@ class Placer {
   bool is_pinned(const Piece& piece) const {
     if (piece.stay == kNone) return false;
     const Stay& stay = stays_[piece.stay];
-    return !stay.is_weights || needed_at_[index_of(stay.unit)] == now_;
+    return !stay.is_weights || needed_at_[stay.unit] == now_;
   }
 
   Bytes bytes_of(UnitId unit, bool is_weights) const {
-    const UnitFacts& facts = units_[index_of(unit)];
+    const UnitFacts& facts = units_[unit];
     const Bytes bytes = is_weights ? facts.weights : facts.gradients;
     NORIA_INVARIANT(bytes > Bytes{0}, "unit " + facts.name + " has no " + (is_weights ? "weights" : "gradients"));
     return bytes;
@@ -137,8 +135,8 @@ class Placer {
   void give_up(std::size_t index) {
     Stay& stay = stays_[index];
     stay.given_up_at = num_fetches_;
-    last_free_[index_of(stay.unit)] = stay.free_at;
-    lying_[index_of(stay.unit)] = kNone;
+    last_free_[stay.unit] = stay.free_at;
+    lying_[stay.unit] = kNone;
     --num_lying_;
     Piece& piece = pieces_[piece_at(stay.offset)];
     piece.stay = kNone;
@@ -150,7 +148,7 @@ class Placer {
   std::int64_t take(Bytes offset, UnitId unit, bool is_weights, std::int64_t visit) {
     const Bytes bytes = bytes_of(unit, is_weights);
     const Bytes end = offset + align_up(bytes, kTensorAlignment);
-    std::int64_t ready_at = is_weights ? last_free_[index_of(unit)] : -1;
+    std::int64_t ready_at = is_weights ? last_free_[unit] : -1;
     const std::size_t first = piece_at(offset);
     std::size_t last = first;
     for (; last < pieces_.size() && pieces_[last].offset < end; ++last) {
@@ -167,7 +165,7 @@ class Placer {
                   pieces_.begin() + static_cast<std::ptrdiff_t>(last));
     pieces_.insert(pieces_.begin() + static_cast<std::ptrdiff_t>(first), cut.begin(), cut.end());
     if (is_weights) {
-      lying_[index_of(unit)] = stays_.size();
+      lying_[unit] = stays_.size();
       ++num_lying_;
       if (visit >= 0) ++num_fetches_;
     }
@@ -182,9 +180,9 @@ class Placer {
     while (request_.budget.window > 0 && num_lying_ >= request_.budget.window) {
       std::size_t victim = kNone;
       std::pair<std::int64_t, std::int64_t> best;
-      for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+      for (UnitId unit : units_.ids()) {
         if (lying_[unit] == kNone || needed_at_[unit] == now_) continue;
-        const std::pair score{next_use(UnitId(static_cast<std::int32_t>(unit))), -stays_[lying_[unit]].free_at};
+        const std::pair score{next_use(unit), -stays_[lying_[unit]].free_at};
         if (victim == kNone || score > best) {
           victim = lying_[unit];
           best = score;
@@ -200,7 +198,7 @@ class Placer {
   // Places what the visit needs and the arena lacks. Units in the arena keep their places. Returns false, with nothing
   // changed, if they are in the way.
   bool place_missing(const Visit& visit) {
-    const auto lies = [&](UnitId unit) { return lying_[index_of(unit)] != kNone; };
+    const auto lies = [&](UnitId unit) { return lying_[unit] != kNone; };
     if (visit.gradients.empty() && std::all_of(visit.needs.begin(), visit.needs.end(), lies)) return true;
     const std::vector<Piece> pieces = pieces_;
     const std::size_t num_stays = stays_.size();
@@ -209,7 +207,7 @@ class Placer {
     given_up_.clear();
     const auto place_one = [&](UnitId unit, bool is_weights) {
       std::int64_t earliest = -1;
-      if (is_weights) earliest = std::max({issued_, last_free_[index_of(unit)], make_room_in_window()});
+      if (is_weights) earliest = std::max({issued_, last_free_[unit], make_room_in_window()});
       const auto offset = choose(align_up(bytes_of(unit, is_weights), kTensorAlignment), earliest);
       if (!offset) return false;
       const std::int64_t ready_at = take(*offset, unit, is_weights, now_);
@@ -223,12 +221,12 @@ class Placer {
 
     for (std::size_t i = num_stays; i < stays_.size(); ++i) {
       if (!stays_[i].is_weights) continue;
-      lying_[index_of(stays_[i].unit)] = kNone;
+      lying_[stays_[i].unit] = kNone;
       --num_lying_;
     }
     for (std::size_t index : given_up_) {  // all are older stays: a visit never gives up what it needs itself
       stays_[index].given_up_at = kNever;
-      lying_[index_of(stays_[index].unit)] = index;
+      lying_[stays_[index].unit] = index;
       ++num_lying_;
     }
     stays_.resize(num_stays);
@@ -250,10 +248,10 @@ class Placer {
     for (UnitId unit : visit.needs) add(unit, true);
     for (UnitId unit : visit.gradients) add(unit, false);
     const auto stays_put = [&](UnitId unit, Bytes target) {
-      return lying_[index_of(unit)] != kNone && stays_[lying_[index_of(unit)]].offset == target;
+      return lying_[unit] != kNone && stays_[lying_[unit]].offset == target;
     };
     for (const auto& [unit, is_weights, target] : targets) {
-      if (is_weights && lying_[index_of(unit)] != kNone && !stays_put(unit, target)) give_up(lying_[index_of(unit)]);
+      if (is_weights && lying_[unit] != kNone && !stays_put(unit, target)) give_up(lying_[unit]);
     }
     for (const auto& [unit, is_weights, target] : targets) {
       if (is_weights && stays_put(unit, target)) continue;
@@ -264,16 +262,15 @@ class Placer {
   }
 
   const PlanRequest& request_;
-  const std::vector<UnitFacts>& units_;
+  const UnitMap<UnitFacts>& units_;
   std::vector<Stay> stays_;
   std::vector<Piece> pieces_;
-  std::vector<std::size_t> lying_;       // by unit: its current stay
-  std::vector<std::int64_t> last_free_;  // by unit: when its last given-up stay became free
-  std::vector<std::int64_t> needed_at_;  // by unit: the last visit that needed it
-  std::vector<std::vector<std::int64_t>>
-      uses_;                           // by unit: the visits that need it, the next pass's following this one's
-  std::vector<std::size_t> given_up_;  // since the last attempt to place a visit began
-  std::int64_t now_ = -1;              // the visit being placed
+  UnitMap<std::size_t> lying_;               // its current stay
+  UnitMap<std::int64_t> last_free_;          // when its last given-up stay became free
+  UnitMap<std::int64_t> needed_at_;          // the last visit that needed it
+  UnitMap<std::vector<std::int64_t>> uses_;  // the visits that need it, the next pass's following this one's
+  std::vector<std::size_t> given_up_;        // since the last attempt to place a visit began
+  std::int64_t now_ = -1;                    // the visit being placed
   std::int64_t num_fetches_ = 0;
   std::int64_t issued_ = -1;  // the opening at which the last fetch could be issued
   std::int32_t num_lying_ = 0;
@@ -281,7 +278,7 @@ class Placer {
 
 }  // namespace
 
-std::vector<Stay> place(const PlanRequest& request, const std::vector<UnitFacts>& units) {
+std::vector<Stay> place(const PlanRequest& request, const UnitMap<UnitFacts>& units) {
   return Placer(request, units).run();
 }
 

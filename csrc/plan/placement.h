@@ -41,6 +41,6 @@ struct Stay {
 
 /// Returns all stays in the order of need: those at entry, then by visit. Within a visit, weights come before gradient
 /// buffers. The caller has checked that the request fits.
-std::vector<Stay> place(const PlanRequest& request, const std::vector<UnitFacts>& units);
+std::vector<Stay> place(const PlanRequest& request, const UnitMap<UnitFacts>& units);
 
 }  // namespace noria

@@ -10,33 +10,29 @@
 namespace noria {
 namespace {
 
-const UnitFacts& facts_of(UnitId unit, const std::vector<UnitFacts>& units) {
-  return units[static_cast<std::size_t>(unit.value)];
-}
-
-Bytes room_for(const Visit& visit, const std::vector<UnitFacts>& units) {
+Bytes room_for(const Visit& visit, const UnitMap<UnitFacts>& units) {
   Bytes room;
-  for (UnitId unit : visit.needs) room += align_up(facts_of(unit, units).weights, kTensorAlignment);
-  for (UnitId unit : visit.gradients) room += align_up(facts_of(unit, units).gradients, kTensorAlignment);
+  for (UnitId unit : visit.needs) room += align_up(units[unit].weights, kTensorAlignment);
+  for (UnitId unit : visit.gradients) room += align_up(units[unit].gradients, kTensorAlignment);
   return room;
 }
 
 // Returns text such as: unit "head" needs 3.0 MiB (weights 2.0 MiB, gradients 1.0 MiB)
-std::string describe(const Visit& visit, const std::vector<UnitFacts>& units) {
+std::string describe(const Visit& visit, const UnitMap<UnitFacts>& units) {
   std::set<UnitId> involved(visit.needs.begin(), visit.needs.end());
   involved.insert(visit.gradients.begin(), visit.gradients.end());
   std::string text = involved.size() == 1 ? "unit " : "units ";
-  for (UnitId unit : involved) text += "\"" + facts_of(unit, units).name + "\", ";
+  for (UnitId unit : involved) text += "\"" + units[unit].name + "\", ";
   Bytes weights;
   Bytes gradients;
-  for (UnitId unit : visit.needs) weights += facts_of(unit, units).weights;
-  for (UnitId unit : visit.gradients) gradients += facts_of(unit, units).gradients;
+  for (UnitId unit : visit.needs) weights += units[unit].weights;
+  for (UnitId unit : visit.gradients) gradients += units[unit].gradients;
   text.resize(text.size() - 2);
   return text + (involved.size() == 1 ? " needs " : " need ") + to_string(room_for(visit, units)) + " (weights " +
          to_string(weights) + ", gradients " + to_string(gradients) + ")";
 }
 
-void refuse_what_does_not_fit(const PlanRequest& request, const std::vector<UnitFacts>& units) {
+void refuse_what_does_not_fit(const PlanRequest& request, const UnitMap<UnitFacts>& units) {
   const Budget smallest = smallest_budget(request.visits, units);
   const Budget& budget = request.budget;
   const auto largest = [&](auto size_of) {
@@ -62,7 +58,7 @@ void refuse_what_does_not_fit(const PlanRequest& request, const std::vector<Unit
 // Puts stays into issue order. Every fetch comes as early as its memory and the window allow, in the order of need.
 class Writer {
  public:
-  Writer(const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers)
+  Writer(const PlanRequest& request, const UnitMap<UnitFacts>& units, BufferTable& buffers)
       : request_(request),
         units_(units),
         buffers_(buffers),
@@ -120,7 +116,7 @@ class Writer {
   void evict(std::size_t index, std::int64_t opening) {
     const UnitId unit = stays_[index].unit;
     NORIA_INVARIANT(stays_[index].free_at <= opening && lying_.erase(unit) == 1,
-                    "unit " + facts_of(unit, units_).name + " is evicted while a visit still needs it");
+                    "unit " + units_[unit].name + " is evicted while a visit still needs it");
     add(Verb::evict, Lane::compute, unit, opening).accesses = {{leased_[index], 0, Access::Mode::read}};
     plan_.leases[lease_of_[index]].last_op = last_op();
   }
@@ -155,7 +151,7 @@ class Writer {
     }
     for (std::size_t victim : victims) evict(victim, opening);
 
-    const UnitFacts& facts = facts_of(stay.unit, units_);
+    const UnitFacts& facts = units_[stay.unit];
     Op& op = add(Verb::fetch, Lane::fetch, stay.unit, opening);
     op.bytes = stay.bytes;
     op.accesses = {{facts.working, 0, Access::Mode::read}, {leased_[index], 0, Access::Mode::write}};
@@ -181,7 +177,7 @@ class Writer {
     Op& op = add(verb, Lane::compute, visit.needs.empty() ? UnitId() : visit.needs.back(), opening);
     for (UnitId unit : visit.needs) op.accesses.push_back({leased_[lying_.at(unit)], 0, Access::Mode::read});
     for (std::size_t index : opened) {
-      const BufferId held = facts_of(stays_[index].unit, units_).held;
+      const BufferId held = units_[stays_[index].unit].held;
       op.accesses.push_back({held, versions_[held], Access::Mode::read});  // what accumulation adds to
       op.accesses.push_back({leased_[index], ++versions_[leased_[index]], Access::Mode::write});
       lease(index, last_op());
@@ -191,7 +187,7 @@ class Writer {
   void drain(std::int64_t visit, std::int64_t opening) {
     for (std::size_t index : buffers_of_visit_[visit]) {
       const Stay& stay = stays_[index];
-      const BufferId held = facts_of(stay.unit, units_).held;
+      const BufferId held = units_[stay.unit].held;
       Op& op = add(Verb::drain, Lane::drain, stay.unit, opening);
       op.bytes = stay.bytes;
       op.accesses = {{leased_[index], versions_[leased_[index]], Access::Mode::read},
@@ -201,7 +197,7 @@ class Writer {
   }
 
   const PlanRequest& request_;
-  const std::vector<UnitFacts>& units_;
+  const UnitMap<UnitFacts>& units_;
   BufferTable& buffers_;
   const std::vector<Stay> stays_;
   PassPlan plan_;
@@ -216,7 +212,7 @@ class Writer {
 
 }  // namespace
 
-Budget smallest_budget(const std::vector<Visit>& visits, const std::vector<UnitFacts>& units) {
+Budget smallest_budget(const std::vector<Visit>& visits, const UnitMap<UnitFacts>& units) {
   Budget smallest;
   for (const Visit& visit : visits) {
     smallest.arena = std::max(smallest.arena, room_for(visit, units));
@@ -225,7 +221,7 @@ Budget smallest_budget(const std::vector<Visit>& visits, const std::vector<UnitF
   return smallest;
 }
 
-PassPlan plan_pass(const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers) {
+PassPlan plan_pass(const PlanRequest& request, const UnitMap<UnitFacts>& units, BufferTable& buffers) {
   refuse_what_does_not_fit(request, units);
   return Writer(request, units, buffers).run();
 }

@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "base/unit_map.h"
 #include "plan/plan.h"
 
 namespace noria {
@@ -53,9 +54,9 @@ struct PlanRequest {
 /// Plans a pass and interns its device buffers in `buffers`. Throws UsageError if the units and gradient buffers of a
 /// visit do not fit in the arena or the window. The text names the units, what they need, what there is, and what would
 /// fit.
-PassPlan plan_pass(const PlanRequest& request, const std::vector<UnitFacts>& units, BufferTable& buffers);
+PassPlan plan_pass(const PlanRequest& request, const UnitMap<UnitFacts>& units, BufferTable& buffers);
 
 /// Returns the smallest arena and the smallest window with which every visit can be planned.
-Budget smallest_budget(const std::vector<Visit>& visits, const std::vector<UnitFacts>& units);
+Budget smallest_budget(const std::vector<Visit>& visits, const UnitMap<UnitFacts>& units);
 
 }  // namespace noria

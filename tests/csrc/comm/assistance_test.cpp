@@ -132,7 +132,7 @@ class Rank {
   OpLabel label(Verb verb, int unit) { return {OpId(next_op_++), Lane::collect, verb, UnitId(unit)}; }
   RankPosition position(int unit) { return {phase_, versions_[index(unit)], unit_shards(), num_broken_}; }
   std::shared_ptr<const UnitShards> unit_shards() {
-    auto made = std::make_shared<UnitShards>();
+    std::vector<std::shared_ptr<const UnitShard>> of;
     for (int unit = 0; unit < kUnits; ++unit) {
       auto share = std::make_shared<UnitShard>();
       share->version = versions_[index(unit)];
@@ -140,9 +140,9 @@ class Rank {
       share->gradient = {bytes_of(held_[index(unit)]), kShard, ElementType::fp32, bytes_of(scratch_), nullptr, {}};
       if (reduced_[index(unit)]) share->gradient.add.emplace_back(Bytes{0}, kShard);
       share->before_write = before_write_[index(unit)];
-      made->of.push_back(std::move(share));
+      of.push_back(std::move(share));
     }
-    return made;
+    return std::make_shared<UnitShards>(UnitShards{UnitMap(std::move(of))});
   }
 
   const int rank_;

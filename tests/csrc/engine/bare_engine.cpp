@@ -67,7 +67,7 @@ EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const st
   return result;
 }
 
-std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring) {
+UnitMap<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring) {
   Bytes total, all_gradients;
   for (const BareUnit& unit : units) {
     total += shards_.bytes_of(kSlotBytes * unit.num_slots);
@@ -132,7 +132,7 @@ std::vector<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, 
     result.push_back(std::move(made));
     start += at_home;
   }
-  return result;
+  return UnitMap(std::move(result));
 }
 
 BareEngine::~BareEngine() { release_stream(); }  // the engine closes the lanes
@@ -274,7 +274,7 @@ void BareEngine::set_unsynced(bool unsynced) {
       memory.push_back(next);
       next += (kSlotBytes * static_cast<std::int64_t>(unit.slots.size())).count;
     }
-    engine_.hold_unreduced(memory, machine_.stream);
+    engine_.hold_unreduced(UnitMap(std::move(memory)), machine_.stream);
   }
   engine_.set_unsynced(unsynced);
 }

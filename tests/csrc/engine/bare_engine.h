@@ -171,7 +171,7 @@ class BareEngine final : public EngineCallbacks {
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
-  std::vector<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
+  UnitMap<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
   EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots,
                         const std::shared_ptr<Collectives>& collectives, bool assists);
   UpdateJob job_of(std::size_t unit, double lr, std::int64_t more);

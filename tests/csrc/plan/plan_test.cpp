@@ -20,11 +20,11 @@ constexpr Place kHost{Place::Kind::host, 0};
 
 struct RandomModel {
   BufferTable buffers;
-  std::vector<UnitFacts> units;
+  UnitMap<UnitFacts> units;
   std::vector<Visit> forward;
   std::vector<Visit> backward;
 
-  RandomModel(std::mt19937& random, int num_units, int num_visits) {
+  RandomModel(std::mt19937& random, int num_units, int num_visits) : units(static_cast<std::size_t>(num_units)) {
     std::uniform_int_distribution<int> cells(1, 9);
     std::uniform_int_distribution<int> any_unit(0, num_units - 1);
     Bytes end;
@@ -33,13 +33,15 @@ struct RandomModel {
       end += bytes;
       return id;
     };
-    for (int i = 0; i < num_units; ++i) {
-      const UnitId unit(i);
+    for (UnitId unit : units.ids()) {
       const Bytes weights = kTensorAlignment * cells(random);
       const Bytes gradients = cells(random) < 3 ? Bytes{0} : kTensorAlignment * cells(random);
-      units.push_back({"unit" + std::to_string(i), weights, gradients, home(weights, Purpose::working_copy, unit),
-                       home(std::max(gradients, Bytes{1}), Purpose::held_gradient, unit),
-                       home(weights * 2, Purpose::optimizer_state, unit)});
+      units[unit] = {"unit" + std::to_string(unit.value),
+                     weights,
+                     gradients,
+                     home(weights, Purpose::working_copy, unit),
+                     home(std::max(gradients, Bytes{1}), Purpose::held_gradient, unit),
+                     home(weights * 2, Purpose::optimizer_state, unit)};
     }
     for (int i = 0; i < num_visits; ++i) {
       Visit visit{HookId(i), Phase::forward, {UnitId(i % num_units)}, {}};
@@ -49,7 +51,7 @@ struct RandomModel {
       forward.push_back(visit);
       visit.phase = Phase::backward;
       for (UnitId unit : visit.needs) {
-        if (units[static_cast<std::size_t>(unit.value)].gradients > Bytes{0}) visit.gradients.push_back(unit);
+        if (units[unit].gradients > Bytes{0}) visit.gradients.push_back(unit);
       }
       backward.insert(backward.begin(), visit);
     }
