@@ -30,8 +30,8 @@ class Pace {
 
   /// Returns true if memory that is free is overwritten.
   virtual bool poisons() const { return false; }
-  /// Returns true if the next update must break off half-way.
-  virtual bool breaks_update() { return false; }
+  /// Called when a part of an update is done. May throw: the update then breaks off there.
+  virtual void part_done() {}
 };
 
 }  // namespace noria

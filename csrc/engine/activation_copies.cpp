@@ -9,8 +9,6 @@
 
 namespace noria {
 
-static constexpr std::size_t kLeastStaying = 1;  // bundles: the one that a backward needs first
-
 // ---- out and back -----------------------------------------------------------------------------------------------
 
 Bytes ActivationStore::leaving_bytes() const {

@@ -11,8 +11,6 @@
 namespace noria {
 namespace {
 
-constexpr std::size_t kMostAhead = 2;  // bundles that come back before their backward has begun
-
 void note_least(std::int64_t& least, std::int64_t us) { least = least == 0 ? us : std::min(least, us); }
 
 }  // namespace
@@ -239,9 +237,10 @@ Bytes ActivationStore::expected_of(HookId hook) const {
 }
 
 void ActivationStore::refuse_large_bundle() const {
-  if (!own_room_ || stats_.largest * 2 <= *own_room_) return;
-  throw UsageError("activation_memory for what two blocks save, " + to_string(stats_.largest * 2) + " (" +
-                       std::to_string(2 * stats_.largest.count) + " bytes)",
+  const Bytes least = SavedRoom{own_room_, stats_.largest}.least();
+  if (!own_room_ || least <= *own_room_) return;
+  throw UsageError("activation_memory for what two blocks save, " + to_string(least) + " (" +
+                       std::to_string(least.count) + " bytes)",
                    to_string(*own_room_) + " (" + std::to_string(own_room_->count) + " bytes)",
                    "raise it, make the blocks smaller, or say activations=\"recompute\"");
 }

@@ -27,11 +27,18 @@ struct SavedBundle {
 /// Returns true if something of the bundle with this index may still be asked for.
 using IsAlive = std::function<bool(std::size_t)>;
 
+/// How many bundles stay on the device however little room there is: the one that a backward needs first.
+inline constexpr std::size_t kLeastStaying = 1;
+/// How many bundles may come back before their backward has begun.
+inline constexpr std::size_t kMostAhead = 2;
+
 /// Describes device memory for bundles. `largest`: the largest bundle so far.
 struct SavedRoom {
   std::optional<Bytes> room;  // none: as few bundles stay as overlap allows
   Bytes largest;
 
+  /// Returns the smallest room that will do: the bundle of the visit at hand, and one that comes or leaves.
+  Bytes least() const { return largest * 2; }
   /// Returns how many bytes may lie on the device at once. Without a room these are four bundles: one stays, one is
   /// saved, two leave.
   Bytes most() const;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "base/errors.h"
+
 namespace noria {
 
 static double duration_ns(const LaneLimit& limit, Bytes bytes) {
@@ -33,6 +35,10 @@ std::int64_t least_duration_ns(const LaneLimit& limit, const Transfer& transfer,
 SlowPace::SlowPace(Hostility hostility, Limits limits) : hostility_(std::move(hostility)), limits_(std::move(limits)) {
   // The lane is mixed into the seed, so that the lanes of one machine do not delay in step.
   for (std::uint64_t lane = 0; lane < kNumLanes; ++lane) random_.emplace_back(hostility_.seed * 1'000'003 + lane);
+}
+
+void SlowPace::part_done() {
+  if (breaks_next_.exchange(false)) throw MachineError("this update was told to break off");
 }
 
 std::int64_t SlowPace::drawn_us(Lane lane) {

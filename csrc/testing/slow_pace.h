@@ -55,10 +55,11 @@ class SlowPace final : public Pace {
   std::int64_t least_ns(Lane lane, const Transfer& transfer) const override;
   std::int64_t least_ns(Lane lane, Bytes bytes) const override;
   bool poisons() const override { return hostility_.poison; }
-  bool breaks_update() override { return breaks_next_.exchange(false); }
+  void part_done() override;
 
   /// Draws the next random delay of a lane.
   std::int64_t drawn_us(Lane lane);
+  /// The next part of an update that is done throws MachineError.
   void break_next_update() { breaks_next_ = true; }
 
  private:

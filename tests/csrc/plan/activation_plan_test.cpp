@@ -34,6 +34,7 @@ TEST(SavedRoom, bounds_what_lies_on_the_device) {
     const SavedRoom room{row.room, row.largest};
     EXPECT_EQ(room.most(), row.most);
     EXPECT_EQ(room.may_stay(row.most_saved), row.may_stay);
+    EXPECT_EQ(room.least(), Bytes{20});  // one of the visit at hand, one that comes or leaves
   }
 }
 
