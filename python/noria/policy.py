@@ -29,6 +29,7 @@ __all__ = [
     "format_bytes",
     "make_policy",
     "parse_bytes",
+    "plural",
     "refuse_lost_trace",
     "to_bytes",
 ]
@@ -55,6 +56,11 @@ def format_bytes(num_bytes: int) -> str:
     while round(abs(amount), 1) >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
     return f"{amount:.1f} {units[0]}"
+
+
+def plural(number: int, noun: str) -> str:
+    """Returns the noun as it stands after the number: "visit" after 1, else "visits"."""
+    return noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
 
 
 @dataclasses.dataclass(frozen=True)

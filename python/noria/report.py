@@ -11,7 +11,7 @@ from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
 from noria.pipeline.peer_memory import Loan
 from noria.planning.wrap_plan import STAGING_RING
-from noria.policy import format_bytes
+from noria.policy import format_bytes, plural
 from noria.wrapped import Wrapped, wrapped_together
 
 __all__ = ["Bound", "HostMemory", "LaneReport", "LedgerRow", "PassReport", "Report", "UpdateTime", "report"]
@@ -189,7 +189,9 @@ class Report:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"noria on {self.device}: {self.num_units} units, {self.num_steps} steps, {self.num_fetches} fetches"]
+        told = [(self.num_units, "unit"), (self.num_steps, "step"), (self.num_fetches, "fetch")]
+        counts = ", ".join(f"{number} {plural(number, noun)}" for number, noun in told)
+        lines = [f"noria on {self.device}: {counts}"]
         lines += [f"updates: {kernel}" for kernel in self.kernels]
         if any(self.drafts.values()):
             d = self.drafts
@@ -224,8 +226,9 @@ class Report:
             kind = f"{each.phase}{'' if each.training else ', eval'}{', accumulating' if each.accumulating else ''}"
             planned = "no plan" if each.planned_fetches is None else f"planned {each.planned_fetches}"
             lines.append(
-                f"  {kind:<24} {each.num_visits:>4} visits, {each.times:>5} times, {each.fetches} fetches ({planned}), "
-                f"{each.unplanned_visits} unplanned visits in all"
+                f"  {kind:<24} {each.num_visits:>4} {plural(each.num_visits, 'visit')}, "
+                f"{each.times:>5} {plural(each.times, 'time')}, {each.fetches} {plural(each.fetches, 'fetch')} "
+                f"({planned}), {each.unplanned_visits} unplanned {plural(each.unplanned_visits, 'visit')} in all"
             )
         if self.forgotten_passes:
             lines.append(f"  and {self.forgotten_passes} passes of kinds that have not been seen again for long")
@@ -236,7 +239,10 @@ class Report:
             lines.append(
                 f"  {row.place:<8} {row.purpose:<34} {format_bytes(row.planned):>10} {format_bytes(row.taken):>10}"
             )
-        lines.append(f"leases: at most {self.peak_units} units, {format_bytes(self.peak_lease_bytes)}")
+        lines.append(
+            f"leases: at most {self.peak_units} {plural(self.peak_units, 'unit')}, "
+            f"{format_bytes(self.peak_lease_bytes)}"
+        )
         if self.bound is not None:
             b = self.bound
             lines.append(

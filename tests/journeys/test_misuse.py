@@ -81,6 +81,34 @@ def test_a_budget_too_small_says_what_would_fit_and_that_fits():
     both(lambda side: side.train(0, 3), device_memory=least, window=None)
 
 
+class Positions(Net):
+    """The root has a weight of its own, beside its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_budget_too_small_for_the_blocks_of_a_model_with_a_weight_of_its_own():
+    model = Positions()
+    with pytest.raises(noria.UsageError) as caught:
+        noria.plan(model, adamw(model.parameters()), device=DEVICE, device_memory=1024)
+    least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
+    refused_by_wrap(
+        lambda call, m, o: call(m, o, device=DEVICE, device_memory=least - 1),
+        f"({least} bytes)",
+        "the largest unit is blocks.0",
+        model=Positions,
+    )
+    both(lambda side: side.train(0, 3), model=Positions, device_memory=least, window=None)
+
+
 @NEEDS_FULL_HOST
 def test_a_host_budget_too_small_says_what_would_fit_and_that_fits():
     model = Net()

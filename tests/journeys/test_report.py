@@ -5,6 +5,7 @@ nothing here depends on how exact that is."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -274,3 +275,59 @@ def test_who_lends_is_called_a_rank_where_it_has_several_stages(num_stages, row_
     lines = str(noria.report(models)).splitlines()
     assert f"{row_name} 1 lends 1.0 MiB to {row_name} 0" in lines
     assert f"note: {row_name} 0 borrows nothing of {row_name} 2: no such luck" in lines
+
+
+class Plus(nn.Module):
+    """Adds a weight of its own, then runs the modules inside it."""
+
+    def __init__(self, *inside: nn.Module, listed: bool = True) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(WIDTH))
+        self.inside: Any = nn.ModuleList(inside) if listed else nn.Sequential(*inside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.own
+        for each in self.inside:
+            x = each(x)
+        return x
+
+
+def linears(number: int) -> list[nn.Linear]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(*linears(4)),
+        lambda: Plus(*linears(4)),
+        lambda: Plus(*linears(4), listed=False),
+        lambda: nn.Sequential(Plus(*linears(4)), *linears(1)),
+        lambda: Plus(Plus(Plus(*linears(3)))),
+    ],
+)
+def test_a_plan_counts_the_visits_that_training_makes(make):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters())
+    planned = noria.plan(model, optimizer, device=DEVICE)
+    noria.wrap(model, optimizer, device=DEVICE)
+    for _ in range(2):
+        model(torch.randn(2, WIDTH, device=DEVICE)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    made = {each.phase: each.num_visits for each in noria.report(model).passes}
+    assert made == {name: len(each.visits) for name, each in planned.passes.items()}
+    assert f"forward: {made['forward']} visits" in str(planned)
+
+
+def test_one_of_a_thing_reads_as_one():
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters())
+    planned = str(noria.plan(model, optimizer, device=DEVICE))
+    assert "1 unit, " in planned and "forward: 1 visit, 1 fetch, " in planned and "at most 1 unit and" in planned
+    noria.wrap(model, optimizer, device=DEVICE)
+    model(torch.randn(2, WIDTH, device=DEVICE)).sum().backward()
+    optimizer.step()
+    report = str(noria.report(model))
+    assert "1 unit, 1 step, " in report and "at most 1 unit, " in report
+    assert not re.search(r"\b1 (visits|units|steps|times|fetches|unplanned visits)\b", report), report

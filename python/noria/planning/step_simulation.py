@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from torch import nn
 
@@ -52,7 +53,8 @@ class PlannedStep:
         self.waits = _C.derive(self.ops, buffers)
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
-        costs = _C.Costs(rates, {}, forward_us, [2 * us for us in forward_us])
+        backward_us = [2 * us for us in forward_us]
+        costs = _C.Costs(rates, {}, self._by_visit("forward", forward_us), self._by_visit("backward", backward_us))
         self.spans = _C.simulate(self.ops, self.waits, costs)
 
     def _multiplied(self) -> list[int]:
@@ -61,6 +63,11 @@ class PlannedStep:
             0 if isinstance(spec.module, nn.Embedding | nn.EmbeddingBag) else sum(p.numel() for p in spec.parameters)
             for spec in self.planned.partition.units
         ]
+
+    def _by_visit(self, verb: str, us: list[float]) -> list[float]:
+        """Returns, by unit, the time of one visit: a pass may visit a unit several times, for a part of its work."""
+        visits = Counter(op.unit for op in self.ops if op.verb == verb)
+        return [time / max(visits[unit], 1) for unit, time in enumerate(us)]
 
     def _forward_order(self) -> list[HomeUnit]:
         order = dict.fromkeys(unit for visit in self.planned.visits["forward"] for unit in visit.needs)

@@ -1,7 +1,7 @@
 """Plans a wrap call before it is made: units, memory to the byte, and the fetches of each pass.
 
-Passes are unknown before they happen. A plan assumes the usual one: each hooked module runs once, in the order of the
-model, and backward runs in reverse. The engine plans again with the passes that it sees.
+Passes are unknown before they happen. A plan assumes the usual one: each module runs once, in the order of the model,
+and backward runs in reverse. The engine plans again with the passes that it sees.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from noria.policy import (
     Policy,
     compute_device,
     format_bytes,
+    plural,
 )
 
 __all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
@@ -136,8 +137,9 @@ class WrapPlan:
     def __str__(self) -> str:
         weights = sum(unit.weights for unit in self.units)
         lines = [
-            f"{len(self.units)} units, {sum(unit.is_block for unit in self.units)} of them blocks; "
-            f"{format_bytes(weights)} of weights; the window holds {self.arena_bytes / max(weights, 1):.0%} of them"
+            f"{len(self.units)} {plural(len(self.units), 'unit')}, "
+            f"{sum(unit.is_block for unit in self.units)} of them blocks; {format_bytes(weights)} of weights; "
+            f"the window holds {self.arena_bytes / max(weights, 1):.0%} of them"
         ]
         for unit in self.units:
             what = f"gradients {format_bytes(unit.gradients)}" if unit.gradients else "frozen"
@@ -145,10 +147,11 @@ class WrapPlan:
         lines.append("memory:")
         lines += [f"  {place:<8} {purpose:<34} {format_bytes(amount):>10}" for place, purpose, amount in self.rows()]
         for name, planned in self.passes.items():
+            visits, fetches, peak = len(planned.visits), planned.num_fetches, planned.peak_units
             lines.append(
-                f"{name}: {len(planned.visits)} visits, {planned.num_fetches} fetches, "
-                f"{format_bytes(planned.fetched)}; at most {planned.peak_units} units and {format_bytes(planned.peak)} "
-                "leased at once"
+                f"{name}: {visits} {plural(visits, 'visit')}, {fetches} {plural(fetches, 'fetch')}, "
+                f"{format_bytes(planned.fetched)}; at most {peak} {plural(peak, 'unit')} and "
+                f"{format_bytes(planned.peak)} leased at once"
             )
         if self.saved_room is not None:
             lines.append(
@@ -336,16 +339,50 @@ def _facts(units: list[HomeUnit]) -> tuple[list[_C.UnitFacts], _C.BufferTable]:
 
 
 def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[_C.Visit], list[_C.Visit]]:
+    """Returns the visits of forward and of backward, if every module runs once, in the order of the model.
+
+    A module around others usually uses its own weights before them, so in backward it comes once, after them.
+    """
     forward, backward = [], []
-    inside: set[int] = set()  # modules inside of a hooked one announce no visit
-    for number, hook in enumerate(parts.hooks):
-        if id(hook.module) in inside or not hook.needs:
-            continue
-        inside.update(id(module) for module in hook.module.modules())
-        forward.append(_C.Visit(number, "forward", list(hook.needs), []))
-        own = {slot.unit for unit in hook.needs for slot in units[unit].parameters if slot.trainable}
-        backward.append(_C.Visit(number, "backward", list(hook.needs), sorted(own)))
-    return forward, backward[::-1]
+    order = _forward_order(parts)
+    for number in order:
+        forward.append(_C.Visit(number, "forward", list(parts.hooks[number].needs), []))
+    for number in reversed(dict.fromkeys(order)):
+        needs = parts.hooks[number].needs
+        own = {slot.unit for unit in needs for slot in units[unit].parameters if slot.trainable}
+        backward.append(_C.Visit(number, "backward", list(needs), sorted(own)))
+    return forward, backward
+
+
+def _forward_order(parts: Partition) -> list[int]:
+    """Returns the hooks, by number, of the visits of a forward.
+
+    As in the engine, a module announces its units when it is entered, and again when a module inside it is left. An
+    announcement makes no visit if the open visit has all of its units.
+    """
+    numbers = {id(hook.module): number for number, hook in enumerate(parts.hooks) if hook.needs}
+    order: list[int] = []
+    seen: set[int] = set()
+
+    def announce(number: int, is_open: bool) -> None:
+        if not is_open or not set(parts.hooks[number].needs) <= set(parts.hooks[order[-1]].needs):
+            order.append(number)
+
+    def walk(module: nn.Module, around: int | None) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        number = numbers.get(id(module))
+        if number is not None:
+            announce(number, around is not None)
+        for child in module.children():
+            walk(child, around if number is None else number)
+        if number is not None and around is not None:
+            announce(around, True)
+
+    for root in parts.roots:
+        walk(root, None)
+    return order
 
 
 def _device_split(
