@@ -669,6 +669,8 @@ def other_on_last(rank: int, size: int, name: str) -> None:
         optimizer: Any = (adamw if is_other and name == "optimizer" else sgd)(parameters)
         if name == "rate":  # which torch prints with four digits
             optimizer.param_groups[0]["lr"] = torch.tensor(0.1000001 if is_other else 0.1)
+        if is_other and name == "rate and momentum":
+            optimizer.param_groups[0].update(lr=0.2, momentum=0.8)
         if is_other and name == "policy":
             policy["max_grad_norm"] = 1.0
         if is_other and name == "refused":
@@ -691,8 +693,12 @@ DIFFERENCES = {
     "order": ("group 0 of SGD", "on rank 1"),
     "groups": ("group 0 of SGD", "on rank 1"),
     "optimizer": ("SGD by fused", "AdamW by fused", "on rank 1"),
-    "rate": ("group 0 of SGD", "'lr': 0.10000000", "'lr': 0.10000009", "on rank 1"),
-    "policy": ("max_grad_norm", "on rank 1"),
+    "rate": ("rank 0: group 0 of SGD has lr=0.10000000", "; on rank 1: group 0 of SGD has lr=0.10000009"),
+    "rate and momentum": (
+        "0: group 0 of SGD has lr=0.1, momentum=0.9; on",
+        "1: group 0 of SGD has lr=0.2, momentum=0.8. ",
+    ),
+    "policy": ("rank 0: the policy has max_grad_norm=None; on rank 1: the policy has max_grad_norm=1.0. ",),
     "refused": ("device_memory", "on rank 1"),
 }
 

@@ -144,5 +144,16 @@ def test_the_first_difference_is_named(other, parts):
     assert all(part in str(caught.value) for part in parts)
 
 
+def test_of_values_by_name_only_those_that_differ_are_shown():
+    gathered = [[("group 0", {"lr": "0.1", "eps": "1e-08"})], [("group 0", {"eps": "1e-08", "fused": "True"})]]
+    with pytest.raises(noria.UsageError) as caught:
+        ranks_that_say(gathered).agree(gathered[0])
+    assert "on rank 0: group 0 has no fused, lr=0.1; on rank 1: group 0 has fused=True, no lr." in str(caught.value)
+    gathered[1] = [("group 1", {"lr": "0.1"})]
+    with pytest.raises(noria.UsageError) as caught:
+        ranks_that_say(gathered).agree(gathered[0])
+    assert "on rank 0: group 0 has eps=1e-08, lr=0.1; on rank 1: group 1 has lr=0.1." in str(caught.value)
+
+
 def test_ranks_with_the_same_lines_agree():
     ranks_that_say([["a", "b"]] * 3).agree(["a", "b"])

@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -22,9 +22,11 @@ from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.policy import format_bytes
 
-__all__ = ["Group", "num_made", "timeout"]
+__all__ = ["Group", "Line", "num_made", "timeout"]
 
 Told = TypeVar("Told")
+Line = str | tuple[str, Mapping[str, str]]
+"""What ranks compare: a text, or (whose, values by name). Of the values an error shows those that differ."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -107,7 +109,7 @@ class Group:
         gathered = zip(self.gather(padded), counts, strict=True)
         return [pickle.loads(each[:count].numpy().tobytes()) for each, count in gathered]
 
-    def agree(self, lines: Sequence[str], *, expected: str, remedy: str) -> None:
+    def agree(self, lines: Sequence[Line], *, expected: str, remedy: str) -> None:
         """Raises UsageError on all ranks if a line differs from rank 0's. The error names the first one. Collective."""
         gathered = self.gather_objects(list(lines))
         for rank, its in enumerate(gathered):
@@ -117,7 +119,7 @@ class Group:
                 (n for n, (a, b) in enumerate(zip(gathered[0], its, strict=False)) if a != b),
                 min(len(gathered[0]), len(its)),
             )
-            first, other = (each[number] if number < len(each) else "nothing" for each in (gathered[0], its))
+            first, other = _told(*(each[number] if number < len(each) else "nothing" for each in (gathered[0], its)))
             raise usage_error(expected, f"on rank 0: {first}; on rank {rank}: {other}", remedy)
 
     def first_failure(self, own: Exception | None, call: str) -> Exception | None:
@@ -160,6 +162,22 @@ class Group:
             dist.distributed_c10d._unregister_process_group(self.name)
         if self._is_nccl:
             group.abort()
+
+
+def _told(first: Line, other: Line) -> tuple[str, str]:
+    """Returns two lines that differ as text. Of values of the same owner it has only those that differ."""
+    names: set[str] | None = None
+    if not isinstance(first, str) and not isinstance(other, str) and first[0] == other[0]:
+        names = {name for name in {**first[1], **other[1]} if first[1].get(name) != other[1].get(name)}
+    return _text_of(first, names), _text_of(other, names)
+
+
+def _text_of(line: Line, names: set[str] | None) -> str:
+    if isinstance(line, str):
+        return line
+    whose, values = line
+    shown = sorted(values if names is None else names)
+    return f"{whose} has " + ", ".join(f"{name}={values[name]}" if name in values else f"no {name}" for name in shown)
 
 
 def _to_first() -> dist.distributed_c10d.GatherOptions:

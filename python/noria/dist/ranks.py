@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from noria import _C
 from noria._errors import usage_error
-from noria.dist.groups import Group, Told
+from noria.dist.groups import Group, Line, Told
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -175,7 +175,7 @@ class Ranks:
 
     def agree(
         self,
-        lines: Sequence[str],
+        lines: Sequence[Line],
         *,
         expected: str = "the same model, optimizer and policy on all ranks",
         remedy: str = "build them alike on all ranks, from the same seed and settings",

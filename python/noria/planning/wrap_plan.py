@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from noria import _C
 from noria._errors import usage_error
+from noria.dist.groups import Line
 from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
@@ -303,10 +304,11 @@ def _assist_bytes(units: list[HomeUnit], num_shards: int) -> int:
     return max(max(unit.gradients, unit.weights - unit.gradients) for unit in units) // num_shards
 
 
-def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
+def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[Line]:
     """Returns what must be the same on ranks that share a model, one item a line."""
     alike = dataclasses.replace(planned.policy, device=planned.device.type, trace=None)
-    lines = [f"policy {alike}"]
+    options = {field.name: repr(getattr(alike, field.name)) for field in dataclasses.fields(alike)}
+    lines: list[Line] = [("the policy", options)]
     for unit in planned.units:
         for slot in unit.parameters:
             kind = "trainable" if slot.trainable else "frozen"
@@ -321,8 +323,12 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[str]:
         numbers = {slot.parameter: slot.index for unit in planned.units for slot in unit.parameters}
         for number, group in enumerate(optimizer.param_groups):
             held = [numbers[parameter] for parameter in group["params"]]
-            hyper = comparable({key: value for key, value in group.items() if key not in ("params", "param_names")})
-            lines.append(f"group {number} of {type(optimizer).__name__} holds parameters {held} with {hyper}")
+            whose = f"group {number} of {type(optimizer).__name__}"
+            lines.append(f"{whose} holds parameters {held}")
+            values = {
+                key: repr(comparable(each)) for key, each in group.items() if key not in ("params", "param_names")
+            }
+            lines.append((whose, values))
     lines.append(f"drafts of units {sorted(planned.drafted)}")
     return lines
 
