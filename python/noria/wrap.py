@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
-from noria.dist.ranks import Ranks, grid_of, raised_by_all
+from noria.dist.ranks import Ranks, grid_of, raised_by_all, warn_of_no_group
 from noria.dist.stage_group import StageGroup
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuffers
 from noria.host.home import Home
@@ -189,6 +189,8 @@ def wrap(
         >>> model(inputs).sum().backward()
         >>> optimizer.step()
     """
+    if mesh is None and stages is None:
+        warn_of_no_group(stacklevel=2)
     _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
     ranks = Ranks.meet(mesh) if mesh is not None or stages is None else None
     pipeline: StageGroup | None = None

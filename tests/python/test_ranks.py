@@ -1,6 +1,7 @@
 """Of every unit each rank has one part, and all parts together are the whole."""
 
 import datetime
+import warnings
 
 import noria
 import pytest
@@ -108,6 +109,34 @@ def test_a_group_of_one_shares_with_no_rank(tmp_path):
         wrapped = wrapped_by(model)
         assert wrapped is not None and wrapped.context.ranks is None
         noria.unwrap(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def warnings_of_wraps(number):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(number):
+            noria.wrap(nn.Linear(3, 3), device="cpu")
+    return [each for each in found if "WORLD_SIZE" in str(each.message)]
+
+
+def test_launched_processes_without_a_process_group_are_told_once(monkeypatch):
+    monkeypatch.setattr("noria.dist.ranks._WARNED", [])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not warnings_of_wraps(1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    [warning] = warnings_of_wraps(2)
+    assert "WORLD_SIZE=4" in str(warning.message) and "init_process_group before noria.wrap" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_launched_processes_with_a_process_group_are_told_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("noria.dist.ranks._WARNED", [])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        assert not warnings_of_wraps(1)
     finally:
         dist.destroy_process_group()
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
 
     from noria.model.layout import HomeParameter
 
-__all__ = ["SAME_MESHES", "Grid", "Ranks", "comparable", "grid_of", "raised_by_all"]
+__all__ = ["SAME_MESHES", "Grid", "Ranks", "comparable", "grid_of", "raised_by_all", "warn_of_no_group"]
 
 SAME_MESHES = {
     "expected": "the same mesh= and stages= on all ranks of them",
     "remedy": "call noria.wrap with the same ones there",
 }
+
+
+_WARNED: list[bool] = []
 
 
 class Met(Protocol):
@@ -90,6 +95,19 @@ class Grid:
 def num_ranks() -> int:
     """Returns the number of ranks of the default process group, or 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def warn_of_no_group(stacklevel: int) -> None:
+    """Warns, once in a process, if a launcher has started several processes and they have no process group."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if _WARNED or not size.isdigit() or int(size) < 2 or not dist.is_available() or dist.is_initialized():
+        return
+    warnings.warn(
+        f"noria.wrap found WORLD_SIZE={size} in the environment, but no process group: each of these processes trains "
+        "a model of its own. Remedy: call torch.distributed.init_process_group before noria.wrap, if they share one",
+        stacklevel=stacklevel + 1,
+    )
+    _WARNED.append(True)
 
 
 def grid_of(mesh: DeviceMesh | None = None) -> Grid | None:
