@@ -167,7 +167,8 @@ def wrap(
 
     Args:
         model: A module or a `PipelineStage`, or a list of them.
-        optimizer: One optimizer, a list, or None (inference, a frozen teacher).
+        optimizer: One optimizer, a list, or None (inference, a frozen teacher). Make it before this call; for a new
+            one later, call `unwrap` first.
         policy: A `Policy`. Instead, its fields may be given by name.
         mesh: The ranks that share the model. None: all ranks of the default process group, if there is one.
         stages: The ranks of all stages, if the model is one stage of a pipeline: a DeviceMesh of one dimension.
@@ -188,6 +189,8 @@ def wrap(
         >>> model, optimizer = noria.wrap(model, optimizer, device_memory="8GiB")
         >>> model(inputs).sum().backward()
         >>> optimizer.step()
+        >>> model, optimizer = noria.unwrap(model, optimizer)
+        >>> model = noria.wrap(model)  # without an optimizer it returns the model alone
     """
     if mesh is None and stages is None:
         warn_of_no_group(stacklevel=2)

@@ -12,8 +12,10 @@ import re
 import noria
 import pytest
 import torch
+import torch.distributed as dist
 from noria.testing import on_machine
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE
 from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
@@ -161,6 +163,34 @@ def test_an_optimizer_with_parameters_that_no_wrapped_model_has():
 )
 def test_nonsense_in_the_policy(fields, words):
     refused_by_wrap(lambda call, m, o: call(m, o, **{"device": DEVICE, **fields}), *words)
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.skipif(DEVICE != "cpu", reason="gloo has no collectives for the pretend GPU")
+def test_a_wrapped_model_in_data_parallel():
+    model = Net()
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"evicted.*leave DistributedDataParallel out"):
+        DistributedDataParallel(model)
+    loss_of(model, 0).backward()  # it trains on
+    noria.unwrap(model)
+    loss_of(DistributedDataParallel(model), 0).backward()
+
+
+def test_an_optimizer_that_is_made_after_wrap():
+    model = Net()
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE)
+    loss_of(model, 0).backward()
+    optimizer = adamw(model.parameters())
+    with pytest.raises(RuntimeError, match=r"evicted.*make optimizers before noria\.wrap"):
+        optimizer.step()
 
 
 def test_things_that_are_no_models_and_no_optimizers():
