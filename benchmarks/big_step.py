@@ -1,9 +1,11 @@
 """What happens in one large step: how far is the host ahead, in which order does the pool update, where does the device
 stand still?
 
-A GPT trains for a few steps, with `update="auto"` (drafts where there is memory) and with `update="backward"`; a trace
-of each lies beside the result (Perfetto, `noria trace`). Marks on the stream that trains, at each block's forward and
-backward, say when the device came to a block and when the host did.
+A GPT trains for a few steps, with `update="auto"` (drafts where there is memory) and with `update="backward"`. A third
+time, "looks", each block's forward takes the addresses of its weights, as compiled code does: noria then sums each unit
+twice a visit, to see whether they were written. A trace of each lies beside the result (Perfetto, `noria trace`). Marks
+on the stream that trains, at each block's forward and backward, say when the device came to a block and when the host
+did.
 
 - ahead: at most so many blocks that the host has issued and the device has not come to, in forward and in backward
 - first block: from the end of the step before to the end of the first block's forward, on the device
@@ -36,6 +38,7 @@ from examples.gpt import GPT, GPTConfig
 MODES: dict[str, dict[str, Any]] = {
     "auto": {"update": "auto"},
     "backward": {"update": "backward"},
+    "looks": {"update": "auto"},
 }
 END, FORWARD, BACKWARD = "end", "forward", "backward"
 
@@ -116,6 +119,11 @@ def pool_of(spans: list[TracedSpan]) -> dict[str, float]:
     return {"tail_us": max(0.0, max(span.end for span in work) - last), "blocked_us": blocked, "early": len(early)}
 
 
+def take_addresses(block: nn.Module, given: Any) -> None:
+    for parameter in block.parameters():
+        parameter.data_ptr()
+
+
 def measure(mode: str, args: argparse.Namespace, trace: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     config = GPTConfig(args.vocabulary, args.context, args.layers, args.width // 64, args.width, tied=True)
@@ -123,11 +131,14 @@ def measure(mode: str, args: argparse.Namespace, trace: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     dtype = torch.bfloat16 if args.device == "cuda" else None
     policy = {"device": args.device, "window": args.window, "dtype": dtype, "kernel": "fused", "trace": trace}
-    if args.device == "cpu" and mode == "auto":
+    if args.device == "cpu" and mode != "backward":
         policy["draft_memory"] = "1GiB"  # auto there: none
     noria.wrap(model, optimizer, **policy, **MODES[mode])
     engine = wrapped_by(model).context.engine
     marks = Marks(model.blocks, args.device)
+    if mode == "looks":
+        for block in model.blocks:
+            block.register_forward_pre_hook(take_addresses)
 
     def step() -> None:
         tokens = torch.randint(args.vocabulary, (args.tokens // args.context, args.context)).to(args.device)
@@ -194,7 +205,7 @@ def main() -> int:
         ]
         for mode, each in found.items()
     ]
-    columns = ["update", "step, ms", "ahead F, B", "first block, ms", "tail, ms", "blocked, ms"]
+    columns = ["mode", "step, ms", "ahead F, B", "first block, ms", "tail, ms", "blocked, ms"]
     _common.show(f"{args.layers} blocks of width {args.width}, {args.tokens} tokens, {args.device}", columns, rows)
     samples = {mode: {"marks": each.pop("marks")} for mode, each in found.items()}
     settings = {name: getattr(args, name) for name in ("device", "tokens", "layers", "width", "window", "steps")}

@@ -131,7 +131,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         Part("host_memory", 30, script("host_memory"), is_timed=True),
         Part("adamw", 40, script("adamw", *threads), is_timed=True),
         # Whole steps.
-        Part("big_step", 50, script("big_step"), is_timed=True),
+        Part("big_step", 70, script("big_step"), is_timed=True),
         Part("accumulation", 60, script("accumulation"), is_timed=True),
         Part(
             "demo", 50, [PYTHON, "examples/02_gpt.py", "--steps", "24" if small else "40", "--out", str(out / "demo")]

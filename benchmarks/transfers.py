@@ -6,6 +6,7 @@ for at its end, as the engine uses them. On CUDA the plain copies are torch's, f
 
 On CUDA noria cuts copies, so that a small copy of the user's passes between the pieces. What does that cost, and what
 does it save? In turns, cut and uncut: a fetch, a drain, and how long a loss takes to the host that asks behind a drain.
+Their home memory is registered after it has been touched: how long does that take?
 
 (Not called copy.py: that name would hide the standard library's `copy` from every benchmark.)
 """
@@ -76,15 +77,16 @@ def ways(device: str, num_bytes: int, batch: int) -> tuple[dict[str, Callable[[]
     return found, end
 
 
-def cutting(num_bytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by how copies are cut, and by what was timed."""
+def cutting(num_bytes: int, rounds: int) -> tuple[dict[str, dict[str, list[float]]], list[float]]:
+    """Seconds by how copies are cut, and by what was timed; and the seconds of each registration."""
     whole = {"cut": {}, "uncut": {"copy_piece": num_bytes}}
     machines: dict[str, tuple[Any, Any, int]] = {}
+    registered: list[float] = []
     for how, piece in whole.items():
         backend: Any = _C.make_cuda_backend(0, num_bytes, **piece)
         home = _C.Arena(num_bytes)
-        home.register_with(backend)
         ctypes.memset(home.data, 1, num_bytes)
+        registered.append(_common.seconds(lambda home=home, backend=backend: home.register_with(backend)))
         machines[how] = (backend, home, backend.allocate(num_bytes))
     loss, kept = torch.ones((), device="cuda"), torch.empty((), pin_memory=True)
 
@@ -113,7 +115,7 @@ def cutting(num_bytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
         backend.free(memory)
         home.close()
         backend.close()
-    return times
+    return times, registered
 
 
 def main() -> int:
@@ -163,7 +165,9 @@ def main() -> int:
         for lane in ("fetch", "drain")
     ]
     if args.device == "cuda":
-        times = samples["cutting"] = cutting(sizes[-1], rounds)
+        times, registered = cutting(sizes[-1], rounds)
+        samples["cutting"], samples["registering"] = times, {size: registered}
+        summary["register_s_per_gib"] = max(registered) * GIB / sizes[-1]
         ratios = {lane: _common.paired_ratio(times["cut"][lane], times["uncut"][lane]) for lane in ("fetch", "drain")}
         waits_us = {how: 1e6 * median(of["loss"]) for how, of in times.items()}
         summary["cutting"] = {"cut_against_uncut": ratios, "loss_behind_drain_us": waits_us}
@@ -171,6 +175,7 @@ def main() -> int:
             f"cut copies take {max(ratios[lane]['of_pairs'] for lane in ratios):.3f} x uncut ones, and a loss behind a "
             f"drain of {size} waits {waits_us['cut']:.0f} us, uncut {waits_us['uncut']:.0f}"
         )
+        said.append(f"registering takes {summary['register_s_per_gib']:.2f} s a GiB")
     _common.Result("transfers", samples, summary, {"rounds": rounds, "device": args.device}).write(args, began)
     print(f"verdict: {'; '.join(said)}, on {args.device}")
     return 0
