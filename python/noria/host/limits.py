@@ -24,6 +24,7 @@ __all__ = [
     "Free",
     "Limit",
     "check_fits",
+    "empty_cache",
     "host_limits",
     "margin_of",
     "min_over_ranks",
@@ -128,13 +129,16 @@ def probe_limits(device: torch.device) -> Found:
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
-    """Returns free and total bytes.
-
-    It first empties torch's cache: noria takes memory from the driver, so torch must give its cached memory back.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.empty_cache()
+    """Returns free and total bytes."""
+    empty_cache(device)
     return torch.cuda.mem_get_info(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Has torch give back what it caches of a CUDA device's memory. noria takes memory from the driver."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def min_over_ranks(gathered: Sequence[Found]) -> Free:

@@ -19,6 +19,7 @@ from noria import _C
 from noria.dist.ranks import raised_by_all
 from noria.dist.stage_group import StageGroup
 from noria.host.device_buffers import LENT
+from noria.host.limits import empty_cache
 from noria.pipeline.peer_links import CALL, Handover, Loan, Pair, Source, free_left, measured, retire
 from noria.runtime.context import Context
 from noria.runtime.state import RunState
@@ -172,6 +173,7 @@ class PeerMemory:
                 try:
                     if arena := sum(loan.bytes for loan in self.lent):
                         self._expect_lent(arena)
+                        empty_cache(self.context.device)
                         beside.take_shared(LENT, arena)
                         self._leave_room()
                 except BaseException as error:
