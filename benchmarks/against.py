@@ -2,13 +2,14 @@
 
 Two processes measure the same things, one with this tree's noria and one with the other's, and take turns:
 
-    steps, torch and fused   a step of `overhead.py`: a 12-block GPT with all units resident
+    steps, torch and fused   a step of `overhead.py`: a GPT with all units resident
     visits                   what a visit of a trainable block takes in `overhead.py`, forward and backward
     overlap                  steps of `overlap.py`'s balanced setting with paced compute, update="auto"
 
 While one process measures, the other waits for its turn. A process may be faster than its like by where its memory
-lies. So both start anew for each round. A round's ratio, this tree's time by the other's, is the median of its pairs.
-The table shows the median of the rounds and its 95 % interval: that of the order statistics.
+lies, and a model by where it lies in its process. So both start anew for each round, and in a round both make their
+models several times. A round's ratio, this tree's time by the other's, is the median of its pairs. The table shows the
+median of the rounds and its 95 % interval: that of the order statistics.
 
     python benchmarks/against.py ../other    # a built checkout of another commit; the same tree shows the noise
 
@@ -18,6 +19,7 @@ Each tree measures with its own `overhead.py` and `overlap.py`, because names in
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -32,7 +34,7 @@ from typing import Any
 TREE = Path(__file__).resolve().parent.parent
 
 
-def measures(quick: bool) -> dict[str, Callable[[], Callable[[], float]]]:
+def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], float]]]:
     """What to measure, by name: a call makes the models, and returns what measures once."""
     import overhead
     import overlap
@@ -43,7 +45,7 @@ def measures(quick: bool) -> dict[str, Callable[[], Callable[[], float]]]:
     def steps(kernel: str) -> Callable[[], float]:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.manual_seed(0)
-        run = overhead.Run(GPT(GPTConfig(num_layers=3 if quick else 12, num_heads=8, width=512)), True, kernel)
+        run = overhead.Run(GPT(GPTConfig(num_layers=blocks, num_heads=8, width=512)), True, kernel)
         tokens = torch.randint(0, 4096, (1, 256))
         return lambda: overhead._common.seconds(lambda: run.step(tokens))
 
@@ -55,10 +57,10 @@ def measures(quick: bool) -> dict[str, Callable[[], Callable[[], float]]]:
     def overlapped() -> Callable[[], float]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        blocks, forward_s, backward_s = 8 if quick else 32, 0.003, 0.0045
-        model = overlap.Chain(blocks, 256, forward_s, backward_s)
-        limits = overlap.limits_of(overlap.SETTINGS[0], model, blocks * forward_s * 1e6, blocks * backward_s * 1e6)
-        run = overlap.Run(model, torch.randn(32, 256), limits, window=min(8, blocks), update="auto")
+        links, forward_s, backward_s = 8 if quick else 32, 0.003, 0.0045
+        model = overlap.Chain(links, 256, forward_s, backward_s)
+        limits = overlap.limits_of(overlap.SETTINGS[0], model, links * forward_s * 1e6, links * backward_s * 1e6)
+        run = overlap.Run(model, torch.randn(32, 256), limits, window=min(8, links), update="auto")
 
         def turn() -> float:
             run.forget()
@@ -75,10 +77,13 @@ def measures(quick: bool) -> dict[str, Callable[[], Callable[[], float]]]:
     }
 
 
-def serve(tree: Path, quick: bool) -> None:
-    """Measures what each line of the input names, with this tree's noria, and prints a number for it."""
+def serve(tree: Path, quick: bool, blocks: int) -> None:
+    """Measures what each line of the input names, with this tree's noria, and prints a number for it.
+
+    After an empty line it makes the models anew.
+    """
     sys.path[0] = str(tree / "benchmarks")  # its own helpers
-    known, made = measures(quick), dict[str, Callable[[], float]]()
+    known, made = measures(quick, blocks), dict[str, Callable[[], float]]()
     import noria
 
     print(json.dumps({"noria": noria.__file__}), flush=True)
@@ -86,6 +91,10 @@ def serve(tree: Path, quick: bool) -> None:
         name = line.strip()
         if name not in made:
             made.clear()
+            gc.collect()
+        if not name:
+            continue
+        if name not in made:
             made[name] = known[name]()
             for _ in range(3):  # the passes are known by then
                 made[name]()
@@ -95,8 +104,8 @@ def serve(tree: Path, quick: bool) -> None:
 class Server:
     """One of the two processes."""
 
-    def __init__(self, tree: Path, quick: bool) -> None:
-        command = [sys.executable, __file__, str(tree), "--serve", *(["--quick"] if quick else [])]
+    def __init__(self, tree: Path, quick: bool, blocks: int) -> None:
+        command = [sys.executable, __file__, "--serve", str(tree), str(int(quick)), str(blocks)]
         paths = os.pathsep.join([str(tree / "python"), str(tree)])
         self._process = subprocess.Popen(
             command,
@@ -110,11 +119,18 @@ class Server:
             raise SystemExit(f"{tree} is not a built checkout of noria: its process imported {found}")
 
     def measure(self, name: str) -> float:
+        self._write(name)
+        return float(self._read())
+
+    def forget(self) -> None:
+        """The next measure makes its models anew."""
+        self._write("")
+
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `_read` tells how the process ended
-            self._process.stdin.write(name + "\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        return float(self._read())
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -143,10 +159,13 @@ def main() -> int:
     parser = _common.parser_of(__doc__)
     parser.add_argument("other", type=Path, help="a built checkout of another commit")
     parser.add_argument("--rounds", type=int, help="starts of the two processes; from 6 on there is an interval")
-    parser.add_argument("--pairs", type=int, help="of each measure in each round")
+    parser.add_argument("--draws", type=int, default=1, help="how often models are made in each round")
+    parser.add_argument("--pairs", type=int, help="of each measure for each draw")
+    parser.add_argument("--blocks", type=int, help="of the GPT; default: 12")
     parser.add_argument("--only", choices=names)
     args = parser.parse_args()
     rounds, pairs = args.rounds or (2 if args.quick else 12), args.pairs or (2 if args.quick else 8)
+    blocks = args.blocks or (3 if args.quick else 12)
     began = _common.hardware()
     other = args.other.resolve()
     trees = {"this": TREE, "other": other}
@@ -154,12 +173,15 @@ def main() -> int:
     samples = {name: {which: list[list[float]]() for which in trees} for name in chosen}
     for number in range(rounds):
         order = list(trees) if number % 2 else list(reversed(trees))
-        servers = {which: Server(trees[which], args.quick) for which in order}
+        servers = {which: Server(trees[which], args.quick, blocks) for which in order}
         for name in chosen:
             taken = {which: list[float]() for which in trees}
-            for pair in range(pairs):
-                for which in order if pair % 2 else reversed(order):
-                    taken[which].append(servers[which].measure(name))
+            for draw in range(args.draws):
+                for server in servers.values():
+                    server.forget()
+                for pair in range(pairs):
+                    for which in order if (draw + pair) % 2 else reversed(order):
+                        taken[which].append(servers[which].measure(name))
             for which in trees:
                 samples[name][which].append(taken[which])
         for server in servers.values():
@@ -176,21 +198,20 @@ def main() -> int:
         times = [median(chain.from_iterable(by_tree[which])) for which in trees]
         rows.append([name, *times, *(f"{x:.4f}" for x in (median(ratios), low, high))])
     columns = ["s, or us a visit", "this", "other", "ratio", "95 %, from" if rounds >= 6 else "all, from", "to"]
-    _common.show(f"this tree and another, {rounds} rounds of {pairs} pairs", columns, rows)
+    _common.show(f"this tree and another, {rounds} rounds of {args.draws * pairs} pairs", columns, rows)
     commits = {
         which: subprocess.run(
             ["git", "-C", tree, "describe", "--always", "--dirty"], capture_output=True, text=True
         ).stdout.strip()
         for which, tree in trees.items()
     }
-    _common.Result("against", samples, summary, {"rounds": rounds, "pairs": pairs, "commits": commits}).write(
-        args, began
-    )
+    settings = {"rounds": rounds, "draws": args.draws, "pairs": pairs, "blocks": blocks, "commits": commits}
+    _common.Result("against", samples, summary, settings).write(args, began)
     return 0
 
 
 if __name__ == "__main__":
-    if "--serve" in sys.argv:
-        serve(Path(sys.argv[1]), "--quick" in sys.argv)
+    if sys.argv[1:2] == ["--serve"]:
+        serve(Path(sys.argv[2]), sys.argv[3] == "1", int(sys.argv[4]))
     else:
         sys.exit(main())
