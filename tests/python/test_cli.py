@@ -145,6 +145,17 @@ def test_simulated_step_takes_the_time_of_its_bytes_and_is_never_shorter_than_th
         assert end_us > 1000
 
 
+def test_a_weight_that_two_modules_use_takes_its_time_in_each():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model[2].weight = model[0].weight
+    planned = noria.plan(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    assert len(planned.units) == 2
+    times = PlannedStep(planned, 512, PlanSpeeds(1, 1, 1, 1e-6, ())).times()
+    product_us = 2 * 512 * 64 * 64 / 1e-6 / 1e6
+    assert abs(times.forward_us - 3 * product_us) <= 3
+    assert abs(times.backward_us - 6 * product_us) <= 3
+
+
 def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(capsys, factories):
     purposes = ("first moments", "second moments", "optimizer state")
 

@@ -65,9 +65,13 @@ class PlannedStep:
         ]
 
     def _by_visit(self, verb: str, us: list[float]) -> list[float]:
-        """Returns, by unit, the time of one visit: a pass may visit a unit several times, for a part of its work."""
+        """Returns, by unit, the time of one visit.
+
+        Each module that uses the unit needs `us[unit]` in a pass. It may be visited several times, for a part of that.
+        """
         visits = Counter(op.unit for op in self.ops if op.verb == verb)
-        return [time / max(visits[unit], 1) for unit, time in enumerate(us)]
+        users = Counter(unit for hook in self.planned.partition.hooks for unit in hook.needs)
+        return [time * users[unit] / max(visits[unit], 1) for unit, time in enumerate(us)]
 
     def _forward_order(self) -> list[HomeUnit]:
         order = dict.fromkeys(unit for visit in self.planned.visits["forward"] for unit in visit.needs)
