@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Has the garbage collector pass by the million objects of modules: noria.wrap has it look for models that are no
-    longer used."""
+    """Has the garbage collector pass by the million objects of modules. noria.wrap collects what is no longer used, and
+    the collector would look at all of them each time."""
     importlib.import_module("torch._dynamo")  # a first optimizer would
     gc.collect()
     gc.freeze()

@@ -124,7 +124,7 @@ def on_ranks(
         found = {}
         failures = []
         deadline = time.monotonic() + TIMEOUT_S + timeout_s
-        while len(found) < size - len(dying):
+        while not set(range(size)) - set(dying) <= set(found):
             try:
                 rank, answer, failure = answers.get(timeout=1.0)
             except queue.Empty:

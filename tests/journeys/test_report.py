@@ -5,6 +5,7 @@ nothing here depends on how exact that is."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from noria import doctor
 from noria.pipeline.peer_memory import Loan
-from noria.report import Bound, HostMemory, UpdateTime
+from noria.report import Bound, HostMemory, UpdateTime, _advice
 from noria.testing import on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
@@ -252,9 +253,14 @@ def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
 
 
 def test_where_all_is_drafted_only_more_compute_helps():
-    longer_than_all_compute = 5e6 * (FORWARD_S + BACKWARD_S)
-    advice = advice_of(trained(longer_than_all_compute, draft_memory=ALL_DRAFTED))
-    assert "larger batch" in advice and "draft_memory" not in advice
+    model = trained(FAST, draft_memory=ALL_DRAFTED)
+    bound = noria.report(model).bound
+    assert bound is not None
+    bound, updates = dataclasses.replace(bound, step_us=6000.0), UpdateTime(5000.0, 0.0, 2000.0, 3000.0)
+    for compute_us, helps in ((2000, True), (6000, False)):
+        times = {"forward_us": compute_us // 2, "backward_us": compute_us // 2, "num_steps": 1}
+        advice = _advice(wrapped_by(model), times, bound, updates) or ""
+        assert ("larger batch" in advice) == helps and "draft_memory" not in advice
 
 
 def test_blocking_is_advised_against():
@@ -306,7 +312,7 @@ def linears(number: int) -> list[nn.Linear]:
         lambda: Plus(Plus(Plus(*linears(3)))),
     ],
 )
-def test_a_plan_counts_the_visits_that_training_makes(make):
+def test_a_plan_counts_the_visits_that_training_makes_if_each_module_runs_once(make):
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
     planned = noria.plan(model, optimizer, device=DEVICE)
