@@ -60,7 +60,7 @@ def format_bytes(num_bytes: int) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Returns the noun as it stands after the number: "visit" after 1, else "visits"."""
-    return noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
+    return noun if number == 1 else noun + ("es" if noun.endswith(("ch", "ss")) else "s")
 
 
 @dataclasses.dataclass(frozen=True)

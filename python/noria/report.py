@@ -218,8 +218,9 @@ class Report:
         lines += [loan.told(self.row_name) for loan in self.loans]
         if (copies := self.copies)["num_stashed"]:
             lines.append(
-                f"{copies['num_units']} units at other stages: {format_bytes(copies['stashed'])} stashed, "
-                f"{copies['num_fetched']} fetches of {format_bytes(copies['fetched'])} from there"
+                f"{copies['num_units']} {plural(copies['num_units'], 'unit')} at other stages: "
+                f"{format_bytes(copies['stashed'])} stashed, {copies['num_fetched']} "
+                f"{plural(copies['num_fetched'], 'fetch')} of {format_bytes(copies['fetched'])} from there"
             )
         lines.append("passes (last occurrence):")
         for each in self.passes:
@@ -231,9 +232,11 @@ class Report:
                 f"({planned}), {each.unplanned_visits} unplanned {plural(each.unplanned_visits, 'visit')} in all"
             )
         if self.forgotten_passes:
-            lines.append(f"  and {self.forgotten_passes} passes of kinds that have not been seen again for long")
+            others = f"{self.forgotten_passes} {plural(self.forgotten_passes, 'pass')}"
+            lines.append(f"  and {others} of kinds that have not been seen again for long")
         if self.unclaimed_fetches:
-            lines.append(f"  {self.unclaimed_fetches} fetches for a forward pass that did not come next")
+            fetches = f"{self.unclaimed_fetches} {plural(self.unclaimed_fetches, 'fetch')}"
+            lines.append(f"  {fetches} for a forward pass that did not come next")
         lines.append("memory (planned = taken):" if self.ledger_agrees else "memory (PLAN AND LEDGER DIFFER):")
         for row in self.ledger:
             lines.append(

@@ -161,7 +161,8 @@ class WrapPlan:
         lines += [f"updates: {name}" for name in self.kernel_names]
         if self.drafted:
             spare = sum(region.spare_bytes for region in self.regions)
-            lines.append(f"drafts: of {len(self.drafted)} units, {format_bytes(spare)} of the above")
+            drafted = len(self.drafted)
+            lines.append(f"drafts: of {drafted} {plural(drafted, 'unit')}, {format_bytes(spare)} of the above")
         lines += [f"note: {note}" for note in self.unpredicted]
         return "\n".join(lines)
 
@@ -366,7 +367,7 @@ def _forward_order(parts: Partition) -> list[int]:
     As in the engine, a module announces its units when it is entered, and again when a module inside it is left. An
     announcement makes no visit if the open visit has all of its units.
     """
-    numbers = {id(hook.module): number for number, hook in enumerate(parts.hooks) if hook.needs}
+    numbers = {id(hook.module): number for number, hook in enumerate(parts.hooks)}
     order: list[int] = []
     seen: set[int] = set()
 
