@@ -22,6 +22,7 @@ on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
 # Three processes at once, file by file: fixtures of modules start ranks. They wait for each other half of the time.
 WORKERS ?= 3
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPAWNED := shared mesh assistance pipelines lending
 CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 
 # In tests several processes share the cores: who waits must not spin.
@@ -67,10 +68,10 @@ test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
 # Everything: clang-tidy, the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with
-# new examples.
-test-all: export RANKS = spawn
+# new examples. Ranks that are forked have one hash seed; some tests of ranks run again with ranks that have their own.
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default --durations=40
+	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default \
 	  --durations=40)
 

@@ -1,5 +1,5 @@
 """Runs one of several ranks that train together, and one of them fails at a given moment: the script of
-tests/journeys/test_rank_failures.py.
+tests/journeys/test_rank_failures.py. tests/rounds.py forks its ranks.
 
 The moment is the n-th call of a function of noria's or of this loop, of one name or of any. What other threads do
 at that moment does not matter.
@@ -7,8 +7,8 @@ at that moment does not matter.
 
 from __future__ import annotations
 
-import argparse
 import datetime
+import importlib
 import os
 import signal
 import sys
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.journeys.pairs import Net, loss_of, sgd
+from tests.rounds import serve
 
 STEPS = 3
 WATCHED = (str(Path(noria.__file__).parent), str(Path(__file__).parent))
@@ -102,22 +103,17 @@ def meet(rank: int, size: int, folder: Path, timeout: datetime.timedelta) -> Non
 POLICIES: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.1}, {"draft_memory": "64MiB"}, {"update": "blocking"}]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    parser.add_argument("--policy", type=int, default=0)
-    parser.add_argument("--fails", help="kill, hang or raise, the name of a function, and the number of its call")
-    args = parser.parse_args()
-    meet(args.rank, args.size, args.folder, datetime.timedelta(seconds=args.timeout))
-    if args.fails:
-        sys.setprofile(Moment(args.fails))
-    train(args.rank, args.folder / "checkpoint.pt", POLICIES[args.policy])
+def run(rank: int, size: int, folder: Path, orders: dict[str, Any], timeout_s: float) -> None:
+    """`orders`: maybe "fails": kill, hang or raise, the name of a function, and the number of its call."""
+    torch.set_num_threads(1)
+    meet(rank, size, folder, datetime.timedelta(seconds=timeout_s))
+    if "fails" in orders:
+        sys.setprofile(Moment(orders["fails"]))
+    train(rank, folder / "checkpoint.pt", POLICIES[orders["policy"]])
     sys.setprofile(None)
     print("finished", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("torch._dynamo")  # a first optimizer would, in each rank
+    serve(run)

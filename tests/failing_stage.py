@@ -1,8 +1,7 @@
 """Runs stages of a pipeline that lend each other memory, and some fail or end in a given order: the script of
 tests/journeys/test_lending_failures.py.
 
-Everything is imported once. Each line of the input asks for a round, as JSON; its ranks are forked, and end as any
-interpreter does. The answer is a line of JSON too: by rank, how it ended, and how long that took after the first.
+tests/rounds.py forks its ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import json
 import os
 import re
 import select
@@ -38,6 +36,7 @@ from tests.failing_rank import Moment
 from tests.journeys.pairs import WIDTH, adamw
 from tests.journeys.test_lending import LENGTH, ROOM
 from tests.journeys.test_pipelines import NUM_MICRO_BATCHES, Stage
+from tests.rounds import serve
 
 
 class MomentOfAnother(Moment):
@@ -238,44 +237,5 @@ def run_once(loop: Loop) -> None:
     loop.end()
 
 
-def wait_for(ranks: list[int], patience_s: float) -> list[tuple[int | None, float]]:
-    """By rank: its exit code, and the seconds after the first one's end; None: it had to be killed."""
-    found: dict[int, tuple[int | None, float]] = {}
-    deadline = time.monotonic() + patience_s
-    first = 0.0
-    while len(found) < len(ranks):
-        for pid in ranks:
-            if pid in found or not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                continue
-            _, status = os.waitpid(pid, 0)
-            first = first or time.monotonic()
-            found[pid] = (os.waitstatus_to_exitcode(status), time.monotonic() - first)
-        if time.monotonic() > deadline:
-            for pid in set(ranks).difference(found):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                found[pid] = (None, patience_s)
-        time.sleep(0.01)
-    return [found[pid] for pid in ranks]
-
-
-def main() -> None:
-    for line in sys.stdin:
-        asked = json.loads(line)
-        folder, size = Path(asked["folder"]), len(asked["ranks"])
-        pids = []
-        for rank, orders in enumerate(asked["ranks"]):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                for number, name in enumerate((os.devnull, folder / f"out{rank}", folder / f"error{rank}")):
-                    file = os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
-                    os.dup2(file, number)
-                    os.close(file)
-                run(rank, size, folder, orders, asked["timeout_s"])
-                return  # this interpreter ends
-        ended = wait_for(pids, asked["patience_s"])
-        print(json.dumps(ended), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

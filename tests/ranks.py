@@ -3,8 +3,8 @@ in turn, over what stands for NCCL.
 
 A process that imports torch takes two seconds of a core to start. So ranks are forked from a server that has imported
 it, and what a first optimizer would import. They have one hash seed, and iterate over sets in one order. With
-RANKS=spawn in the environment, as in `make test-all`, each starts anew and has its own. On the pretend GPU each always
-starts anew: its threads do not survive a fork.
+RANKS=spawn in the environment, as for some tests in `make test-all`, each starts anew and has its own. On the pretend
+GPU each always starts anew: its threads do not survive a fork.
 """
 
 from __future__ import annotations

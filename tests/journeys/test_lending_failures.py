@@ -3,37 +3,23 @@ and nothing is left behind."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import noria
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.rounds import Ended, Rounds
+
 GROUP_TIMEOUT_S = 120.0
 BOUND_S = 30.0  # the limit for what is to happen at once, on a busy machine; far below the group's timeout
 GONE = r"rank 1, which lends 192\.0 KiB to this rank, is gone"
-
-
-@dataclasses.dataclass
-class Ended:
-    """How a rank did; `status` None: it had to be killed."""
-
-    status: int | None
-    late_s: float  # after the first of the round
-    out: str
-    error: str
 
 
 class Pipeline:
@@ -42,35 +28,18 @@ class Pipeline:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mark = f"noria-test-{uuid.uuid4()}"
-        paths = os.pathsep.join([str(ROOT), str(Path(noria.__file__).parents[1])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.failing_stage"],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NORIA_TEST": self._mark},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._rounds = Rounds("tests.failing_stage", NORIA_TEST=self._mark)
         self._num_rounds = 0
 
     def run(self, *ranks: dict[str, Any], timeout_s: float = GROUP_TIMEOUT_S) -> list[Ended]:
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
         self._num_rounds += 1
         folder = self._folder / str(self._num_rounds)
         folder.mkdir()
-        asked = {"folder": str(folder), "ranks": ranks, "timeout_s": timeout_s, "patience_s": 60 + timeout_s}
-        process.stdin.write(json.dumps(asked) + "\n")
-        process.stdin.flush()
-        answers = json.loads(process.stdout.readline())
-        ended = [
-            Ended(*how, (folder / f"out{rank}").read_text(), (folder / f"error{rank}").read_text())
-            for rank, how in enumerate(answers)
-        ]
+        ended = self._rounds.run(folder, ranks, timeout_s=timeout_s, patience_s=60 + timeout_s)
         for each in ended:
             for wrong in ("terminate called", "Fatal Python error", "Exception ignored", "AssertionError"):
                 assert wrong not in each.error, f"{each}"
-        eventually(lambda: self._processes() == [process.pid])
+        eventually(lambda: self._processes() == [self._rounds.pid])
         if (folder / "socket").exists():
             name = (folder / "socket").read_text()
             eventually(lambda: name not in Path("/proc/net/unix").read_text())
@@ -87,9 +56,7 @@ class Pipeline:
         return found
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:
-            pass
+        self._rounds.close()
 
 
 def eventually(holds: Callable[[], bool]) -> None:
