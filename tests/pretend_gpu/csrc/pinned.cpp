@@ -5,6 +5,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace pretend_gpu {
@@ -12,10 +14,17 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
+struct ByIds {
+  bool operator()(const c10::Stream& a, const c10::Stream& b) const {
+    return std::pair(a.device_index(), a.id()) < std::pair(b.device_index(), b.id());
+  }
+};
+
 struct Block {
   std::byte* memory;
   std::size_t size;
-  std::vector<cudaEvent_t> events;
+  std::set<c10::Stream, ByIds> streams;  // which use it, while it is allocated
+  std::vector<cudaEvent_t> events;       // of these streams, from when it was released
 };
 
 struct State {
@@ -43,8 +52,13 @@ void release_pinned(void* memory) {
   const std::lock_guard lock(s.mutex);
   auto found = s.allocated.find(static_cast<std::byte*>(memory));
   if (found == s.allocated.end()) return;
-  const std::size_t size = found->second.size;
-  s.idle.emplace(size, std::move(found->second));
+  Block& block = found->second;
+  for (const c10::Stream& stream : std::exchange(block.streams, {})) {
+    block.events.push_back(make_event(stream.device_index()));
+    record_event(block.events.back(), stream);
+  }
+  const std::size_t size = block.size;
+  s.idle.emplace(size, std::move(block));
   s.allocated.erase(found);
 }
 
@@ -65,7 +79,7 @@ struct PinnedAllocator final : c10::Allocator {
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(kPage, size));
     TORCH_CHECK(memory != nullptr, "pinning ", size, " bytes failed: out of memory");
     check(cudaHostRegister(memory, size, cudaHostRegisterPortable), "cudaHostAlloc");
-    s.allocated.emplace(memory, Block{memory, size, {}});
+    s.allocated.emplace(memory, Block{memory, size, {}, {}});
     return {memory, memory, &release_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
@@ -88,8 +102,7 @@ void used_on(const void* memory, const c10::Stream& stream) {
   if (found == s.allocated.begin()) return;
   Block& block = (--found)->second;
   if (static_cast<const std::byte*>(memory) >= block.memory + block.size) return;
-  block.events.push_back(make_event(stream.device_index()));
-  record_event(block.events.back(), stream);
+  block.streams.insert(stream);
 }
 
 void empty_pinned() {
