@@ -59,21 +59,23 @@ test: all test-modules
 	$(call on_pretend_gpu,lazy,$(CHOSEN:%=tests/journeys/%.py))
 
 # All of what runs on the pretend GPU, but for what takes minutes a test, and a random search. PRETEND_GPU=lazy: on a
-# lazy one. Fails if there can be none; `make test` and `make test-all` go on.
+# lazy one. PRETEND_MARKS= : the long ones, too. Fails if there can be none; `make test` and `make test-all` go on.
+PRETEND_MARKS ?= not long
 pretend: all test-modules
-	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "not long",false)
+	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "$(PRETEND_MARKS)",false)
 
 # The CUDA backend over a fake runtime and the engine without torch, for tests alone.
 test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
 # Everything: clang-tidy, the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with
-# new examples. Ranks that are forked have one hash seed; some tests of ranks run again with ranks that have their own.
+# new examples; and what `make pretend` runs. Ranks that are forked have one hash seed. Some tests of ranks run again
+# with ranks that have their own.
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default --durations=40
 	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
-	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "" --hypothesis-profile=default \
-	  --durations=40)
+	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "$(PRETEND_MARKS)" \
+	  --hypothesis-profile=default --durations=40)
 
 googletest: all
 	@$(CMAKE) build/current >/dev/null  # GoogleTest may have been installed since
