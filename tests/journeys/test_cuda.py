@@ -167,6 +167,30 @@ def test_what_a_device_still_writes_is_there_when_the_home_is_read(by_noria):
     assert_same_bits({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_edits_that_a_block_has_queued_are_there_when_it_reads_and_loads(dtype):
+    model, name = made(), "blocks.0.expand.weight"
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2, dtype=dtype, kernel="fused")
+    weight = model.blocks[0].expand.weight
+    with noria.materialize(model), torch.no_grad():
+
+        def edit() -> None:
+            for _ in range(100):
+                weight.add_(1)
+
+        weight.fill_(0)
+        edit()
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        assert saved[name].eq(100).all()
+        edit()
+        with noria.materialize(model.blocks[0]):
+            edit()
+        edit()
+        model.load_state_dict(saved)
+        assert weight.eq(100).all()
+    assert model.state_dict()[name].eq(100).all()
+
+
 def test_the_least_device_memory_that_a_refusal_names_is_enough():
     model = made()
     optimizer = sgd(model.parameters())

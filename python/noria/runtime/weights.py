@@ -47,6 +47,7 @@ class Weights:
             return self._give(slot)
         self.run.require_consistent("a look at weights")
         self.engine.home.access_home(slot.unit, False)
+        self._await_edits()
         if self.context.ranks is not None:
             shown = self.gathered.value(slot)
             return self.sync.values(slot) if shown is None else shown.clone()
@@ -66,6 +67,11 @@ class Weights:
             yield
         finally:
             self._give = None
+
+    def _await_edits(self) -> None:
+        """Waits for edits that an open block of `noria.materialize` has queued on the device."""
+        if self._before_materialize:
+            await_device(self.context.device)
 
     def move_views(self, slot: HomeParameter) -> None:
         """Points the user's tensors at the unit's bytes, after the unit has moved within the home."""
@@ -91,6 +97,7 @@ class Weights:
 
         The caller has opened the unit's home.
         """
+        self._await_edits()
         self.write_part(slot, slot.part_of(value))
         if (shown := self.gathered.value(slot)) is not None:
             dense = torch.empty_like(shown, dtype=torch.float32 if slot.has_master else slot.dtype).copy_(value)
@@ -125,6 +132,7 @@ class Weights:
                 with plainly():
                     self.engine.home.open_home(list(units), not read_only, memory)
                     is_open = True
+                self._await_edits()  # of a block around this one
                 masters = [slot for slot in slots if slot.has_master and not read_only]
                 was = {slot.index: self.home.working(slot).clone() for slot in masters}
                 versions = {slot.index: slot.parameter._version for slot in slots}
