@@ -2,6 +2,7 @@
 to `make test-all`; `one_thread` for models compared to the bit, and so small that threads would only wait for each
 other."""
 
+import contextlib
 import gc
 import importlib
 from collections import Counter
@@ -17,6 +18,8 @@ import torch
 from hypothesis import settings
 from noria import _C
 
+from tests.device import DEVICE
+from tests.pretend_gpu.machine import machine
 from tests.ranks import LEFT_OUT
 
 # `make test` draws the same examples each time; `make test-all` draws new ones (--hypothesis-profile=default).
@@ -64,6 +67,13 @@ def pytest_collection_finish():
     importlib.import_module("torch._dynamo")  # a first optimizer would
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def prompt_device():
+    """A pretend GPU that works when it can, and is late with nothing: for tests of what takes time."""
+    with machine(lazy=False, max_delay_us=0) if DEVICE == "cuda" else contextlib.nullcontext():
+        yield
 
 
 def pytest_configure(config):

@@ -446,6 +446,7 @@ def test_a_checkpoint_whose_graph_is_kept_until_its_block_is_computed_again_has_
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.usefixtures("prompt_device")
 def test_what_forward_and_backward_wait_for_what_leaves_is_among_their_stalls():
     model, optimizer = crammed(0.02)
     wrapped = wrapped_by(model)
@@ -726,6 +727,7 @@ def test_blocks_are_computed_again_and_evaluated_once():
 # ---- waits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("prompt_device")
 @pytest.mark.parametrize("omitted", ["", "reload -> backward on saved_tensor (RAW)"])
 def test_a_backward_waits_for_what_its_forward_saved(omitted):
     """With all weights on the device: where some are fetched after it, waiting for those implies it."""

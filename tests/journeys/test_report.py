@@ -129,6 +129,7 @@ def test_what_a_pass_waits_for_is_exposed():
     assert found.behind_forward_us < found.total_us / 2
 
 
+@pytest.mark.usefixtures("prompt_device")
 def test_drafts_hide_behind_backward_too():
     found = updates_of(trained(SLOW, draft_memory=ALL_DRAFTED))
     assert found.behind_backward_us > 0

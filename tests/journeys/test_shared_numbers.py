@@ -19,7 +19,7 @@ from noria.trace_file import read_trace
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, finish
 from tests.journeys.pairs import Net, loss_of, sgd
 from tests.ranks import in_turn_on_ranks, on_ranks
 
@@ -41,6 +41,7 @@ def report_with_trace(size: int, rank: int, trace: pathlib.Path, policy: dict[st
     model, optimizer = wrapped_net(window=2, trace=str(trace), **policy)
     loss_of(model, rank).backward()
     model.state_dict()  # collective: after it, all lanes are idle
+    finish()
     wrapped = wrapped_by(model)
     assert wrapped is not None
     sums, busy_us = wrapped.context.engine.statistics.step_sums(), wrapped.context.backend.stats("collect")["busy_us"]

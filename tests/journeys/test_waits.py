@@ -24,19 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE
 from tests.journeys.pairs import VOCAB, WIDTH, Block, Net, adamw, loss_of
-from tests.pretend_gpu.machine import machine
 from tests.python.engine.test_engine_waits import CASES as BARE_CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "prompt_device")  # late is what a case holds back, and nothing else
 
 Kept = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def prompt_device():
-    """Late is what a case holds back, and nothing else."""
-    with machine(lazy=False, max_delay_us=0) if DEVICE == "cuda" else contextlib.nullcontext():
-        yield
 
 
 class HalfFrozen(Net):
