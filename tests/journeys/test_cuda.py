@@ -186,6 +186,11 @@ def test_edits_that_a_block_has_queued_are_there_when_it_reads_and_loads(dtype):
         with noria.materialize(model.blocks[0]):
             edit()
         edit()
+        shown = model.state_dict()[name]
+        edit()
+        shown.fill_(7)
+        assert weight.eq(7).all()
+        edit()
         model.load_state_dict(saved)
         assert weight.eq(100).all()
     assert model.state_dict()[name].eq(100).all()

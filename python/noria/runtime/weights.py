@@ -83,6 +83,7 @@ class Weights:
     def _before_write(self, index: int) -> None:
         self.run.require_consistent("a write to weights", mends=True)
         self.engine.home.access_home(self.context.slots[index].unit, True)
+        self._await_edits()
         self._written_views.add(index)
 
     def settle_writes(self) -> None:
