@@ -69,20 +69,6 @@ def test_a_window_too_small_for_what_one_module_needs_at_once():
     noria.wrap(model, device=DEVICE, window=3)
 
 
-def test_a_budget_too_small_says_what_would_fit_and_that_fits():
-    model = Net()
-    with pytest.raises(noria.UsageError) as caught:
-        noria.plan(model, adamw(model.parameters()), device=DEVICE, device_memory=1024)
-    least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
-    for too_small in (1024, least - 1):
-        refused_by_wrap(
-            lambda call, m, o, too_small=too_small: call(m, o, device=DEVICE, device_memory=too_small),
-            f"({least} bytes)",
-            "the largest unit is",
-        )
-    both(lambda side: side.train(0, 3), device_memory=least, window=None)
-
-
 class Positions(Net):
     """The root has a weight of its own, beside its blocks."""
 
@@ -97,18 +83,20 @@ class Positions(Net):
         return self.head(x)
 
 
-def test_a_budget_too_small_for_the_blocks_of_a_model_with_a_weight_of_its_own():
-    model = Positions()
+@pytest.mark.parametrize(("kind", "largest"), [(Net, ""), (Positions, "blocks.0")])
+def test_a_budget_too_small_says_what_would_fit_and_that_fits(kind, largest):
+    model = kind()
     with pytest.raises(noria.UsageError) as caught:
         noria.plan(model, adamw(model.parameters()), device=DEVICE, device_memory=1024)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
-    refused_by_wrap(
-        lambda call, m, o: call(m, o, device=DEVICE, device_memory=least - 1),
-        f"({least} bytes)",
-        "the largest unit is blocks.0",
-        model=Positions,
-    )
-    both(lambda side: side.train(0, 3), model=Positions, device_memory=least, window=None)
+    for too_small in (1024, least - 1):
+        refused_by_wrap(
+            lambda call, m, o, too_small=too_small: call(m, o, device=DEVICE, device_memory=too_small),
+            f"({least} bytes)",
+            f"the largest unit is {largest}",
+            model=kind,
+        )
+    both(lambda side: side.train(0, 3), model=kind, device_memory=least, window=None)
 
 
 @NEEDS_FULL_HOST
