@@ -23,6 +23,7 @@ on_pretend_gpu = @if absent=$$($(BIN)/python -m tests.pretend_gpu.vehicle); \
 WORKERS ?= 3
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SPAWNED := shared mesh assistance pipelines lending
+PRETEND_MARKS ?= not long
 CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 
 # In tests several processes share the cores: who waits must not spin.
@@ -60,7 +61,6 @@ test: all test-modules
 
 # All of what runs on the pretend GPU, but for what takes minutes a test, and a random search. PRETEND_GPU=lazy: on a
 # lazy one. PRETEND_MARKS= : the long ones, too. Fails if there can be none; `make test` and `make test-all` go on.
-PRETEND_MARKS ?= not long
 pretend: all test-modules
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "$(PRETEND_MARKS)",false)
 

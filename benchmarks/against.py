@@ -80,25 +80,24 @@ def measures(quick: bool, blocks: int) -> dict[str, Callable[[], Callable[[], fl
 def serve(tree: Path, quick: bool, blocks: int) -> None:
     """Measures what each line of the input names, with this tree's noria, and prints a number for it.
 
-    After an empty line it makes the models anew.
+    An empty line comes before another name, or if the models are to be made anew.
     """
     sys.path[0] = str(tree / "benchmarks")  # its own helpers
-    known, made = measures(quick, blocks), dict[str, Callable[[], float]]()
+    known, measure = measures(quick, blocks), None
     import noria
 
     print(json.dumps({"noria": noria.__file__}), flush=True)
     for line in sys.stdin:
         name = line.strip()
-        if name not in made:
-            made.clear()
-            gc.collect()
         if not name:
+            measure = None
+            gc.collect()
             continue
-        if name not in made:
-            made[name] = known[name]()
+        if measure is None:
+            measure = known[name]()
             for _ in range(3):  # the passes are known by then
-                made[name]()
-        print(json.dumps(made[name]()), flush=True)
+                measure()
+        print(json.dumps(measure()), flush=True)
 
 
 class Server:

@@ -2,8 +2,8 @@
 //
 // Other waits are not derived here. The calling thread makes these:
 // - when the compute stream changes (`ComputeLane::continue_on`);
-// - until saved tensors have left the device, if it is full, and until one that was not foreseen is back
-//   (`ActivationStore`);
+// - if the device is full, until saved tensors have left it (`ActivationStore`);
+// - if a saved tensor is needed that was not foreseen, until it is back (`ActivationStore`);
 // - for copies that end before a peer has its memory back (`ActivationStore`, `PeerCopies`);
 // - for sums that it reads (`Drafts`, `BackwardUpdates`), and for a step that blocks (`Updates`);
 // - until all is idle: at the end, after a broken step (`Updates::clear_torn`), before memory is replaced or the

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -14,17 +14,11 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-struct ByIds {
-  bool operator()(const c10::Stream& a, const c10::Stream& b) const {
-    return std::pair(a.device_index(), a.id()) < std::pair(b.device_index(), b.id());
-  }
-};
-
 struct Block {
   std::byte* memory;
   std::size_t size;
-  std::set<c10::Stream, ByIds> streams;  // which use it, while it is allocated
-  std::vector<cudaEvent_t> events;       // of these streams, from when it was released
+  std::unordered_set<c10::Stream> streams;  // which use it, while it is allocated
+  std::vector<cudaEvent_t> events;          // of these streams, from when it was released
 };
 
 struct State {
