@@ -35,6 +35,9 @@ void ActivationStore::begin_pass(Phase phase, bool saves) {
 }
 
 bool ActivationStore::shrink_peer(std::int32_t rank, Bytes left) {
+  for (SavedId saved : forgotten_) {  // a storage keeps its place until it has left
+    if (const Ticket& copy = at(saved).ticket) copy->wait_passed();
+  }
   let_go_forgotten();
   if (!places_.shrink_peer(rank, left)) return false;
   // A forgotten storage may still be on its way, to a visit that the stream has not reached yet.

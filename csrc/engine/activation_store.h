@@ -81,9 +81,9 @@ class ActivationStore {
 
   /// From now on what leaves goes to peers first. Call once for each peer.
   void add_peer(const PeerMemory& peer) { places_.add_peer(peer); }
-  /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something still lies beyond; copies of
-  /// it may still run. Returns true if nothing does; it has then waited until those copies have passed. So do not call
-  /// it inside of a pass.
+  /// From now on uses nothing of this peer beyond `left` bytes. Returns false if something that may be asked for still
+  /// lies beyond. Returns true if nothing does, and no copy there still runs: it waits for copies of what is forgotten.
+  /// So do not call it inside of a pass.
   bool shrink_peer(std::int32_t rank, Bytes left);
   /// Sets what is left of the room: the rest is lent.
   void set_room(Bytes room) {

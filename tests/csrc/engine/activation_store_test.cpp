@@ -645,6 +645,22 @@ TEST(ActivationStore, a_peer_that_wants_memory_back_has_it_when_nothing_lies_the
   }
 }
 
+TEST(ActivationStore, a_peer_has_its_memory_back_although_what_nobody_needs_any_more_is_still_on_its_way_there) {
+  Machine machine({.hold_offloads_us = 20'000});
+  machine.borrow(kBytes * kModules);
+  std::vector<SavedId> saved;
+  std::vector<float> found(kModules, -2);
+  machine.begin_forward();
+  for (int module = 0; module < kModules; ++module) saved.push_back(machine.forward(module, 7));
+  for (int module = kModules - 1; module >= 0; --module) {
+    machine.backward(module, saved[static_cast<std::size_t>(module)], &found[static_cast<std::size_t>(module)]);
+  }
+  EXPECT_LT(machine.stats().num_reloaded, machine.stats().num_offloaded);  // some were needed before they had left
+  EXPECT_TRUE(machine.shrink_peer(Bytes{0}));
+  machine.finish();
+  EXPECT_EQ(found, std::vector<float>(kModules, 7));
+}
+
 TEST(ActivationStore, what_a_visit_that_fails_was_waiting_for_stays_until_its_copy_is_over) {
   Machine machine({});
   std::vector<SavedId> saved;
