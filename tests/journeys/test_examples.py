@@ -259,7 +259,7 @@ def test_a_pipeline_whose_last_stage_lends_the_first_memory_has_the_bits_of_plai
     traces = [json.loads((tmp_path / f"stage{rank}.json").read_text())["traceEvents"] for rank in range(2)]
     lanes = [peer_spans(events) for events in traces]
     assert set(lanes[0]) == {"offload", "reload"} and not lanes[1]
-    assert lanes[0].count("offload") == lanes[0].count("reload")
+    assert lanes[0].count("offload") >= lanes[0].count("reload"), "what is needed before it has left stays"
     for events in traces:  # what was for units goes back, where copies there have not paid
         notes = [event["name"] for event in events if event["ph"] == "i"]
         told = [re.match(r"stage 1 lends (\d\.\d) MiB to stage 0", note) for note in notes]
