@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 
-WHOLE = ("model", "optimizer", "window", "kernel", "dtype", "update")
+WHOLE = ("model", "optimizer", "kernel", "dtype", "update")
 """Axes whose every combination is run; the others are drawn for each."""
 
 
