@@ -645,7 +645,7 @@ TEST(ActivationStore, a_peer_that_wants_memory_back_has_it_when_nothing_lies_the
   }
 }
 
-TEST(ActivationStore, a_peer_has_its_memory_back_although_what_nobody_needs_any_more_is_still_on_its_way_there) {
+TEST(ActivationStore, a_peer_has_its_memory_back_although_what_was_forgotten_is_still_on_its_way_there) {
   Machine machine({.hold_offloads_us = 20'000});
   machine.borrow(kBytes * kModules);
   std::vector<SavedId> saved;
