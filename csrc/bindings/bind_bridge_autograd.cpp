@@ -127,10 +127,9 @@ void bind_home(py::module_& m) {
           py::arg("units"), py::arg("write"), py::arg("shown") = std::vector<std::int64_t>(), NoGil())
       .def(
           "close_home",
-          [](const EngineHome& self, const std::vector<std::int32_t>& units, bool write) {
-            self->home().close(unit_ids(units), write);
-          },
-          py::arg("units"), py::arg("write"), NoGil())
+          [](const EngineHome& self, std::size_t before, bool write) { self->home().close(before, write); },
+          py::arg("before"), py::arg("write"), NoGil())
+      .def("num_open", of_owner<EngineHome>(&TorchBridge::home, &HomeView::num_open))
       .def(
           "is_written", [](const EngineHome& self, std::int32_t unit) { return self->home().is_written(UnitId(unit)); },
           py::arg("unit"))

@@ -34,7 +34,7 @@ void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byt
     try {
       parts_.engine.access_home(unit, write);
     } catch (...) {  // for example, an update failed: closes what this call has opened
-      close({open_.begin() + static_cast<std::ptrdiff_t>(num_open), open_.end()}, write);
+      close(num_open, write);
       throw;
     }
     if (!is_open(unit)) {
@@ -44,11 +44,10 @@ void HomeView::open(const std::vector<UnitId>& units, const std::vector<std::byt
   }
 }
 
-void HomeView::close(const std::vector<UnitId>& units, bool write) {
-  for (const UnitId unit : units) {
-    const auto found = std::find(open_.begin(), open_.end(), unit);
-    NORIA_INVARIANT(found != open_.end(), "a home is closed that was not open");
-    open_.erase(found);
+void HomeView::close(std::size_t before, bool write) {
+  while (open_.size() > before) {
+    const UnitId unit = open_.back();
+    open_.pop_back();
     UnitStorage& weights = storages_[unit];
     const bool written = weights.written();
     if (!is_open(unit)) weights.evict();

@@ -20,7 +20,9 @@ class HomeView {
   /// parameters then show `shown`, one address for each unit. The caller fills that memory, and takes the changes from
   /// it.
   void open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
-  void close(const std::vector<UnitId>& units, bool write);
+  /// Closes what has been opened since `num_open` returned `before`; nothing, if an interrupt came before that.
+  void close(std::size_t before, bool write);
+  std::size_t num_open() const { return open_.size(); }
   /// Returns true if something has asked for write access to the unit's parameters since the home was opened.
   bool is_written(UnitId unit) const { return storages_[unit].written(); }
   /// Copies the data of parameters that were given other data (`p.data = x`) into the open home. Returns the names of
@@ -35,7 +37,7 @@ class HomeView {
 
   const BridgeParts& parts_;
   StorageBinding& storages_;
-  std::vector<UnitId> open_;  // once for each call of `open`, because materialize nests
+  std::vector<UnitId> open_;  // in order; a unit is in it once for each call of `open`, because materialize nests
 };
 
 }  // namespace noria

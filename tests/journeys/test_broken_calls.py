@@ -10,6 +10,7 @@ from unittest import mock
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.runtime import weights
 from noria.step import state_dict, whole_step
 from noria.testing import assert_same_bits
@@ -119,14 +120,27 @@ def test_an_interrupted_step_of_a_whole_optimizer_gives_the_parameters_back(one_
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_an_interrupted_materialize_closes_the_home_again(one_thread, nth):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(weights, "await_device"), (_C.EngineHome, "open_home"), (_C.EngineHome, "bring_home")]
+)
+def test_an_interrupted_materialize_closes_the_home_again(one_thread, owner, name, nth):
     model, updater = made(kernel="torch", dtype=None)
     steps(model, updater, range(1))
-    waits = interrupted(weights.await_device, nth)
-    with mock.patch.object(weights, "await_device", waits), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(owner, name, interrupted(getattr(owner, name), nth)), pytest.raises(KeyboardInterrupt):
         for _ in range(nth):
             with noria.materialize(model):
                 pass
+    steps(model, updater, range(1, 3))
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_an_interrupted_load_of_weights_closes_the_home_again(one_thread, nth):
+    model, updater = made(kernel="torch", dtype=None)
+    steps(model, updater, range(1))
+    values = copy.deepcopy(model.state_dict())
+    opened = interrupted(_C.EngineHome.open_home, nth)
+    with mock.patch.object(_C.EngineHome, "open_home", opened), pytest.raises(KeyboardInterrupt):
+        model.load_state_dict(values)
     steps(model, updater, range(1, 3))
 
 

@@ -34,7 +34,7 @@ class ModuleStateDicts:
         self.weights = weights
         self.loads = loads
         self._handles: list[RemovableHandle] = []
-        self._loads: list[list[int]] = []  # by load_state_dict: the units whose home it has opened
+        self._loads: list[int] = []  # for each module that load_state_dict has opened: what was open before it
         run.on_settle.append(self.end_loads)
         for root in context.partition.roots:
             for module in root.modules():
@@ -110,8 +110,8 @@ class ModuleStateDicts:
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
         units = sorted({slot.unit for slot in own.values()})
         if self.context.ranks is None:
+            self._loads.append(self.context.engine.home.num_open())
             self.context.engine.home.open_home(units, True)
-            self._loads.append(units)
         else:
             for unit in units:
                 self.context.engine.home.access_home(unit, True)

@@ -128,11 +128,10 @@ class Weights:
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
         with self.gathered.taken(units) as memory, self.run.materializing():
             complaints: list[HomeParameter] = []
-            shared, is_open = "", False
+            shared, num_open, num_before = "", self.engine.home.num_open(), len(self._before_materialize)
             try:  # from here on an interrupt at any line closes the home again
                 with plainly():
                     self.engine.home.open_home(list(units), not read_only, memory)
-                    is_open = True
                 self._await_edits()  # of a block around this one
                 masters = [slot for slot in slots if slot.has_master and not read_only]
                 was = {slot.index: self.home.working(slot).clone() for slot in masters}
@@ -141,7 +140,7 @@ class Weights:
                 try:
                     yield
                 finally:
-                    self._before_materialize.pop()  # blocks nest
+                    del self._before_materialize[num_before:]
                     # Names of parameters that the user has given the same memory.
                     shared = self.engine.home.bring_home()
                     await_device(self.context.device)  # copies that the user and `bring_home` have queued
@@ -154,8 +153,8 @@ class Weights:
                         complaints = written
                         self._take_writes(slots, {slot.unit for slot in complaints})
             finally:
-                if is_open:
-                    self.engine.home.close_home(list(units), not read_only or bool(complaints))
+                del self._before_materialize[num_before:]
+                self.engine.home.close_home(num_open, not read_only or bool(complaints))
         if complaints:
             raise usage_error(
                 "no writes inside noria.materialize(..., read_only=True)",
