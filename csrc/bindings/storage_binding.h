@@ -69,7 +69,7 @@ class StorageBinding {
   bool is_attached(const c10::Storage& storage) const;
 
   // ---- the home ----
-  /// Returns the device's address of the unit's working copy; null if it has none.
+  /// Returns the device's address of the unit's working copy; null if there is none, or the device cannot address it.
   std::byte* home_of(UnitId unit) const {
     return working_[unit] == nullptr ? nullptr : parts_.backend.device_address(working_[unit]);
   }

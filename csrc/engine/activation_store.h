@@ -127,7 +127,7 @@ class ActivationStore {
  private:
   enum class State : std::uint8_t { resident, offloading, offloaded, reloading };
   struct Entry {
-    Extents extents;  // where it goes or lies; none: it is on the device, or comes
+    Extents extents;  // its place off the device; none: it has none
     BufferId token;
     const std::byte* memory = nullptr;  // on the device; null: away
     Bytes bytes;

@@ -11,9 +11,9 @@
 // - the gradient was written since (torch tells), and its bytes differ;
 // - it was first scaled, then written, so that its bytes cannot be compared.
 //
-// Nothing is rolled back, because no op reads a draft until it is committed. A look at the home drops a draft, and so
-// does another backward. If a schedule tells which backwards are the last, another backward drops the draft only if it
-// brings the unit another gradient.
+// Nothing is rolled back, because no op reads a draft until it is committed. If the user reads the home, the draft is
+// dropped. Another backward drops it, too. If a schedule tells which backwards are the last, another backward drops the
+// draft only if it brings the unit another gradient.
 //
 // Note [Last gradients]. LastBackward learns which backward is the last before a step (plan/draft_timing.h). A
 // pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates

@@ -21,15 +21,15 @@
 //
 // Note [Shards]. If ranks share the home, each rank has one shard of every unit's trainable bytes, and one of its
 // frozen bytes. All ranks have shards of equal size. A fetch copies this rank's shard and gathers the shards of the
-// others. Gradients are reduced over the ranks before this rank's shard is drained. Gather and sum are ops of
+// others. Gradients are reduced over the ranks before this rank's shard is drained. Gathers and reductions are ops of
 // the collect lane: a gather follows the fetch, a reduction comes before the drain. So ranks that run the same modules
 // meet in the same order. If ranks run different modules, the lane assists (comm/collect_lane.h). An assisting rank may
 // take sums into held gradients; it knows of them after the exchange that ends the backward. Updates of these gradients
 // wait for that as for a drain, and a draft that was made before is dropped. `p.grad` does not show what is held.
 //
 // Gradients of a pass that is not synced (`set_unsynced`) are drained whole, to memory of their own. The next synced
-// pass adds gradients that come again to these, and sums the others at its end. An update inside backward that follows
-// a sum learns from it, when the update begins, which gradients any rank has had.
+// pass reduces a held gradient together with a new one that is added to it, and the rest at its end. An update inside
+// backward that follows a sum learns from it, when the update begins, which gradients any rank has had.
 #pragma once
 
 #include <cstdint>
@@ -78,7 +78,7 @@ class Engine {
   /// Begins a visit; see engine/pass_runner.h, Note [A visit]. `recomputes`: a forward inside of a backward announces
   /// this, to make activations again.
   void announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes = false);
-  /// Ends the visit. No other visit begins (the outermost module returned, or a block did).
+  /// Ends the visit. No module with a hook is entered any more.
   void leave(Stream stream);
   /// Call it before a gradient of this unit is written. Opens the unit's buffer if it is not open, and makes the stream
   /// wait for what the gradient is added to.

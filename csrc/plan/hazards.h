@@ -5,7 +5,7 @@
 // - if the device is full, until saved tensors have left it (`ActivationStore`);
 // - if a saved tensor is needed that was not foreseen, until it is back (`ActivationStore`);
 // - for copies that end before a peer has its memory back (`ActivationStore`, `PeerCopies`);
-// - for sums that it reads (`Drafts`, `BackwardUpdates`), and for a step that blocks (`Updates`);
+// - for sums that it reads (`Drafts`, `BackwardUpdates`), and for a step that blocks (`Engine`);
 // - until all is idle: at the end, after a broken step (`Updates::clear_torn`), before memory is replaced or the
 //   optimizer's state is shown.
 //

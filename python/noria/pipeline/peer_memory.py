@@ -224,7 +224,7 @@ class PeerMemory:
     def _abandon(self) -> None:
         """Gives up all lending after an error. A repeated step runs without lending.
 
-        A borrower that already has its range gives it back at a later step.
+        A borrower on another stage that already has its range gives it back at a later step.
         """
         with contextlib.ExitStack() as ends:  # runs all callbacks, the last one first, also if one raises
             for source in self._sources:

@@ -55,8 +55,8 @@ def weakly_asked(method: Callable[Given, Returned]) -> Callable[Given, Returned]
 class RunState:
     """Refuses what must not happen while a wrapped model does something else. `shutdown` ends the engine.
 
-    It knows of open blocks and of its own end. torch knows of a backward, the hooks of a forward, and the engine of a
-    torn home.
+    It knows of open blocks and of its own end. torch tells if a backward runs, and the hooks tell if a forward does.
+    The engine tells if the home is torn.
 
     Other parts register callbacks here: `in_forward` tells if a forward is alive. `on_recover` runs before the home is
     used after a failure, `on_settle` before any use of the home.
@@ -125,7 +125,7 @@ class RunState:
         """Raises UsageError if the model must not be read or written now.
 
         Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call
-        is refused. If that `step()` never comes, the home is torn. A torn home, and parameters without values, are
+        is refused. A torn home, and parameters without values, are
         refused too, unless the caller `mends` them with values of its own.
         """
         if self.context.updates_in_backward:

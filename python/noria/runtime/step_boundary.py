@@ -1,4 +1,4 @@
-"""Runs callbacks when a step begins: in the first optimizer's `step()` after a forward that may train."""
+"""Runs callbacks when an optimizer's `step()` begins: some each time, some only after a forward that may train."""
 
 from __future__ import annotations
 
