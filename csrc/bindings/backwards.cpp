@@ -45,6 +45,7 @@ void Backwards::backward_begins(HookId hook, bool inner) {
 variable_list Backwards::catch_gradient(int index, const variable_list& gradients) {
   if (!owners_.catcher.is_wanted(index, gradients)) return gradients;
   arm();
+  owners_.visits.visit_for_gradient(parts_.parameters[index].unit);
   return owners_.catcher.take(index, gradients);
 }
 

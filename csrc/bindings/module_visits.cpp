@@ -78,7 +78,20 @@ void ModuleVisits::inner_outputs(HookId id, const std::vector<at::Tensor>& outpu
 
 void ModuleVisits::visit_for_operator(HookId id) {
   hook_of(id).sequence = at::sequence_number::peek();
-  announce(id, Phase::forward);
+  if (!in_backward()) {
+    if (forward_.grad_enabled && !at::GradMode::is_enabled()) {
+      in_functions_.insert(hook_of(id).needs.begin(), hook_of(id).needs.end());
+    }
+    return announce(id, Phase::forward);
+  }
+  upward_.arm();
+  announce(id, Phase::backward, /*recomputes=*/at::GradMode::is_enabled());
+}
+
+void ModuleVisits::visit_for_gradient(UnitId unit) {
+  if (parts_.engine.is_visited({}) || !in_functions_.contains(unit)) return;
+  if (!for_gradients_.valid()) for_gradients_ = add_hook("gradients", {});
+  announce(for_gradients_, Phase::backward);
 }
 
 void ModuleVisits::hook_outputs(HookId id, const std::vector<at::Tensor>& outputs, bool inner) {

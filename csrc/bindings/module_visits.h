@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,6 +51,9 @@ class ModuleVisits {
   bool inner_was_first(HookId hook) const { return hook_of(hook).inner_was_first; }
   /// Announces a visit for an operator that is about to use the hook's units, outside of all modules with hooks.
   void visit_for_operator(HookId hook);
+  /// Announces a visit without units if none is open and the unit is known to be used by custom functions. One that
+  /// computes gradients in its forward sends them before any weight is needed.
+  void visit_for_gradient(UnitId unit);
 
   // ---- backward ----
   /// Returns true if `inner` needs a unit that `outer` lacks.
@@ -87,6 +91,8 @@ class ModuleVisits {
   std::vector<Hook> hooks_;
   Signature forward_;                     // of the forward pass that began last
   std::optional<Signature> interrupted_;  // the forward that a backward inside a module has ended
+  std::set<UnitId> in_functions_;         // units that operators without gradients have used in a forward with them
+  HookId for_gradients_;                  // needs no unit
   HookId first_alone_;                    // the module that began the open pass, if no root did
   std::vector<HookId> entered_;           // modules that are entered and not left, innermost last
   bool alone_ = false;                    // a part of the model was called by itself, and began the pass

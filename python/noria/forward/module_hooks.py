@@ -120,6 +120,7 @@ class ModuleHooks:
         self._entered_roots: list[_EnteredRoot] = []
         self._entering = threading.Lock()
         self._known_roots: set[tuple[int, bool, bool]] = set()
+        self._forwards: list[object] = []  # what the modules with hooks call, as it was in the last pass
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
@@ -130,10 +131,12 @@ class ModuleHooks:
             raise
 
     def _install(self) -> None:
-        for spec in self.context.partition.hooks:
+        partition = self.context.partition
+        self._with_hooks = [*partition.roots, *(spec.module for spec in partition.hooks)]
+        for spec in partition.hooks:
             self._install_hook(spec)
         # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.
-        for number, root in enumerate(self.context.partition.roots):
+        for number, root in enumerate(partition.roots):
             enter, leave = self._root_hooks(number)
             self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True))
             self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
@@ -171,6 +174,7 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 self.step.expect()
             self._forget_inner_hooks()
+            self._note_replaced_forwards()
             training, grad = module.training, torch.is_grad_enabled()
             if (number, training, grad) not in self._known_roots:
                 _refuse_split_backwards()
@@ -187,8 +191,10 @@ class ModuleHooks:
                 self._entered_roots.pop()
                 return
             # The outermost entry stays until the pass has ended: forget_dead_forward must see an interrupt before that.
-            self.watch.stop()
             raised = sys.exception() is not self._entered_roots[-1].handled
+            if not raised and self.watch.is_on():
+                self.watch.watch_functions(tensors_of(output))
+            self.watch.stop()
             if raised:
                 self._visits.abandon_forward()
             else:
@@ -239,6 +245,14 @@ class ModuleHooks:
                 f"another one under way on thread {other}",
                 "let threads take turns, or wrap a copy of the model for each",
             )
+
+    def _note_replaced_forwards(self) -> None:
+        """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
+        forwards = [vars(module).get("forward") for module in self._with_hooks]
+        forwards += [module._compiled_call_impl for module in self._with_hooks]
+        if forwards != self._forwards:
+            self._known_roots.clear()
+            self._forwards = forwards
 
     def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
         check = self.context.policy.check

@@ -1,4 +1,4 @@
-"""Watches operators outside of hooked modules, such as in a root that uses `self.embed.weight` directly.
+"""Watches the use of weights outside of modules with hooks, such as in a root that uses `self.embed.weight` directly.
 
 While the watch is on, each torch function that gets a parameter (or a view of one) becomes a visit of that parameter's
 unit. This holds in forward and, through the operator's output, in backward. Itineraries learn such visits like any
@@ -7,17 +7,32 @@ other. The watch is on in passes that are not known yet, and for models that nee
 
 Note [Modes and compilation]. A compiled block that is first called under a mode stays uncompiled for good. So the
 mode is left while a module with a hook of its own runs, and entered again afterwards.
+
+Note [Code inside of a backward]. Custom autograd functions and checkpoints run Python code in a backward, which may
+use weights. The watch is on there, too:
+- What autograd saves while the watch is on is unpacked by the watch. If others' hooks pack it, such as a checkpoint's,
+  the watch calls theirs.
+- Nodes of custom functions have a hook.
+Both turn the watch on until the node ends. Then the autograd engine restores the thread's modes. If a weight is
+unpacked, its unit is visited at once, because C++ code may use it. All units of one node are visited together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from noria import _C
+from noria.torch_state import in_backward
 
 __all__ = ["OperatorWatch", "tensors_of"]
 
@@ -61,6 +76,25 @@ _METADATA = frozenset(
 """Functions that use a tensor without reading its values."""
 
 
+_WATCHED = "noria watches"  # in a node's metadata
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Stands for a tensor that autograd saved. Autograd does not check the versions of what hooks have packed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpacked(self) -> torch.Tensor:
+        if (found := self.tensor._version) == self.version:
+            return self.tensor
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(self.tensor.shape)} is at version {found}; expected version {self.version} instead."
+        )
+
+
 class OperatorWatch(TorchFunctionMode):
     """Turns operators on parameters into visits.
 
@@ -79,10 +113,14 @@ class OperatorWatch(TorchFunctionMode):
         self._visit = visit
         self._returned = returned
         self._wanted = False
-        self._entered: int | None = None  # the thread that has entered the mode: it is that thread's
+        self._entered: int | None = None  # the thread that has entered the mode in a forward: it is that thread's
         self._suspended = 0
+        self._saving: saved_tensors_hooks | None = None
+        self._node: tuple[int, int] | None = None  # the node of a backward that asked for units last
+        self._units_of_node: set[int] = set()
+        self._pack, self._unpack = _saving_hooks(weakref.ref(self))
         self.num_seen = 0
-        """Number of operators so far that used a unit outside of its modules."""
+        """Number of operators and saved tensors so far that used a unit outside of its modules."""
 
     def start(self) -> None:
         self._wanted, self._suspended = True, 0
@@ -91,6 +129,9 @@ class OperatorWatch(TorchFunctionMode):
     def stop(self) -> None:
         self._wanted = False
         self._leave()
+
+    def is_on(self) -> bool:
+        return self._wanted
 
     def suspend(self) -> None:
         """Leaves the mode until `resume`. See Note [Modes and compilation]."""
@@ -107,12 +148,18 @@ class OperatorWatch(TorchFunctionMode):
         if self._entered != threading.get_ident():  # another thread's forward may have died in it
             self.__enter__()  # type: ignore[no-untyped-call]
             self._entered = threading.get_ident()
+            if _top_hooks() is None:
+                self._saving = saved_tensors_hooks(self._pack, self._unpack)
+                self._saving.__enter__()
 
     def _leave(self) -> None:
         is_own = self._entered == threading.get_ident()
         if is_own and _get_current_function_mode() is self:  # else a user's mode is on top: ignore calls
             self.__exit__(None, None, None)
             self._entered = None
+            if self._saving is not None and self._is_own(_top_hooks()):
+                self._saving.__exit__(None, None, None)
+            self._saving = None
 
     def __torch_function__(
         self,
@@ -122,14 +169,19 @@ class OperatorWatch(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if self._suspended or not self._wanted or getattr(func, "__name__", "") in _METADATA:
+        is_on = self._wanted or in_backward()
+        if self._suspended or not is_on or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
-        units = self._units_in((args, kwargs))
-        if not units:
-            return func(*args, **kwargs)
-        hook = self._visit(tuple(sorted(units)))
-        self.num_seen += 1
-        result = func(*args, **kwargs)
+        tensors = tensors_of((args, kwargs))
+        if torch.is_grad_enabled():
+            self.watch_functions(tensors)
+        with self._around_other_hooks():
+            units = self._units_of(tensors)
+            if not units:
+                return func(*args, **kwargs)
+            hook = self._visit(tuple(sorted(units)))
+            self.num_seen += 1
+            result = func(*args, **kwargs)
         self._returned(hook, tensors_of(result))
         return result
 
@@ -139,14 +191,95 @@ class OperatorWatch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # hides this look from the user's modes
             for value in arguments:
                 if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
-                    units |= self._units_in(value)
+                    units |= self._units_of([value])
         return units
 
-    def _units_in(self, arguments: object) -> set[int]:
+    def _units_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         units = set()
-        for tensor in tensors_of(arguments):
+        for tensor in tensors:
             if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 unit = self._unit_of_storage.get(_C.storage_of(tensor))
                 if unit is not None:
                     units.add(unit)
         return units
+
+    # ---- in a backward: see Note [Code inside of a backward] ----
+
+    def watch_functions(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Watches the backwards of the custom functions that have returned these tensors."""
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if isinstance(node, BackwardCFunction) and _WATCHED not in node.metadata:
+                node.metadata[_WATCHED] = True
+                node.register_prehook(functools.partial(_watch_node, weakref.ref(self)))
+
+    def watch_node(self) -> None:
+        """Watches until the end of the node that runs now."""
+        self._suspended = 0
+        if in_backward() and _get_current_function_mode() is not self:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def pack(self, tensor: torch.Tensor) -> _Kept:
+        with torch._C.DisableTorchFunction():
+            if self._wanted and self._units_of([tensor]):
+                self.num_seen += 1
+            return _Kept(tensor.detach(), tensor._version)
+
+    def unpacking(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Unpacks a tensor that was saved while the watch was on."""
+        if not in_backward():
+            return unpack()
+        self.watch_node()
+        tensor = unpack()
+        with torch._C.DisableTorchFunction():
+            node = torch._C._current_autograd_node()
+            key = (torch._C._current_graph_task_id(), node._sequence_nr())
+            if self._node != key:
+                self._node, self._units_of_node = key, set()
+            self._units_of_node |= self._units_of([tensor])
+            if self._units_of_node:  # a checkpoint may have visited others since
+                self._visit(tuple(sorted(self._units_of_node)))
+        return tensor
+
+    @contextmanager
+    def _around_other_hooks(self) -> Iterator[None]:
+        """While others' hooks pack what is saved, they are called by the watch."""
+        others = _top_hooks()
+        if others is None or self._is_own(others) or not torch.is_grad_enabled():
+            yield
+            return
+        pack, unpack = others
+        watch = weakref.ref(self)
+        with saved_tensors_hooks(pack, lambda packed: _unpacked(watch, lambda: unpack(packed))):
+            yield
+
+    def _is_own(self, hooks: tuple[object, object] | None) -> bool:
+        return hooks is not None and hooks[0] is self._pack
+
+
+def _top_hooks() -> tuple[Callable[..., object], Callable[..., torch.Tensor]] | None:
+    """Returns the hooks that pack and unpack what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# Autograd graphs keep these. They hold the watch weakly, because a graph may outlive it.
+
+
+def _saving_hooks(
+    watch: weakref.ref[OperatorWatch],
+) -> tuple[Callable[[torch.Tensor], _Kept], Callable[[_Kept], torch.Tensor]]:
+    def pack(tensor: torch.Tensor) -> _Kept:
+        alive = watch()
+        return _Kept(tensor.detach(), tensor._version) if alive is None else alive.pack(tensor)
+
+    return pack, lambda kept: _unpacked(watch, kept.unpacked)
+
+
+def _unpacked(watch: weakref.ref[OperatorWatch], unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    alive = watch()
+    return unpack() if alive is None else alive.unpacking(unpack)
+
+
+def _watch_node(watch: weakref.ref[OperatorWatch], gradients: object) -> None:
+    if (alive := watch()) is not None:
+        alive.watch_node()
