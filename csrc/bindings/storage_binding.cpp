@@ -1,5 +1,6 @@
 #include "bindings/storage_binding.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 
 #include <utility>
@@ -164,7 +165,7 @@ void StorageBinding::check(const std::vector<UnitId>& units) {
   for (const UnitId unit : units) {
     for (const int index : parts_.parameters.of(unit)) {
       const BridgedParameter& checked = parts_.parameters[index].facts;
-      if (!checked.may_have_gradient() && checked.variable.requires_grad()) {
+      if (!checked.may_have_gradient() && checked.variable.requires_grad() && at::GradMode::is_enabled()) {
         throw UsageError("parameter \"" + checked.name + "\" frozen, as it was when the model was wrapped",
                          "requires_grad=True", "unfreeze parameters before noria.wrap, or unwrap and wrap again");
       }

@@ -21,12 +21,13 @@ from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
 from noria.policy import Policy
 from noria.report import report
-from noria.wrap import materialize, plan, unwrap, wrap
+from noria.wrap import is_wrapped, materialize, plan, unwrap, wrap
 
 __all__ = [
     "MachineError",
     "Policy",
     "UsageError",
+    "is_wrapped",
     "load",
     "materialize",
     "optim",

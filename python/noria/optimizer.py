@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from noria.torch_state import refuse_inside_backward
 if TYPE_CHECKING:
     from noria.step.driver import StepDriver
 
-__all__ = ["check_optimizer", "facade", "unfacade"]
+__all__ = ["check_optimizer", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
 
 
 class WrappedOptimizer(Optimizer):
@@ -214,6 +215,29 @@ def __getattr__(name: str) -> type[Optimizer]:
     if original is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _facade_class(original)
+
+
+def seen_through(optimizer: Any) -> Any:
+    """Returns the optimizer in a wrapper, such as accelerate's, that passes all calls on to its `optimizer`."""
+    while isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer):
+        inner = vars(optimizer).get("optimizer")
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def refuse_kept_methods(wrapper: Any, optimizer: Optimizer) -> None:
+    """Raises UsageError if a wrapper of the optimizer would call methods that the optimizer had before `wrap`."""
+    if wrapper is optimizer:  # schedulers give it methods of its own
+        return
+    if any(isinstance(kept, MethodType) and kept.__self__ is optimizer for kept in vars(wrapper).values()):
+        name = type(wrapper).__name__
+        raise usage_error(
+            "an optimizer, or a wrapper of one that looks up its methods when it calls them",
+            f"a {name} that has kept some, as accelerate's does for a GradScaler",
+            f"give noria.wrap the optimizer itself, before the {name} is made from it",
+        )
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -28,7 +28,7 @@ from noria.host.limits import min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine
 from noria.model.layout import GRADIENT_RING
 from noria.model.update_rules import SEPARABLE
-from noria.optimizer import check_optimizer, unfacade
+from noria.optimizer import check_optimizer, refuse_kept_methods, seen_through, unfacade
 from noria.out_of_memory import tell_when_full
 from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
 from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
-__all__ = ["materialize", "plan", "unwrap", "wrap"]
+__all__ = ["is_wrapped", "materialize", "plan", "unwrap", "wrap"]
 
-_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 _LIVE: weakref.WeakSet[RunState] = weakref.WeakSet()
 
@@ -63,7 +63,8 @@ def _let_go() -> None:
 
 
 def _checked(models: object, optimizers: object) -> tuple[list[nn.Module], list[Optimizer]]:
-    roots, updaters = as_list(modules_of(models)), as_list(optimizers)
+    roots, given = as_list(modules_of(models)), as_list(optimizers)
+    updaters: list[Any] = [seen_through(each) for each in given]
     if not roots:
         raise usage_error("a torch.nn.Module or a list of them", repr(models), "give the model first")
     for root in roots:
@@ -74,8 +75,9 @@ def _checked(models: object, optimizers: object) -> tuple[list[nn.Module], list[
                 raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
             refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
             _refuse_parallel(module)
-    for updater in updaters:
+    for updater, wrapper in zip(updaters, given, strict=True):
         check_optimizer(updater)
+        refuse_kept_methods(wrapper, updater)
     known = {parameter for root in roots for parameter in root.parameters()}
     for updater in updaters:
         refuse_strangers(updater.param_groups, known)
@@ -245,6 +247,21 @@ def wrap(
     if interrupt is not None:
         raise interrupt
     return (model, optimizer) if optimizer is not None else model
+
+
+def is_wrapped(model: object) -> bool:
+    """Returns True if `noria.wrap` has wrapped this model, and `noria.unwrap` has not unwrapped it since.
+
+    Args:
+        model: A module, also one inside a wrapped model, or a `PipelineStage`. Anything else is not wrapped.
+
+    Example:
+        >>> noria.is_wrapped(model)
+        False
+        >>> noria.is_wrapped(noria.wrap(model))
+        True
+    """
+    return wrapped_by(model) is not None
 
 
 def _check_line(

@@ -6,6 +6,7 @@ PUBLIC = {
     "MachineError",
     "Policy",
     "UsageError",
+    "is_wrapped",
     "load",
     "materialize",
     "optim",

@@ -246,6 +246,8 @@ def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
         return "not initialised yet", "run one forward pass on the CPU before wrapping"
     if type(parameter) is not nn.Parameter:
         return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
+    if parameter.is_inference():
+        return "made in torch.inference_mode, which gradients and updates cannot use", "make the model outside of it"
     if parameter.layout is not torch.strided:
         return f"with layout {parameter.layout}", "use a dense parameter"
     if parameter.is_quantized:
