@@ -25,6 +25,7 @@ from noria.runtime.gathered_weights import GatheredWeights
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.module_state_dict import ModuleStateDicts
+from noria.runtime.moves import answer_moves, forget_moves
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
@@ -104,6 +105,7 @@ class Wrapped:
         for root in context.partition.roots:
             if context.ranks is not None or not hasattr(root, "no_sync"):  # one loop works with and without ranks
                 root.__dict__["no_sync"] = NoSync(self.accumulation)
+            answer_moves(root, context)
             for module in root.modules():
                 _WRAPPED[module] = weakref.ref(self)
 
@@ -144,5 +146,6 @@ class Wrapped:
         for root in self.context.partition.roots:
             if isinstance(root.__dict__.get("no_sync"), NoSync):
                 del root.__dict__["no_sync"]
+            forget_moves(root)
             for module in root.modules():
                 _WRAPPED.pop(module, None)

@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import re
 
 import noria
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from noria.testing import on_machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -232,6 +235,61 @@ def test_a_module_compiled_for_cuda_graphs_is_refused():
             noria.wrap(model, device=DEVICE, window=2)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_a_model_under_data_parallel(inside):
+    """What trainers make of a model if a process has several devices."""
+    model = nn.DataParallel(Net())
+    with refused("a plain model", "one with DataParallel in it"):
+        noria.wrap(nn.Sequential(model) if inside else model, device=DEVICE)
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = Net()
+    with refused('"embed.weight" made in torch.inference_mode', "outside"):
+        noria.wrap(model, device=DEVICE)
+
+
+def accelerated(optimizer, scaler=None):
+    Accelerator(cpu=True)  # its state is one for the process
+    return AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["made from a wrapped one", "given to wrap"])
+def test_accelerates_optimizer_is_seen_through(is_given, tmp_path):
+    plain = Side(Net(), None, False)
+    ours = Side(copy.deepcopy(plain.model), None, True)
+    plain.optimizer = adamw(plain.model.parameters())
+    optimizer = adamw(ours.model.parameters())
+    ours.optimizer = accelerated(optimizer) if is_given else optimizer
+    with on_machine(hostility=HOSTILE):
+        model, returned = noria.wrap(ours.model, ours.optimizer, device=DEVICE, window=2, kernel="torch")
+    assert model is ours.model and returned is ours.optimizer
+    if not is_given:
+        ours.optimizer = accelerated(optimizer)
+    for side in (plain, ours):
+        side.train(0, 3)
+    noria.save(tmp_path / "run.pt", ours.model, ours.optimizer)
+    for side in (plain, ours):
+        side.train(3, 5)
+    noria.testing.assert_same_bits(ours.kept, plain.kept)
+    noria.testing.assert_same_bits(ours.model.state_dict(), plain.model.state_dict())
+    noria.load(tmp_path / "run.pt", ours.model, ours.optimizer)
+    ours.kept.clear()
+    ours.train(3, 5)
+    noria.testing.assert_same_bits(ours.model.state_dict(), plain.model.state_dict())
+    with refused("an optimizer that is not wrapped"):
+        noria.wrap(Net(), ours.optimizer, device=DEVICE)
+
+
+def test_accelerates_optimizer_that_keeps_methods_for_a_scaler():
+    model = Net()
+    optimizer = accelerated(adamw(model.parameters()), torch.amp.GradScaler(DEVICE))
+    with refused("a AcceleratedOptimizer that has kept some", "before the AcceleratedOptimizer is made"):
+        noria.wrap(model, optimizer, device=DEVICE)
+    noria.wrap(model, optimizer.optimizer, device=DEVICE)
+
+
 # ---- after wrap: refused, and training goes on -------------------------------------------------------------
 
 
@@ -247,6 +305,17 @@ def undisturbed(misuse, **options):
     both(journey, **options)
 
 
+def test_what_is_wrapped():
+    model = Net()
+    optimizer = adamw(model.parameters())
+    assert not noria.is_wrapped(model)
+    noria.wrap(model, optimizer, device=DEVICE)
+    assert noria.is_wrapped(model) and noria.is_wrapped(model.blocks[1])
+    assert not noria.is_wrapped(optimizer) and not noria.is_wrapped(nn.Sequential(model))
+    noria.unwrap(model, optimizer)
+    assert not noria.is_wrapped(model)
+
+
 def test_wrapping_twice():
     def misuse(side):
         with refused("not wrapped"):
@@ -259,23 +328,39 @@ def test_wrapping_twice():
     undisturbed(misuse)
 
 
-@pytest.mark.parametrize(
-    "replace",
-    [
-        lambda model: model.to(torch.float64),
-        lambda model: model.half(),
-        lambda model: model.blocks[2].bfloat16(),
-        lambda model: setattr(model.head.weight, "data", torch.zeros_like(model.head.weight, device=DEVICE)),
-    ],
-    ids=["to(float64)", "half", "a block's bfloat16", "p.data ="],
-)
-def test_replacing_the_data_of_parameters(replace):
+CASTS = [
+    lambda model: model.to(torch.float64),
+    lambda model: model.half(),
+    lambda model: model.blocks[2].bfloat16(),
+    lambda model: nn.Sequential(model).double(),
+    lambda model: model.type(torch.float16),
+]
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=["to(float64)", "half", "a block's bfloat16", "around it", "type"])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "in materialize"])
+def test_a_cast(cast, inside):
     def misuse(side):
-        try:
-            replace(side.model)
-        except RuntimeError as error:  # torch reads the values to cast them
-            assert re.search(THREE_PARTS, str(error)), error
-            return
+        where = noria.materialize(side.model) if inside else contextlib.nullcontext()
+        with where, refused("no change of dtype after noria.wrap", "dtype=torch.bfloat16"):
+            cast(side.model)
+
+    undisturbed(misuse)
+
+
+def test_a_move_to_another_device():
+    def misuse(side):
+        with refused(f"a model that stays on {DEVICE}", "meta"):
+            side.model.to("meta")
+        with refused("meta"):
+            nn.Sequential(side.model.blocks[0]).to_empty(device="meta")
+
+    undisturbed(misuse)
+
+
+def test_replacing_the_data_of_a_parameter():
+    def misuse(side):
+        side.model.head.weight.data = torch.zeros_like(side.model.head.weight, device=DEVICE)
         with refused("where noria.wrap put it", "materialize"):
             loss_of(side.model, 50)
         side.optimizer.zero_grad()
@@ -310,9 +395,48 @@ def test_moving_the_model_where_it_is_changes_nothing():
     def misuse(side):
         side.model.to(DEVICE)
         side.model.float()
-        side.model.cpu() if DEVICE == "cpu" else side.model.cuda()
+        nn.Sequential(side.model).to(DEVICE, torch.float32)
+        side.model.cuda() if DEVICE == "cuda" else side.model.cpu()
 
     undisturbed(misuse)
+
+
+def test_a_move_to_the_cpu_leaves_the_model_as_it_is():
+    """As frameworks make it when they are done."""
+
+    class Buffered(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+    def misuse(side):
+        assert nn.Sequential(side.model).cpu()[0] is side.model
+        assert {each.device.type for each in side.model.buffers()} == {DEVICE}
+
+    undisturbed(misuse, model=Buffered)
+
+
+def test_buffers_and_what_was_added_after_the_wrap_follow_a_change():
+    model = noria.wrap(Net(), device=DEVICE)
+    model.register_buffer("count", torch.zeros(3))
+    model.extra = nn.Parameter(torch.zeros(3))
+    model.to(DEVICE)
+    assert model.count.device.type == model.extra.device.type == DEVICE
+    copied = copy.deepcopy(noria.unwrap(model)).double()
+    assert {each.dtype for each in copied.state_dict().values()} == {torch.float64}
+    assert "_apply" not in vars(model)
+
+
+def test_copies_of_a_wrapped_model_move_by_themselves():
+    model = noria.wrap(Net(), device=DEVICE)
+    with noria.materialize(model):
+        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in (copied, pickled):
+        assert not noria.is_wrapped(other)
+        other.double().half()
+        assert {each.dtype for each in other.parameters()} == {torch.float16}
+    with refused("no change of dtype"):
+        model.half()
 
 
 def test_load_state_dict_that_assigns():
@@ -432,6 +556,25 @@ def test_a_write_under_read_only_is_kept_and_complained_of():
         side.train(2, 4)
 
     both(journey)
+
+
+def test_unfreezing_for_a_pass_without_gradients():
+    """As peft does to compare adapters: it makes those of the other one trainable, and back."""
+
+    def make():
+        model = Net()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    def journey(side):
+        side.train(0, 2)
+        side.model.blocks[1].requires_grad_(True)
+        with torch.no_grad():
+            side.keep("loss without gradients", loss_of(side.model, 50))
+        side.model.blocks[1].requires_grad_(False)
+        side.train(2, 4)
+
+    both(journey, model=make)
 
 
 def test_unfreezing_after_wrap():
