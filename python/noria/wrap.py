@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -238,6 +239,8 @@ def wrap(
         raise
     _LIVE.add(wrapped.run)
     tell_when_full(wrapped.run)
+    if planned.without_masters:
+        warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=2)
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:

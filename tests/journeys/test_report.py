@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+import warnings
 from typing import Any
 
 import noria
@@ -15,6 +16,7 @@ import pytest
 import torch
 from noria import doctor
 from noria.pipeline.peer_memory import Loan
+from noria.policy import format_bytes
 from noria.report import Bound, HostMemory, UpdateTime, _advice
 from noria.testing import on_machine
 from noria.wrapped import wrapped_by
@@ -251,6 +253,33 @@ def test_the_advised_bytes_draft_every_unit_and_one_less_does_not(dtype):
     needed = sum(planned(0).draftable.values())
     assert planned(needed).drafted == set(planned(needed).draftable) == set(range(BLOCKS))
     assert planned(needed - 1).drafted < set(range(BLOCKS))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+def test_plan_report_and_one_warning_say_what_updates_in_bfloat16_lose_and_what_masters_take(kernel):
+    def made(dtype: torch.dtype = torch.bfloat16, frozen: bool = False) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(dtype).requires_grad_(not frozen)
+        return model, None if frozen else torch.optim.AdamW(model.parameters())
+
+    options = {"device": DEVICE, "kernel": kernel, "draft_memory": 0}
+    planned, with_masters = noria.plan(*made(), **options), noria.plan(*made(), **options, dtype=torch.bfloat16)
+    more = format_bytes(with_masters.home_bytes - planned.home_bytes)
+    [note] = [each for each in planned.unpredicted if "without fp32 masters" in each]
+    assert note.endswith(f"dtype=torch.bfloat16 keeps masters, for {more} more of host memory")
+    assert f"note: {note}" in str(planned)
+    model, optimizer = made()
+    with pytest.warns(UserWarning, match="without fp32 masters") as warned:
+        noria.wrap(model, optimizer, **options)
+    assert [each.filename for each in warned] == [__file__]
+    assert note in noria.report(model).notes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given, more_options in (
+            (made(), {"dtype": torch.bfloat16}),
+            (made(torch.float32), {}),
+            (made(frozen=True), {}),
+        ):
+            noria.wrap(*given, **options, **more_options)
 
 
 def test_where_all_is_drafted_only_more_compute_helps():

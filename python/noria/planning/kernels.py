@@ -97,6 +97,15 @@ class Kernels:
                 )
         return notes
 
+    def updates_bfloat16(self) -> bool:
+        """Returns True if weights are updated in bfloat16, without fp32 masters."""
+        held: set[torch.Tensor] = set().union(*self.held())
+        return self.policy.dtype is None and any(
+            slot.trainable and slot.dtype is torch.bfloat16 and slot.parameter in held
+            for unit in self.units
+            for slot in unit.parameters
+        )
+
     # ---- refusals ----
 
     def check_states(self) -> None:

@@ -85,6 +85,8 @@ class WrapPlan:
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
     """Bytes of the scratch memory for one shard: of a unit that only other ranks visit, or of held gradients."""
+    without_masters: str = ""
+    """A note if weights are updated in bfloat16."""
     least_device: int = 0
     """Bytes on the device that the largest visit needs."""
 
@@ -200,7 +202,7 @@ def make_plan(
         _refuse_without_hooks(parts)
         if values:
             _refuse_lost_buffers(roots)
-    units = describe_units(parts.units, policy.dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
+    units = _units_of(parts, policy.dtype, grid)
     if not units:
         raise usage_error(
             "a model with parameters",
@@ -216,7 +218,8 @@ def make_plan(
         kernels.check_shared()
     kernels.mark_split()
     ring: Ring | None = None
-    unpredicted = kernels.fp32_states()
+    without_masters = _masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
+    unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     draftable = spare_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
     drafted = choose_drafts(kernels, draftable, state_bytes, budgets, device, free, unpredicted)
@@ -253,6 +256,7 @@ def make_plan(
         ring,
         reduce_bytes,
         assist_bytes,
+        without_masters,
         least_device=least_arena + other_bytes,
     )
     _check_host(result, is_carried_out, free)
@@ -262,6 +266,25 @@ def make_plan(
         planned = result.passes[name] = _C.plan_pass(request, facts, table)
         entry = list(planned.exit)
     return result
+
+
+def _units_of(parts: Partition, dtype: torch.dtype | None, grid: Grid | None) -> list[HomeUnit]:
+    return describe_units(parts.units, dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
+
+
+def _masters_note(kernels: Kernels, parts: Partition, grid: Grid | None) -> str:
+    """Returns what updates in bfloat16 lose, and what masters would take."""
+    policy = dataclasses.replace(kernels.policy, dtype=torch.bfloat16)
+    others = Kernels.of(_units_of(parts, policy.dtype, grid), kernels.optimizers, policy)
+    others.mark_split()
+    without, with_masters = (
+        sum(region.bytes for region in home_regions(each, frozenset(), state_places(each, [])[1]))
+        for each in (kernels, others)
+    )
+    return (
+        "bfloat16 weights are updated without fp32 masters, as in plain PyTorch, which rounds small updates away; "
+        f"dtype=torch.bfloat16 keeps masters, for {format_bytes(with_masters - without)} more of host memory"
+    )
 
 
 def _refuse_without_hooks(parts: Partition) -> None:
