@@ -29,7 +29,7 @@ CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 # In tests several processes share the cores: who waits must not spin.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak wheel
+.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak wheel test-ecosystem
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -103,6 +103,17 @@ wheel: $(STAMP)
 # The systems that noria is compared with, each in an environment of its own: benchmarks/versus, benchmarks/largest.
 rivals: all
 	$(BIN)/python -m benchmarks.rivals
+
+# Scripts of transformers, TRL, PEFT, accelerate, Lightning and diffusers, each against itself without noria; with their
+# pinned versions, in an environment of its own.
+ECOSYSTEM := build/ecosystem
+$(ECOSYSTEM)/.deps: tests/ecosystem/requirements.txt
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install -q $(PIPARGS) -r tests/ecosystem/requirements.txt
+	touch $@
+test-ecosystem: all $(ECOSYSTEM)/.deps
+	PYTHONPATH=python $(ECOSYSTEM)/bin/python -m pytest -c tests/ecosystem/pytest.ini --rootdir=. -n $(WORKERS) \
+	  --dist loadfile tests/ecosystem
 
 # Does what a process holds stay flat? On the CPU, on a CUDA device or the pretend GPU, and on two ranks, all at once.
 HOURS ?= 1
