@@ -1,0 +1,217 @@
+"""noria.integrations: each trainer against the framework's own, with the same arguments."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import noria
+import pytest
+import torch
+from accelerate import Accelerator
+from noria.integrations.accelerate import prepare
+from noria.integrations.transformers import NoriaCallback, NoriaTrainer, NoriaTrainerMixin
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from tests.ecosystem import tiny
+from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, assert_streamed, cases
+
+
+class StreamingSFT(NoriaTrainerMixin, SFTTrainer):
+    pass
+
+
+def arguments(run: Run, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(run.folder),
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 1,
+        "disable_tqdm": True,
+        **more,
+    }
+
+
+def trainer(run: Run, model: Any = None, policy: dict[str, Any] | None = None, **more: Any) -> Trainer:
+    args = TrainingArguments(**arguments(run, **more))
+    data = {"train_dataset": tiny.token_rows(), "eval_dataset": tiny.token_rows(4)}
+    given = model or tiny.llama()
+    if run.is_wrapped:
+        return NoriaTrainer(given, args, **data, noria={**POLICY, **(policy or {})})
+    return Trainer(given, args, **data)
+
+
+def end(run: Run, made: Any) -> None:
+    wanted = ("loss", "grad_norm", "eval_loss")
+    run.keep("log", [{key: each[key] for key in wanted if key in each} for each in made.state.log_history])
+    run.keep_model(made.model)
+    if run.is_wrapped:
+        assert_streamed(made.model)
+
+
+def train(run: Run, **more: Any) -> None:
+    made = trainer(run, **more)
+    made.train()
+    end(run, made)
+
+
+def evaluated_first(run: Run) -> None:
+    made = trainer(run, eval_strategy="steps", eval_steps=2)
+    run.keep("before", made.evaluate()["eval_loss"])
+    made.train()
+    end(run, made)
+
+
+def resumed(run: Run) -> None:
+    trainer(run, save_strategy="steps", save_steps=2).train()
+    again = trainer(run, max_steps=6)
+    again.train(resume_from_checkpoint=str(run.folder / "checkpoint-4"))
+    end(run, again)
+
+
+def sft(run: Run) -> None:
+    cls = StreamingSFT if run.is_wrapped else SFTTrainer
+    more = {"noria": POLICY} if run.is_wrapped else {}
+    config = SFTConfig(**arguments(run, max_length=16))
+    made = cls(tiny.llama(), config, train_dataset=tiny.texts(), processing_class=tiny.tokenizer(), **more)
+    made.train()
+    end(run, made)
+
+
+def accelerated(run: Run, clip: bool = True, **more: Any) -> None:
+    accelerator = Accelerator(cpu=True, **more)
+    model = tiny.llama()
+    optimizer = tiny.adamw(model)
+    if run.is_wrapped:
+        model, optimizer = prepare(accelerator, model, optimizer, **POLICY)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for number in range(4):
+        with accelerator.accumulate(model):
+            loss = model(**tiny.batch(number)).loss
+            accelerator.backward(loss)
+            if clip and accelerator.sync_gradients:
+                run.keep(f"norm {number}", accelerator.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        run.keep(f"loss {number}", loss)
+    run.keep_model(accelerator.unwrap_model(model))
+    if run.is_wrapped:
+        assert_streamed(accelerator.unwrap_model(model))
+
+
+SCRIPTS: dict[str, Script] = {
+    "Trainer": train,
+    "Trainer, all options at once": functools.partial(
+        train, gradient_accumulation_steps=2, max_grad_norm=0.1, bf16=True, gradient_checkpointing=True
+    ),
+    "Trainer, adafactor": functools.partial(train, optim="adafactor"),
+    "Trainer, evaluated before and meanwhile": evaluated_first,
+    "Trainer, resumed": resumed,
+    "SFT": sft,
+    "accelerate": accelerated,
+    "accelerate, autocast and accumulation": functools.partial(
+        accelerated, mixed_precision="bf16", gradient_accumulation_steps=2
+    ),
+}
+
+
+@cases(SCRIPTS)
+def test_integrations(script: Script, tmp_path: Path):
+    assert_equal(script, tmp_path)
+
+
+# ---- what is told ----
+
+
+class Listener(TrainerCallback):
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_other_callbacks_have_norias_numbers(tmp_path: Path):
+    listener = Listener()
+    made = trainer(Run(True, tmp_path))
+    made.add_callback(listener)
+    made.train()
+    told = [each for each in listener.logs if "loss" in each]
+    assert len(told) == 4
+    for each in told:
+        assert each["noria/fetched_gib"] > 0 and 0 <= each["noria/stalled"] <= 1 and each["noria/peak_device_gib"] > 0
+    total = noria.report(made.model)
+    fetched = {lane.lane: lane.bytes for lane in total.lanes}["fetch"]
+    assert sum(each["noria/fetched_gib"] for each in told) * 2**30 <= fetched
+
+
+def test_the_callback_alone_tells_later_ones(tmp_path: Path):
+    model, listener = tiny.llama(), Listener()
+    optimizer = tiny.adamw(model)
+    noria.wrap(model, optimizer, **POLICY)
+    args = TrainingArguments(**arguments(Run(True, tmp_path)))
+    made = Trainer(
+        model,
+        args,
+        train_dataset=tiny.token_rows(),
+        optimizers=(optimizer, None),
+        callbacks=[NoriaCallback(), listener],
+    )
+    made.train()
+    assert all("noria/stalled" in each for each in listener.logs if "loss" in each)
+
+
+def test_bfloat16_weights_get_masters_unless_the_policy_says_otherwise(tmp_path: Path):
+    for number, (dtype, wanted) in enumerate([("left out", torch.bfloat16), (None, None)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        policy = {} if dtype == "left out" else {"dtype": dtype}
+        made = trainer(Run(True, folder), tiny.llama(dtype=torch.bfloat16), policy, max_steps=1)
+        made.train()
+        assert ("masters" in {row.purpose for row in noria.report(made.model).ledger}) == (wanted is not None)
+
+
+def test_a_wrong_policy_raises_before_anything_is_built(tmp_path: Path):
+    args = TrainingArguments(**arguments(Run(True, tmp_path)))
+    for wrong in ({"device_memroy": "1GiB"}, {"window": 0}, "20GiB"):
+        with pytest.raises((noria.UsageError, TypeError)):
+            NoriaTrainer(tiny.llama(), args, noria=wrong)  # type: ignore[arg-type]
+
+
+# ---- ranks ----
+
+
+def torchrun(script: str, folder: Path, *more: str) -> None:
+    here = Path(__file__).resolve()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(here.parent / script)]
+    done = subprocess.run(
+        [*command, str(folder), *more],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(here.parents[2])]), "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("kind", ["plain", "options", "resumed", "accelerate"])
+def test_two_ranks_have_the_bits_of_ddp(kind: str, tmp_path: Path):
+    ends = []
+    for which in ("ddp", "noria"):
+        folder = tmp_path / which
+        folder.mkdir()
+        torchrun("two_ranks.py", folder, kind, which)
+        ends.append(torch.load(folder / "end.pt"))
+    noria.testing.assert_same_bits(ends[1], ends[0])
