@@ -27,6 +27,7 @@ FLOORS = [
     ["checkpoint"],
     ["out_of_memory", "doctor", "report", "trace_file", "wrap"],
     ["cli"],
+    ["integrations"],
     ["testing"],  # what tests and benchmarks put in the place of parts; nothing below knows of it
 ]
 

@@ -20,30 +20,15 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.ecosystem import tiny
 from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, assert_streamed, cases
+from tests.ecosystem.test_trl import arguments
 
 
 class StreamingSFT(NoriaTrainerMixin, SFTTrainer):
     pass
 
 
-def arguments(run: Run, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(run.folder),
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "seed": 1,
-        "disable_tqdm": True,
-        **more,
-    }
-
-
 def trainer(run: Run, model: Any = None, policy: dict[str, Any] | None = None, **more: Any) -> Trainer:
-    args = TrainingArguments(**arguments(run, **more))
+    args = TrainingArguments(**arguments(run.folder, **more))
     data = {"train_dataset": tiny.token_rows(), "eval_dataset": tiny.token_rows(4)}
     given = model or tiny.llama()
     if run.is_wrapped:
@@ -82,7 +67,7 @@ def resumed(run: Run) -> None:
 def sft(run: Run) -> None:
     cls = StreamingSFT if run.is_wrapped else SFTTrainer
     more = {"noria": POLICY} if run.is_wrapped else {}
-    config = SFTConfig(**arguments(run, max_length=16))
+    config = SFTConfig(**arguments(run.folder, max_length=16))
     made = cls(tiny.llama(), config, train_dataset=tiny.texts(), processing_class=tiny.tokenizer(), **more)
     made.train()
     end(run, made)
@@ -160,7 +145,7 @@ def test_the_callback_alone_tells_later_ones(tmp_path: Path):
     model, listener = tiny.llama(), Listener()
     optimizer = tiny.adamw(model)
     noria.wrap(model, optimizer, **POLICY)
-    args = TrainingArguments(**arguments(Run(True, tmp_path)))
+    args = TrainingArguments(**arguments(tmp_path))
     made = Trainer(
         model,
         args,
@@ -183,7 +168,7 @@ def test_bfloat16_weights_get_masters_unless_the_policy_says_otherwise(tmp_path:
 
 
 def test_a_wrong_policy_raises_before_anything_is_built(tmp_path: Path):
-    args = TrainingArguments(**arguments(Run(True, tmp_path)))
+    args = TrainingArguments(**arguments(tmp_path))
     for wrong in ({"device_memroy": "1GiB"}, {"window": 0}, "20GiB"):
         with pytest.raises((noria.UsageError, TypeError)):
             NoriaTrainer(tiny.llama(), args, noria=wrong)  # type: ignore[arg-type]

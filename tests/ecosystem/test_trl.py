@@ -13,10 +13,11 @@ from tests.ecosystem import tiny
 from tests.ecosystem.harness import Run, Script, assert_equal, cases
 
 
-def arguments(run: Run, **more: Any) -> dict[str, Any]:
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(run.folder),
+        "output_dir": str(folder),
         "max_steps": 4,
+        "learning_rate": 1e-3,
         "per_device_train_batch_size": 2,
         "report_to": [],
         "use_cpu": True,
@@ -39,7 +40,7 @@ def sft(run: Run, tied: bool = False, dtype: torch.dtype = torch.float32, **more
     model = tiny.llama(tied, dtype)
     optimizer = tiny.adamw(model)
     run.wrap(model, optimizer)
-    config = SFTConfig(**arguments(run, max_length=16, **more))
+    config = SFTConfig(**arguments(run.folder, max_length=16, **more))
     trainer = SFTTrainer(
         model, config, train_dataset=tiny.texts(), processing_class=tiny.tokenizer(), optimizers=(optimizer, None)
     )
@@ -52,7 +53,7 @@ def dpo(run: Run, reference: str = "resident", **more: Any) -> None:
     run.wrap(model, optimizer)
     if reference == "streamed":
         run.wrap(teacher)
-    config = DPOConfig(**arguments(run, **more))
+    config = DPOConfig(**arguments(run.folder, **more))
     trainer = DPOTrainer(
         model,
         teacher,

@@ -37,9 +37,11 @@ _logger = logging.get_logger(__name__)
 class NoriaCallback(TrainerCallback):
     """Adds noria's numbers to the Trainer's logs, and prints the report when training ends.
 
-    Logged for the steps since the last log: `noria/fetched_gib`, what came to the device, and `noria/stalled`, the part
-    of the time in which the device's compute waited for noria. Also `noria/peak_device_gib`, the most that noria's
-    window held so far. `NoriaTrainerMixin` adds this callback before those of wandb, TensorBoard and others. Given by
+    - `noria/fetched_gib`: what came to the device since the last log.
+    - `noria/stalled`: the part of that time in which the device's compute waited for noria.
+    - `noria/peak_device_gib`: the most that noria's window has held so far.
+
+    `NoriaTrainerMixin` adds this callback before those of wandb, TensorBoard and others. Given by
     `callbacks=`, it comes after them, and only later callbacks have the numbers.
     """
 
@@ -71,8 +73,8 @@ class NoriaTrainerMixin:
     Args:
         *args, **kwargs: The Trainer's own arguments.
         noria: A `Policy`, or its fields in a dictionary, such as {"device_memory": "20GiB"}. The device is the
-            Trainer's, if no other is given. If weights are trained in bfloat16 and no dtype is given, noria keeps fp32
-            masters for them (dtype=torch.bfloat16), and a line of the log says so.
+            Trainer's, if no other is given. Weights that are trained in bfloat16 get fp32 masters, if no dtype is
+            given; a line of the log says so.
 
     A model that `noria.wrap` has wrapped before stays as it is.
     """
