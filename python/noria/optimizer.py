@@ -203,6 +203,7 @@ def _facade_class(cls: type[Optimizer]) -> type[Optimizer]:
     if cls not in _FACADES:
         name = f"Noria{cls.__name__}"
         made = type(name, (WrappedOptimizer, cls), {"__module__": __name__, "__doc__": cls.__doc__})
+        made.__name__ = cls.__name__  # loggers call what they log after it; pickle goes by the qualified name
         globals()[name] = _FACADES[cls] = made
         name_original(made, cls)
     return _FACADES[cls]

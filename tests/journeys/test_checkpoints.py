@@ -502,6 +502,15 @@ def test_what_the_user_does_to_optimizer_state_counts(change, kernel):
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
 
 
+def test_a_wrapped_optimizer_has_the_name_of_a_plain_one():
+    """Loggers call what they log after it."""
+    side = wrapped()
+    shown = repr(side.optimizer)
+    assert type(side.optimizer).__name__ == "AdamW"
+    noria.unwrap(side.model, side.optimizer)
+    assert repr(side.optimizer) == shown
+
+
 @pytest.mark.cpu_only("a copied optimizer has its state on the CPU, and its parameters where the model's are")
 def test_a_wrapped_optimizer_is_pickled_as_a_plain_one():
     side = wrapped()

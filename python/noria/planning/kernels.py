@@ -64,7 +64,7 @@ class Kernels:
         return [self._name(*each) for each in zip(self.optimizers, self.by_optimizer, strict=True)]
 
     def _name(self, optimizer: Optimizer, kernel: str) -> str:
-        name = f"{type(optimizer).__name__.removeprefix('Noria')} by {_KERNELS[kernel]}"
+        name = f"{type(optimizer).__name__} by {_KERNELS[kernel]}"
         if kernel == "fused" and self.policy.state_dtype != "fp32":
             name += f", with moments in {self.policy.state_dtype}"
         if kernel == "torch" and self.policy.kernel != "torch":
@@ -72,7 +72,7 @@ class Kernels:
         if kernel == "fused":
             left, num_units = self.left_to_torch(optimizer)
             if left and len(left) == num_units:
-                cls = type(optimizer).__name__.removeprefix("Noria")
+                cls = type(optimizer).__name__
                 return (
                     f"{cls} by {_KERNELS['torch']} (every unit is shared with another optimizer, or of another dtype)"
                 )
@@ -90,7 +90,7 @@ class Kernels:
         for optimizer in self.optimizers:
             left, num_units = self.left_to_torch(optimizer)
             if left:
-                name = type(optimizer).__name__.removeprefix("Noria")
+                name = type(optimizer).__name__
                 notes.append(
                     f"{name} keeps its own state, not {self.policy.state_dtype}, of {len(left)} of {num_units} units: "
                     "torch updates them"
