@@ -236,7 +236,7 @@ def refuse_kept_methods(wrapper: Any, optimizer: Optimizer) -> None:
         name = type(wrapper).__name__
         raise usage_error(
             "an optimizer, or a wrapper of one that looks up its methods when it calls them",
-            f"a {name} that has kept some, as accelerate's does for a GradScaler",
+            f"one ({name}) that has kept some, as accelerate's does for a GradScaler",
             f"give noria.wrap the optimizer itself, before the {name} is made from it",
         )
 

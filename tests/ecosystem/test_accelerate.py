@@ -263,7 +263,7 @@ def scaled_without_noria() -> tuple[Accelerator, Any, Any]:
 def test_a_scaler_is_refused_after_prepare():
     """accelerate's optimizer has then kept the step that noria would replace."""
     _, model, optimizer = scaled_without_noria()
-    with pytest.raises(noria.UsageError, match="AcceleratedOptimizer that has kept some") as caught:
+    with pytest.raises(noria.UsageError, match=r"\(AcceleratedOptimizer\) that has kept some") as caught:
         noria.wrap(model, optimizer, **POLICY)
     assert "give noria.wrap the optimizer itself, before the AcceleratedOptimizer is made" in str(caught.value)
     assert not noria.is_wrapped(model)
