@@ -26,8 +26,10 @@ from tests.journeys.pairs import (
     assert_moved,
     both,
     loss_of,
+    new_side,
     sgd,
     tokens,
+    wrap_side,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,9 +187,58 @@ def test_compiled_models(how):
             side.optimizer.zero_grad()
 
     both(journey, model=make)
-    assert num_compiled > 0
-    if how != "whole model":
-        assert num_compiled <= 8, "moving weights must not cause compilation again"
+    assert 0 < num_compiled <= 8, "moving weights must not cause compilation again"
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("how", ["wrapped by torch.compile", "in place", "in place after wrap", "in place twice"])
+def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, activations):
+    """In each kind of pass, also when all passes are known."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_blocks(model):
+        for index, block in enumerate(model.blocks):
+            if how == "wrapped by torch.compile":
+                model.blocks[index] = torch.compile(block, backend=backend, fullgraph=fullgraph)
+            else:
+                block.compile(backend=backend, fullgraph=fullgraph)
+
+    sides = [new_side(model=functools.partial(Net, 3)) for _ in range(2)]
+    for side in sides:
+        torch._dynamo.reset()
+        graphs.clear()
+        if how != "in place after wrap":
+            compile_blocks(side.model)
+        if side is sides[1]:
+            wrap_side(side, kernel="torch", window=2, activations=activations)
+        if how in ("in place after wrap", "in place twice"):
+            compile_blocks(side.model)
+        train(side)
+        with torch.no_grad():
+            side.keep("no gradients", loss_of(side.model, 40))
+        assert len(graphs) == 2, "with gradients and without"
+        for block in side.model.blocks:
+            block._compiled_call_impl = None
+        side.train(41, 43)
+    assert_same_bits(sides[1].kept, sides[0].kept)
+    assert_moved(sides[1].model)
+
+
+def test_a_module_that_was_compiled_in_place_is_as_before_after_unwrap():
+    model = Net(3)
+    model.blocks[0].compile(backend="eager")
+    compiled = model.blocks[0]._compiled_call_impl
+    noria.wrap(model, device=DEVICE, window=2)
+    loss_of(model, 0)
+    assert model.blocks[0]._compiled_call_impl is not compiled
+    noria.unwrap(model)
+    assert model.blocks[0]._compiled_call_impl is compiled
+    assert not model.blocks[0]._forward_pre_hooks and not model.blocks[0]._forward_hooks
 
 
 @pytest.mark.long

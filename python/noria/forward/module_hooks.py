@@ -21,7 +21,7 @@ from noria.forward.activations import Activations
 from noria.forward.operator_watch import OperatorWatch, tensors_of
 from noria.model.partition import HookSpec
 from noria.runtime.context import Context
-from noria.runtime.hooks import Hook, compiler_config_of, refuse_cuda_graphs
+from noria.runtime.hooks import CompiledCall, Hook, compiler_config_of, is_compiled, refuse_cuda_graphs
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
@@ -50,10 +50,13 @@ def _callers_from(module: str) -> Iterator[object]:
             yield frame.f_locals.get("self")
 
 
-def _refuse_cuda_graphs() -> None:
-    """Refuses CUDA graphs of a torch.compile that is calling now; the user may have compiled after the wrap."""
+def _is_compiled_around() -> bool:
+    """Returns True if a torch.compile is calling now. Refuses one for CUDA graphs; it may be made after the wrap."""
+    is_around = False
     for caller in _callers_from("torch._dynamo.eval_frame"):
         refuse_cuda_graphs(getattr(caller, "compiler_config", None), "a model")
+        is_around = is_around or type(caller).__name__ == "OptimizeContext"
+    return is_around
 
 
 def _num_calls_on_stack(module: nn.Module, stack: FrameType | None) -> int:
@@ -121,6 +124,8 @@ class ModuleHooks:
         self._entering = threading.Lock()
         self._known_roots: set[tuple[int, bool, bool]] = set()
         self._forwards: list[object] = []  # what the modules with hooks call, as it was in the last pass
+        self._compiled: dict[nn.Module, CompiledCall] = {}
+        self._hooks_of: dict[nn.Module, list[int]] = {}  # by module: those with hooks inside of it
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         self._needs_watch = False
@@ -140,6 +145,7 @@ class ModuleHooks:
             enter, leave = self._root_hooks(number)
             self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True))
             self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
+        self._leave_compiled_calls(self._with_hooks)
 
     def in_forward(self) -> bool:
         """Returns True while a forward of a root is under way."""
@@ -147,6 +153,10 @@ class ModuleHooks:
         return bool(self._entered_roots)
 
     def remove(self) -> None:
+        for module, call in self._compiled.items():
+            if module._compiled_call_impl is call:
+                module._compiled_call_impl = call.compiled
+        self._compiled.clear()
         for handle in self._handles:
             handle.remove()
         for handles in self._inner_handles.values():
@@ -161,7 +171,7 @@ class ModuleHooks:
             self.loads.refuse_missing("a forward")
             if in_backward():
                 return  # a checkpoint computes again inside of a backward
-            _refuse_cuda_graphs()
+            is_compiled = _is_compiled_around()
             with self._entering:
                 self.forget_dead_forward(module)
                 self._refuse_beside_another_thread()
@@ -174,6 +184,8 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 self.step.expect()
             self._forget_inner_hooks()
+            if is_compiled:
+                self._remove_inner_hooks(list(self._inner_handles))
             self._note_replaced_forwards()
             training, grad = module.training, torch.is_grad_enabled()
             if (number, training, grad) not in self._known_roots:
@@ -246,8 +258,27 @@ class ModuleHooks:
                 "let threads take turns, or wrap a copy of the model for each",
             )
 
+    def _remove_inner_hooks(self, hooks: list[int]) -> None:
+        """Removes hooks inside of blocks that are compiled: each would cut a graph."""
+        for hook in hooks:
+            for handle in self._inner_handles.pop(hook, []):
+                handle.remove()
+
+    def _leave_compiled_calls(self, modules: list[nn.Module]) -> None:
+        """Moves noria's hooks out of what `module.compile()` compiles."""
+        for module in modules:
+            compiled, known = module._compiled_call_impl, self._compiled.get(module)
+            if compiled is known:
+                continue
+            if compiled is None:
+                self._handles += self._compiled.pop(module).give_back(module)
+            else:
+                self._compiled[module] = module._compiled_call_impl = CompiledCall(module, compiled, known)
+                self._remove_inner_hooks(self._hooks_of.get(module, []))
+
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
+        self._leave_compiled_calls(self._with_hooks[len(self.context.partition.roots) :])  # a root is being called
         forwards = [vars(module).get("forward") for module in self._with_hooks]
         forwards += [module._compiled_call_impl for module in self._with_hooks]
         if forwards != self._forwards:
@@ -302,7 +333,7 @@ class ModuleHooks:
 
         self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
         self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))
-        if self.context.policy.check == "off" or not spec.is_block:
+        if self.context.policy.check == "off" or not spec.is_block or is_compiled(spec.module):
             return
 
         def inner(module: nn.Module, args: object, output: object) -> None:
@@ -311,6 +342,7 @@ class ModuleHooks:
         for module in spec.module.modules():
             if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
                 self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(Hook(inner)))
+        self._hooks_of.setdefault(spec.module, []).append(hook)
 
     def _forget_inner_hooks(self) -> None:
         """Removes hooks inside of blocks, after the first backward.

@@ -5,14 +5,22 @@ A copy of a module (`deepcopy`, `pickle`) is an ordinary model, so hooks do noth
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from noria._errors import usage_error
 
-__all__ = ["Hook", "compiler_config_of", "refuse_cuda_graphs"]
+__all__ = ["CompiledCall", "Hook", "compiler_config_of", "is_compiled", "refuse_cuda_graphs"]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns True if the module was compiled in place, or is the wrapper that torch.compile returns."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def compiler_config_of(module: torch.nn.Module) -> dict[str, object] | None:
@@ -37,8 +45,9 @@ class Hook:
     """Calls a function for one wrap call. A copy of it calls nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = torch._dynamo.disable(call)
+        self._call = call
 
+    @torch._disable_dynamo
     def __call__(self, *args: object) -> None:
         self._call(*args)
 
@@ -55,3 +64,49 @@ def _no_hook(*args: object) -> None:
 
 def _unpickled_hook() -> Callable[..., None]:
     return _no_hook
+
+
+class CompiledCall:
+    """Takes the place of what `module.compile()` made, with noria's hooks around it.
+
+    A module that is compiled in place compiles its hooks, too, and each hook of noria's would cut its graph. So noria's
+    hooks move here before the first call.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], before: CompiledCall | None) -> None:
+        """`before`: what stood here when the module was compiled before that."""
+        self.compiled = compiled
+        self._module = weakref.ref(module)
+        self._pre: list[tuple[Hook, bool]] = [] if before is None else before._pre  # with or without kwargs
+        self._post: list[Hook] = [] if before is None else before._post
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Hook):
+                self._pre.append((hook, number in module._forward_pre_hooks_with_kwargs))
+                del module._forward_pre_hooks[number]
+        for number, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, Hook):
+                self._post.append(hook)
+                del module._forward_hooks[number]
+
+    @torch._disable_dynamo(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, output = self._module(), None
+        for hook, wants_kwargs in self._pre:
+            hook(module, args, kwargs) if wants_kwargs else hook(module, args)
+        try:
+            output = self.compiled(*args, **kwargs)
+        finally:  # noria's hooks are called always
+            for hook in self._post:
+                hook(module, args, output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+    def give_back(self, module: nn.Module) -> list[RemovableHandle]:
+        """Makes the hooks the module's own again, because the user has made it uncompiled."""
+        handles = [
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs)
+            for hook, wants_kwargs in reversed(self._pre)
+        ]
+        return handles + [module.register_forward_hook(hook, always_call=True) for hook in self._post]
