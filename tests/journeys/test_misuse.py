@@ -21,7 +21,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE
-from tests.journeys.pairs import HOSTILE, VOCAB, WIDTH, Net, Side, adamw, assert_moved, both, go_on_here, loss_of, sgd
+from tests.journeys.pairs import (
+    HOSTILE,
+    VOCAB,
+    WIDTH,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    go_on_here,
+    loss_of,
+    sgd,
+    tokens,
+)
 
 THREE_PARTS = r"(?s)noria expected .+, but found .+\. Remedy: .+"
 
@@ -508,6 +521,23 @@ def test_a_backward_that_makes_a_graph():
         with refused("create_graph=True"):
             loss_of(side.model, 50).backward(create_graph=True)
         side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
+def test_a_transform_of_torch_func_around_a_pass():
+    """Such a backward always makes a graph; and torch forbids hooks on saved tensors there, also noria's own."""
+
+    def misuse(side):
+        def logits(weights):
+            return torch.func.functional_call(side.model, weights, (tokens(50),)).sum()
+
+        side.model.eval()
+        with torch.no_grad():
+            loss_of(side.model, 50)  # torch updates nothing inside of a transform
+        with refused("create_graph=True"):
+            torch.func.grad(logits)(dict(side.model.named_parameters()))
+        side.model.train()
 
     undisturbed(misuse)
 

@@ -148,7 +148,7 @@ class OperatorWatch(TorchFunctionMode):
         if self._entered != threading.get_ident():  # another thread's forward may have died in it
             self.__enter__()  # type: ignore[no-untyped-call]
             self._entered = threading.get_ident()
-            if _top_hooks() is None:
+            if _top_hooks() is None and _may_push_hooks():
                 self._saving = saved_tensors_hooks(self._pack, self._unpack)
                 self._saving.__enter__()
 
@@ -260,6 +260,11 @@ class OperatorWatch(TorchFunctionMode):
 def _top_hooks() -> tuple[Callable[..., object], Callable[..., torch.Tensor]] | None:
     """Returns the hooks that pack and unpack what autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _may_push_hooks() -> bool:
+    """Returns False inside of torch.func's grad, vjp, jacrev and hessian, which forbid hooks."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
 # Autograd graphs keep these. They hold the watch weakly, because a graph may outlive it.
