@@ -804,15 +804,8 @@ SCRIPTS: dict[str, Script] = {
     "init_empty_weights, shards, frozen": functools.partial(from_shards, trains=False),
 }
 
-CUTS = "noria's hooks on the modules inside of a block cut its graph"
-INSIDE = "noria's hooks on the block are inside of what is compiled"
 
 NOT_EQUAL: dict[str, str] = {
-    "compile, graphs of blocks replaced": CUTS,
-    "compile, graphs of blocks in place": CUTS,
-    "compile, fullgraph, blocks replaced": CUTS,
-    "compile, fullgraph, forwards": CUTS,
-    "compile, fullgraph, blocks in place": INSIDE,
     "compile, fullgraph, model": "a model that streams is cut at its units",
     "compile, loss and step": "torch rounds otherwise in a compiled step; noria's step is not compiled",
     "jvp in training": "a module's outputs are dual tensors, whose backward announces no visit",

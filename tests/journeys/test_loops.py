@@ -192,7 +192,10 @@ def test_compiled_models(how):
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
-@pytest.mark.parametrize("how", ["wrapped by torch.compile", "in place", "in place after wrap", "in place twice"])
+@pytest.mark.parametrize(
+    "how",
+    ["wrapped by torch.compile", "in place", "in place after wrap", "in place twice", "forward", "forward after wrap"],
+)
 def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, activations):
     """In each kind of pass, also when all passes are known."""
     graphs = []
@@ -205,6 +208,8 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
         for index, block in enumerate(model.blocks):
             if how == "wrapped by torch.compile":
                 model.blocks[index] = torch.compile(block, backend=backend, fullgraph=fullgraph)
+            elif how.startswith("forward"):
+                block.forward = torch.compile(block.forward, backend=backend, fullgraph=fullgraph)
             else:
                 block.compile(backend=backend, fullgraph=fullgraph)
 
@@ -212,11 +217,11 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
     for side in sides:
         torch._dynamo.reset()
         graphs.clear()
-        if how != "in place after wrap":
+        if not how.endswith("after wrap"):
             compile_blocks(side.model)
         if side is sides[1]:
             wrap_side(side, kernel="torch", window=2, activations=activations)
-        if how in ("in place after wrap", "in place twice"):
+        if how in ("in place after wrap", "in place twice", "forward after wrap"):
             compile_blocks(side.model)
         train(side)
         with torch.no_grad():

@@ -268,13 +268,14 @@ class ModuleHooks:
         """Moves noria's hooks out of what `module.compile()` compiles."""
         for module in modules:
             compiled, known = module._compiled_call_impl, self._compiled.get(module)
+            if self._inner_handles and is_compiled(module):
+                self._remove_inner_hooks(self._hooks_of.get(module, []))
             if compiled is known:
                 continue
             if compiled is None:
                 self._handles += self._compiled.pop(module).give_back(module)
             else:
                 self._compiled[module] = module._compiled_call_impl = CompiledCall(module, compiled, known)
-                self._remove_inner_hooks(self._hooks_of.get(module, []))
 
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""

@@ -19,8 +19,9 @@ __all__ = ["CompiledCall", "Hook", "compiler_config_of", "is_compiled", "refuse_
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True if the module was compiled in place, or is the wrapper that torch.compile returns."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    """Returns True if the module or its forward was compiled in place, or it is the wrapper by torch.compile."""
+    is_forward_compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules or is_forward_compiled
 
 
 def compiler_config_of(module: torch.nn.Module) -> dict[str, object] | None:
