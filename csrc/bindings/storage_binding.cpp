@@ -90,16 +90,19 @@ bool StorageBinding::evict(UnitId unit) {
   if (!weights.attached()) return true;  // it failed before that
   // Operators report their writes, also those that no version counter sees (`p.data.clamp_()`).
   const bool is_told = weights.is_told();
-  const bool may_be_written = is_told || weights.written() || has_python_object(weights.storage());
-  const at::Tensor shown = may_be_written ? weights.bytes() : at::Tensor();
-  weights.evict();
   std::vector<std::string> lost;
   for (const int index : parts_.parameters.of(unit)) {
     const BridgedParameter& left = parts_.parameters[index].facts;
     if (left.variable._version() == versions_[static_cast<std::size_t>(index)]) continue;
     lost.push_back("\"" + left.name + "\"");
   }
-  if (lost.empty() && may_be_written) {
+  const bool may_be_written = !lost.empty() || is_told || weights.written() || has_python_object(weights.storage());
+  const at::Tensor shown = may_be_written ? weights.bytes() : at::Tensor();
+  weights.evict();
+  if (!lost.empty()) {
+    // Some count that write nothing, such as `p.set_(p)`, by which torch parametrizes a weight.
+    if (parts_.shards.size == 1 && is_as_at_home(unit, shown)) lost.clear();
+  } else if (may_be_written) {
     // A rank cannot see a write to other ranks' shards, so there any operator counts that writes.
     const bool is_of_all = is_told && parts_.shards.size > 1;
     if (!is_told && looks_ && looks_->has_begun(unit)) looks_->end(unit, shown);
@@ -169,7 +172,13 @@ void StorageBinding::check(const std::vector<UnitId>& units) {
         throw UsageError("parameter \"" + checked.name + "\" frozen, as it was when the model was wrapped",
                          "requires_grad=True", "unfreeze parameters before noria.wrap, or unwrap and wrap again");
       }
+      const bool is_resized = checked.variable.sizes() != parts_.parameters[index].sizes;
       if (rejoin(index)) {
+        if (is_resized) {
+          throw UsageError("parameter \"" + checked.name + "\" in the shape that it had at noria.wrap",
+                           "its data replaced by data of another shape; the home's values were kept",
+                           "noria.unwrap, change the shape, make the optimizer anew, and wrap both again");
+        }
         throw UsageError("parameter \"" + checked.name + "\" where noria.wrap put it",
                          "its data replaced (by .to(), .half(), load_state_dict(assign=True) or p.data = ...); the "
                          "home's values were kept",

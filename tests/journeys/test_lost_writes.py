@@ -12,7 +12,7 @@ from noria.testing import assert_same_bits
 from torch import nn
 
 from tests.device import DEVICE
-from tests.journeys.pairs import Block, Net, loss_of, sgd
+from tests.journeys.pairs import Block, Net, both, loss_of, sgd
 from tests.journeys.test_written_unheard import shrinking
 from tests.ranks import assert_fine, in_turn_on_ranks
 
@@ -47,6 +47,24 @@ def on_ranks(request: pytest.FixtureRequest) -> dict[str, str]:
 def test_ranks_that_share_the_weights_are_told_too(on_ranks, way, write):
     """No rank has the whole weights at home, and can compare with them."""
     assert_fine(on_ranks, f"{way}, {write}")
+
+
+class Parametrized(Block):
+    """Sets a weight to itself in each forward, as torch.nn.utils.parametrize does. Its version grows, its bytes stay."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.expand.weight.set_(self.expand.weight)
+        return super().forward(x)
+
+
+def test_what_a_version_counts_and_no_byte_shows_is_no_write():
+    def make() -> nn.Module:
+        model = Net()
+        model.blocks[1] = Parametrized()
+        return model
+
+    both(lambda side: side.train(0, 4), model=make, window=3)
 
 
 @ON_PRETEND_GPU

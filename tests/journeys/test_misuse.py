@@ -371,6 +371,30 @@ def test_a_move_to_another_device():
     undisturbed(misuse)
 
 
+@pytest.mark.cpu_only("memory of a device is always shared, says torch")
+def test_sharing_the_models_memory():
+    def misuse(side):
+        with refused("share_memory", "noria.unwrap"):
+            side.model.share_memory()
+
+    undisturbed(misuse)
+
+
+def test_changing_the_shape_of_a_parameter():
+    """As transformers' resize_token_embeddings does."""
+
+    def misuse(side):
+        grown = nn.Parameter(torch.zeros(VOCAB + 5, WIDTH, device=DEVICE))
+        weight = side.model.embed.weight
+        with noria.materialize(side.model):
+            weight.data = grown.data
+        with refused("embed.weight", "another shape", "noria.unwrap"):
+            loss_of(side.model, 50)
+        side.optimizer.zero_grad()
+
+    undisturbed(misuse)
+
+
 def test_replacing_the_data_of_a_parameter():
     def misuse(side):
         side.model.head.weight.data = torch.zeros_like(side.model.head.weight, device=DEVICE)

@@ -54,7 +54,15 @@ class Moves:
                     found.setdefault(parameter.dtype, context.slot_of[parameter].name)
         goes = False
         for dtype, name in found.items():
-            made = fn(torch.empty(0, dtype=dtype, device=context.device))
+            probe = torch.empty(0, dtype=dtype, device=context.device)
+            was_shared = probe.is_shared()
+            made = fn(probe)
+            if made.is_shared() and not was_shared and made.device == context.device:
+                raise usage_error(
+                    "a model whose weights no other process shares",
+                    "share_memory() on a wrapped one",
+                    "noria.unwrap it first",
+                )
             if made.dtype != dtype:
                 raise usage_error(
                     "no change of dtype after noria.wrap",
