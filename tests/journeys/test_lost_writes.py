@@ -50,7 +50,7 @@ def test_ranks_that_share_the_weights_are_told_too(on_ranks, way, write):
 
 
 class Parametrized(Block):
-    """Sets a weight to itself in each forward, as torch.nn.utils.parametrize does. Its version grows, its bytes stay."""
+    """Sets a weight to itself in each forward, as torch.nn.utils.parametrize does: a new version, the same bytes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
