@@ -14,10 +14,11 @@ namespace {
 std::string evicted_message(const std::string& unit, bool is_shared) {
   return usage_text("unit \"" + unit + "\" on the device",
                     "it evicted (unit " + unit + " is evicted: use noria.materialize)",
-                    std::string("read and edit parameters inside `with noria.materialize(model):`") +
+                    std::string("between passes, read and edit parameters inside `with noria.materialize(model):`") +
                         (is_shared ? ", which all ranks enter" : "") +
-                        "; make optimizers before noria.wrap, and leave DistributedDataParallel out; if the model "
-                        "itself uses it outside of its module, or only in some passes, wrap with check=\"operators\"");
+                        "; make optimizers before noria.wrap, and leave DistributedDataParallel out; inside a "
+                        "forward that uses it outside of its module in some passes only, wrap with "
+                        "check=\"operators\"");
 }
 
 std::string ended_message(const std::string& unit) {

@@ -272,28 +272,28 @@ def shown(run: Run) -> None:
 def resumed(run: Run) -> None:
     """A run that is cut in two, and one that goes on from a run without noria."""
     for name, first in (("own", Scheduled(run)), ("plain", Scheduled())):
-        saver = ModelCheckpoint(run.folder / name, save_last=True, every_n_train_steps=3, save_top_k=-1)
-        before = trainer_of(run, callbacks=[saver], enable_checkpointing=True, max_epochs=2, max_steps=6)
+        checkpoint = ModelCheckpoint(run.folder / name, save_last=True, every_n_train_steps=3, save_top_k=-1)
+        before = trainer_of(run, callbacks=[checkpoint], enable_checkpointing=True, max_epochs=2, max_steps=6)
         before.fit(first, batches())
         keep(run, before, first, f"{name} before")
         second, after = Scheduled(run), trainer_of(run, max_epochs=3)
-        after.fit(second, batches(), ckpt_path=saver.last_model_path)
+        after.fit(second, batches(), ckpt_path=checkpoint.last_model_path)
         keep(run, after, second, f"{name} after")
-    left = torch.load(saver.last_model_path, weights_only=True)
+    left = torch.load(checkpoint.last_model_path, weights_only=True)
     run.keep("file", [left["state_dict"], left["optimizer_states"]])
 
 
 def best(run: Run) -> None:
     """The best of several checkpoints, tested with noria, and loaded without."""
     module = Plateaued(run)
-    saver = ModelCheckpoint(run.folder, monitor="val_loss", save_top_k=1)
-    trainer = trainer_of(run, callbacks=[saver], enable_checkpointing=True, max_epochs=3)
+    checkpoint = ModelCheckpoint(run.folder, monitor="val_loss", save_top_k=1)
+    trainer = trainer_of(run, callbacks=[checkpoint], enable_checkpointing=True, max_epochs=3)
     trainer.fit(module, batches(), batches(90, 2))
     run.keep("last", trainer.validate(module, batches(90, 2), verbose=False))
     run.keep("best", trainer.test(module, batches(90, 2), ckpt_path="best", verbose=False))
-    run.keep("score", saver.best_model_score)
+    run.keep("score", checkpoint.best_model_score)
     keep(run, trainer, module)
-    loaded = Language.load_from_checkpoint(saver.best_model_path, weights_only=True)
+    loaded = Language.load_from_checkpoint(checkpoint.best_model_path, weights_only=True)
     run.keep_model(loaded, "loaded")
     run.keep("loaded again", trainer.test(loaded, batches(90, 2), verbose=False))
 
