@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import noria
 import pytest
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from noria.integrations.accelerate import prepare
+from noria.integrations.lightning import NoriaEMA, NoriaStrategy
 from noria.integrations.transformers import NoriaCallback, NoriaTrainer, NoriaTrainerMixin
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -95,7 +99,89 @@ def accelerated(run: Run, clip: bool = True, **more: Any) -> None:
         assert_streamed(accelerator.unwrap_model(model))
 
 
+class Module(L.LightningModule):
+    """Computes its loss from the head's weight in `training_step`, outside of all modules' forwards."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.model = tiny.llama()
+        self.automatic_optimization = not manual
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.automatic_optimization:
+            hidden = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+            logits = hidden @ self.model.lm_head.weight.t()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        else:
+            loss = self.model(**batch).loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return tiny.adamw(self)
+
+
+def loader(count: int = 8, rank: int = 0, size: int = 1) -> Any:
+    return DataLoader([tiny.batch(number * size + rank) for number in range(count)], batch_size=None)
+
+
+def lightning(
+    run: Run,
+    manual: bool = False,
+    average: bool = False,
+    others: tuple[Any, ...] = (),
+    resumes_from: Path | None = None,
+    **more: Any,
+) -> None:
+    strategy = NoriaStrategy(**POLICY) if run.is_wrapped else more.pop("other", "auto")
+    callbacks: list[Any] = [Streamed()] if run.is_wrapped else []
+    if average:
+        callbacks.append((NoriaEMA if run.is_wrapped else EMAWeightAveraging)(decay=0.9))
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "default_root_dir": str(run.folder),
+        "enable_checkpointing": False,
+        **quiet,
+        **more,
+    }
+    module = Module(manual)
+    trainer = L.Trainer(**options, strategy=strategy, callbacks=[*callbacks, *others])
+    trainer.fit(module, loader(), loader(2), ckpt_path=resumes_from)
+    run.keep("losses", module.losses)
+    run.keep("validation", {key: float(value) for key, value in trainer.callback_metrics.items()})
+    run.keep_model(module)
+
+
+def resumed_lightning(run: Run) -> None:
+    keeper = ModelCheckpoint(run.folder, filename="first")
+    begun = Run(run.is_wrapped, run.folder)
+    lightning(begun, max_epochs=1, enable_checkpointing=True, others=(keeper,))
+    lightning(run, resumes_from=run.folder / "first.ckpt")
+
+
+class Streamed(L.Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert_streamed(pl_module)
+
+
 SCRIPTS: dict[str, Script] = {
+    "Lightning": lightning,
+    "Lightning, clip and accumulation": functools.partial(lightning, gradient_clip_val=0.1, accumulate_grad_batches=2),
+    "Lightning, autocast": functools.partial(lightning, precision="bf16-mixed"),
+    "Lightning, manual optimization": functools.partial(lightning, manual=True),
+    "Lightning, an average of weights": functools.partial(lightning, average=True),
+    "Lightning, resumed": resumed_lightning,
     "Trainer": train,
     "Trainer, all options at once": functools.partial(
         train, gradient_accumulation_steps=2, max_grad_norm=0.1, bf16=True, gradient_checkpointing=True
@@ -191,7 +277,7 @@ def torchrun(script: str, folder: Path, *more: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-@pytest.mark.parametrize("kind", ["plain", "options", "resumed", "accelerate"])
+@pytest.mark.parametrize("kind", ["plain", "options", "resumed", "accelerate", "lightning"])
 def test_two_ranks_have_the_bits_of_ddp(kind: str, tmp_path: Path):
     ends = []
     for which in ("ddp", "noria"):

@@ -13,7 +13,7 @@ from noria.integrations.accelerate import prepare
 
 from tests.ecosystem import tiny
 from tests.ecosystem.harness import POLICY, Run, assert_streamed
-from tests.ecosystem.test_integrations import end, trainer
+from tests.ecosystem.test_integrations import end, lightning, trainer
 
 OPTIONS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
@@ -22,6 +22,9 @@ OPTIONS: dict[str, Any] = {
     "eval_strategy": "steps",
     "eval_steps": 2,
 }
+
+
+OTHER: dict[bool, dict[str, Any]] = {True: {}, False: {"other": "ddp"}}
 
 
 def trained(run: Run, kind: str) -> None:
@@ -65,6 +68,8 @@ def main() -> None:
     run = Run(which == "noria", folder)
     if kind == "accelerate":
         accelerated(run)
+    elif kind == "lightning":
+        lightning(run, devices=2, accumulate_grad_batches=2, gradient_clip_val=0.1, **OTHER[run.is_wrapped])
     else:
         trained(run, kind)
     if dist.get_rank() == 0:

@@ -1,0 +1,186 @@
+"""Trains with Lightning: `Trainer(strategy="noria")`, after `import noria.integrations.lightning`.
+
+    from noria.integrations.lightning import NoriaStrategy
+
+    trainer = L.Trainer(strategy=NoriaStrategy(device_memory="20GiB"))
+
+The LightningModule makes its optimizers in `configure_optimizers`, and noria wraps both. The module is never placed on
+the device as a whole. The ranks of one launch share it. When the run ends, the module is unwrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+from noria.policy import Policy, make_policy
+from noria.wrap import is_wrapped, materialize, unwrap, wrap
+
+__all__ = ["NoriaEMA", "NoriaStrategy"]
+
+_ABSENT = object()
+
+
+class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
+    """Streams the LightningModule.
+
+    Args:
+        policy: A `noria.Policy`. Instead, its fields may be given by name. The device is the Trainer's, if no other is
+            given. Weights that are trained in bfloat16 get fp32 masters, if no dtype is given.
+        strategy_options: Arguments of Lightning's `DDPStrategy`, such as {"process_group_backend": "gloo"}.
+        **policy_fields: Fields of `Policy` by name, such as device_memory="20GiB".
+
+    Raises:
+        UsageError: if the policy makes no sense.
+
+    Example:
+        >>> trainer = L.Trainer(strategy=NoriaStrategy(device_memory="20GiB"))
+        >>> trainer.fit(module, loader)
+    """
+
+    model: Any
+    lightning_module: Any
+
+    def __init__(
+        self, policy: Policy | None = None, *, strategy_options: dict[str, Any] | None = None, **policy_fields: Any
+    ) -> None:
+        make_policy(policy, policy_fields)  # raises before anything is built
+        super().__init__(**(strategy_options or {}))
+        self._policy = policy
+        self._policy_fields = policy_fields
+        self._step: tuple[str, Any] = ("", _ABSENT)
+        self._has_raised = False
+
+    # ---- set-up ----
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if (
+            self.num_nodes * self.num_processes == 1
+        ):  # one process has the order of data that any other strategy gives it
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self.model = self.precision_plugin.convert_module(self.model)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+        self._wrap(list(self.optimizers) if fits else [])
+        self.setup_precision_plugin()
+
+    def _wrap(self, optimizers: list[Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if any(is_wrapped(each) for each in module.modules()):  # by the user
+            return
+        fields = dict(self._policy_fields)
+        if self._policy is None:
+            fields.setdefault("device", self.root_device)
+            trains_bf16 = any(p.requires_grad and p.dtype is torch.bfloat16 for p in module.parameters())
+            if optimizers and trains_bf16:
+                fields.setdefault("dtype", torch.bfloat16)
+        wrap(module, optimizers or None, self._policy, **fields)
+
+    def model_to_device(self) -> None:
+        """Moves nothing: the module goes to its home."""
+
+    def configure_ddp(self) -> None:
+        """Puts nothing around the module: noria's ranks share it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)  # it stays in the home
+
+    # ---- steps run inside of the module's own forward, so that noria sees all that they use ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            if not self.lightning_module.automatic_optimization:  # it runs backward and step() by itself
+                return self.lightning_module.training_step(*args, **kwargs)
+            return self._in_forward("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._in_forward("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._in_forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._in_forward("predict_step", *args, **kwargs)
+
+    def _in_forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        own = vars(module).get("forward", _ABSENT)
+        self._step = method, own
+        module.__dict__["forward"] = self._forward
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self._give_forward_back(own)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        method, own = self._step
+        self._give_forward_back(own)  # the step may call it
+        return getattr(self.lightning_module, method)(*args, **kwargs)
+
+    def _give_forward_back(self, own: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if own is _ABSENT:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        with self.lightning_module.no_sync():
+            yield
+
+    # ---- the end ----
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_raised = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None and is_wrapped(module) and not self._has_raised:  # ranks unwrap together
+            unwrap(module)
+        super().teardown()
+
+
+class NoriaEMA(EMAWeightAveraging):  # type: ignore[misc]
+    """Lightning's average of weights, for modules that noria streams: it reads and writes them at home.
+
+    Args:
+        *args, **kwargs: As for `EMAWeightAveraging`.
+
+    Example:
+        >>> trainer = L.Trainer(strategy="noria", callbacks=[NoriaEMA(decay=0.999)])
+    """
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any, **more: Any) -> None:
+        with materialize(pl_module):
+            super().on_train_batch_end(trainer, pl_module, *others, **more)
+
+    def _swap_models(self, pl_module: Any) -> None:
+        with materialize(pl_module):
+            super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module: Any) -> None:
+        with materialize(pl_module):
+            super()._copy_average_to_current(pl_module)
+
+
+StrategyRegistry.register("noria", NoriaStrategy, description="Streams models that do not fit on the device.")
