@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -47,15 +48,10 @@ def peft_gets(folder: Path) -> dict[str, Any]:
 
 
 def lightning_gets(folder: Path) -> dict[str, Any]:
-    return given(L=Quiet, module=Module(), loader=batches())
-
-
-class Quiet:
-    """The reader's `L`, with fewer steps."""
-
-    @staticmethod
-    def Trainer(**options: Any) -> L.Trainer:
+    def trainer(**options: Any) -> L.Trainer:  # with fewer steps
         return L.Trainer(**options | {"max_steps": 2, "accelerator": "cpu", "logger": False})
+
+    return given(L=SimpleNamespace(Trainer=trainer), module=Module(), loader=batches())
 
 
 def batches() -> DataLoader[Any]:

@@ -62,9 +62,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        if (
-            self.num_nodes * self.num_processes == 1
-        ):  # one process has the order of data that any other strategy gives it
+        if self.num_nodes * self.num_processes == 1:  # the order of data is that of other strategies
             trainer._accelerator_connector.use_distributed_sampler = False
         self.model = self.precision_plugin.convert_module(self.model)
         fits = trainer.state.fn == TrainerFn.FITTING
