@@ -31,7 +31,7 @@ from noria.wrapped import wrapped_by
 __all__ = ["NoriaCallback", "NoriaTrainer", "NoriaTrainerMixin"]
 
 _GIB = 2**30
-_logger = logging.get_logger(__name__)
+_logger = logging.get_logger("transformers.noria")  # shown as the Trainer's own lines are
 
 
 class NoriaCallback(TrainerCallback):
@@ -64,7 +64,7 @@ class NoriaCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if is_wrapped(more.get("model")) and state.is_world_process_zero:
-            _logger.info(str(report(more["model"])))
+            print(report(more["model"]))
 
 
 class NoriaTrainerMixin:
@@ -101,7 +101,7 @@ class NoriaTrainerMixin:
             trains_bf16 = any(p.requires_grad and p.dtype is torch.bfloat16 for p in self.model.parameters())
             if optimizer is not None and trains_bf16 and "dtype" not in fields:
                 fields["dtype"] = torch.bfloat16
-                _logger.info("noria keeps fp32 masters for the bfloat16 weights that are trained")
+                _logger.warning("noria keeps fp32 masters for the bfloat16 weights that are trained")
         wrap(self.model, optimizer, policy, **fields)
 
     # ---- what the Trainer calls ----
