@@ -1,10 +1,10 @@
 """Supervised fine-tuning with TRL: the trainer as it is, and noria by one base class. Nothing is downloaded.
 
-    python examples/06_trainer.py                          # a fresh Llama of 11 M parameters, Python's own sources
+    python examples/06_trainer.py
     python examples/06_trainer.py --model ~/models/llama --text my.txt --device-memory 20GiB
-    torchrun --nproc-per-node 2 examples/06_trainer.py     # the processes share the model
 
-It needs `pip install trl`. Before it trains it says what will fit.
+It needs `pip install trl`. Without arguments it trains a fresh Llama of 11 M parameters on Python's own sources. Under
+torchrun the processes share the model. Before it trains it says what will fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains a GPT with Lightning: the module as it is, and noria as the Trainer's strategy. Nothing is downloaded.
 
-    python examples/08_lightning.py                    # 12 blocks, of which the window holds a few
-    python examples/08_lightning.py --devices 2        # two processes share the model
+    python examples/08_lightning.py              # the window holds a few of 12 blocks
+    python examples/08_lightning.py --devices 2  # two processes share the model
 
 It needs `pip install lightning`. Before it trains it says what will fit.
 """
