@@ -12,6 +12,7 @@ import torch
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE
@@ -232,6 +233,49 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
         side.train(41, 43)
     assert_same_bits(sides[1].kept, sides[0].kept)
     assert_moved(sides[1].model)
+
+
+class Rooted(Net):
+    """The root has a weight of its own, and may write one where it must not."""
+
+    writes = False
+
+    def __init__(self):
+        super().__init__(3)
+        self.shift = nn.Parameter(torch.randn(VOCAB))
+
+    def forward(self, batch):
+        logits = super().forward(batch) + self.shift
+        if self.writes:
+            with torch.no_grad():
+                self.blocks[0].norm.weight.mul_(2)
+        return logits
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+def test_a_compiled_root_leaves_nothing_on_the_thread_also_if_a_hook_raises(when):
+    modes = _get_current_function_mode_stack()
+    sides = [new_side(model=Rooted) for _ in range(2)]
+    for side in sides:
+        torch._dynamo.reset()
+        if when == "before wrap":
+            side.model.compile(backend="eager")
+        if side is sides[1]:
+            wrap_side(side, kernel="torch", window=3)
+        if when == "after wrap":
+            side.model.compile(backend="eager")
+        side.train(0, 3)
+    assert_same_bits(sides[1].kept, sides[0].kept)
+    with pytest.raises(RuntimeError):  # the weight is on the device no more, or the write is lost
+        sides[1].model.writes = True
+        loss_of(sides[1].model, 50)
+    sides[1].model.writes = False
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert _get_current_function_mode_stack() == modes
+    for side in sides:
+        side.optimizer.zero_grad()
+        side.train(3, 5)
+    assert_same_bits(sides[1].kept, sides[0].kept)
 
 
 def test_a_module_that_was_compiled_in_place_is_as_before_after_unwrap():

@@ -11,12 +11,14 @@ from typing import Any
 import noria
 import pytest
 import torch
+from noria.testing import assert_same_bits, on_machine
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE
-from tests.journeys.pairs import BLOCKS, VOCAB, WIDTH, Block, Side, adamw, both, tokens
+from tests.journeys.pairs import BLOCKS, HOSTILE, VOCAB, WIDTH, Block, Side, adamw, both, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -220,6 +222,77 @@ def test_forwards_that_are_replaced_after_wrap_are_learnt_anew():
         train(side, 6, 8)
 
     both(journey, model=functools.partial(Patched, "operators", False))
+
+
+class OnlyInBackward(torch.autograd.Function):
+    """Its forward does not look at the weight's values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.weight, (grads[0] * 2).flatten(0, -2).sum(0)
+
+
+class BeforeBlocks(Patched):
+    """A function's output goes into a block at once."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(OnlyInBackward.apply(x, self.norm.weight))
+        return self.norm(x).flatten(0, 1)
+
+
+def test_a_function_that_needs_a_weight_in_backward_alone_has_it_in_each_step():
+    both(functools.partial(train, last=6), model=functools.partial(BeforeBlocks, "operators", False))
+
+
+class Around(Patched):
+    """Blocks are called under checkpoints, or where what is saved goes to the CPU."""
+
+    around = "plain"
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.around == "on the CPU":
+                with torch.autograd.graph.save_on_cpu():
+                    x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.around == "reentrant")
+        return self.norm(x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("around", ["plain", "reentrant", "on the CPU"])
+def test_blocks_under_hooks_of_others_leave_nothing_on_the_thread(around: str, compiled: bool):
+    """Compiled ones are compiled without noria's mode, also where a backward computes them again."""
+
+    def side(is_wrapped: bool) -> Side:
+        torch.manual_seed(0)
+        model = Around("operators", False)
+        model.around = around
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        made = Side(model, adamw(model.parameters()), is_wrapped)
+        if is_wrapped:
+            with on_machine(hostility=HOSTILE):
+                noria.wrap(made.model, made.optimizer, device=DEVICE, window=2, kernel="torch")
+        return made
+
+    sides, modes = [], _get_current_function_mode_stack()
+    for is_wrapped in (False, True):
+        torch._dynamo.reset()
+        sides.append(side(is_wrapped))
+        train(sides[-1])
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert _get_current_function_mode_stack() == modes
+    assert_same_bits(sides[1].kept, sides[0].kept)
+    assert_same_bits(sides[1].model.state_dict(), sides[0].model.state_dict())
 
 
 def test_a_saved_weight_that_was_written_since_raises_as_in_torch():

@@ -128,7 +128,6 @@ class ModuleHooks:
         self._hooks_of: dict[nn.Module, list[int]] = {}  # by module: those with hooks inside of it
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
-        self._needs_watch = False
         try:
             self._install()
         except BaseException:
@@ -211,7 +210,6 @@ class ModuleHooks:
                 self._visits.abandon_forward()
             else:
                 self._known_roots.add((number, module.training, torch.is_grad_enabled()))
-                self._needs_watch |= self.watch.num_seen > 0
                 self._visits.end_forward(tensors_of(output))
             self._entered_roots.clear()
             if not raised and torch.is_grad_enabled():
@@ -279,7 +277,8 @@ class ModuleHooks:
 
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
-        self._leave_compiled_calls(self._with_hooks[len(self.context.partition.roots) :])  # a root is being called
+        roots = self.context.partition.roots  # one of them is being called
+        self._leave_compiled_calls([module for module in self._with_hooks if module not in roots])
         forwards = [vars(module).get("forward") for module in self._with_hooks]
         forwards += [module._compiled_call_impl for module in self._with_hooks]
         if forwards != self._forwards:
@@ -290,7 +289,8 @@ class ModuleHooks:
         check = self.context.policy.check
         if check == "off":
             return False
-        return check == "operators" or self._needs_watch or (number, training, grad) not in self._known_roots
+        is_known = (number, training, grad) in self._known_roots
+        return check == "operators" or self.watch.num_seen > 0 or not is_known
 
     def _install_hook(self, spec: HookSpec) -> None:
         visits, watch = self._visits, self.watch
@@ -323,6 +323,8 @@ class ModuleHooks:
             entered.append(chosen)
             enter_visit(chosen)
             if suspends:
+                if watch.is_on():  # what a custom function returned may come here at once
+                    watch.watch_functions(tensors_of((args, kwargs)))
                 watch.suspend()
 
         def leave(module: nn.Module, args: object, output: object) -> None:

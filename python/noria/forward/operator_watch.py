@@ -76,6 +76,7 @@ _METADATA = frozenset(
 """Functions that use a tensor without reading its values."""
 
 
+_PLAIN = torch.Tensor.__torch_dispatch__
 _WATCHED = "noria watches"  # in a node's metadata
 
 
@@ -93,6 +94,23 @@ class _Kept:
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
             f"of shape {list(self.tensor.shape)} is at version {found}; expected version {self.version} instead."
         )
+
+
+@dataclasses.dataclass
+class _Suspension:
+    """Counts the modules that have suspended the watch and have not ended."""
+
+    depth: int = 0
+    left: bool = False  # the mode, in a backward
+
+
+class _Here(threading.local):
+    """What a thread knows. A forward runs on one thread, a backward on one for each device."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = _Suspension(), _Suspension()
+        self.node: tuple[int, int] | None = None  # the node of a backward that asked for units last
+        self.units: set[int] = set()  # what it asked for
 
 
 class OperatorWatch(TorchFunctionMode):
@@ -114,16 +132,14 @@ class OperatorWatch(TorchFunctionMode):
         self._returned = returned
         self._wanted = False
         self._entered: int | None = None  # the thread that has entered the mode in a forward: it is that thread's
-        self._suspended = 0
-        self._saving: saved_tensors_hooks | None = None
-        self._node: tuple[int, int] | None = None  # the node of a backward that asked for units last
-        self._units_of_node: set[int] = set()
+        self._here = _Here()
+        self._saving: saved_tensors_hooks | None = None  # on that thread; they may be left later than the mode
         self._pack, self._unpack = _saving_hooks(weakref.ref(self))
         self.num_seen = 0
         """Number of operators and saved tensors so far that used a unit outside of its modules."""
 
     def start(self) -> None:
-        self._wanted, self._suspended = True, 0
+        self._wanted, self._here.forward = True, _Suspension()
         self._enter()
 
     def stop(self) -> None:
@@ -135,30 +151,48 @@ class OperatorWatch(TorchFunctionMode):
 
     def suspend(self) -> None:
         """Leaves the mode until `resume`. See Note [Modes and compilation]."""
-        self._suspended += 1
-        if self._suspended == 1:
+        suspension = self._suspension()
+        suspension.depth += 1
+        if suspension.depth > 1:
+            return
+        if suspension is self._here.forward:
             self._leave()
+        elif _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            suspension.left = True
 
     def resume(self) -> None:
-        self._suspended = max(0, self._suspended - 1)
-        if self._suspended == 0 and self._wanted:
+        suspension = self._suspension()
+        suspension.depth = max(0, suspension.depth - 1)
+        if suspension.depth:
+            return
+        if suspension is self._here.forward and self._wanted:
             self._enter()
+        elif suspension.left:
+            suspension.left = False
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _suspension(self) -> _Suspension:
+        return self._here.backward if in_backward() else self._here.forward
 
     def _enter(self) -> None:
-        if self._entered != threading.get_ident():  # another thread's forward may have died in it
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._entered = threading.get_ident()
-            if _top_hooks() is None and _may_push_hooks():
-                self._saving = saved_tensors_hooks(self._pack, self._unpack)
-                self._saving.__enter__()
+        if self._entered == threading.get_ident():
+            return
+        self.__enter__()  # type: ignore[no-untyped-call]
+        if self._entered is not None:  # another thread's forward has died in it, and its hooks are that thread's
+            self._saving = None
+        self._entered = threading.get_ident()
+        if self._saving is None and _top_hooks() is None and _may_push_hooks():
+            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
 
     def _leave(self) -> None:
         is_own = self._entered == threading.get_ident()
         if is_own and _get_current_function_mode() is self:  # else a user's mode is on top: ignore calls
             self.__exit__(None, None, None)
             self._entered = None
-            if self._saving is not None and self._is_own(_top_hooks()):
-                self._saving.__exit__(None, None, None)
+        if self._saving is not None and self._is_own(_top_hooks()):  # else others' hooks are on top
+            self._saving.__exit__(None, None, None)
             self._saving = None
 
     def __torch_function__(
@@ -170,7 +204,7 @@ class OperatorWatch(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         is_on = self._wanted or in_backward()
-        if self._suspended or not is_on or getattr(func, "__name__", "") in _METADATA:
+        if self._suspension().depth or not is_on or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
         tensors = tensors_of((args, kwargs))
         if torch.is_grad_enabled():
@@ -197,7 +231,7 @@ class OperatorWatch(TorchFunctionMode):
     def _units_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         units = set()
         for tensor in tensors:
-            if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            if tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _PLAIN:  # has a storage of its own
                 unit = self._unit_of_storage.get(_C.storage_of(tensor))
                 if unit is not None:
                     units.add(unit)
@@ -215,7 +249,7 @@ class OperatorWatch(TorchFunctionMode):
 
     def watch_node(self) -> None:
         """Watches until the end of the node that runs now."""
-        self._suspended = 0
+        self._here.backward = _Suspension()
         if in_backward() and _get_current_function_mode() is not self:
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -234,11 +268,12 @@ class OperatorWatch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             node = torch._C._current_autograd_node()
             key = (torch._C._current_graph_task_id(), node._sequence_nr())
-            if self._node != key:
-                self._node, self._units_of_node = key, set()
-            self._units_of_node |= self._units_of([tensor])
-            if self._units_of_node:  # a checkpoint may have visited others since
-                self._visit(tuple(sorted(self._units_of_node)))
+            here = self._here
+            if here.node != key:
+                here.node, here.units = key, set()
+            here.units |= self._units_of([tensor])
+            if here.units:  # a checkpoint may have visited others since
+                self._visit(tuple(sorted(here.units)))
         return tensor
 
     @contextmanager

@@ -92,13 +92,19 @@ class CompiledCall:
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, output = self._module(), None
-        for hook, wants_kwargs in self._pre:
-            hook(module, args, kwargs) if wants_kwargs else hook(module, args)
+        raised: list[BaseException] = []
         try:
+            for hook, wants_kwargs in self._pre:
+                hook(module, args, kwargs) if wants_kwargs else hook(module, args)
             output = self.compiled(*args, **kwargs)
-        finally:  # noria's hooks are called always
+        finally:  # all of noria's hooks are called, also after an error
             for hook in self._post:
-                hook(module, args, output)
+                try:
+                    hook(module, args, output)
+                except BaseException as error:
+                    raised.append(error)
+        if raised:
+            raise raised[0]
         return output
 
     def __getattr__(self, name: str) -> Any:
