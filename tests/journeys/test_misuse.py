@@ -474,6 +474,27 @@ def test_copies_of_a_wrapped_model_move_by_themselves():
         assert {each.dtype for each in other.parameters()} == {torch.float16}
     with refused("no change of dtype"):
         model.half()
+    noria.wrap(copied.float(), device=DEVICE)
+    with refused("no change of dtype"):
+        copied.half()
+
+
+def test_another_memory_format():
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = noria.wrap(Images(), device=DEVICE)
+    with refused("memory format", "before noria.wrap"):
+        model.to(memory_format=torch.channels_last)
+    model.to(DEVICE, torch.float32)
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
 
 
 def test_load_state_dict_that_assigns():

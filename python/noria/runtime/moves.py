@@ -47,14 +47,14 @@ class Moves:
 
     def _leaves_the_device(self, fn: Change, modules: list[nn.Module], context: Context) -> bool:
         """Returns True for a move to the CPU, from another device. Raises UsageError for other changes."""
-        found: dict[torch.dtype, str] = {}
+        found: dict[tuple[torch.dtype, int], str] = {}  # by dtype and number of dimensions
         for each in modules:
             for parameter in each.parameters(recurse=False):
                 if parameter in context.slot_of:
-                    found.setdefault(parameter.dtype, context.slot_of[parameter].name)
+                    found.setdefault((parameter.dtype, parameter.dim()), context.slot_of[parameter].name)
         goes = False
-        for dtype, name in found.items():
-            probe = torch.empty(0, dtype=dtype, device=context.device)
+        for (dtype, num_dims), name in found.items():
+            probe = torch.empty((2,) * num_dims, dtype=dtype, device=context.device)
             was_shared = probe.is_shared()
             made = fn(probe)
             if made.is_shared() and not was_shared and made.device == context.device:
@@ -75,6 +75,12 @@ class Moves:
                     f'a move of "{name}" to {made.device}',
                     "noria.unwrap it first, or give device= to noria.wrap",
                 )
+            if made.stride() != probe.stride():
+                raise usage_error(
+                    "weights that lie as they did at noria.wrap",
+                    f'a change of the memory format of "{name}"',
+                    "change memory formats before noria.wrap",
+                )
             goes |= made.device != context.device
         return goes
 
@@ -94,7 +100,8 @@ def _own(module: nn.Module) -> Callable[..., nn.Module]:
 
 def answer_moves(root: nn.Module, context: Context) -> None:
     for module in root.modules():
-        if "_apply" not in vars(module):
+        own = vars(module).get("_apply")
+        if own is None or getattr(own, "__func__", None) is type(module)._apply:  # that is a copy of a wrapped module
             module.__dict__["_apply"] = Moves(module, context)
 
 
