@@ -260,6 +260,48 @@ def test_a_wrong_policy_raises_before_anything_is_built(tmp_path: Path):
             NoriaTrainer(tiny.llama(), args, noria=wrong)  # type: ignore[arg-type]
 
 
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            raise ValueError("no luck")
+
+
+def quiet(folder: Path, *callbacks: Any, **more: Any) -> L.Trainer:
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": str(folder)} | off | more
+    return L.Trainer(strategy=NoriaStrategy(**POLICY), callbacks=list(callbacks), **options)
+
+
+def test_a_fit_that_raised_leaves_a_module_that_fits_anew(tmp_path: Path):
+    module = Module()
+    with pytest.raises(ValueError, match="no luck"):
+        quiet(tmp_path, Fails()).fit(module, loader())
+    assert not noria.is_wrapped(module)
+    quiet(tmp_path, Streamed()).fit(module, loader())
+    assert len(module.losses) == 9
+
+
+def test_an_average_from_an_epoch_on_is_read_at_home(tmp_path: Path):
+    class ByEpoch(NoriaEMA):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return epoch_idx is not None
+
+    average = ByEpoch(decay=0.5)
+    quiet(tmp_path, average, max_epochs=2).fit(Module(), loader(4))
+    assert average._latest_update_epoch == 1
+
+
+def test_a_module_that_is_wrapped_without_its_optimizers_is_refused(tmp_path: Path):
+    module = Module()
+    noria.wrap(module, **POLICY)
+    with pytest.raises(noria.UsageError, match="the strategy wraps both"):
+        quiet(tmp_path).fit(module, loader())
+    model = noria.wrap(tiny.llama(), **POLICY)
+    args = TrainingArguments(**arguments(tmp_path))
+    with pytest.raises(noria.UsageError, match="the trainer wraps both"):
+        NoriaTrainer(model, args, train_dataset=tiny.token_rows()).train()
+
+
 # ---- ranks ----
 
 

@@ -10,8 +10,8 @@ the device as a whole. The ranks of one launch share it. When the run ends, the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
+from noria._C import UsageError
+from noria._errors import usage_error
+from noria.optimizer import WrappedOptimizer
 from noria.policy import Policy, make_policy
 from noria.wrap import is_wrapped, materialize, unwrap, wrap
 
@@ -55,7 +58,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
         self._policy = policy
         self._policy_fields = policy_fields
         self._step: tuple[str, Any] = ("", _ABSENT)
-        self._has_raised = False
+        self._has_wrapped = self._has_raised = False
 
     # ---- set-up ----
 
@@ -65,6 +68,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
         if self.num_nodes * self.num_processes == 1:  # the order of data is that of other strategies
             trainer._accelerator_connector.use_distributed_sampler = False
         self.model = self.precision_plugin.convert_module(self.model)
+        self._has_raised = False
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
@@ -75,6 +79,12 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
         module = self.lightning_module
         assert module is not None
         if any(is_wrapped(each) for each in module.modules()):  # by the user
+            if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
+                raise usage_error(
+                    "a module that is wrapped with its optimizers, or not yet",
+                    "one that noria.wrap has wrapped, and optimizers that it has not",
+                    "leave noria.wrap out: the strategy wraps both",
+                )
             return
         fields = dict(self._policy_fields)
         if self._policy is None:
@@ -83,6 +93,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
             if optimizers and trains_bf16:
                 fields.setdefault("dtype", torch.bfloat16)
         wrap(module, optimizers or None, self._policy, **fields)
+        self._has_wrapped = True
 
     def model_to_device(self) -> None:
         """Moves nothing: the module goes to its home."""
@@ -139,7 +150,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
         else:
             module.__dict__["forward"] = own
 
-    @contextmanager
+    @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert self.lightning_module is not None
         with self.lightning_module.no_sync():
@@ -153,8 +164,13 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         module = self.lightning_module
-        if module is not None and is_wrapped(module) and not self._has_raised:  # ranks unwrap together
-            unwrap(module)
+        if self._has_wrapped and is_wrapped(module):
+            if not self._has_raised:
+                unwrap(module)
+            elif self.world_size == 1:  # other ranks may be elsewhere
+                with contextlib.suppress(UsageError):  # what has raised is told already
+                    unwrap(module)
+        self._has_wrapped = False
         super().teardown()
 
 
@@ -169,8 +185,18 @@ class NoriaEMA(EMAWeightAveraging):  # type: ignore[misc]
     """
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any, **more: Any) -> None:
-        with materialize(pl_module):
+        step = trainer.global_step
+        with self._reading(pl_module, step > self._latest_update_step and self.should_update(step_idx=step - 1)):
             super().on_train_batch_end(trainer, pl_module, *others, **more)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        epoch = trainer.current_epoch
+        with self._reading(pl_module, epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch)):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @staticmethod
+    def _reading(module: Any, is_due: bool) -> contextlib.AbstractContextManager[Any]:
+        return materialize(module, read_only=True) if is_due else contextlib.nullcontext()
 
     def _swap_models(self, pl_module: Any) -> None:
         with materialize(pl_module):

@@ -57,6 +57,8 @@ class NoriaCallback(TrainerCallback):
         stalled = sum(lanes["compute"].stalled_us.values())
         busy, fetched = lanes["compute"].busy_us + stalled, lanes["fetch"].bytes
         before_stalled, before_busy, before_fetched = self._last
+        if fetched < before_fetched:  # it was wrapped again
+            before_stalled, before_busy, before_fetched = 0.0, 0.0, 0
         self._last = stalled, busy, fetched
         logs["noria/fetched_gib"] = (fetched - before_fetched) / _GIB
         logs["noria/stalled"] = (stalled - before_stalled) / max(busy - before_busy, 1.0)
@@ -86,6 +88,8 @@ class NoriaTrainerMixin:
 
     def __init__(self, *args: Any, noria: Policy | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._noria = noria
+        self._has_wrapped = False
+        self._gathered: dict[str, Any] | None = None  # while `save_model` runs
         if isinstance(noria, Mapping):
             make_policy(None, dict(noria))  # raises before anything is built
         elif not isinstance(noria, Policy | None):
@@ -103,6 +107,7 @@ class NoriaTrainerMixin:
                 fields["dtype"] = torch.bfloat16
                 _logger.warning("noria keeps fp32 masters for the bfloat16 weights that are trained")
         wrap(self.model, optimizer, policy, **fields)
+        self._has_wrapped = True
 
     # ---- what the Trainer calls ----
 
@@ -118,8 +123,14 @@ class NoriaTrainerMixin:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         wrapped = wrapped_by(self.model)
-        if wrapped is not None and not wrapped.drivers:  # for an evaluation before the training
-            unwrap(self.model)
+        if wrapped is not None and not wrapped.drivers:
+            if not self._has_wrapped:
+                raise usage_error(
+                    "a model that is wrapped with its optimizer, or not yet",
+                    "one that noria.wrap has wrapped alone",
+                    "leave noria.wrap out: the trainer wraps both, by noria=",
+                )
+            unwrap(self.model)  # it was wrapped for an evaluation before the training
         if not is_wrapped(self.model):
             self._wrap(optimizer)
         return optimizer  # type: ignore[no-any-return]
@@ -135,10 +146,15 @@ class NoriaTrainerMixin:
         wrapped = wrapped_by(self.model)
         return wrapped is not None and wrapped.context.ranks is not None
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self._gathered = self.model.state_dict() if self._shares() else None
+        try:
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._gathered = None
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self._shares():
-            state_dict = self.model.state_dict()
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        super()._save(output_dir, state_dict=self._gathered if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._shares() and not self.args.should_save:
