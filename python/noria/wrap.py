@@ -227,6 +227,8 @@ def wrap(
             grid = None if ranks is None else ranks.grid
             planned = make_plan(roots, updaters, chosen, values=values, grid=grid, free=min_over_ranks(gathered))
             lines = [] if ranks is None else fingerprint(planned, updaters)
+            if planned.without_masters:
+                warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=2)
         with raised_by_all([] if pipeline is None else [pipeline], "noria.wrap"):
             if ranks is not None:
                 ranks.agree(lines)  # raises on all of them alike
@@ -239,8 +241,6 @@ def wrap(
         raise
     _LIVE.add(wrapped.run)
     tell_when_full(wrapped.run)
-    if planned.without_masters:
-        warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=2)
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
@@ -352,6 +352,7 @@ def _carry_out(
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
+    _move_quantisation([slot.parameter for unit in units for slot in unit.parameters], device)
     wrapped.loads.missing |= {
         (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
     }
@@ -398,6 +399,13 @@ def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | No
             buffer = ranks.from_first(buffer.contiguous())
         if buffer is not module._buffers[name] or buffer.device != device or buffer.dtype != wanted:
             module._buffers[name] = buffer.to(device=device, dtype=wanted)
+
+
+def _move_quantisation(parameters: list[nn.Parameter], device: torch.device) -> None:
+    """Moves the constants of bitsandbytes' 4-bit weights to the device, where they stay like buffers."""
+    for parameter in parameters:
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            state.to(device)
 
 
 def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Any:
@@ -469,6 +477,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
                 slot.parameter.grad = context.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
+        _move_quantisation([slot.parameter for slot in context.slots], torch.device("cpu"))
     wrapped.run.shutdown()
     context.home.let_go()
     _LIVE.discard(wrapped.run)

@@ -244,7 +244,14 @@ def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
     """Returns why a parameter cannot be moved, and the remedy. None if it can be moved."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "not initialised yet", "run one forward pass on the CPU before wrapping"
-    if type(parameter) is not nn.Parameter:
+    if type(parameter).__name__ == "Params4bit":
+        if parameter.requires_grad:
+            return "of type Params4bit that is trained", "freeze it: only adapters beside it can be trained"
+        if not getattr(parameter, "bnb_quantized", False):
+            return "of type Params4bit, not quantised yet", 'call model.to("cpu") first, which quantises it'
+    elif type(parameter).__name__ == "Int8Params":
+        return "of type Int8Params, whose module replaces it at its first use", "use 4 bits: Params4bit streams"
+    elif type(parameter) is not nn.Parameter:
         return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
     if parameter.is_inference():
         return "made in torch.inference_mode, which gradients and updates cannot use", "make the model outside of it"

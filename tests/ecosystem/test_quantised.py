@@ -1,0 +1,105 @@
+"""Frozen bases in four bits (bitsandbytes), with adapters beside them: QLoRA. The base streams as it is."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import noria
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.ecosystem import tiny
+from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, cases
+
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0}
+
+
+def quantised(folder: Path, **options: Any) -> torch.nn.Module:
+    """As people load it: `from_pretrained` with a quantisation, on the CPU."""
+    tiny.llama(hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
+    config = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_compute_dtype": torch.float32, **options})
+    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=config, device_map="cpu")
+
+
+def train(run: Run, model: Any, steps: int = 4, **policy: Any) -> None:
+    optimizer = tiny.adamw(model)
+    run.wrap(model, optimizer, **policy)
+    model.train()  # in evaluation bitsandbytes packs weights anew for some CPUs
+    for number in range(steps):
+        loss = model(**tiny.batch(number)).loss
+        loss.backward()
+        run.keep(f"gradients {number}", {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(f"loss {number}", loss)
+    run.keep("adapters", {n: v for n, v in model.state_dict().items() if "lora" in n})
+
+
+def qlora(run: Run, lora: dict[str, Any] | None = None, prepares: bool = False, **options: Any) -> None:
+    model = quantised(run.folder, **options)
+    if prepares:
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(3)
+    train(run, get_peft_model(model, LoraConfig(**LORA, **(lora or {}))))
+
+
+def unwrapped_and_on(run: Run) -> None:
+    """Trains, unwraps, and trains without noria."""
+    torch.manual_seed(3)
+    model = get_peft_model(quantised(run.folder, bnb_4bit_quant_type="nf4"), LoraConfig(**LORA))
+    optimizer = tiny.adamw(model)
+    run.wrap(model, optimizer)
+    model.train()
+    for number in range(4):
+        if number == 2:
+            run.unwrap(model, optimizer)
+        loss = model(**tiny.batch(number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(f"loss {number}", loss)
+
+
+SCRIPTS: dict[str, Script] = {
+    "NF4": functools.partial(qlora, bnb_4bit_quant_type="nf4"),
+    "FP4": functools.partial(qlora, bnb_4bit_quant_type="fp4"),
+    "NF4, double quantisation": functools.partial(qlora, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "NF4, computed in bfloat16": functools.partial(
+        qlora, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    ),
+    "NF4, prepared for training": functools.partial(qlora, prepares=True, bnb_4bit_quant_type="nf4"),
+    "NF4, DoRA": functools.partial(qlora, lora={"use_dora": True}, bnb_4bit_quant_type="nf4"),
+    "NF4, rsLoRA": functools.partial(qlora, lora={"use_rslora": True}, bnb_4bit_quant_type="nf4"),
+    "NF4, unwrapped and on": unwrapped_and_on,
+}
+
+
+@cases(SCRIPTS)
+def test_quantised(script: Script, tmp_path: Path):
+    assert_equal(script, tmp_path)
+
+
+def test_the_base_takes_half_a_byte_for_each_weight(tmp_path: Path):
+    model = get_peft_model(quantised(tmp_path, bnb_4bit_quant_type="nf4"), LoraConfig(**LORA))
+    optimizer = tiny.adamw(model)
+    noria.wrap(model, optimizer, **POLICY)
+    packed = sum(p.numel() for p in model.parameters() if type(p).__name__ == "Params4bit")
+    taken = {row.purpose: row.taken for row in noria.report(model).ledger}
+    others = sum(p.numel() * p.itemsize for p in model.parameters() if type(p).__name__ != "Params4bit")
+    padding = 512 * (2 + len(list(model.parameters())))
+    assert packed + others <= taken["working copies"] <= packed + others + padding
+
+
+@pytest.mark.parametrize("kind", ["int8", "not quantised yet"])
+def test_what_cannot_stream_is_refused_with_a_remedy(kind: str):
+    if kind == "int8":
+        model, words = torch.nn.Sequential(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False)), "use 4 bits"
+    else:
+        model, words = torch.nn.Sequential(bnb.nn.Linear4bit(64, 64)), r"model\.to\(.cpu.\)"
+    with pytest.raises(noria.UsageError, match=words):
+        noria.wrap(model, **POLICY)
