@@ -44,7 +44,8 @@ def rates(args: argparse.Namespace) -> dict[str, float]:
     """Bytes and parameters a second."""
     folder = args.result.parent
     if args.down is None or args.up is None:
-        by_size = [each for each in newest("transfers", folder)["summary"].values() if "gib_s" in each]
+        measured = newest("transfers", folder)["summary"].values()
+        by_size = [each for each in measured if isinstance(each, dict) and "gib_s" in each]  # others are times
         largest = by_size[-1]["gib_s"]
         args.down, args.up = args.down or largest["fetch"], args.up or largest["drain"]
     if args.update is None:
