@@ -295,6 +295,27 @@ def test_blocks_under_hooks_of_others_leave_nothing_on_the_thread(around: str, c
     assert_same_bits(sides[1].model.state_dict(), sides[0].model.state_dict())
 
 
+class AskedFor(Patched):
+    """Uses the weight outside of its module only if it is asked to, by a keyword, as TRL's fused heads do."""
+
+    def forward(self, tokens: torch.Tensor, fused: bool = False) -> torch.Tensor:
+        hidden = self.hidden(tokens)
+        return SavesWeight.apply(hidden, self.head.weight) if fused else self.head(hidden).square().mean()
+
+
+def test_calls_with_other_keywords_are_learnt_by_themselves():
+    def journey(side: Side) -> None:
+        for number in range(3):
+            with torch.no_grad():
+                side.keep(f"scored {number}", side.model(tokens(number)))
+        for number in range(3, 6):
+            with torch.no_grad():
+                side.keep(f"fused {number}", side.model(tokens(number), fused=True))
+            train(side, number, number + 1)
+
+    both(journey, model=functools.partial(AskedFor, "operators", False))
+
+
 def test_a_saved_weight_that_was_written_since_raises_as_in_torch():
     def journey(side: Side) -> None:
         train(side, 0, 2)

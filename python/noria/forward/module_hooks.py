@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -92,6 +92,15 @@ class _EnteredRoot:
     handled: BaseException | None  # was being handled before the call; any other one was raised inside
 
 
+class _Kind(NamedTuple):
+    """Describes calls of a root that use the same weights: those of one kind are watched until one has ended."""
+
+    root: int
+    training: bool
+    grad: bool
+    keywords: frozenset[str]  # a patched forward may do something else if it is asked to
+
+
 class ModuleHooks:
     """Installs the hooks and notes which forward is under way. The hooks keep `keeps_alive` alive."""
 
@@ -122,7 +131,8 @@ class ModuleHooks:
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._entering = threading.Lock()
-        self._known_roots: set[tuple[int, bool, bool]] = set()
+        self._kind = _Kind(0, False, False, frozenset())  # of the forward that began last
+        self._known_kinds: set[_Kind] = set()
         self._forwards: list[object] = []  # what the modules with hooks call, as it was in the last pass
         self._compiled: dict[nn.Module, CompiledCall] = {}
         self._hooks_of: dict[nn.Module, list[int]] = {}  # by module: those with hooks inside of it
@@ -142,7 +152,7 @@ class ModuleHooks:
         # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.
         for number, root in enumerate(partition.roots):
             enter, leave = self._root_hooks(number)
-            self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True))
+            self._handles.append(root.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
             self._handles.append(root.register_forward_hook(Hook(leave), always_call=True))
         self._leave_compiled_calls(self._with_hooks)
 
@@ -165,7 +175,7 @@ class ModuleHooks:
         self._inner_handles.clear()
 
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: object) -> None:
+        def enter(module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
             if in_backward():
@@ -187,10 +197,11 @@ class ModuleHooks:
                 self._remove_inner_hooks(list(self._inner_handles))
             self._note_replaced_forwards()
             training, grad = module.training, torch.is_grad_enabled()
-            if (number, training, grad) not in self._known_roots:
+            self._kind = _Kind(number, training, grad, frozenset(kwargs))
+            if self._kind not in self._known_kinds:
                 _refuse_split_backwards()
             self._visits.begin_forward(number, training, grad)
-            if self._wants_watch(number, training, grad):
+            if self._wants_watch(self._kind):
                 self.watch.start()
 
         def leave(module: nn.Module, args: object, output: object) -> None:
@@ -209,7 +220,7 @@ class ModuleHooks:
             if raised:
                 self._visits.abandon_forward()
             else:
-                self._known_roots.add((number, module.training, torch.is_grad_enabled()))
+                self._known_kinds.add(self._kind)
                 self._visits.end_forward(tensors_of(output))
             self._entered_roots.clear()
             if not raised and torch.is_grad_enabled():
@@ -282,15 +293,14 @@ class ModuleHooks:
         forwards = [vars(module).get("forward") for module in self._with_hooks]
         forwards += [module._compiled_call_impl for module in self._with_hooks]
         if forwards != self._forwards:
-            self._known_roots.clear()
+            self._known_kinds.clear()
             self._forwards = forwards
 
-    def _wants_watch(self, number: int, training: bool, grad: bool) -> bool:
+    def _wants_watch(self, kind: _Kind) -> bool:
         check = self.context.policy.check
         if check == "off":
             return False
-        is_known = (number, training, grad) in self._known_roots
-        return check == "operators" or self.watch.num_seen > 0 or not is_known
+        return check == "operators" or self.watch.num_seen > 0 or kind not in self._known_kinds
 
     def _install_hook(self, spec: HookSpec) -> None:
         visits, watch = self._visits, self.watch
