@@ -195,6 +195,7 @@ class OperatorWatch(TorchFunctionMode):
             self._saving.__exit__(None, None, None)
             self._saving = None
 
+    @torch._disable_dynamo  # which would trace it for each operator anew
     def __torch_function__(
         self,
         func: Callable[..., object],
