@@ -173,18 +173,18 @@ void StorageBinding::check(const std::vector<UnitId>& units) {
         throw UsageError("parameter \"" + checked.name + "\" frozen, as it was when the model was wrapped",
                          "requires_grad=True", "unfreeze parameters before noria.wrap, or unwrap and wrap again");
       }
+      if (is_in_place(index)) continue;
       const bool is_resized = checked.variable.sizes() != parts_.parameters[index].sizes;
-      if (rejoin(index)) {
-        if (is_resized) {
-          throw UsageError("parameter \"" + checked.name + "\" in the shape that it had at noria.wrap",
-                           "its data replaced by data of another shape; the home's values were kept",
-                           "noria.unwrap, change the shape, make the optimizer anew, and wrap both again");
-        }
-        throw UsageError("parameter \"" + checked.name + "\" where noria.wrap put it",
-                         "its data replaced (by .to(), .half(), load_state_dict(assign=True) or p.data = ...); the "
-                         "home's values were kept",
-                         "change dtypes before noria.wrap, and values inside `with noria.materialize(model):`");
+      place(index);
+      if (is_resized) {
+        throw UsageError("parameter \"" + checked.name + "\" in the shape that it had at noria.wrap",
+                         "its data replaced by data of another shape; the home's values were kept",
+                         "noria.unwrap, change the shape, make the optimizer anew, and wrap both again");
       }
+      throw UsageError("parameter \"" + checked.name + "\" where noria.wrap put it",
+                       "its data replaced (by .to(), .half(), load_state_dict(assign=True) or p.data = ...); the "
+                       "home's values were kept",
+                       "change dtypes before noria.wrap, and values inside `with noria.materialize(model):`");
     }
   }
 }
