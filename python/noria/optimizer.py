@@ -23,7 +23,7 @@ from noria.torch_state import refuse_inside_backward
 if TYPE_CHECKING:
     from noria.step.driver import StepDriver
 
-__all__ = ["check_optimizer", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
+__all__ = ["check_optimizer", "driver_of", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
 
 
 class WrappedOptimizer(Optimizer):
@@ -226,6 +226,12 @@ def seen_through(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+def driver_of(optimizer: object) -> StepDriver | None:
+    """Returns what drives a wrapped optimizer, also one in a wrapper. None for anything else."""
+    inner = seen_through(optimizer)
+    return inner._noria if isinstance(inner, WrappedOptimizer) else None
 
 
 def refuse_kept_methods(wrapper: Any, optimizer: Optimizer) -> None:

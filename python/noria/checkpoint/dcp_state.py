@@ -12,7 +12,7 @@ from noria._errors import usage_error
 from noria._lists import as_list
 from noria.dist.shard_tensor import ShardTensor
 from noria.model.layout import HomeParameter
-from noria.optimizer import WrappedOptimizer, seen_through
+from noria.optimizer import driver_of
 from noria.pipeline.pipelining_compat import modules_of
 from noria.wrapped import Wrapped, wrapped_by
 
@@ -74,7 +74,7 @@ def parts_of(model: object, optimizer: object) -> dict[str, _ModelParts | _Optim
     models = [_ModelParts(_owner_of(each), each) for each in as_list(model)]
     entries["model"] = models[0] if isinstance(model, nn.Module) else _Several(models)
     if optimizer is not None:
-        optimizers = [_OptimizerParts(_driver_of(seen_through(each))) for each in as_list(optimizer)]
+        optimizers = [_OptimizerParts(_driver_of(each)) for each in as_list(optimizer)]
         entries["optimizer"] = _Several(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
     return entries
 
@@ -87,7 +87,7 @@ def _owner_of(model: nn.Module) -> Wrapped:
 
 
 def _driver_of(optimizer: object) -> StepDriver:
-    driver = optimizer._noria if isinstance(optimizer, WrappedOptimizer) else None
+    driver = driver_of(optimizer)
     if driver is None:
         raise usage_error("a wrapped optimizer", type(optimizer).__qualname__, "give what noria.wrap was given")
     return driver

@@ -18,7 +18,7 @@ from noria._lists import as_list
 from noria.checkpoint.dcp_load import describe_folder, load_folder
 from noria.dist.load_fingerprint import lines_of_model, lines_of_optimizer, refuse_others
 from noria.dist.ranks import Ranks, raised_by_all
-from noria.optimizer import WrappedOptimizer, seen_through
+from noria.optimizer import driver_of
 from noria.pipeline.pipelining_compat import modules_of
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
@@ -80,8 +80,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 def _shared(model: Models, optimizer: Optimizers | None) -> list[tuple[RunState, RankSync, Ranks]]:
     """Returns the wrap calls behind these models and optimizers, each once, if ranks share their models."""
     owners = [(owner.run, owner.sync) for each in as_list(model) if (owner := wrapped_by(each)) is not None]
-    drivers = [each._noria for each in map(seen_through, as_list(optimizer)) if isinstance(each, WrappedOptimizer)]
-    owners += [(driver.run, driver.services.sync) for driver in drivers if driver is not None]
+    drivers = [driver for each in as_list(optimizer) if (driver := driver_of(each)) is not None]
+    owners += [(driver.run, driver.services.sync) for driver in drivers]
     return [(run, sync, run.context.ranks) for run, sync in dict.fromkeys(owners) if run.context.ranks is not None]
 
 
@@ -173,10 +173,9 @@ def _pairs(
 def _lines(pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]]) -> list[str]:
     """Returns lines about what is loaded into wrapped objects, for the ranks to compare."""
     lines: list[str] = []
-    for whole, state in pairs:
-        target = seen_through(whole)
-        if isinstance(target, WrappedOptimizer) and target._noria is not None:
-            slot_of = target._noria.context.slot_of
+    for target, state in pairs:
+        if isinstance(target, Optimizer) and (driver := driver_of(target)) is not None:
+            slot_of = driver.context.slot_of
             names = [slot_of[p].name for group in target.param_groups for p in group["params"]]
             lines += lines_of_optimizer(names, state)
         elif isinstance(target, nn.Module) and wrapped_by(target) is not None:

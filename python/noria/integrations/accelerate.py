@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
-from noria.optimizer import WrappedOptimizer, seen_through
+from noria.optimizer import driver_of
 from noria.policy import Policy
 from noria.wrap import is_wrapped, wrap
 
@@ -46,7 +46,7 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: Policy | None = Non
         >>> optimizer.step()
     """
     models = [each for each in objects if isinstance(each, nn.Module) and not is_wrapped(each)]
-    optimizers = [each for each in objects if isinstance(each, Optimizer) and not _is_wrapped(each)]
+    optimizers = [each for each in objects if isinstance(each, Optimizer) and driver_of(each) is None]
     if optimizers and not models:
         raise usage_error(
             "a model beside its optimizer, none of them wrapped",
@@ -85,11 +85,6 @@ def follow(accelerator: Accelerator) -> None:
         return prepare_model(given, device_placement=False, evaluation_mode=True)
 
     def optimizer(given: Optimizer, device_placement: bool | None = None) -> Any:
-        return prepare_optimizer(given, False if _is_wrapped(given) else device_placement)
+        return prepare_optimizer(given, device_placement if driver_of(given) is None else False)
 
     accelerator.prepare_model, accelerator.prepare_optimizer = model, optimizer
-
-
-def _is_wrapped(optimizer: Optimizer) -> bool:
-    inner = seen_through(optimizer)
-    return isinstance(inner, WrappedOptimizer) and inner._noria is not None

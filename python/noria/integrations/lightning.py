@@ -14,14 +14,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from noria._C import UsageError
 from noria._errors import usage_error
-from noria.optimizer import WrappedOptimizer
+from noria.integrations._defaults import with_defaults
+from noria.optimizer import driver_of
 from noria.policy import Policy, make_policy
 from noria.wrap import is_wrapped, materialize, unwrap, wrap
 
@@ -63,7 +63,6 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- set-up ----
 
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if self.num_nodes * self.num_processes == 1:  # the order of data is that of other strategies
             trainer._accelerator_connector.use_distributed_sampler = False
@@ -77,21 +76,17 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _wrap(self, optimizers: list[Any]) -> None:
         module = self.lightning_module
-        assert module is not None
         if any(is_wrapped(each) for each in module.modules()):  # by the user
-            if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
+            if any(driver_of(each) is None for each in optimizers):
                 raise usage_error(
                     "a module that is wrapped with its optimizers, or not yet",
                     "one that noria.wrap has wrapped, and optimizers that it has not",
                     "leave noria.wrap out: the strategy wraps both",
                 )
             return
-        fields = dict(self._policy_fields)
+        fields = self._policy_fields
         if self._policy is None:
-            fields.setdefault("device", self.root_device)
-            trains_bf16 = any(p.requires_grad and p.dtype is torch.bfloat16 for p in module.parameters())
-            if optimizers and trains_bf16:
-                fields.setdefault("dtype", torch.bfloat16)
+            fields = with_defaults(fields, module, self.root_device, bool(optimizers))
         wrap(module, optimizers or None, self._policy, **fields)
         self._has_wrapped = True
 
@@ -108,7 +103,6 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- steps run inside of the module's own forward, so that noria sees all that they use ----
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:  # it runs backward and step() by itself
                 return self.lightning_module.training_step(*args, **kwargs)
@@ -128,7 +122,6 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _in_forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        assert module is not None
         own = vars(module).get("forward", _ABSENT)
         self._step = method, own
         module.__dict__["forward"] = self._forward
@@ -144,7 +137,6 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _give_forward_back(self, own: Any) -> None:
         module = self.lightning_module
-        assert module is not None
         if own is _ABSENT:
             module.__dict__.pop("forward", None)
         else:
@@ -152,7 +144,6 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self.lightning_module is not None
         with self.lightning_module.no_sync():
             yield
 
@@ -168,7 +159,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
             if not self._has_raised:
                 unwrap(module)
             elif self.world_size == 1:  # other ranks may be elsewhere
-                with contextlib.suppress(UsageError):  # what has raised is told already
+                with contextlib.suppress(UsageError):  # the first error is raised already
                     unwrap(module)
         self._has_wrapped = False
         super().teardown()

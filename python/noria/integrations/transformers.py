@@ -22,6 +22,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from noria._errors import usage_error
+from noria.integrations._defaults import with_defaults
 from noria.integrations.accelerate import follow
 from noria.policy import Policy, make_policy
 from noria.report import report
@@ -101,10 +102,8 @@ class NoriaTrainerMixin:
         policy = self._noria if isinstance(self._noria, Policy) else None
         fields = dict(self._noria) if isinstance(self._noria, Mapping) else {}
         if policy is None:
-            fields.setdefault("device", self.args.device)
-            trains_bf16 = any(p.requires_grad and p.dtype is torch.bfloat16 for p in self.model.parameters())
-            if optimizer is not None and trains_bf16 and "dtype" not in fields:
-                fields["dtype"] = torch.bfloat16
+            given, fields = fields, with_defaults(fields, self.model, self.args.device, optimizer is not None)
+            if "dtype" in fields.keys() - given.keys():
                 _logger.warning("noria keeps fp32 masters for the bfloat16 weights that are trained")
         wrap(self.model, optimizer, policy, **fields)
         self._has_wrapped = True
