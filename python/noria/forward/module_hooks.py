@@ -135,7 +135,7 @@ class ModuleHooks:
         self._known_kinds: set[_Kind] = set()
         self._forwards: list[object] = []  # what the modules with hooks call, as it was in the last pass
         self._compiled: dict[nn.Module, CompiledCall] = {}
-        self._hooks_of: dict[nn.Module, list[int]] = {}  # by module: those with hooks inside of it
+        self._hook_of: dict[nn.Module, int] = {}
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
         self.watch = OperatorWatch(storages, self._visit_for_operator, self._hook_operator_outputs)
         try:
@@ -147,6 +147,7 @@ class ModuleHooks:
     def _install(self) -> None:
         partition = self.context.partition
         self._with_hooks = [*partition.roots, *(spec.module for spec in partition.hooks)]
+        self._inside = [module for module in self._with_hooks if module not in partition.roots]
         for spec in partition.hooks:
             self._install_hook(spec)
         # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.
@@ -194,7 +195,8 @@ class ModuleHooks:
                 self.step.expect()
             self._forget_inner_hooks()
             if is_compiled:
-                self._remove_inner_hooks(list(self._inner_handles))
+                for hook in list(self._inner_handles):
+                    self._remove_inner_hooks(hook)
             self._note_replaced_forwards()
             training, grad = module.training, torch.is_grad_enabled()
             self._kind = _Kind(number, training, grad, frozenset(kwargs))
@@ -267,18 +269,17 @@ class ModuleHooks:
                 "let threads take turns, or wrap a copy of the model for each",
             )
 
-    def _remove_inner_hooks(self, hooks: list[int]) -> None:
-        """Removes hooks inside of blocks that are compiled: each would cut a graph."""
-        for hook in hooks:
-            for handle in self._inner_handles.pop(hook, []):
-                handle.remove()
+    def _remove_inner_hooks(self, hook: int) -> None:
+        """Removes hooks inside of a block that is compiled: each would cut a graph."""
+        for handle in self._inner_handles.pop(hook, []):
+            handle.remove()
 
     def _leave_compiled_calls(self, modules: list[nn.Module]) -> None:
         """Moves noria's hooks out of what `module.compile()` compiles."""
         for module in modules:
             compiled, known = module._compiled_call_impl, self._compiled.get(module)
             if self._inner_handles and is_compiled(module):
-                self._remove_inner_hooks(self._hooks_of.get(module, []))
+                self._remove_inner_hooks(self._hook_of.get(module, -1))
             if compiled is known:
                 continue
             if compiled is None:
@@ -288,8 +289,7 @@ class ModuleHooks:
 
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
-        roots = self.context.partition.roots  # one of them is being called
-        self._leave_compiled_calls([module for module in self._with_hooks if module not in roots])
+        self._leave_compiled_calls(self._inside)  # a root is being called
         forwards = [vars(module).get("forward") for module in self._with_hooks]
         forwards += [module._compiled_call_impl for module in self._with_hooks]
         if forwards != self._forwards:
@@ -305,7 +305,7 @@ class ModuleHooks:
     def _install_hook(self, spec: HookSpec) -> None:
         visits, watch = self._visits, self.watch
         enter_visit, leave_visit = visits.enter, visits.leave  # looked up once: called for each block
-        hook = visits.add_hook(spec.name, list(spec.needs))
+        hook = self._hook_of[spec.module] = visits.add_hook(spec.name, list(spec.needs))
 
         # A module around blocks may use its own parameters at any time: inside such a module the watch stays on.
         suspends = set(self.context.unit_indices(spec.module)) <= set(spec.needs)
@@ -355,7 +355,6 @@ class ModuleHooks:
         for module in spec.module.modules():
             if module is not spec.module and next(module.parameters(recurse=False), None) is not None:
                 self._inner_handles.setdefault(hook, []).append(module.register_forward_hook(Hook(inner)))
-        self._hooks_of.setdefault(spec.module, []).append(hook)
 
     def _forget_inner_hooks(self) -> None:
         """Removes hooks inside of blocks, after the first backward.
