@@ -18,7 +18,7 @@ import torch
 from noria.testing import assert_same_bits
 from torch import nn
 
-__all__ = ["Run", "Script", "assert_equal", "cases"]
+__all__ = ["Run", "Script", "assert_equal", "assert_streamed", "cases", "trainer_arguments"]
 
 POLICY: dict[str, Any] = {"device": "cpu", "window": 2, "kernel": "torch"}
 
@@ -73,6 +73,22 @@ def assert_streamed(model: Any) -> None:
 
 
 Script = Callable[[Run], None]
+
+
+def trainer_arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    """Arguments of transformers' Trainer, and of those made from it: four quiet steps on the CPU."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 1,
+        "disable_tqdm": True,
+        **more,
+    }
 
 
 def cases(scripts: dict[str, Script], not_equal: dict[str, str] | None = None) -> pytest.MarkDecorator:

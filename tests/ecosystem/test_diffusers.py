@@ -27,19 +27,24 @@ def always_the_same() -> Any:
         yield
 
 
+SIZES: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 1,
+    "out_channels": 1,
+    "layers_per_block": 1,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+}
+
+
 def unet() -> UNet2DModel:
     """Down and up again, with attention half-way: noria finds its units in a tree of unlike blocks."""
     with always_the_same():
         return UNet2DModel(
-            sample_size=8,
-            in_channels=1,
-            out_channels=1,
-            layers_per_block=1,
-            block_out_channels=(8, 16),
+            **SIZES,
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
             attention_head_dim=8,
-            norm_num_groups=4,
         )
 
 
@@ -47,16 +52,11 @@ def conditional_unet() -> UNet2DConditionModel:
     """As Stable Diffusion's: its attention looks at a text, too."""
     with always_the_same():
         return UNet2DConditionModel(
-            sample_size=8,
-            in_channels=1,
-            out_channels=1,
-            layers_per_block=1,
-            block_out_channels=(8, 16),
+            **SIZES,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
             cross_attention_dim=8,
             attention_head_dim=2,
-            norm_num_groups=4,
         )
 
 
@@ -75,7 +75,6 @@ def dit() -> DiTTransformer2DModel:
             sample_size=8,
             patch_size=2,
             num_embeds_ada_norm=CLASSES,
-            norm_num_groups=4,
         )
 
 

@@ -77,7 +77,7 @@ def sft(run: Run) -> None:
     end(run, made)
 
 
-def accelerated(run: Run, clip: bool = True, **more: Any) -> None:
+def accelerated(run: Run, steps: int = 4, saves: bool = False, **more: Any) -> None:
     accelerator = Accelerator(cpu=True, **more)
     model = tiny.llama()
     optimizer = tiny.adamw(model)
@@ -85,15 +85,17 @@ def accelerated(run: Run, clip: bool = True, **more: Any) -> None:
         model, optimizer = prepare(accelerator, model, optimizer, **POLICY)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
-    for number in range(4):
+    for number in range(steps):
         with accelerator.accumulate(model):
-            loss = model(**tiny.batch(number)).loss
+            loss = model(**tiny.batch(number * accelerator.num_processes + accelerator.process_index)).loss
             accelerator.backward(loss)
-            if clip and accelerator.sync_gradients:
+            if accelerator.sync_gradients:
                 run.keep(f"norm {number}", accelerator.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             optimizer.zero_grad()
         run.keep(f"loss {number}", loss)
+    if saves:
+        accelerator.save_state(str(run.folder / "state"))
     run.keep_model(accelerator.unwrap_model(model))
     if run.is_wrapped:
         assert_streamed(accelerator.unwrap_model(model))
@@ -137,11 +139,12 @@ def lightning(
     run: Run,
     manual: bool = False,
     average: bool = False,
+    other: str = "auto",
     others: tuple[Any, ...] = (),
     resumes_from: Path | None = None,
     **more: Any,
 ) -> None:
-    strategy = NoriaStrategy(**POLICY) if run.is_wrapped else more.pop("other", "auto")
+    strategy = NoriaStrategy(**POLICY) if run.is_wrapped else other
     callbacks: list[Any] = [Streamed()] if run.is_wrapped else []
     if average:
         callbacks.append((NoriaEMA if run.is_wrapped else EMAWeightAveraging)(decay=0.9))
@@ -202,7 +205,7 @@ def test_integrations(script: Script, tmp_path: Path):
     assert_equal(script, tmp_path)
 
 
-# ---- what is told ----
+# ---- logs and refusals ----
 
 
 class Listener(TrainerCallback):

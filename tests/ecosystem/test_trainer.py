@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from tests.ecosystem import tiny
-from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, cases
+from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, cases, trainer_arguments
 
 ALL = 16  # more units than any model here has
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "num_input_tokens_seen")
@@ -40,18 +40,7 @@ ROWS = tiny.token_rows()
 
 
 def arguments(run: Run, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(run.folder / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "seed": 1,
-        "disable_tqdm": True,
-        **more,
-    }
+    return trainer_arguments(run.folder / "out", **more)
 
 
 def prepare(

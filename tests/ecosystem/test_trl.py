@@ -27,23 +27,11 @@ from trl import (
 )
 
 from tests.ecosystem import tiny
-from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, assert_streamed, cases
+from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, assert_streamed, cases, trainer_arguments
 
 
 def arguments(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "seed": 1,
-        "disable_tqdm": True,
-        **more,
-    }
+    return trainer_arguments(folder, **{"learning_rate": 1e-3, **more})
 
 
 def train(run: Run, trainer: Any, model: Any) -> None:
