@@ -3,7 +3,7 @@
 // Other waits are not derived here. The calling thread makes these:
 // - when the compute stream changes (`ComputeLane::continue_on`);
 // - if the device is full, until saved tensors have left it (`ActivationStore`);
-// - if a saved tensor is needed that was not foreseen, until it is back (`ActivationStore`);
+// - if an unforeseen saved tensor is needed, until it is back (`ActivationStore`);
 // - for copies that end before a peer has its memory back (`ActivationStore`, `PeerCopies`);
 // - for sums that it reads (`Drafts`, `BackwardUpdates`), and for a step that blocks (`Engine`);
 // - until all is idle: at the end, after a broken step (`Updates::clear_torn`), before memory is replaced or the

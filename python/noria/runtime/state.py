@@ -125,8 +125,8 @@ class RunState:
         """Raises UsageError if the model must not be read or written now.
 
         Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call
-        is refused. A torn home, and parameters without values, are
-        refused too, unless the caller `mends` them with values of its own.
+        is refused. A torn home, and parameters without values, are refused too, unless the caller `mends` them with
+        values of its own.
         """
         if self.context.updates_in_backward:
             if not in_backward():
