@@ -14,7 +14,7 @@ std::int64_t clock_ns() {
       .count();
 }
 
-std::string quoted(std::string_view text) {
+std::string json_string(std::string_view text) {
   std::string out = "\"";
   for (char c : text) {
     if (c == '"' || c == '\\') {
@@ -99,14 +99,14 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
                     "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"args\":{\"name\":\"noria\"}}";
   for (int i = 0; i < kNumLanes; ++i) {
     const std::string row = ",\"pid\":0,\"tid\":" + std::to_string(i) + ",\"args\":{";
-    out += ",\n{\"ph\":\"M\",\"name\":\"thread_name\"" + row + "\"name\":" + quoted(to_string(static_cast<Lane>(i))) +
-           "}}";
+    out += ",\n{\"ph\":\"M\",\"name\":\"thread_name\"" + row +
+           "\"name\":" + json_string(to_string(static_cast<Lane>(i))) + "}}";
     out += ",\n{\"ph\":\"M\",\"name\":\"thread_sort_index\"" + row + "\"sort_index\":" + std::to_string(i) + "}}";
   }
   std::int64_t num_arrows = 0;
   for (const Span& span : all) {
-    out += ",\n{\"ph\":\"X\",\"name\":" + quoted(slice_name(span, unit_names)) + "," + where(span.start_us, span.lane) +
-           ",\"dur\":" + std::to_string(span.end_us - span.start_us) +
+    out += ",\n{\"ph\":\"X\",\"name\":" + json_string(slice_name(span, unit_names)) + "," +
+           where(span.start_us, span.lane) + ",\"dur\":" + std::to_string(span.end_us - span.start_us) +
            ",\"args\":{\"op\":" + std::to_string(span.op.value) + ",\"bytes\":" + std::to_string(span.bytes.count) +
            "}}";
     for (OpId wait : span.waits) {
@@ -128,7 +128,7 @@ std::string Trace::chrome_json(const std::vector<std::string>& unit_names) const
            "}}";
   }
   for (const auto& [at_us, text] : notes_) {
-    out += ",\n{\"ph\":\"i\",\"s\":\"p\",\"name\":" + quoted(text) +
+    out += ",\n{\"ph\":\"i\",\"s\":\"p\",\"name\":" + json_string(text) +
            ",\"pid\":0,\"tid\":0,\"ts\":" + std::to_string(at_us) + "}";
   }
   return out + "\n]}\n";
