@@ -103,6 +103,12 @@ bool answer_norm(const c10::OperatorHandle& op, Stack& stack) {
   return true;
 }
 
+/// Returns nothing for a number that fp32 lacks: some operators raise then on some devices.
+std::optional<Scale> scale_by(double factor) {
+  if (c10::overflows<float, double>(factor)) return std::nullopt;
+  return Scale{Scale::By::number, {}, factor};
+}
+
 /// Returns the scale that a product with `factor` is for `scaled`, if noria knows its rounding: one product in fp32,
 /// rounded to the dtype.
 std::optional<Scale> scale_by(const at::Tensor& factor, const at::Tensor& scaled) {
@@ -111,7 +117,7 @@ std::optional<Scale> scale_by(const at::Tensor& factor, const at::Tensor& scaled
   if (type != at::kFloat && type != at::kBFloat16 && type != at::kHalf) return std::nullopt;
   if (factor.unsafeGetTensorImpl()->is_wrapped_number() && factor.is_cpu()) {
     if (factor.is_complex()) return std::nullopt;
-    return Scale{Scale::By::number, {}, factor.item().toDouble()};
+    return scale_by(factor.item().toDouble());
   }
   if (factor.scalar_type() != type || factor.device() != scaled.device() || heard(factor).listener) return std::nullopt;
   return Scale{Scale::By::tensor, factor, 1};
@@ -120,7 +126,7 @@ std::optional<Scale> scale_by(const at::Tensor& factor, const at::Tensor& scaled
 /// Returns nothing for 16-bit tensors: on some devices the operators that take a number round it first.
 std::optional<Scale> scale_by(const c10::Scalar& factor, const at::Tensor& scaled) {
   if (factor.isComplex() || scaled.scalar_type() != at::kFloat) return std::nullopt;
-  return Scale{Scale::By::number, {}, factor.toDouble()};
+  return scale_by(factor.toDouble());
 }
 
 std::optional<Scale> scale_by(const c10::IValue& factor, const at::Tensor& scaled) {
