@@ -12,7 +12,8 @@ Note [Code inside of a backward]. Custom autograd functions and checkpoints run 
 use weights. The watch is on there, too:
 - What autograd saves while the watch is on is unpacked by the watch. If others' hooks pack it, such as a checkpoint's,
   the watch calls theirs.
-- Nodes of custom functions have a hook.
+- Nodes of custom functions have a hook, but not those of compiled code: it runs no Python code of the user's. If a
+  block is computed again inside of one, its compiled code must find the modes that it was compiled under.
 Both turn the watch on until the node ends. Then the autograd engine restores the thread's modes. If a weight is
 unpacked, its unit is visited at once, because C++ code may use it. All units of one node are visited together.
 """
@@ -244,7 +245,7 @@ class OperatorWatch(TorchFunctionMode):
         """Watches the backwards of the custom functions that have returned these tensors."""
         for tensor in tensors:
             node = tensor.grad_fn
-            if isinstance(node, BackwardCFunction) and _WATCHED not in node.metadata:
+            if isinstance(node, BackwardCFunction) and _WATCHED not in node.metadata and not _is_compiled(node):
                 node.metadata[_WATCHED] = True
                 node.register_prehook(functools.partial(_watch_node, weakref.ref(self)))
 
@@ -291,6 +292,10 @@ class OperatorWatch(TorchFunctionMode):
 
     def _is_own(self, hooks: tuple[object, object] | None) -> bool:
         return hooks is not None and hooks[0] is self._pack
+
+
+def _is_compiled(node: torch.autograd.graph.Node) -> bool:
+    return node.name() == "CompiledFunctionBackward"
 
 
 def _top_hooks() -> tuple[Callable[..., object], Callable[..., torch.Tensor]] | None:

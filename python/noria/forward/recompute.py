@@ -50,13 +50,21 @@ class Recomputed:
 
     def __init__(self, module: nn.Module) -> None:
         self.own: Callable[..., object] | None = module.__dict__.get("forward")
+        self.encloses_call = False
+        """The block was compiled in place: `enclose` stands around that call. So its graph, and its bits, are those of
+        a block that keeps its activations."""
         self._module = module
         self._forward = module.forward
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled() or is_checkpointed():
+        if self.encloses_call:
             return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return self.enclose(self._forward, *args, **kwargs)
+
+    def enclose(self, call: Callable[..., object], *args: object, **kwargs: Any) -> object:
+        if not torch.is_grad_enabled() or is_checkpointed():
+            return call(*args, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., object] | None:
         copied = memo.get(id(self._module))

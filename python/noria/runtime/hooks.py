@@ -20,7 +20,9 @@ __all__ = ["CompiledCall", "Hook", "compiler_config_of", "is_compiled", "refuse_
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if the module or its forward was compiled in place, or it is the wrapper by torch.compile."""
-    is_forward_compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    forward: Any = vars(module).get("forward")
+    own = getattr(forward, "own", None)  # what noria has replaced, if the block computes again
+    is_forward_compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in (forward, own))
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules or is_forward_compiled
 
 
@@ -96,7 +98,7 @@ class CompiledCall:
         try:
             for hook, wants_kwargs in self._pre:
                 hook(module, args, kwargs) if wants_kwargs else hook(module, args)
-            output = self.compiled(*args, **kwargs)
+            output = self._call(module, args, kwargs)
         finally:  # all of noria's hooks are called, also after an error
             for hook in self._post:
                 try:
@@ -107,11 +109,22 @@ class CompiledCall:
             raise raised[0]
         return output
 
+    @torch._disable_dynamo(recursive=False)
+    def _call(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward: Any = vars(module).get("forward")
+        if not hasattr(forward, "encloses_call"):
+            return self.compiled(*args, **kwargs)
+        forward.encloses_call = True
+        return forward.enclose(self.compiled, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
 
     def give_back(self, module: nn.Module) -> list[RemovableHandle]:
         """Makes the hooks the module's own again, because the user has made it uncompiled."""
+        forward: Any = vars(module).get("forward")
+        if hasattr(forward, "encloses_call"):
+            forward.encloses_call = False
         handles = [
             module.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs)
             for hook, wants_kwargs in reversed(self._pre)
