@@ -20,7 +20,13 @@ from noria.wrapped import wrapped_by
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.journeys.gradient_pairs import DEVICES, GradientSide, deterministic, gradient_twins  # noqa: F401 - a fixture
+from tests.journeys.gradient_pairs import (  # noqa: F401 - a fixture
+    DEVICES,
+    GradientSide,
+    deterministic,
+    gradient_twins,
+    skip_where_torch_cannot_unscale,
+)
 from tests.journeys.pairs import LATE_UPDATES, Net, adamw, sgd
 from tests.pretend_gpu import vehicle
 
@@ -253,7 +259,12 @@ def reads_weights(side: GradientSide, number: int) -> None:
 
 
 def multiplies_beyond_fp32(side: GradientSide, number: int) -> None:
-    torch._foreach_mul_(side.gradients(), 1e39 if number == 2 else 1.5)
+    torch._foreach_mul_(side.gradients(), 1.5)
+    if side.device == "cuda" and not vehicle.is_installed():
+        with pytest.raises(RuntimeError, match="without overflow"):
+            torch._foreach_mul_(side.gradients(), 1e39)
+    elif number == 2:
+        torch._foreach_mul_(side.gradients(), 1e39)
 
 
 def unscales_by_one_element(side: GradientSide, number: int) -> None:
@@ -297,6 +308,8 @@ AFTERS = [
 @pytest.mark.parametrize("policy", ["torch", "drafts", "fused, masters"])
 @pytest.mark.parametrize("act", AFTERS, ids=lambda act: act.__name__)
 def test_what_comes_before_and_after_a_clip_has_torchs_bits(act, policy, device):
+    if act is unscales_by_one_element:
+        skip_where_torch_cannot_unscale(device, POLICIES[policy])
     twins(loop(act), device, policy)
 
 
@@ -467,6 +480,8 @@ SCALER_STEPS = 7
 @over_policies
 @pytest.mark.parametrize("way", ["unscales", "unscales and clips", "clips scaled", "leaves it to step"])
 def test_a_scaler_has_torchs_bits_and_skips_the_step_of_an_infinity(way, policy, device):
+    skip_where_torch_cannot_unscale(device, POLICIES[policy])
+
     def journey(side: GradientSide) -> None:
         scaler = torch.amp.GradScaler(device, init_scale=2.0**10 * 1.1, growth_interval=2, growth_factor=1.7)
         if way == "leaves it to step":
@@ -611,6 +626,7 @@ def random_journey(seed: int) -> Callable[[GradientSide], None]:
 @pytest.mark.parametrize("policy", ["torch", "fused", "drafts", "fused, masters"])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_acts_has_torchs_bits(seed, policy, device):
+    skip_where_torch_cannot_unscale(device, POLICIES[policy])
     twins(random_journey(seed), device, policy)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import re
 import threading
@@ -15,8 +17,11 @@ from noria.testing import assert_same_bits
 from noria.wrapped import wrapped_by
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.journeys.pairs import VOCAB, Net, adamw, sgd
+from tests.journeys.test_outside_modules import Patched
+from tests.pretend_gpu import vehicle
 
 DEVICE = "cuda"
 STEPS, WIDTH = 4, 64
@@ -34,32 +39,51 @@ def deterministic(monkeypatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def batch_of(number: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+
+
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    batch = torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    batch = batch_of(number)
     return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
 
 
-def made() -> Net:
-    torch.manual_seed(0)
+def net() -> nn.Module:
     return Net(width=WIDTH)
 
 
-def resident(make_optimizer: Make, clip: float | None = None) -> dict[str, torch.Tensor]:
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A model on the CPU, and its loss of batch `number` on the device."""
+
+    model: Callable[[], nn.Module] = net
+    loss: Callable[[nn.Module, int], torch.Tensor] = loss_of
+
+
+NET = Kind()
+
+
+def made(kind: Kind = NET) -> nn.Module:
+    torch.manual_seed(0)
+    return kind.model()
+
+
+def resident(make_optimizer: Make, clip: float | None = None, kind: Kind = NET) -> dict[str, torch.Tensor]:
     """On the device but for its optimizer, whose parameters and gradients are copies on the CPU."""
-    model = made().to(DEVICE)
+    model = made(kind).to(DEVICE)
     masters = [nn.Parameter(each.detach().cpu().clone()) for each in model.parameters()]
     optimizer, left = make_optimizer(masters), {}
     for number in range(STEPS):
-        loss = loss_of(model, number)
+        loss = kind.loss(model, number)
         loss.backward()
         left[f"loss {number}"] = loss.detach().cpu()
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            left[f"gradient {number} of {name}"] = parameter.grad.cpu()
+            if parameter.grad is not None:
+                left[f"gradient {number} of {name}"] = parameter.grad.cpu()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad, parameter.grad = parameter.grad.cpu(), None
+            master.grad, parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.cpu(), None
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
@@ -67,18 +91,21 @@ def resident(make_optimizer: Make, clip: float | None = None) -> dict[str, torch
     return left | {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def wrapped(make_optimizer: Make, clip: float | None = None, **policy: Any) -> dict[str, torch.Tensor]:
-    model = made()
+def wrapped(
+    make_optimizer: Make, clip: float | None = None, kind: Kind = NET, **policy: Any
+) -> dict[str, torch.Tensor]:
+    model = made(kind)
     optimizer, left = make_optimizer(model.parameters()), {}
     noria.wrap(model, optimizer, device=DEVICE, window=2, **policy)
     for number in range(STEPS):
-        loss = loss_of(model, number)
+        loss = kind.loss(model, number)
         loss.backward()
         left[f"loss {number}"] = loss.detach().cpu()
         if policy.get("update") != "backward":
             for name, parameter in model.named_parameters():
-                assert parameter.grad is not None and parameter.grad.device.type == DEVICE
-                left[f"gradient {number} of {name}"] = parameter.grad.cpu()
+                if parameter.grad is not None:
+                    assert parameter.grad.device.type == DEVICE
+                    left[f"gradient {number} of {name}"] = parameter.grad.cpu()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -94,6 +121,80 @@ def wrapped(make_optimizer: Make, clip: float | None = None, **policy: Any) -> d
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_training_has_the_bits_of_a_model_on_the_device(make_optimizer, activations):
     assert_same_bits(wrapped(make_optimizer, kernel="torch", activations=activations), resident(make_optimizer))
+
+
+class Attention(nn.Module):
+    """A block with causal attention, heads of 32, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(2, (-1, 32)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, 2))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        return x + self.dropout(self.out(found.transpose(1, 2).flatten(2)))
+
+
+class Transformer(Net):
+    def __init__(self, checkpoints: bool | None = None) -> None:
+        super().__init__(width=WIDTH)
+        self.blocks = nn.ModuleList(Attention() for _ in range(5))
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+        return self.head(x)
+
+
+def in_bfloat16(model: nn.Module, number: int) -> torch.Tensor:
+    torch.manual_seed(number)  # for what is dropped
+    with torch.autocast(DEVICE, torch.bfloat16):
+        return loss_of(model, number)
+
+
+def compiled_blocks() -> nn.Module:
+    model = Net(width=WIDTH)
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+def own_loss(model: nn.Module, number: int) -> torch.Tensor:
+    return model(batch_of(number))
+
+
+KINDS = {
+    "autocast": Kind(loss=in_bfloat16),
+    "attention": Kind(Transformer, in_bfloat16),
+    "checkpoint": Kind(functools.partial(Transformer, False), in_bfloat16),
+    "reentrant checkpoint": Kind(functools.partial(Transformer, True), in_bfloat16),
+    **{
+        f"{loss}, {'tied' if tied else 'untied'}": Kind(functools.partial(Patched, loss, tied), own_loss)
+        for loss in ("saves", "keeps", "gradients", "saves in a reentrant checkpoint, passed", "two units")
+        for tied in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_of_many_kinds_have_the_bits_of_a_model_on_the_device(kind, activations):
+    ours = wrapped(adamw, kind=KINDS[kind], kernel="torch", activations=activations)
+    assert_same_bits(ours, resident(adamw, kind=KINDS[kind]))
+
+
+@pytest.mark.skipif(vehicle.is_installed(), reason="there are no compilers for the pretend GPU")
+@pytest.mark.parametrize("loss", [loss_of, in_bfloat16])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_compiled_blocks_have_the_bits_of_compiled_blocks_on_the_device(loss, activations):
+    kind = Kind(compiled_blocks, loss)
+    assert_same_bits(wrapped(adamw, kind=kind, kernel="torch", activations=activations), resident(adamw, kind=kind))
 
 
 def test_clipping_by_torch_has_the_bits_of_a_model_on_the_device():
