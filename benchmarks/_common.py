@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `examples`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `examples`
 
 import torch
 import torch.multiprocessing as mp
@@ -28,7 +28,8 @@ from noria.doctor import cpu_name, versions
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -91,7 +92,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "question": self.question,
-            "command": " ".join(["python", _program(), *sys.argv[1:]]),
+            "command": " ".join(["python", _program(), *sys.argv[1:]]).replace(f"{ROOT}/", ""),
             "date": time.strftime("%Y-%m-%d"),
             "versions": versions(),
             "hardware": began,

@@ -4,7 +4,8 @@ From the second micro-batch on noria adds to gradients that lie on the host; tor
 write them there, which on a device is over the link. One GPT takes the same tokens a step in turns: in one micro-batch
 and in several; then with torch's clip, torch's GradScaler, noria's `optimizer.clip_grad_norm_`; and a second one has
 `max_grad_norm=`. A turn is a few steps until all is done. For comparison the same forwards and backwards on the device
-alone, without any update: micro-batches cost there too, for they are smaller. In bfloat16 on a device.
+alone, without any update: micro-batches cost there too, for they are smaller. In bfloat16 on a device, where torch has
+no scaler for it.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ def main() -> int:
     num_parameters = sum(each.numel() for each in model.parameters())
     run, limited = Run(model, args), Run(other, args, max_grad_norm=CLIP)
     several = f"{args.micro_batches} micro-batches"
+    # torch's scaler has no kernel for bfloat16 on CUDA devices
+    scaled = {"torch's GradScaler": run.scaled} if args.dtype is None else {}
     ways: dict[str, Callable[[torch.Tensor], None]] = {
         ONE: run.plain,
         SEVERAL: lambda tokens: run.plain(tokens, args.micro_batches),
         TORCHS_CLIP: run.clipped_by_torch,
-        "torch's GradScaler": run.scaled,
+        **scaled,
         "optimizer.clip_grad_norm_": run.clipped_by_noria,
         "max_grad_norm": limited.plain,
         **resident_ways(twin, args.micro_batches),

@@ -70,7 +70,7 @@ class Race:
             built = client.start(self.task)
             self.about[name] = built | {
                 "peak_host_until_built": client.peak_host_bytes(),
-                "variables": variables_of(name),
+                "variables": {key: value for key, value in variables_of(name).items() if key != "PATH"},
             }
         except RefusedError as refusal:
             self._leave(name, client, str(refusal))
