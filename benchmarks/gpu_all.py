@@ -79,7 +79,6 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
     """In the order of docs/gpu_status.md: what everything rests on first, and the comparison with others last. `times`:
     the limits are so many times as long. `pretend`: the pretend GPU is built too."""
     offline = ["--wheels", str(wheels)] if wheels else []
-    pytest = [PYTHON, "-m", "pytest", "-m", "gpu", "--maxfail=10", "-rfEs", "--durations=5", "-p", "no:cacheprovider"]
     quick = ["--quick"] if small else []
     systems = "plain,noria max_grad_norm,noria,noria backward,zero-3 offload weights,zero-2,fsdp2,trainstream"
     systems = "all" if small else f"{systems},roundpipe exact,superoffload"
@@ -90,6 +89,10 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
 
     def script(name: str, *words: str) -> list[str]:
         return [PYTHON, f"benchmarks/{name}.py", *quick, "--out", str(out / f"{name}_here.json"), *words]
+
+    def tests(*paths: str) -> list[str]:
+        pytest = [PYTHON, "-m", "pytest", "-m", "gpu", "-rfEs", "--durations=5"]
+        return [*pytest, "-p", "no:cacheprovider", *(f"tests/{path}" for path in paths)]
 
     def module(name: str, *words: str) -> list[str]:
         return [PYTHON, "-m", f"benchmarks.{name}", *words]
@@ -119,13 +122,20 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         ),
         *([Part(PRETEND, 150, MODULES, needs=("build",), is_ours=False)] if pretend else []),
         Part("doctor", 30, [PYTHON, "-c", DOCTOR, "small" if small else "full"], needs=("build",)),
-        # The memory that all rests on, and bits: may be wrong in ways that nothing without a GPU shows.
+        # The memory that all rests on: it may be wrong in ways that nothing without a GPU shows.
         Part("first_touch", 40, script("first_touch")),
-        Part("writes", 200, [*pytest, *(f"tests/journeys/test_{name}.py" for name in WRITES)]),
-        # Apart, because an error of the device spoils the rest of its process; 200 s together.
-        Part("training", 70, [*pytest, "tests/journeys/test_cuda.py"]),
-        Part("contract", 100, [*pytest, "tests/python/device"]),
-        Part("lending", 30, [*pytest, "tests/journeys/test_lending_cuda.py"]),
+        # Bits, and each promise of the backend. Apart, because an error of the device spoils the rest of its process;
+        # beside each other, because none fills the machine.
+        Part("writes", 200, tests(*(f"journeys/test_{name}.py" for name in WRITES)), is_beside=True),
+        Part("training", 120, tests("journeys/test_cuda.py", "journeys/test_cuda_trainer.py"), is_beside=True),
+        Part("contract", 100, tests("python/device"), is_beside=True),
+        Part("lending", 30, tests("journeys/test_lending_cuda.py"), is_beside=True),
+        Part(
+            "demo",
+            50,
+            [PYTHON, "examples/02_gpt.py", "--steps", "24" if small else "40", "--out", str(out / "demo")],
+            is_beside=True,
+        ),
         # Rates, which say what to expect of the rest.
         Part("transfers", 30, script("transfers"), is_timed=True),
         Part("host_memory", 30, script("host_memory"), is_timed=True),
@@ -133,9 +143,6 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         # Whole steps.
         Part("big_step", 70, script("big_step"), is_timed=True),
         Part("accumulation", 60, script("accumulation"), is_timed=True),
-        Part(
-            "demo", 50, [PYTHON, "examples/02_gpt.py", "--steps", "24" if small else "40", "--out", str(out / "demo")]
-        ),
         # Two stages lend each other memory: on a CUDA device each, where there are two, or else on the CPU.
         Part("pipeline", 40, ring),
         # Beside others.

@@ -90,7 +90,7 @@ def test_the_docs_name_every_part_in_its_order(tmp_path):
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "benchmarks" / "gpu_all.md").read_text(), re.MULTILINE)
     assert table == names
     text = (ROOT / "docs" / "gpu_status.md").read_text()
-    first_run = text[text.index("## The first run there") : text.index("Then `make test`")]
+    first_run = text[text.index("## How to run it") : text.index("Then `make test`")]
     named = [word for word in re.findall(r"`(\w+)`", first_run) if word in names]
     assert named == [name for name in names if name != "rivals"]
 
