@@ -9,6 +9,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -131,9 +132,10 @@ class ModuleHooks:
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._entering = threading.Lock()
+        self._thread: int | None = None  # runs the forward that began last
         self._kind = _Kind(0, False, False, frozenset())  # of the forward that began last
         self._known_kinds: set[_Kind] = set()
-        self._forwards: list[object] = []  # what the modules with hooks call, as it was in the last pass
+        self._calls: list[object] = []  # what the modules with hooks call, as it was in the last pass
         self._compiled: dict[nn.Module, CompiledCall] = {}
         self._hook_of: dict[nn.Module, int] = {}
         storages = {_C.storage_of(slot.parameter): slot.unit for slot in self.context.slots}
@@ -187,7 +189,8 @@ class ModuleHooks:
                 self._refuse_beside_another_thread()
                 self.run.settle_writes()
                 is_visible = _num_calls_on_stack(module, sys._getframe()) > 0
-                self._entered_roots.append(_EnteredRoot(module, is_visible, threading.get_ident(), sys.exception()))
+                self._thread = get_ident()
+                self._entered_roots.append(_EnteredRoot(module, is_visible, get_ident(), sys.exception()))
             if len(self._entered_roots) > 1:
                 return
             self._check_peers()
@@ -209,7 +212,7 @@ class ModuleHooks:
         def leave(module: nn.Module, args: object, output: object) -> None:
             if in_backward() or not self._entered_roots or self._entered_roots[-1].module is not module:
                 return
-            if self._entered_roots[-1].thread != threading.get_ident():
+            if self._entered_roots[-1].thread != get_ident():
                 return  # another thread's forward; this one was refused beside it
             if len(self._entered_roots) > 1:
                 self._entered_roots.pop()
@@ -240,7 +243,7 @@ class ModuleHooks:
         outermost = self._entered_roots[0]
         num_expected = 1 if entering is outermost.module else 0
         stack: FrameType | None = sys._getframe()
-        if outermost.thread != threading.get_ident():
+        if outermost.thread != get_ident():
             num_expected, stack = 0, sys._current_frames().get(outermost.thread)
         may_be_hidden = stack is not None and not outermost.is_visible and not num_expected
         if may_be_hidden or _num_calls_on_stack(outermost.module, stack) > num_expected:
@@ -259,7 +262,7 @@ class ModuleHooks:
             thread = self._entered_roots[0].thread
         except IndexError:  # that thread may end its forward meanwhile
             return None
-        return None if thread == threading.get_ident() or in_backward() else thread
+        return None if thread == get_ident() or in_backward() else thread
 
     def _refuse_beside_another_thread(self) -> None:
         if (other := self._other_thread()) is not None:
@@ -289,12 +292,14 @@ class ModuleHooks:
 
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
-        self._leave_compiled_calls(self._inside)  # a root is being called
-        forwards = [vars(module).get("forward") for module in self._with_hooks]
-        forwards += [module._compiled_call_impl for module in self._with_hooks]
-        if forwards != self._forwards:
+        if self._calls_now() != self._calls:
+            self._leave_compiled_calls(self._inside)  # a root is being called
             self._known_kinds.clear()
-            self._forwards = forwards
+            self._calls = self._calls_now()
+
+    def _calls_now(self) -> list[object]:
+        own = [vars(module) for module in self._with_hooks]
+        return [each.get("forward") for each in own] + [each.get("_compiled_call_impl") for each in own]
 
     def _wants_watch(self, kind: _Kind) -> bool:
         check = self.context.policy.check
@@ -309,7 +314,7 @@ class ModuleHooks:
 
         # A module around blocks may use its own parameters at any time: inside such a module the watch stays on.
         suspends = set(self.context.unit_indices(spec.module)) <= set(spec.needs)
-        entered: list[int] = []
+        entered: list[tuple[int, bool]] = []  # the visit's hook, and whether the watch was suspended
         compiled: object = None  # the in-place compiled call that was checked last
         with_more: dict[frozenset[int], int] = {}  # hooks for calls whose arguments are parameters of other units
 
@@ -317,7 +322,7 @@ class ModuleHooks:
             nonlocal compiled
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
-            if self._other_thread() is not None:
+            if self._thread != get_ident() and self._other_thread() is not None:
                 self.forget_dead_forward()
                 self._refuse_beside_another_thread()
             if module._compiled_call_impl is not compiled:
@@ -330,19 +335,21 @@ class ModuleHooks:
                 if key not in with_more:
                     with_more[key] = visits.add_hook(spec.name, sorted(handed.union(spec.needs)))
                 chosen = with_more[key]
-            entered.append(chosen)
+            has_to_suspend = suspends and watch.may_be_entered()
+            entered.append((chosen, has_to_suspend))
             enter_visit(chosen)
-            if suspends:
+            if has_to_suspend:
                 if watch.is_on():  # what a custom function returned may come here at once
                     watch.watch_functions(tensors_of((args, kwargs)))
                 watch.suspend()
 
         def leave(module: nn.Module, args: object, output: object) -> None:
-            if self._other_thread() is not None:
+            if self._thread != get_ident() and self._other_thread() is not None:
                 return  # this forward was refused
-            if suspends:
+            chosen, is_suspended = entered.pop() if entered else (hook, False)
+            if is_suspended:
                 watch.resume()
-            leave_visit(entered.pop() if entered else hook, tensors_of(output))
+            leave_visit(chosen, tensors_of(output))
 
         self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
         self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))

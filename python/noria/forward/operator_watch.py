@@ -150,6 +150,10 @@ class OperatorWatch(TorchFunctionMode):
     def is_on(self) -> bool:
         return self._wanted
 
+    def may_be_entered(self) -> bool:
+        """Returns False if there is nothing to suspend. Called at each visit."""
+        return self._wanted or torch._C._len_torch_function_stack() > 0
+
     def suspend(self) -> None:
         """Leaves the mode until `resume`. See Note [Modes and compilation]."""
         suspension = self._suspension()
@@ -223,11 +227,16 @@ class OperatorWatch(TorchFunctionMode):
 
     def units_handed(self, arguments: Iterable[object]) -> set[int]:
         """Returns the units of parameters, and of views of parameters, among a module's arguments."""
+        if torch._C._len_torch_function_stack():
+            with torch._C.DisableTorchFunction():  # hides this look from modes
+                return self._units_handed(arguments)
+        return self._units_handed(arguments)
+
+    def _units_handed(self, arguments: Iterable[object]) -> set[int]:
         units = set()
-        with torch._C.DisableTorchFunction():  # hides this look from the user's modes
-            for value in arguments:
-                if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
-                    units |= self._units_of([value])
+        for value in arguments:
+            if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
+                units |= self._units_of([value])
         return units
 
     def _units_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:

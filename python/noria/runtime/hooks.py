@@ -5,12 +5,14 @@ A copy of a module (`deepcopy`, `pickle`) is an ordinary model, so hooks do noth
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from noria._errors import usage_error
@@ -48,11 +50,17 @@ class Hook:
     """Calls a function for one wrap call. A copy of it calls nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
+        dynamo = importlib.import_module("torch._dynamo.decorators")  # takes a second: not before a model is wrapped
+        dynamo.skip(Hook.__call__)
         self._call = call
+        self._hidden_call = dynamo.disable(call)
 
-    @torch._disable_dynamo
     def __call__(self, *args: object) -> None:
-        self._call(*args)
+        """Calls directly if nothing is being compiled: this runs at each visit."""
+        if get_eval_frame_callback() is None:
+            self._call(*args)
+        else:
+            self._hidden_call(*args)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _no_hook
