@@ -12,13 +12,14 @@ namespace noria {
 namespace {
 
 std::string evicted_message(const std::string& unit, bool is_shared) {
-  return usage_text("unit \"" + unit + "\" on the device",
-                    "it evicted (unit " + unit + " is evicted: use noria.materialize)",
-                    std::string("between passes, read and edit parameters inside `with noria.materialize(model):`") +
-                        (is_shared ? ", which all ranks enter" : "") +
-                        "; make optimizers before noria.wrap, and leave DistributedDataParallel out; inside a "
-                        "forward that uses it outside of its module in some passes only, wrap with "
-                        "check=\"operators\"");
+  return usage_text(
+      "unit \"" + unit + "\" on the device", "it evicted (unit " + unit + " is evicted: use noria.materialize)",
+      std::string("between passes, read and edit parameters inside `with noria.materialize(model):`") +
+          (is_shared ? ", which all ranks enter"
+                     : "; or wrap with reads=\"home\", which shows them from step() to the next forward") +
+          "; make optimizers before noria.wrap, and leave DistributedDataParallel out; inside a "
+          "forward that uses it outside of its module in some passes only, wrap with "
+          "check=\"operators\"");
 }
 
 std::string ended_message(const std::string& unit) {

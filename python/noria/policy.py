@@ -186,6 +186,13 @@ class Policy:
     "operators" checks every operator outside the blocks, in every pass. "auto" does so until noria knows the model's
     passes. "off" never does."""
 
+    reads: str = "passes"
+    """When parameters can be read without `noria.materialize`.
+
+    "passes": inside of passes, while their layer computes. "home": also from `wrap` and each `step()` until the next
+    forward, on their device, and writes are taken over. `step()` then waits for its updates, so they cannot run beside
+    the next forward. Ranks that share the model cannot have it: no rank holds whole weights."""
+
     trace: str | os.PathLike[str] | None = None
     """The path of a file to which noria writes a Chrome/Perfetto trace of the real run."""
 
@@ -230,6 +237,7 @@ class Policy:
             found = f"find_unused_parameters={self.find_unused_parameters!r}"
             raise usage_error("find_unused_parameters=True or False", found, "choose one of the two")
         _check_choice("check", self.check, ["auto", "operators", "off"])
+        _check_choice("reads", self.reads, ["passes", "home"])
         _check_trace(self.trace)
 
 

@@ -305,6 +305,12 @@ def _carry_out(
         if planned.fused:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
         home = Home(units, planned.regions, backend)
+        if policy.reads == "home" and "working copies" in home.staged:
+            raise usage_error(
+                'reads="home" with weights in pinned memory, which the device can read',
+                "memory that the driver refused to pin",
+                'allow this process to pin more memory (ulimit -l unlimited), or wrap with reads="passes"',
+            )
         device_buffers = DeviceBuffers(backend, planned.beside_the_arena())
 
     # Values move first: a parameter's old memory is free as soon as it has moved.
@@ -358,6 +364,7 @@ def _carry_out(
     }
     for updater, kernel, places in zip(updaters, planned.kernels, planned.states, strict=True):
         wrapped.take_optimizer(updater, kernel, places)
+    wrapped.reads.begin()
     return wrapped
 
 
@@ -449,6 +456,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
         )
     context, engine = wrapped.context, wrapped.context.engine
     wrapped.run.refuse_when_busy("noria.unwrap")
+    wrapped.reads.end()
     wrapped.run.recover()
     wrapped.run.require_consistent("noria.unwrap")
     engine.home.raise_lost_writes()

@@ -22,6 +22,7 @@ from noria.runtime.accumulation import Accumulation, NoSync
 from noria.runtime.context import Context
 from noria.runtime.draft_policy import DraftPolicy
 from noria.runtime.gathered_weights import GatheredWeights
+from noria.runtime.home_reads import HomeReads
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.module_state_dict import ModuleStateDicts
@@ -80,6 +81,7 @@ class Wrapped:
         self.sync = RankSync(context)
         late = LateAllocations(context, self.sync)
         self.weights = Weights(context, run, self.sync, GatheredWeights(context, self.sync, late))
+        self.reads = HomeReads(context, run, self.loads, self.weights)
         self.accumulation = Accumulation(context, run, late)
         self.draft_policy = DraftPolicy(context)
         self.peer_memory = PeerMemory(context, run, stages)
@@ -87,14 +89,22 @@ class Wrapped:
         peer_cache = PeerCache(context, self.peer_memory)
         self.activations = Activations(context, late, peer_cache)
         self.boundary = StepBoundary(
-            every=[self.stages.begin_step, self.peer_memory.begin_step],
+            every=[self.reads.end, self.stages.begin_step, self.peer_memory.begin_step],
             once=[peer_cache.begin_step, self.activations.begin_step],
+            after=self.reads.begin,
         )
         self.drivers = StepDrivers(context)
         # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
         try:
             self.hooks = ModuleHooks(
-                context, run, self.loads, self.boundary, self.activations, self.peer_memory.check, self.drivers.expect
+                context,
+                run,
+                self.loads,
+                self.reads,
+                self.boundary,
+                self.activations,
+                self.peer_memory.check,
+                self.drivers.expect,
             )
         except BaseException:
             self.activations.remove()
@@ -127,6 +137,7 @@ class Wrapped:
             self.run,
             self.sync,
             self.weights,
+            self.reads,
             self.loads,
             self.accumulation,
             self.draft_policy,

@@ -629,6 +629,7 @@ def refuses(rank: int, size: int) -> None:
         assert f"{name}, which" in wrap(optimizer=by_torch(name))
     assert "Muon, which looks" in wrap(lambda: nn.Sequential(nn.Linear(4, 4, bias=False)), by_torch("Muon"))
     assert "OwnSGD, which may look" in wrap(optimizer=lambda parameters: OwnSGD(parameters, lr=0.1))
+    assert "no rank holds whole weights" in wrap(reads="home")
 
 
 def wraps_groups_that_only_look_apart(rank: int, size: int) -> None:

@@ -85,6 +85,7 @@ WRONG = {
     "reduce_dtype": [torch.bfloat16, "float32", 32],
     "find_unused_parameters": [0, 1, "yes", None],
     "check": ["on", True, None],
+    "reads": ["always", True, None],
     "trace": ["", 3, True],
 }
 RIGHT = {
@@ -105,6 +106,7 @@ RIGHT = {
     "reduce_dtype": [None, torch.float32],
     "find_unused_parameters": [True, False],
     "check": ["auto", "operators", "off"],
+    "reads": ["passes", "home"],
     "trace": [None, "trace.json"],
 }
 

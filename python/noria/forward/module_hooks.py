@@ -22,6 +22,7 @@ from noria.forward.activations import Activations
 from noria.forward.operator_watch import OperatorWatch, tensors_of
 from noria.model.partition import HookSpec
 from noria.runtime.context import Context
+from noria.runtime.home_reads import HomeReads
 from noria.runtime.hooks import CompiledCall, Hook, compiler_config_of, is_compiled, refuse_cuda_graphs
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.state import RunState
@@ -110,6 +111,7 @@ class ModuleHooks:
         context: Context,
         run: RunState,
         loads: LoadTracker,
+        reads: HomeReads,
         step: StepBoundary,
         activations: Activations,
         check_peers: Callable[[], None],
@@ -119,6 +121,7 @@ class ModuleHooks:
         self.context = context
         self.run = run
         self.loads = loads
+        self.reads = reads
         self.step = step
         self.activations = activations
         self._visits = context.engine.hooks
@@ -132,7 +135,7 @@ class ModuleHooks:
         self._operator_hooks: dict[tuple[int, ...], int] = {}
         self._entered_roots: list[_EnteredRoot] = []
         self._entering = threading.Lock()
-        self._thread: int | None = None  # runs the forward that began last
+        self._thread: int | None = None  # runs the forward that is under way
         self._kind = _Kind(0, False, False, frozenset())  # of the forward that began last
         self._known_kinds: set[_Kind] = set()
         self._calls: list[object] = []  # what the modules with hooks call, as it was in the last pass
@@ -187,6 +190,7 @@ class ModuleHooks:
             with self._entering:
                 self.forget_dead_forward(module)
                 self._refuse_beside_another_thread()
+                self.reads.end()
                 self.run.settle_writes()
                 is_visible = _num_calls_on_stack(module, sys._getframe()) > 0
                 self._thread = get_ident()
@@ -227,7 +231,7 @@ class ModuleHooks:
             else:
                 self._known_kinds.add(self._kind)
                 self._visits.end_forward(tensors_of(output))
-            self._entered_roots.clear()
+            self._end_entry()
             if not raised and torch.is_grad_enabled():
                 self._expect_updates()
 
@@ -248,10 +252,14 @@ class ModuleHooks:
         may_be_hidden = stack is not None and not outermost.is_visible and not num_expected
         if may_be_hidden or _num_calls_on_stack(outermost.module, stack) > num_expected:
             return
-        self._entered_roots.clear()
+        self._end_entry()
         self.watch.stop()
         self.activations.abandon()
         self._visits.abandon_forward()
+
+    def _end_entry(self) -> None:
+        self._thread = None  # before the next line: who finds it still set finds an entry, too
+        self._entered_roots.clear()
 
     def _other_thread(self) -> int | None:
         """Returns the thread that runs a forward, if it is another one.
@@ -271,6 +279,13 @@ class ModuleHooks:
                 f"another one under way on thread {other}",
                 "let threads take turns, or wrap a copy of the model for each",
             )
+
+    def _enter_without_root(self) -> None:
+        """Prepares a visit outside of this thread's forward: in a backward, or of a block that is called by itself."""
+        if self._other_thread() is not None:
+            self.forget_dead_forward()
+            self._refuse_beside_another_thread()
+        self.reads.end()
 
     def _remove_inner_hooks(self, hook: int) -> None:
         """Removes hooks inside of a block that is compiled: each would cut a graph."""
@@ -322,9 +337,8 @@ class ModuleHooks:
             nonlocal compiled
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
-            if self._thread != get_ident() and self._other_thread() is not None:
-                self.forget_dead_forward()
-                self._refuse_beside_another_thread()
+            if self._thread != get_ident():
+                self._enter_without_root()
             if module._compiled_call_impl is not compiled:
                 refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
                 compiled = module._compiled_call_impl

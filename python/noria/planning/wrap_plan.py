@@ -216,6 +216,12 @@ def make_plan(
         kernels.check_updates_in_backward()
     if grid is not None:
         kernels.check_shared()
+        if policy.reads == "home":
+            raise usage_error(
+                'reads="passes" if ranks share the model, since no rank holds whole weights',
+                'reads="home"',
+                "read inside of `with noria.materialize(model):`, which all ranks enter, or from state_dict()",
+            )
     kernels.mark_split()
     ring: Ring | None = None
     without_masters = _masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""

@@ -91,6 +91,10 @@ class RunState:
         finally:
             self._num_materialized -= 1
 
+    def is_materialized(self) -> bool:
+        """Returns True inside a block of `noria.materialize`."""
+        return self._num_materialized > 0
+
     @contextlib.contextmanager
     def loading(self, part: object) -> Iterator[None]:
         """Marks a load of this part of the state. Reads of it are allowed: the load may make a torn home whole."""

@@ -1,4 +1,5 @@
-"""Runs callbacks when an optimizer's `step()` begins: some each time, some only after a forward that may train."""
+"""Runs callbacks when an optimizer's `step()` begins and ends: some each time, some once after each forward that may
+train."""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ __all__ = ["StepBoundary"]
 
 
 class StepBoundary:
-    """Runs `every` callback at the beginning of each optimizer's `step()`, then `once` callbacks once a step."""
+    """Runs `every` callback at the beginning of each optimizer's `step()`, then `once` callbacks once a step. Runs
+    `after` each time that a `step()` has ended without an error."""
 
-    def __init__(self, every: Sequence[Callable[[], None]], once: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self, every: Sequence[Callable[[], None]], once: Sequence[Callable[[], None]], after: Callable[[], None]
+    ) -> None:
         self._every = every
         self._once = once
+        self.end = after
         self._has_begun = False
 
     def expect(self) -> None:

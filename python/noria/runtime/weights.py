@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from noria import _C
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 from noria.runtime.gathered_weights import GatheredWeights
@@ -35,6 +35,7 @@ class Weights:
         self._views: dict[int, torch.Tensor] = {}  # by slot: the tensors that `state_dict()` returns
         self._written_views: set[int] = set()  # slots whose view the user may have written
         self._give: Callable[[HomeParameter], torch.Tensor] | None = None
+        self._shown: dict[int, tuple[int, int]] = {}  # by slot: version and storage when `show` was called
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # by open block and slot: values before
 
     def current(self, slot: HomeParameter) -> torch.Tensor:
@@ -46,6 +47,8 @@ class Weights:
         if self._give is not None:
             return self._give(slot)
         self.run.require_consistent("a look at weights")
+        if self._shown and _C.storage_of(slot.parameter) != self._shown[slot.index][1]:
+            self.take_shown()  # `p.data = x`
         self.engine.home.access_home(slot.unit, False)
         self._await_edits()
         if self.context.ranks is not None:
@@ -162,11 +165,43 @@ class Weights:
                 "leave read_only out; the write was kept",
             )
         if shared:
-            raise usage_error(
-                "parameters that share no memory",
-                f"{shared}, given the same by `p.data = ...` inside noria.materialize",
-                "tie them before noria.wrap, as one parameter; each has memory of its own now, with the same values",
-            )
+            raise _refusal_of_shared(shared, "`p.data = ...` inside noria.materialize")
+
+    def show(self) -> None:
+        """Points all parameters at the home until `hide`. Ranks must not share it."""
+        slots = self.context.slots
+        num_open = self.engine.home.num_open()
+        try:
+            with plainly():
+                self.engine.home.open_home(list(range(len(self.context.units))), False, [])
+        except BaseException:
+            self.engine.home.close_home(num_open, False)
+            raise
+        self._shown = {slot.index: (slot.parameter._version, _C.storage_of(slot.parameter)) for slot in slots}
+
+    def take_shown(self) -> bool:
+        """Takes over what was written since `show`. Returns True if anything was.
+
+        Raises UsageError if two parameters were given the same memory; each has its own then.
+        """
+        shared = self.engine.home.bring_home()
+        await_device(self.context.device)
+        slots = self.context.slots
+        units = {slot.unit for slot in slots if slot.parameter._version != self._shown[slot.index][0]}
+        is_written = bool(units) or any(self.engine.home.is_written(unit.index) for unit in self.context.units)
+        self._take_writes(slots, units)
+        if shared:
+            raise _refusal_of_shared(shared, "`p.data = ...`")
+        return is_written
+
+    def hide(self) -> None:
+        """Ends `show`. No block of noria.materialize is open."""
+        is_written = True
+        try:
+            is_written = self.take_shown()
+        finally:
+            self._shown.clear()
+            self.engine.home.close_home(0, is_written)
 
     def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:
         """Makes masters follow writes to `units`, and writes that no version counter shows (`p.data.mul_()`)."""
@@ -174,3 +209,11 @@ class Weights:
             if slot.unit in units or (self.context.ranks is None and self.engine.home.is_written(slot.unit)):
                 self.engine.home.access_home(slot.unit, True)
                 self.masters.follow_write(slot)
+
+
+def _refusal_of_shared(names: str, way: str) -> UsageError:
+    return usage_error(
+        "parameters that share no memory",
+        f"{names}, given the same by {way}",
+        "tie them before noria.wrap, as one parameter; each has memory of its own now, with the same values",
+    )

@@ -23,6 +23,7 @@ from noria.pipeline.stage_adapter import StageAdapters
 from noria.runtime.accumulation import Accumulation
 from noria.runtime.context import Context
 from noria.runtime.draft_policy import DraftPolicy
+from noria.runtime.home_reads import HomeReads
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
@@ -52,6 +53,7 @@ class StepServices:
     run: RunState
     sync: RankSync
     weights: Weights
+    reads: HomeReads
     loads: LoadTracker
     accumulation: Accumulation
     draft_policy: DraftPolicy
@@ -178,6 +180,7 @@ class StepDriver:
         if self._members.kernel == "whole":
             result = self._whole.step(closure)
             self.num_steps += 1
+            self.services.boundary.end()
             return result
         loss = None
         if closure is not None:
@@ -196,6 +199,7 @@ class StepDriver:
                     raise refusal
             else:
                 self._begin()
+        self.services.boundary.end()
         return loss
 
     def _begin(self) -> None:
@@ -230,6 +234,7 @@ class StepDriver:
         self.num_steps += 1
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        self.services.reads.end()
         return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def bytes_by_torch(self) -> int:
