@@ -5,8 +5,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <ATen/ops/from_blob.h>
+
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 namespace py = pybind11;
@@ -119,6 +122,29 @@ void bind_backward(py::module_& m) {
             self.engine().backward_updates()->expect(UnitId(unit), {std::move(job), std::move(offsets)});
           },
           py::arg("unit"), py::arg("job"), py::arg("gradients"), NoGil())
+      .def(
+          "expect_here",
+          [](const EngineBackward& self, std::int32_t unit) {
+            self.engine().backward_updates()->expect(UnitId(unit), {std::nullopt, {}});
+          },
+          py::arg("unit"), NoGil())
+      .def(
+          "used_now",
+          [](const EngineBackward& self, std::int32_t unit) {
+            std::set<std::int64_t> offsets;
+            for (const Bytes offset : self.engine().backward_updates()->used_now(UnitId(unit)))
+              offsets.insert(offset.count);
+            return offsets;
+          },
+          py::arg("unit"), NoGil())
+      .def(
+          "gradient_now",
+          [](const EngineBackward& self, std::int32_t unit, std::int64_t offset, const at::Tensor& like,
+             at::ScalarType dtype) {
+            std::byte* const data = self.engine().backward_updates()->gradients_now(UnitId(unit)) + offset;
+            return at::from_blob(data, like.sizes(), like.strides(), at::TensorOptions().dtype(dtype));
+          },
+          py::arg("unit"), py::arg("offset"), py::arg("like"), py::arg("dtype"), NoGil())
       .def("set_accumulating", of_claims(&BackwardClaims::set_accumulating), py::arg("accumulating"), NoGil())
       .def(
           "set_last_of",

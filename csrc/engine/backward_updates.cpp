@@ -29,8 +29,10 @@ BackwardUpdates::BackwardUpdates(EngineParts parts, const PassState& pass, Compu
       sums_(parts.units.size()) {}
 
 void BackwardUpdates::expect(UnitId unit, Expected update) {
-  NORIA_INVARIANT(update.job.in_place(), "an update inside backward is in place");
-  NORIA_INVARIANT(update.job.pieces.size() == update.gradients.size(), "each piece is of one gradient");
+  if (update.job) {
+    NORIA_INVARIANT(update.job->in_place(), "an update inside backward is in place");
+    NORIA_INVARIANT(update.job->pieces.size() == update.gradients.size(), "each piece is of one gradient");
+  }
   expected_[unit] = std::move(update);
 }
 
@@ -64,6 +66,11 @@ std::map<Bytes, double> BackwardUpdates::sums(UnitId unit) const {
   known.update->wait_passed();
   for (std::size_t i = 0; i < known.gradients.size(); ++i) found[known.gradients[i]] = (*known.sums)[i];
   return found;
+}
+
+std::set<Bytes> BackwardUpdates::used_now(UnitId unit) const {
+  NORIA_INVARIANT(!unclaimed_.empty() && unclaimed_.back().unit == unit, "another unit is updated now");
+  return unclaimed_.back().come;
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------------
@@ -193,9 +200,14 @@ void BackwardUpdates::update(UnitId unit) {
     return;
   }
   NORIA_INVARIANT(expected_[unit].has_value(), "it is not known how to update " + parts_.units[unit].facts.name);
-  UpdateJob job = take_job(unit);
+  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
   drainer_.forget_reduced(unit);
   is_updated_[unit] = true;
+  if (!expected_[unit]->job) {
+    update_here(unit, claimed);
+    return;
+  }
+  UpdateJob job = take_job(unit, claimed);
   if (parts_.collector != nullptr) {
     parts_.collector->note_update(unit);
     job.sums = std::make_shared<std::vector<double>>();
@@ -204,7 +216,7 @@ void BackwardUpdates::update(UnitId unit) {
   issuer.next_version(parts_.units[unit].facts.working);
   Sums& sums = sums_[unit];
   sums = {nullptr, job.sums, {}};
-  for (const auto& [offset, scalars] : unclaimed_.back().pieces) sums.gradients.push_back(offset);
+  for (const auto& [offset, scalars] : claimed.pieces) sums.gradients.push_back(offset);
   Op op = updates_.op_of(unit);
   op.bytes = job.bytes();
   auto begun = issuer.begin(op);
@@ -216,14 +228,21 @@ void BackwardUpdates::update(UnitId unit) {
   release_held(unit);
 }
 
-// Takes the gradients that have come, and records the update of them in `unclaimed_`. If ranks share the home, other
-// ranks may have gradients that this rank does not know of before the pass has ended. Then the job names all pieces,
-// and leaves out those that no rank has when it begins.
-UpdateJob BackwardUpdates::take_job(UnitId unit) {
+void BackwardUpdates::update_here(UnitId unit, Updated& claimed) {
+  NORIA_INVARIANT(parts_.collector == nullptr, "ranks that share the home update on the pool");
+  for (const Bytes offset : claimed.come) claimed.pieces.emplace_back(offset, UpdateScalars{});
+  updates_.defer(unit);
+  updates_.run_deferred(unit);
+  release_held(unit);
+}
+
+// Fills the job with the gradients that have come, and records them in `claimed`. If ranks share the home, other ranks
+// may have gradients that this rank does not know of before the pass has ended. Then the job names all pieces, and
+// leaves out those that no rank has when it begins.
+UpdateJob BackwardUpdates::take_job(UnitId unit, Updated& claimed) {
   const bool is_known = parts_.collector == nullptr || !pass_.phase;
   const Expected& expected = *expected_[unit];
-  Updated& claimed = unclaimed_.emplace_back(Updated{unit, {}, std::exchange(arrived_[unit], {})});
-  UpdateJob job = expected.job;
+  UpdateJob job = *expected.job;
   job.gradient = parts_.units[unit].held;
   job.pieces.clear();
   std::vector<std::optional<std::size_t>> asked;  // by piece: the parameter whose arrival decides; none: it has come
@@ -231,8 +250,8 @@ UpdateJob BackwardUpdates::take_job(UnitId unit) {
     const Bytes offset = expected.gradients[i];
     const bool has_come = claimed.come.contains(offset);
     if (is_known && !has_come) continue;
-    job.pieces.push_back(expected.job.pieces[i]);
-    claimed.pieces.emplace_back(offset, expected.job.pieces[i].scalars);
+    job.pieces.push_back(expected.job->pieces[i]);
+    claimed.pieces.emplace_back(offset, expected.job->pieces[i].scalars);
     asked.push_back(has_come ? std::nullopt : std::optional(parts_.units[unit].parameter_at(offset)));
   }
   if (is_known) {

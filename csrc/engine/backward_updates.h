@@ -35,9 +35,10 @@ class BackwardUpdates {
                   Drainer& drainer, GradientRing ring);
 
   // ---- for callers of the engine ----
-  /// Holds an update. By piece, `gradients` tells where the piece's gradient lies in facts.gradients.
+  /// Holds an update. By piece, `gradients` tells where the piece's gradient lies in facts.gradients. No job: the
+  /// update runs at once, on the thread of the backward, as a deferred update does (Updates).
   struct Expected {
-    UpdateJob job;
+    std::optional<UpdateJob> job;
     std::vector<Bytes> gradients;
   };
   /// Sets the update of this unit for the backward that begins. Pieces whose gradients do not come are left out.
@@ -55,6 +56,9 @@ class BackwardUpdates {
   /// Returns the units whose update was issued inside backward, and that `take_updated` has not returned yet.
   std::vector<UnitId> unclaimed() const;
   std::vector<Updated> take_updated(const std::set<UnitId>& units);
+  /// For the update of a unit that runs now: the gradients that it is to use, by offset, and where they lie.
+  std::set<Bytes> used_now(UnitId unit) const;
+  std::byte* gradients_now(UnitId unit) const { return parts_.units[unit].held; }
   /// Returns sums of the squares of gradients that the unit's last update has used, by offset. If ranks share the home,
   /// the sums are of this rank's shard. Blocks until that update is done.
   std::map<Bytes, double> sums(UnitId unit) const;
@@ -106,7 +110,8 @@ class BackwardUpdates {
   /// Returns false if passes only accumulate gradients of this unit now.
   bool completes(UnitId unit) const { return !accumulating_ && drafts_.brings_last(unit); }
   void update(UnitId unit);
-  UpdateJob take_job(UnitId unit);
+  void update_here(UnitId unit, Updated& claimed);
+  UpdateJob take_job(UnitId unit, Updated& claimed);
 
   const EngineParts parts_;
   const PassState& pass_;

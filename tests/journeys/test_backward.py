@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,9 +32,11 @@ from tests.journeys.pairs import (
     adamw,
     both,
     loss_of,
+    new_side,
     sgd,
     state_tensors,
     tokens,
+    wrap_side,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -890,9 +895,7 @@ def test_a_backward_that_raises_before_any_update_harms_nothing():
 @pytest.mark.parametrize(
     ("optimizer", "policy", "found"),
     [
-        (lambda ps: torch.optim.Adagrad(ps), {}, "Adagrad"),
-        (lambda ps: torch.optim.Adam(ps, amsgrad=True), {}, "amsgrad"),
-        (adamw, {"kernel": "torch"}, "torch"),
+        (lambda ps: torch.optim.LBFGS(ps), {}, "LBFGS, which may look at all"),
         (lambda ps: adamw(list(ps)[:-1]), {}, "no optimizer holds"),
         (lambda ps: torch.optim.SGD([{"params": [p], "momentum": n % 2} for n, p in enumerate(ps)], lr=1), {}, "rules"),
         (adamw, {"max_grad_norm": 1.0}, "max_grad_norm"),
@@ -940,6 +943,117 @@ def test_two_optimizers_update_their_own_units():
             }
         )
     assert_same_bits(*sides)
+
+
+# ---- updates by torch, at once ----
+
+BY_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "momentum": sgd,
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
+    "rate in a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+    **{
+        name: functools.partial(getattr(torch.optim, name), lr=1e-2)
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor")
+    },
+    "groups": lambda parameters: torch.optim.RMSprop(
+        [{"params": [each], "lr": 1e-3 * (number % 3 + 1)} for number, each in enumerate(parameters)]
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", BY_TORCH)
+def test_optimizers_without_a_kernel_have_the_bits_of_plain_torch(optimizer):
+    both(plain, update="backward", optimizer=BY_TORCH[optimizer], kernel="torch", window=3)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_they_have_them_if_gradients_accumulate(micro_batches):
+    def journey(side: Side) -> None:
+        for number in range(STEPS):
+            for part in range(micro_batches):
+                accumulates = side.is_wrapped and part < micro_batches - 1
+                with side.optimizer.accumulate() if accumulates else contextlib.nullcontext():
+                    loss_of(side.model, 10 * number + part).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    both(journey, update="backward", optimizer=BY_TORCH["RMSprop"], window=3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("name", MODELS)
+def test_they_have_them_in_models_of_every_shape(name, optimizer):
+    window = None if name in ("Sometimes", "Experts") else 3
+    both(
+        plain,
+        update="backward",
+        model=MODELS[name],
+        optimizer=BY_TORCH[optimizer],
+        kernel="torch",
+        window=window,
+        moved=name != "Experts",
+    )
+
+
+def test_they_update_masters():
+    sides = [
+        wrap_side(new_side(optimizer=BY_TORCH["RMSprop"]), window=3, dtype=torch.bfloat16, update=update)
+        for update in ("backward", "blocking")
+    ]
+    for side in sides:
+        plain(side)
+    assert_same_bits(sides[0].kept, sides[1].kept)
+    assert_same_bits(*(side.model.state_dict() for side in sides))
+    assert_same_bits(*(state_tensors(side.optimizer) for side in sides))
+
+
+def test_schedules_change_their_rate_between_steps_and_not_between_backward_and_step():
+    def journey(side: Side) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
+        for number in range(STEPS):
+            side.train(number, number + 1)
+            schedule.step()
+
+    both(journey, update="backward", optimizer=BY_TORCH["Adagrad"], window=3)
+    model, optimizer = wrapped(optimizer=BY_TORCH["rate in a tensor"])
+    loss_of(model, 0).backward()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    with pytest.raises(noria.UsageError, match="group 0 changed between"):
+        optimizer.step()
+
+
+def test_an_update_by_torch_that_raises_leaves_the_home_torn(monkeypatch):
+    model, optimizer = wrapped(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2))
+    saved = weights_of(model)
+    functional = sys.modules["torch.optim.adagrad"]
+    calls, own = itertools.count(), functional.adagrad
+
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        if next(calls) == 2:
+            raise ValueError("an update broke")
+        own(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "adagrad", breaks)
+    with pytest.raises(ValueError, match="an update broke"):
+        loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="different steps"):
+        loss_of(model, 0)
+    with pytest.raises(noria.UsageError, match="different steps"):
+        model.state_dict()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(torch.optim.Adagrad(Net().parameters()).state_dict())
+    optimizer.zero_grad()
+    train_on(model, optimizer, 1)
+
+
+def test_each_unit_is_updated_before_the_backward_has_ended():
+    """The home never holds the gradients of all units."""
+    model, optimizer = wrapped(optimizer=BY_TORCH["RMSprop"])
+    loss_of(model, 0).backward()
+    assert wrapped_by(model).context.engine.backward.has_unclaimed
+    assert not any("held gradients" in entry.purpose and entry.taken for entry in noria.report(model).ledger)
+    optimizer.step()
 
 
 # ---- updates that break off ----

@@ -120,19 +120,18 @@ class Kernels:
 
     def check_updates_in_backward(self) -> None:
         """Refuses units that update="backward" cannot update."""
-        expected = 'update="backward" with each unit updated as a whole by one kernel of noria\'s'
+        expected = 'update="backward" with each unit updated as a whole, by one kernel or by torch'
         remedy = 'wrap with update="auto"'
         for optimizer, kernel in zip(self.optimizers, self.by_optimizer, strict=True):
-            if kernel != "fused":
-                reason = why_not_fused(type(optimizer), optimizer.param_groups) or 'kernel="torch"'
-                raise usage_error(expected, f"{type(optimizer).__name__}, which torch updates ({reason})", remedy)
+            if kernel == "whole":
+                raise usage_error(expected, f"{type(optimizer).__name__}, which may look at all parameters", remedy)
         held = self.held()
         for unit in self.units:
             own = {slot.parameter for slot in unit.parameters if slot.trainable}
             if not own:
                 continue
-            if unit.index not in self.fused or len(self.fused[unit.index]) > 1:
-                raise usage_error(expected, f'"{unit.name}", which several rules or torch update', remedy)
+            if len(self.fused.get(unit.index, ())) > 1:
+                raise usage_error(expected, f'"{unit.name}", which several rules update', remedy)
             if not any(own <= parameters for parameters in held):
                 most = max(held, key=lambda parameters: len(own & parameters))
                 name = next(slot.name for slot in unit.parameters if slot.trainable and slot.parameter not in most)
@@ -144,6 +143,14 @@ class Kernels:
 
     def check_shared(self) -> None:
         """Refuses optimizers that ranks cannot share."""
+        if self.policy.update == "backward" and any(
+            unit.index not in self.fused for unit in self.units if any(slot.trainable for slot in unit.parameters)
+        ):
+            raise usage_error(
+                'update="backward" by noria\'s own kernels, if ranks share the model',
+                "units that torch updates",
+                'wrap with update="auto"',
+            )
         for optimizer in self.optimizers:
             if type(optimizer) not in ELEMENTWISE:
                 looks = "looks" if type(optimizer) in SEPARABLE else "may look"

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
+
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.model.layout import HomeParameter
-from noria.model.update_rules import AS_IT_IS, FusedRule, rule_of
+from noria.model.shadow_optimizer import hyper_of
+from noria.model.update_rules import AS_IT_IS, FusedRule, keeps_state, rule_of
 from noria.runtime.accumulation import Accumulation
 from noria.runtime.masters import Masters
 from noria.step.host_kernels import HostKernels
 from noria.step.optimizer_state import HomeState
-from noria.step.param_groups import ParamGroups
+from noria.step.param_groups import Jobs, ParamGroups
 from noria.step.step_counts import StepCounts
-from noria.torch_state import plainly
+from noria.step.torch_step import TorchStep
+from noria.torch_state import autocast_now, plainly
 
 __all__ = ["BackwardStep"]
 
@@ -29,6 +33,7 @@ class BackwardStep:
         state: HomeState,
         steps: StepCounts,
         fused: HostKernels,
+        torch_step: TorchStep,
         masters: Masters,
         accumulation: Accumulation,
         expect_all: Callable[[], object],
@@ -42,13 +47,15 @@ class BackwardStep:
         self.state = state
         self.steps = steps
         self.fused = fused
+        self.torch_step = torch_step
+        self._by_torch: Jobs = {}  # as they were when backward began
 
     def expect(self) -> list[int]:
         """Tells the engine how to update each unit in the backward that begins now. Returns the trainable slots."""
         self.state.follow()
 
         def ready_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
-            if not slot.trainable or not slot.shape.numel():
+            if not slot.trainable or not slot.shape.numel() or not self.members.fuses(slot.unit):
                 return None
             if rule not in self.context.plan.fused[slot.unit]:
                 raise usage_error(
@@ -62,7 +69,9 @@ class BackwardStep:
 
         with plainly():
             self.members.check_options()
-            for unit, (slots, pieces) in self.fused.expected_pieces(ready_step, 1.0).items():
+            self._expect_torch()
+            expected = self.fused.expected_pieces(ready_step, 1.0) if self.members.kernel == "fused" else {}
+            for unit, (slots, pieces) in expected.items():
                 rule = self.context.plan.fused[unit][0]
                 # The gradient's address is known when the gradient arrives. Until then any non-null address is valid.
                 arrays = self.fused.arrays(unit, rule, None)
@@ -70,6 +79,37 @@ class BackwardStep:
                 job = _C.UpdateJob(rule.name, pieces, arrays, gradient=anywhere)
                 self.context.engine.backward.expect_in_backward(unit, job, [slot.gradient_offset for slot in slots])
         return [slot.index for slot in self.members.slots() if slot.trainable]
+
+    def _expect_torch(self) -> None:
+        """Tells the engine which units torch updates, and keeps the groups that it will use."""
+        self.torch_step.autocast = autocast_now(self.context.device.type)
+        jobs: Jobs = {}
+        self._by_torch = jobs
+        for group in self.members.optimizer.param_groups:
+            hyper = hyper_of(group)
+            by_unit: dict[int, list[HomeParameter]] = {}
+            for parameter in group["params"]:
+                slot = self.context.slot_of[parameter]
+                if slot.trainable and not self.members.fuses(slot.unit):
+                    self.state.check(slot, group)
+                    if slot.has_master or keeps_state(self.members.cls, group):
+                        self.state.shown.unsettled(parameter)
+                    self.masters.confirm_low_bits(slot)
+                    by_unit.setdefault(slot.unit, []).append(slot)
+            for unit, slots in by_unit.items():
+                jobs.setdefault(unit, []).append((hyper, slots))
+        for unit in jobs:
+            self.context.engine.backward.expect_here(unit)
+
+    def run(self, unit: int) -> None:
+        """Runs torch's update of a unit whose gradients are complete. The engine calls this inside of a backward."""
+        if unit not in self._by_torch:
+            return
+        used = self.context.engine.backward.used_now(unit)
+        groups = [
+            (hyper, [slot for slot in slots if slot.gradient_offset in used]) for hyper, slots in self._by_torch[unit]
+        ]
+        self.torch_step.run_now(unit, [each for each in groups if each[1]], "which backward runs")
 
     def claim(self) -> UsageError | None:
         """Enters the updates that backward has made into the optimizer's state. Runs in `step()`.
@@ -108,6 +148,10 @@ class BackwardStep:
                 if not is_used:
                     continue
                 updated.append(slot.index)
+                if not self.members.fuses(slot.unit):
+                    if not _are_equal(self._hyper_used(slot), hyper_of(group)):
+                        changed = number
+                    continue
                 rule = self.context.plan.fused[slot.unit][0]
                 if slot.has_master or rule.keys:
                     self.state.shown.unsettled(parameter)
@@ -145,7 +189,24 @@ class BackwardStep:
             )
         return refusal
 
+    def _hyper_used(self, slot: HomeParameter) -> dict[str, object]:
+        for hyper, slots in self._by_torch.get(slot.unit, ()):
+            if any(each is slot for each in slots):
+                return hyper
+        return {}
+
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         if not self.context.updates_in_backward:
             return contextlib.nullcontext()
         return self.accumulation.accumulate()
+
+
+def _are_equal(some: dict[str, object], others: dict[str, object]) -> bool:
+    def is_equal(one: object, other: object) -> bool:
+        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+            return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+            return len(one) == len(other) and all(map(is_equal, one, other))
+        return bool(one == other)
+
+    return some.keys() == others.keys() and all(is_equal(some[key], others[key]) for key in some)

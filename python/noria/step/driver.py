@@ -136,7 +136,14 @@ class StepDriver:
         self._norms = norms = GradNorm(members, fused, run, services.sync)
         self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
         self._backward_step = BackwardStep(
-            members, state, steps, fused, weights.masters, services.accumulation, drivers.expect_in_backward
+            members,
+            state,
+            steps,
+            fused,
+            self._torch_step,
+            weights.masters,
+            services.accumulation,
+            drivers.expect_in_backward,
         )
         self._shards = OptimizerShards(members, state, run, weights.masters)
         self._whole = WholeStep(members, state, self._torch_step, norms, weights.masters)
@@ -254,8 +261,11 @@ class StepDriver:
         return self._backward_step.expect()
 
     def run_update(self, unit: int) -> None:
-        """Runs the real torch optimizer on one unit, if its update was deferred and has not run yet."""
-        self._torch_step.run(unit)
+        """Runs the real torch optimizer on one unit, if its update has to run now."""
+        if self.in_backward:
+            self._backward_step.run(unit)
+        else:
+            self._torch_step.run(unit)
 
     # ---- state ----
 

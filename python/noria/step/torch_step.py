@@ -69,8 +69,11 @@ class TorchStep:
         unit raises the error, once.
         """
         groups = self._jobs.pop(unit, None)
-        if groups is None:
-            return
+        if groups is not None:
+            self.run_now(unit, groups, "which optimizer.step() had put off until the unit is needed")
+
+    def run_now(self, unit: int, groups: Groups, when: str) -> None:
+        """Runs the real optimizer on these parameters of a unit. `when`: what an error says of the update."""
         slots = [slot for _, slots in groups for slot in slots]
         with plainly(self.autocast):
             versions = {slot.index: self.home_parameter(slot)._version for slot in slots}
@@ -80,9 +83,8 @@ class TorchStep:
                 self._jobs.clear()  # the engine will still ask for them, and nothing runs
                 name = self.context.units[unit].name
                 error.add_note(
-                    f'noria: raised by the update of unit "{name}", which optimizer.step() had put off until the '
-                    "unit is needed. The step is broken off: parameters that it had not come to keep their values, and "
-                    "the call that raised this may be made again"
+                    f'noria: raised by the update of unit "{name}", {when}. The step is broken off: parameters that it '
+                    "had not come to keep their values, and the call that raised this may be made again"
                 )
                 touched = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
                 self._finish(slots, touched)
@@ -118,9 +120,12 @@ class TorchStep:
                     self.masters.round(slot)
 
     def _gradient(self, slot: HomeParameter) -> torch.Tensor:
-        held = self.context.home.held(slot)
-        for scale in self.context.engine.gradients.take_scales(slot.index):
-            held.mul_(scale)
+        if self.context.updates_in_backward:
+            held = self.context.engine.backward.gradient_now(slot.unit, slot.home_offset, slot.like, slot.dtype)
+        else:
+            held = self.context.home.held(slot)
+            for scale in self.context.engine.gradients.take_scales(slot.index):
+                held.mul_(scale)
         if not slot.has_master:
             return held
         scratch = self.context.home.tensor("update scratch", 0, slot.home_offset * 2, slot.like, torch.float32)
