@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import DEVICE
+from tests.journeys.models import ZOO, batch_for, build
 from tests.journeys.pairs import BLOCKS, HOSTILE, VOCAB, WIDTH, Block, Side, adamw, both, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +50,7 @@ def _backward(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
     for rows in torch.arange(hidden.shape[0], device=hidden.device).split(CHUNK):
         grad = F.softmax(hidden[rows] @ weight.t(), -1)
-        grad -= F.one_hot(_targets(hidden)[rows], VOCAB)
+        grad -= F.one_hot(_targets(hidden)[rows], weight.shape[0])
         grad_hidden[rows] = grad @ weight * scale
         grad_weight += grad.t() @ hidden[rows] * scale
     return grad_hidden, grad_weight
@@ -222,6 +223,51 @@ def test_forwards_that_are_replaced_after_wrap_are_learnt_anew():
         train(side, 6, 8)
 
     both(journey, model=functools.partial(Patched, "operators", False))
+
+
+def zoo_with(loss: str, species: str, tied: bool) -> nn.Module:
+    """A model whose loss is computed from the head's weight, as fused losses do: its head computes nothing."""
+    model: Any = build(species)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model.head
+    inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.tokens
+    head.weight = inputs.weight if tied else nn.Parameter(inputs.weight.detach() * 0.9)
+    own, head.forward = model.forward, lambda hidden: hidden
+
+    def forward(*args: Any, **batch: Any) -> torch.Tensor:
+        found = own(*args, **batch)
+        hidden = found[0] if isinstance(found, tuple) else found.logits
+        return LOSSES[loss](hidden.flatten(0, 1), head.weight)
+
+    model.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("loss", ["saves", "gradients"])  # by chunks, and as Liger's
+@pytest.mark.parametrize("species", ZOO)
+def test_models_of_many_kinds_train_with_such_losses(species: str, loss: str, tied: bool):
+    sides = []
+    for is_wrapped in (False, True):
+        model = zoo_with(loss, species, tied).to("cpu" if is_wrapped else DEVICE)
+        side = Side(model, torch.optim.AdamW(model.parameters(), lr=1e-3), is_wrapped)
+        sides.append(side)
+        if is_wrapped:
+            with on_machine(hostility=HOSTILE):
+                noria.wrap(model, side.optimizer, device=DEVICE, window=3, kernel="torch")
+        for number in range(4):
+            batch = batch_for(species, number)
+            labels = batch.pop("labels")
+            if species == "t5":
+                batch["decoder_input_ids"] = labels
+            value = model(batch["input_ids"]) if species.startswith("gpt") and species != "gpt2" else model(**batch)
+            value.backward()
+            side.keep(f"loss {number}", value)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+    assert_same_bits(sides[1].kept, sides[0].kept)
+    assert_same_bits(sides[1].model.state_dict(), sides[0].model.state_dict())
+    report = noria.report(sides[1].model)
+    assert report.num_fetches > 0 and report.ledger_agrees, str(report)
 
 
 class OnlyInBackward(torch.autograd.Function):
