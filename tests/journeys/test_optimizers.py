@@ -11,9 +11,21 @@ import pytest
 import torch
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
+from torch import nn
 
 from tests.device import DEVICE
-from tests.journeys.pairs import HOSTILE, OPTIMIZERS, Net, adamw, assert_moved, both, loss_of, state_tensors
+from tests.journeys.pairs import (
+    HOSTILE,
+    OPTIMIZERS,
+    WIDTH,
+    Net,
+    Side,
+    adamw,
+    assert_moved,
+    both,
+    loss_of,
+    state_tensors,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -526,3 +538,40 @@ def test_a_subclass_of_a_wrapped_optimizers_class_goes_on_as_torchs():
             assert not torch.equal(plain.weight, before)
 
     both(journey)
+
+
+class EightBits(nn.Module):
+    """A frozen weight in fp8 with its scale, and an adapter beside it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(WIDTH, WIDTH) * 0.1).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(()), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2) * 0.1)
+        self.up = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ (self.weight.to(x.dtype) * self.scale).t() + x @ self.down @ self.up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_frozen_weights_in_fp8_stream_as_they_are(dtype: torch.dtype):
+    def journey(side: Side) -> None:
+        for number in range(4):
+            x = torch.randn(3, WIDTH, generator=torch.Generator(DEVICE).manual_seed(number), device=DEVICE)
+            loss = side.model(x).square().mean()
+            loss.backward()
+            side.keep(f"loss {number}", loss)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        trained = [each for each in side.model.state_dict().items() if not each[0].endswith("weight")]
+        for name, value in trained:
+            side.keep(name, value)
+        codes = [side.model.state_dict()[f"{number}.weight"].view(torch.uint8) for number in range(5)]
+        side.keep("codes", torch.stack(codes))
+
+    both(
+        journey,
+        model=lambda: nn.Sequential(*(EightBits(dtype) for _ in range(5))),
+        optimizer=lambda parameters: adamw([each for each in parameters if each.requires_grad]),
+    )
