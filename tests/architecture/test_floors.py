@@ -25,7 +25,7 @@ FLOORS = [
     ["optimizer"],
     ["wrapped"],
     ["checkpoint"],
-    ["out_of_memory", "doctor", "report", "trace_file", "wrap"],
+    ["out_of_memory", "doctor", "one_card", "report", "trace_file", "wrap"],
     ["cli"],
     ["integrations"],
     ["testing"],  # what tests and benchmarks put in the place of parts; nothing below knows of it

@@ -16,6 +16,7 @@ PUBLIC = {
     "sharded_state",
     "testing",
     "unwrap",
+    "weights",
     "wrap",
 }
 

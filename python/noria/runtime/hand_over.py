@@ -1,0 +1,96 @@
+"""Hands weights to another system, one tensor after the other, in the order of units.
+
+Between two tensors nothing is held: no home is open, and no call is refused. So a loop that ends early leaves all as it
+was. The iterator compares version counters instead, and raises if weights have changed since it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter
+from noria.runtime.context import Context
+from noria.runtime.rank_sync import RankSync
+from noria.runtime.state import RunState
+from noria.runtime.weights import Weights
+from noria.torch_state import await_device, plainly
+
+__all__ = ["HandOver"]
+
+
+class HandOver:
+    """Iterates over (name, tensor): parameters at home by unit, then what lies elsewhere, as buffers do.
+
+    Names are those of `state_dict()`. Tied names follow each other, and share one tensor.
+    """
+
+    def __init__(self, context: Context, run: RunState, sync: RankSync, weights: Weights, module: nn.Module) -> None:
+        """Raises UsageError if weights cannot be read now."""
+        self._context = context
+        self._run = run
+        self._sync = sync
+        self._weights = weights
+        self._names: dict[int, list[str]] = {}  # by slot
+        self._others: list[tuple[str, torch.Tensor]] = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if (slot := context.slot_of.get(parameter)) is not None:
+                self._names.setdefault(slot.index, []).append(name)
+            else:  # registered after the wrap
+                self._others.append((name, parameter))
+        self._others += _kept_buffers(module)
+        self._slots = sorted((context.slots[index] for index in self._names), key=lambda slot: (slot.unit, slot.index))
+        self._check()
+        self._versions = self._count_changes()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        unit = -1
+        try:
+            self._sync.meet("hand over weights by noria.weights")
+            for slot in self._slots:
+                self._check()
+                if slot.unit != unit:
+                    self._refuse_changes()
+                    unit = slot.unit
+                value = self._value(slot)
+                for name in self._names[slot.index]:
+                    yield name, value
+                del value  # ranks have memory for no more than one
+                await_device(self._context.device)  # copies that the caller has queued
+            self._refuse_changes()
+            for name, other in self._others:
+                self._check()
+                yield name, other.detach().cpu()
+        finally:
+            await_device(self._context.device)
+
+    def _check(self) -> None:
+        self._run.recover()
+        self._run.refuse_when_busy("noria.weights")
+        self._run.require_consistent("noria.weights")
+
+    def _value(self, slot: HomeParameter) -> torch.Tensor:
+        with plainly():
+            return self._weights.current(slot)
+
+    def _count_changes(self) -> int:
+        return sum(slot.parameter._version for slot in self._slots)
+
+    def _refuse_changes(self) -> None:
+        if self._count_changes() != self._versions:
+            raise usage_error(
+                "weights that stay as they are until noria.weights has given all of them",
+                "a step, a load or an edit since its first one",
+                "begin again: for name, tensor in noria.weights(model)",
+            )
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers that `state_dict()` has."""
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
