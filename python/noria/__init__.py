@@ -19,7 +19,7 @@ from noria import optim, testing
 from noria._C import MachineError, UsageError
 from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
-from noria.one_card import weights
+from noria.one_card import ema, weights
 from noria.policy import Policy
 from noria.report import report
 from noria.wrap import is_wrapped, materialize, plan, unwrap, wrap
@@ -28,6 +28,7 @@ __all__ = [
     "MachineError",
     "Policy",
     "UsageError",
+    "ema",
     "is_wrapped",
     "load",
     "materialize",

@@ -79,7 +79,7 @@ class Wrapped:
         self.loads = LoadTracker(context)
         self.run = run = RunState(context, self.loads)
         self.sync = RankSync(context)
-        late = LateAllocations(context, self.sync)
+        self.late = late = LateAllocations(context, self.sync)
         self.weights = Weights(context, run, self.sync, GatheredWeights(context, self.sync, late))
         self.reads = HomeReads(context, run, self.loads, self.weights)
         self.accumulation = Accumulation(context, run, late)

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import noria
+from noria.one_card import WeightAverage
 from noria.optimizer import WrappedOptimizer
 from noria.planning.wrap_plan import WrapPlan
 from noria.report import Report
 
-_GIVEN = {"Report": Report, "WrapPlan": WrapPlan, "optimizer": WrappedOptimizer}
-"""Classes of objects that `report`, `plan` and `wrap` return."""
+_GIVEN = {"Report": Report, "WrapPlan": WrapPlan, "optimizer": WrappedOptimizer, "WeightAverage": WeightAverage}
+"""Classes of objects that `report`, `plan`, `wrap` and `ema` return."""
 _RAISED = (noria.UsageError, noria.MachineError)
 
 

@@ -6,6 +6,7 @@ PUBLIC = {
     "MachineError",
     "Policy",
     "UsageError",
+    "ema",
     "is_wrapped",
     "load",
     "materialize",

@@ -175,7 +175,7 @@ class _ModelParts:
             return slot.flat(wrapped.context.home.working(slot))
 
         def write(flat: torch.Tensor) -> None:
-            wrapped.run.require_consistent("a load of weights", mends=True)
+            wrapped.run.require_loadable("a load of weights")
             wrapped.context.engine.home.access_home(slot.unit, True)
             wrapped.weights.write_part(slot, flat.as_strided(slot.like.shape, slot.like.stride()))
 

@@ -86,10 +86,10 @@ class Home:
         """
         self._populate([purpose for purpose in self.arenas if purpose in _LATE])
 
-    def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
+    def _map(self, region: Region, backend: _C.Backend | None) -> _C.Arena:
         """Maps an arena in the device's NUMA node. It has no pages yet, and is not registered."""
         arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
-        node = numa_node(backend.pci_bus_id)
+        node = None if backend is None else numa_node(backend.pci_bus_id)
         if node is not None and (refused := arena.prefer_node(node)):
             self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
         return arena
@@ -137,15 +137,18 @@ class Home:
                 f"at the pace of one host thread's copies: {refused}"
             )
 
-    def take_later(self, region: Region, backend: _C.Backend) -> list[int]:
+    def take_later(self, region: Region, backend: _C.Backend | None) -> list[int]:
         """Takes one more arena after training has begun. The device's own kernels may use it too.
+
+        `backend` None: only the host uses it, so it is ordinary memory.
 
         Returns an address for each unit, or 0 if the unit has no part in it.
         """
         self.regions[region.purpose] = region
         try:
             self._map(region, backend).populate(lambda done: None)
-            self._register(region.purpose, "device", backend)
+            if backend is not None:
+                self._register(region.purpose, "device", backend)
         except BaseException:
             del self.regions[region.purpose]
             if (taken := self.arenas.pop(region.purpose, None)) is not None:
@@ -161,6 +164,11 @@ class Home:
     def give_back(self, purpose: str) -> None:
         self.regions.pop(purpose)
         self.arenas.pop(purpose).close()
+
+    def leave(self, purpose: str) -> None:
+        """Forgets an arena, which now lives as long as any tensor in it."""
+        self.regions.pop(purpose)
+        self.arenas.pop(purpose)
 
     def address(self, purpose: str, unit: int, spare: bool = False) -> int:
         """Returns the current address of the unit's part of an arena, or 0 if there is no such arena.

@@ -16,6 +16,7 @@ from noria import _C
 from noria.model.partition import UnitSpec
 
 __all__ = [
+    "AVERAGES",
     "GRADIENT_RING",
     "GRADIENT_SCALES",
     "SHOWN",
@@ -39,6 +40,9 @@ UNSUMMED = "unsummed gradients"
 
 GRADIENT_SCALES = "gradient scales"
 """The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
+
+AVERAGES = "averaged weights"
+"""The purpose of the arena for averages of weights. A second one has a number behind it."""
 
 SHOWN = "materialized weights"
 """The purpose of the arena for whole weights that ranks share, while a block of `noria.materialize` is open."""

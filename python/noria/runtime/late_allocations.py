@@ -11,13 +11,13 @@ __all__ = ["LateAllocations"]
 
 
 class LateAllocations:
-    """Takes such memory as arenas of the home, and gives it back. The device can address all of it."""
+    """Takes such memory as arenas of the home, and gives it back. The device can address what is registered."""
 
     def __init__(self, context: Context, sync: RankSync) -> None:
         self.context = context
         self.sync = sync
 
-    def take(self, region: Region, *, together: bool = True) -> list[int]:
+    def take(self, region: Region, *, together: bool = True, is_registered: bool = True) -> list[int]:
         """Takes memory, and returns addresses by unit: 0 for a unit that the region gives nothing.
 
         Raises UsageError before it takes anything. `together`: ranks that share the model all take it, and all raise if
@@ -31,13 +31,18 @@ class LateAllocations:
             raise refusal
         try:
             self.context.ledger.expect("host", region.purpose, region.bytes)
-            return self.context.home.take_later(region, self.context.backend)
+            return self.context.home.take_later(region, self.context.backend if is_registered else None)
         except BaseException:
             self.context.ledger.expect("host", region.purpose, 0)
             raise
 
     def give_back(self, purpose: str) -> None:
         self.context.home.give_back(purpose)
+        self.context.ledger.expect("host", purpose, 0)
+
+    def leave(self, purpose: str) -> None:
+        """As `give_back`, for memory that tensors of the caller may still view. The last of them frees it."""
+        self.context.home.leave(purpose)
         self.context.ledger.expect("host", purpose, 0)
 
     def _free(self, region: Region) -> Free:

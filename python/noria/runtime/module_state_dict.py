@@ -88,7 +88,7 @@ class ModuleStateDicts:
         if self.context.ranks is None or not slots or not is_outermost:
             return
         self.run.recover()
-        self.run.require_consistent("model.load_state_dict()", mends=True)
+        self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{slots[0].name}" and {len(slots) - 1} more')
         with raised_by_all([self.context.ranks], "model.load_state_dict"):
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
@@ -106,7 +106,7 @@ class ModuleStateDicts:
         if not own:
             return
         self.run.recover()
-        self.run.require_consistent("model.load_state_dict()", mends=True)
+        self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
         units = sorted({slot.unit for slot in own.values()})
         if self.context.ranks is None:

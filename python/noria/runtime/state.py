@@ -75,6 +75,8 @@ class RunState:
         """Runs after the engine has ended. The callback that was registered last runs first."""
         self._num_materialized = 0
         self._loading: list[object] = []
+        self._is_averaged = False
+        self._give_back: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit, needed modules may be gone; atexit ran before
@@ -94,6 +96,25 @@ class RunState:
     def is_materialized(self) -> bool:
         """Returns True inside a block of `noria.materialize`."""
         return self._num_materialized > 0
+
+    @contextlib.contextmanager
+    def averaging(self, give_back: Callable[[], None]) -> Iterator[None]:
+        """Marks a block in which the model has averaged weights in place of its own. Blocks do not nest.
+
+        `give_back` then gives the model its own weights. If it is interrupted, it runs again before the home is used.
+        """
+        self._give_back = give_back
+        self._is_averaged = True
+        try:
+            yield
+        finally:
+            self._is_averaged = False
+            self._take_back()
+
+    def _take_back(self) -> None:
+        if self._give_back is not None and not self._is_averaged:
+            self._give_back()
+            self._give_back = None
 
     @contextlib.contextmanager
     def loading(self, part: object) -> Iterator[None]:
@@ -125,6 +146,14 @@ class RunState:
                 "call it after backward(), outside of the block",
             )
 
+    def refuse_while_averaged(self, call: str) -> None:
+        if self._is_averaged:
+            raise usage_error(
+                f"{call} of a model that has its own weights",
+                "it inside of `with ema.applied()`, where the model has averages",
+                "call it after the block",
+            )
+
     def require_consistent(self, what: str, *, mends: bool = False) -> None:
         """Raises UsageError if the model must not be read or written now.
 
@@ -132,6 +161,7 @@ class RunState:
         is refused. A torn home, and parameters without values, are refused too, unless the caller `mends` them with
         values of its own.
         """
+        self._take_back()
         if self.context.updates_in_backward:
             if not in_backward():
                 self.context.engine.hooks.recover()  # from a backward that raised
@@ -145,6 +175,11 @@ class RunState:
                 "load a checkpoint of both: model.load_state_dict and optimizer.load_state_dict",
             )
 
+    def require_loadable(self, what: str) -> None:
+        """Raises UsageError if no values may be loaded now. A load may make a torn home whole."""
+        self.refuse_while_averaged(what)
+        self.require_consistent(what, mends=True)
+
     def recover(self) -> None:
         """Forgets a pass that raised. Gradients that have landed stay."""
         self.check_alive()
@@ -157,6 +192,7 @@ class RunState:
 
     def settle_writes(self) -> None:
         """Registers writes to the home, and closes what a broken load left open. Runs before the home is used."""
+        self._take_back()
         for settle in reversed(self.on_settle):
             settle()
 

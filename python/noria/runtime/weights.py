@@ -127,6 +127,8 @@ class Weights:
         If ranks share the model, parameters show whole weights in memory of their own (`gathered`).
         """
         self.run.recover()
+        if not read_only:
+            self.run.refuse_while_averaged("noria.materialize")
         self.run.require_consistent("noria.materialize")
         slots = [slot for unit in units for slot in self.context.units[unit].parameters]
         with self.gathered.taken(units) as memory, self.run.materializing():

@@ -93,6 +93,8 @@ class StepDrivers(list["StepDriver"]):
 
         Raises UsageError if a trainable parameter is in no optimizer any more.
         """
+        for driver in self:
+            driver.run.refuse_while_averaged('backward() under update="backward"')
         expected = self.expect_in_backward()
         for slot in self.context.slots:
             if slot.trainable and slot.parameter.requires_grad and slot.index not in expected:
@@ -181,6 +183,7 @@ class StepDriver:
     def step(self, closure: Callable[[], object] | None) -> object:
         refuse_inside_backward("optimizer.step()")
         self.run.recover()
+        self.run.refuse_while_averaged("optimizer.step()")
         self.services.loads.refuse_missing("optimizer.step()")
         self.services.boundary.begin()
         self._state.follow()
@@ -280,7 +283,7 @@ class StepDriver:
         return state_dict(self._members, self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.run.require_consistent("optimizer.load_state_dict()", mends=True)
+        self.run.require_loadable("optimizer.load_state_dict()")
         with self.run.loading(self._state):
             load_state_dict(self._members, self._state, state_dict)
             self._is_loaded()

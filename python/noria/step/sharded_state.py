@@ -148,7 +148,7 @@ class OptimizerShards:
         is_saved: bool = True,
     ) -> ShardTensor:
         def write(flat: torch.Tensor) -> None:
-            self.run.require_consistent("a load of optimizer state", mends=True)
+            self.run.require_loadable("a load of optimizer state")
             self.context.engine.home.access_home(slot.unit, True)
             value = flat.as_strided(slot.like.shape, slot.like.stride())
             with torch.no_grad():
