@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import noria
@@ -19,7 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from tests.device import DEVICE, NEEDS_FULL_HOST
-from tests.journeys.pairs import Net, Side, loss_of, new_side, state_tensors, wrap_side
+from tests.journeys.pairs import Net, Side, loss_of, new_side, state_tensors, tokens, wrap_side
 from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks
 
 DECAY = 0.75
@@ -678,6 +681,35 @@ def test_averages_that_host_memory_has_no_room_for_are_refused():
     assert averaged_rows(tight) == {}
     tight.train(0, 1)
     assert noria.ema(wrapped_side(host_memory=home + size).model, DECAY).num_bytes == size
+
+
+class Told(Net):
+    """Returns its loss, as models of transformers do."""
+
+    def forward(self, number: int) -> Any:
+        return SimpleNamespace(loss=super().forward(tokens(number)).square().mean())
+
+
+def test_the_snippets_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    side, given, evaluated = wrapped_side(model=Told), {}, []
+    names = {
+        "noria": noria,
+        "torch": torch,
+        "model": side.model,
+        "optimizer": side.optimizer,
+        "loader": [{"number": number} for number in range(3)],
+        "engine": SimpleNamespace(load=lambda name, tensor: given.update({name: tensor.clone()})),
+        "evaluate": lambda model: evaluated.append(model(7).loss.item()),
+    }
+    page = (Path(__file__).resolve().parents[2] / "docs" / "one_card.md").read_text()
+    for snippet in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(snippet, names)
+    assert given.keys() == side.model.state_dict().keys()
+    loaded = Told()
+    noria.load("averaged.pt", loaded)
+    with torch.no_grad():
+        assert evaluated == [loaded(7).loss.item()] != [side.model(7).loss.item()]
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
