@@ -673,16 +673,43 @@ def lbfgs(run: Run) -> None:
 # ---- models without weights --------------------------------------------------------------------------------
 
 
-def empty_llama() -> nn.Module:
+def empty_llama(tied: bool = False) -> nn.Module:
     with accelerate.init_empty_weights():
-        return transformers.LlamaForCausalLM(tiny.llama().config)
+        model = transformers.LlamaForCausalLM(tiny.llama(tied).config)
+    model.tie_weights()  # accelerate has untied them
+    return model
 
 
-def shards(run: Run) -> list[Path]:
-    tiny.llama().save_pretrained(run.folder / "saved", max_shard_size="40KB")
+def shards(run: Run, tied: bool = False) -> list[Path]:
+    tiny.llama(tied).save_pretrained(run.folder / "saved", max_shard_size="40KB")
     found = sorted((run.folder / "saved").glob("*.safetensors"))
     assert len(found) > 2
     return found
+
+
+def loaded_by_safetensors(run: Run, model: nn.Module, tied: bool) -> None:
+    safetensors.torch.save_model(tiny.llama(tied), str(run.folder / "model.safetensors"))
+    safetensors.torch.load_model(model, str(run.folder / "model.safetensors"))
+
+
+def loaded_by_accelerate(run: Run, model: nn.Module, tied: bool) -> None:
+    shards(run, tied)
+    accelerate.load_checkpoint_in_model(model, str(run.folder / "saved"))
+
+
+def loaded_and_dispatched(run: Run, model: nn.Module, tied: bool) -> None:
+    shards(run, tied)
+    assert accelerate.load_checkpoint_and_dispatch(model, str(run.folder / "saved")) is model
+
+
+def loaded_when_wrapped(run: Run, load: Callable[[Run, nn.Module, bool], None], tied: bool = False) -> None:
+    model = empty_llama(tied) if run.is_wrapped else tiny.llama(tied)
+    optimizer = tiny.adamw(model)
+    run.wrap(model, optimizer)
+    if run.is_wrapped:
+        load(run, model, tied)
+    train(run, model, optimizer)
+    run.keep_model(model)
 
 
 def from_shards(run: Run, trains: bool = True) -> None:
@@ -800,6 +827,13 @@ SCRIPTS: dict[str, Script] = {
     "torch Adafactor": functools.partial(optimized, make=torch.optim.Adafactor),
     "Muon": muon,
     "LBFGS": lbfgs,
+    "load_model into meta": functools.partial(loaded_when_wrapped, load=loaded_by_safetensors),
+    "load_model into meta, tied": functools.partial(loaded_when_wrapped, load=loaded_by_safetensors, tied=True),
+    "load_checkpoint_in_model into meta": functools.partial(loaded_when_wrapped, load=loaded_by_accelerate),
+    "load_checkpoint_in_model into meta, tied": functools.partial(
+        loaded_when_wrapped, load=loaded_by_accelerate, tied=True
+    ),
+    "load_checkpoint_and_dispatch into meta": functools.partial(loaded_when_wrapped, load=loaded_and_dispatched),
     "init_empty_weights, shards, training": from_shards,
     "init_empty_weights, shards, frozen": functools.partial(from_shards, trains=False),
 }
@@ -844,14 +878,11 @@ def rotary_on_meta(run: Run) -> None:
     run.wrap(model)
 
 
-def loaded_by_safetensors(run: Run) -> None:
-    safetensors.torch.save_model(tiny.llama(), str(run.folder / "model.safetensors"))
-    safetensors.torch.load_model(run.wrap(empty_llama()), str(run.folder / "model.safetensors"))
-
-
-def loaded_by_accelerate(run: Run) -> None:
+def loaded_with_device_map(run: Run) -> None:
     shards(run)
-    accelerate.load_checkpoint_in_model(run.wrap(empty_llama()), str(run.folder / "saved"))
+    model = run.wrap(empty_llama())
+    accelerate.load_checkpoint_in_model(model, str(run.folder / "saved"), device_map={"": "cpu"})
+    loss_of(model, 0)
 
 
 def loaded_with_assign(run: Run) -> None:
@@ -882,8 +913,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "torch.func.grad of weights": (gradients_by_func, "compute higher derivatives on an unwrapped model"),
     "jit.trace in materialize": (traced_in_materialize, "leave the block"),
     "rotary buffers on meta": (rotary_on_meta, "compute it before noria.wrap, on the CPU"),
-    "load_model into meta": (loaded_by_safetensors, "load a checkpoint first"),
-    "load_checkpoint_in_model into meta": (loaded_by_accelerate, "load a checkpoint first"),
+    "load_checkpoint_in_model with device_map": (loaded_with_device_map, "accelerate: without device_map"),
     "load with assign": (loaded_with_assign, "leave assign out"),
     "a shard is missing": (one_shard_missing, "built on the meta device and not loaded since"),
 }

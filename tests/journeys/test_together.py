@@ -412,12 +412,12 @@ def all_meta(rank: int, size: int, folder: str, by: str) -> None:
     for act in (
         lambda: loss_of(model, 1),
         lambda: model.blocks[0](torch.zeros(2, 6, 16)),
-        model.state_dict,
         optimizer.step,
         lambda: noria.save(os.path.join(folder, "nothing"), model),
         lambda: noria.unwrap(model, optimizer),
     ):
         refused(act, '"embed.weight"')
+    assert all(value.is_meta for value in model.state_dict().values())
     kept = torch.load(os.path.join(folder, "kept"))
     last = {key: value for key, value in kept["model"].items() if key != "norm.running_var"}
     if by == "noria.load":
@@ -427,6 +427,7 @@ def all_meta(rank: int, size: int, folder: str, by: str) -> None:
     else:
         model.load_state_dict(last, strict=False)
         refused(lambda: loss_of(model, 1), '"norm.running_var"')
+        assert [name for name, value in model.state_dict().items() if value.is_meta] == ["norm.running_var"]
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
     expected = torch.load(os.path.join(folder, "kept.expected"))

@@ -62,6 +62,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
             "noria.save(path, model, optimizer)", f"a first argument of {type(path).__name__}", "put the path first"
         )
     model = modules_of(model)
+    for owner in filter(None, map(wrapped_by, as_list(model))):
+        owner.loads.refuse_missing("noria.save")
     shared = _shared(model, optimizer)
     with contextlib.ExitStack() as on_first:
         for _, sync, _ in shared:
@@ -105,6 +107,8 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     """Reads a checkpoint into the model, then into the optimizer (or into lists of them, as saved).
 
     The file is mapped, not read as a whole: values stream into the home.
+
+    For a folder of `save_pretrained`, or a file of weights alone, see `load_pretrained`.
 
     A folder must come from `torch.distributed.checkpoint.save` of `noria.sharded_state`. Then model and optimizer must
     be wrapped, and each rank reads what it has at home.

@@ -28,7 +28,8 @@ class LoadTracker:
             raise usage_error(
                 f"{what} of a model that has all its values",
                 f'"{next(iter(self.missing.values()))}"{more}, built on the meta device and not loaded since',
-                "load a checkpoint first: noria.load, model.load_state_dict, or torch.distributed.checkpoint.load",
+                "load a checkpoint first: noria.load, model.load_state_dict (accelerate: without device_map), or "
+                "torch.distributed.checkpoint.load",
             )
 
     def track(self, optimizer: object) -> None:

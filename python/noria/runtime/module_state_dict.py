@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from noria.runtime.hooks import Hook
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
-from noria.runtime.weights import Weights
+from noria.runtime.weights import Weights, without_values
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -35,6 +35,8 @@ class ModuleStateDicts:
         self.loads = loads
         self._handles: list[RemovableHandle] = []
         self._loads: list[int] = []  # for each module that load_state_dict has opened: what was open before it
+        self._absent: dict[str, int] = {}  # names without an entry in the state dict that is loaded, and their slots
+        self._first: set[int] = set()  # slots to which this load has given their first values
         run.on_settle.append(self.end_loads)
         for root in context.partition.roots:
             for module in root.modules():
@@ -65,6 +67,9 @@ class ModuleStateDicts:
             if prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
                 continue  # not in the result, or the parameter itself (keep_vars)
             state_dict[prefix + name] = self.weights.current(slot)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (module, name) in self.loads.missing and prefix + name in state_dict:
+                state_dict[prefix + name] = without_values(buffer.shape, buffer.stride(), buffer.dtype)
 
     def _refuse_assign(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, object], *_: object
@@ -98,11 +103,14 @@ class ModuleStateDicts:
     def _note_buffers(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.shape == buffer.shape:  # torch copies the value
+            if self._is_new(value, buffer, buffer.shape):  # torch copies the value
                 self.loads.note((module, name))
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         own = self._own(module)
+        if not prefix:
+            self._absent.clear()
+            self._first.clear()
         if not own:
             return
         self.run.recover()
@@ -117,7 +125,11 @@ class ModuleStateDicts:
                 self.context.engine.home.access_home(unit, True)
         for name, slot in own.items():
             value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.shape == slot.shape:
+            if value is None:
+                self._absent[prefix + name] = slot.index
+            if self._is_new(value, slot.parameter, slot.shape):
+                if slot.index in self.loads.missing:
+                    self._first.add(slot.index)
                 self.weights.write(slot, value)
                 self.loads.note(slot.index)
                 # so that torch copies the parameter onto itself
@@ -125,8 +137,19 @@ class ModuleStateDicts:
                     self.context.home.working(slot) if self.context.ranks is None else slot.parameter
                 )
 
-    def _taken(self, module: nn.Module, incompatible_keys: object) -> None:
+    @staticmethod
+    def _is_new(value: object, own: torch.Tensor, shape: torch.Size) -> TypeGuard[torch.Tensor]:
+        """Returns True if the entry of a state dict gives a parameter or buffer a value.
+
+        torch itself refuses others. torch.distributed.checkpoint gives a model its own tensors for names that a file
+        lacks.
+        """
+        return isinstance(value, torch.Tensor) and value.shape == shape and value is not own and not value.is_meta
+
+    def _taken(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.end_loads()
+        tied = {name for name, slot in self._absent.items() if slot in self._first}  # have values by another name
+        incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
 
     def end_loads(self) -> None:
         """Closes all homes that loads have opened.

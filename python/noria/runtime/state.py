@@ -154,19 +154,19 @@ class RunState:
                 "call it after the block",
             )
 
-    def require_consistent(self, what: str, *, mends: bool = False) -> None:
+    def require_consistent(self, what: str, *, mends: bool = False, has_value: bool = False) -> None:
         """Raises UsageError if the model must not be read or written now.
 
         Under update="backward" a backward has updated weights before `step()` claims them: between the two, every call
         is refused. A torn home, and parameters without values, are refused too, unless the caller `mends` them with
-        values of its own.
+        values of its own. `has_value`: the caller reads a parameter that has one.
         """
         self._take_back()
         if self.context.updates_in_backward:
             if not in_backward():
                 self.context.engine.hooks.recover()  # from a backward that raised
             self.context.engine.backward.refuse_unclaimed(what)
-        if not mends:
+        if not mends and not has_value:
             self.loads.refuse_missing(what)
         if not mends and (torn := self.context.engine.torn()):
             raise usage_error(

@@ -17,7 +17,13 @@ from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
 from noria.torch_state import await_device, plainly
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "without_values"]
+
+
+def without_values(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns what a state dict shows of a parameter or buffer that waits for its first load."""
+    with plainly():
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 class Weights:
@@ -41,12 +47,15 @@ class Weights:
     def current(self, slot: HomeParameter) -> torch.Tensor:
         """Returns the parameter's current value: a CPU tensor that views the home, the same object for tied names.
 
-        If ranks share the model, it returns a copy instead, gathered from all ranks.
+        If ranks share the model, it returns a copy instead, gathered from all ranks. A parameter that waits for its
+        first load is shown on the meta device, as in plain torch. Loaders look at names and shapes before they load.
         """
         self.run.check_alive()
         if self._give is not None:
             return self._give(slot)
-        self.run.require_consistent("a look at weights")
+        if slot.index in self.run.loads.missing:
+            return without_values(slot.shape, slot.strides, slot.dtype)
+        self.run.require_consistent("a look at weights", has_value=True)
         if self._shown and _C.storage_of(slot.parameter) != self._shown[slot.index][1]:
             self.take_shown()  # `p.data = x`
         self.engine.home.access_home(slot.unit, False)
@@ -111,9 +120,7 @@ class Weights:
         """As `write`, for the part of a value that this rank has at home."""
         with torch.no_grad():
             if slot.has_master:
-                self.masters.set(
-                    slot, self.masters.with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32))
-                )
+                self.masters.load(slot, value)
             else:
                 self.home.working(slot).copy_(value)
         for before in self._before_materialize:
