@@ -21,6 +21,7 @@ from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
 from noria.one_card import ema, weights
 from noria.policy import Policy
+from noria.pretrained import load_pretrained
 from noria.report import report
 from noria.wrap import is_wrapped, materialize, plan, unwrap, wrap
 
@@ -31,6 +32,7 @@ __all__ = [
     "ema",
     "is_wrapped",
     "load",
+    "load_pretrained",
     "materialize",
     "optim",
     "plan",

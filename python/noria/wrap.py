@@ -155,7 +155,7 @@ def wrap(
     Both objects are edited in place.
 
     Parameters built under `torch.device("meta")` get their values by a load. Until all of them have values, the model
-    cannot be used.
+    cannot be used. `load_pretrained` does all of it: it builds, wraps, and streams files.
 
     A `PipelineStage` of torch.distributed.pipelining takes the place of its module, and noria follows it until
     `unwrap`. Drafts and updates inside backward then run in its last backward of a step. Its schedule says how its

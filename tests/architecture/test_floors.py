@@ -26,6 +26,7 @@ FLOORS = [
     ["wrapped"],
     ["checkpoint"],
     ["out_of_memory", "doctor", "one_card", "report", "trace_file", "wrap"],
+    ["pretrained"],
     ["cli"],
     ["integrations"],
     ["testing"],  # what tests and benchmarks put in the place of parts; nothing below knows of it

@@ -9,6 +9,7 @@ PUBLIC = {
     "ema",
     "is_wrapped",
     "load",
+    "load_pretrained",
     "materialize",
     "optim",
     "plan",

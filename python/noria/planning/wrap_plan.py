@@ -317,7 +317,8 @@ def _refuse_lost_buffers(roots: list[nn.Module]) -> None:
                     raise usage_error(
                         "values for buffers that are in no checkpoint",
                         f'"{path}.{name}" on the meta device, persistent=False'.replace('".', '"'),
-                        "compute it before noria.wrap, on the CPU",
+                        "compute it before noria.wrap, on the CPU; noria.load_pretrained(lambda: Model(config), path) "
+                        "and accelerate.init_empty_weights() leave such buffers their values",
                     )
 
 

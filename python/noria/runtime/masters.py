@@ -11,6 +11,9 @@ from noria.torch_state import plainly
 
 __all__ = ["Masters", "rounded"]
 
+_PIECE = 1 << 18
+"""How many elements of a loaded value are converted at a time."""
+
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
     """Returns a working copy of a dense fp32 master on the CPU: rounded to nearest, ties away from zero."""
@@ -41,6 +44,22 @@ class Masters:
             _C.split_master(
                 dense.data_ptr(), self.home.working(slot).data_ptr(), self.home.low_bits(slot).data_ptr(), dense.numel()
             )
+
+    def load(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        """Writes a master from a loaded value, which is joined with low bits that were loaded before it.
+
+        A dense value on the CPU is converted piece by piece, so that no fp32 copy of a large weight is made.
+        """
+        is_dense = value.device.type == "cpu" and value.stride() == slot.like.stride()
+        if not is_dense or slot.index in self.loaded_low_bits:
+            self.set(slot, self.with_loaded_low_bits(slot, value.to(device="cpu", dtype=torch.float32)))
+            return
+        working = slot.flat(self.home.working(slot))
+        other = slot.flat(self.home.low_bits(slot) if slot.is_split else self.home.master(slot))
+        for piece, high, rest in zip(*(each.split(_PIECE) for each in (slot.flat(value), working, other)), strict=True):
+            dense = torch.empty_like(piece, dtype=torch.float32).copy_(piece) if slot.is_split else rest.copy_(piece)
+            low = rest.data_ptr() if slot.is_split else 0
+            _C.split_master(dense.data_ptr(), high.data_ptr(), low, dense.numel())
 
     def round(self, slot: HomeParameter) -> None:
         """Rounds the plain master into the working copy: to nearest, ties away from zero."""
