@@ -29,7 +29,8 @@ CHOSEN := test_cuda test_cuda_writes test_lending_cuda test_no_sync
 # In tests several processes share the cores: who waits must not spin.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak wheel test-ecosystem
+.PHONY: all demo test test-modules test-all pretend googletest sanitize style lint tidy clean rivals soak wheel
+.PHONY: test-ecosystem test-ecosystem-sample
 all: $(BUILT)
 
 ifeq ($(SETUP),1)
@@ -111,9 +112,14 @@ $(ECOSYSTEM)/.deps: tests/ecosystem/requirements.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	$(ECOSYSTEM)/bin/python -m pip install -q $(PIPARGS) -r tests/ecosystem/requirements.txt
 	touch $@
+on_ecosystem = PYTHONPATH=python $(ECOSYSTEM)/bin/python -m pytest -c tests/ecosystem/pytest.ini --rootdir=. \
+  -n $(WORKERS) --dist loadfile
 test-ecosystem: all $(ECOSYSTEM)/.deps
-	PYTHONPATH=python $(ECOSYSTEM)/bin/python -m pytest -c tests/ecosystem/pytest.ini --rootdir=. -n $(WORKERS) \
-	  --dist loadfile tests/ecosystem
+	$(on_ecosystem) tests/ecosystem
+
+# Some of each file. The list names tests; one that is gone is an error.
+test-ecosystem-sample: all $(ECOSYSTEM)/.deps
+	$(on_ecosystem) @tests/ecosystem/sample.txt
 
 # Does what a process holds stay flat? On the CPU, on a CUDA device or the pretend GPU, and on two ranks, all at once.
 HOURS ?= 1
