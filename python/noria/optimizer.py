@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from noria.torch_state import refuse_inside_backward
 if TYPE_CHECKING:
     from noria.step.driver import StepDriver
 
-__all__ = ["check_optimizer", "driver_of", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
+__all__ = ["as_plain", "check_optimizer", "driver_of", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
 
 
 class WrappedOptimizer(Optimizer):
@@ -183,7 +183,8 @@ class WrappedOptimizer(Optimizer):
             param_group: The parameters under "params", and their hyperparameters.
 
         Raises:
-            UsageError: if noria cannot update these parameters, for example because no wrapped model has them.
+            UsageError: if noria cannot update these parameters, for example because no wrapped model has them. Also if
+                they were frozen until now, and the memory to train them does not fit. The group is then not added.
 
         Example:
             >>> optimizer = torch.optim.AdamW(model[:4].parameters())
@@ -292,6 +293,20 @@ def facade(optimizer: Optimizer, driver: StepDriver) -> None:
     optimizer._noria = driver  # type: ignore[attr-defined]
     # If it is False, a scaler unscales p.grad itself.
     optimizer._step_supports_amp_scaling = driver.takes_factor()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def as_plain(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Gives wrapped optimizers their own class inside the block, for code that chooses by class."""
+    classes = [(each, type(each)) for each in optimizers]
+    try:
+        for each, cls in classes:
+            if isinstance(each, WrappedOptimizer):
+                each.__class__ = original_class(cls)  # type: ignore[assignment]
+        yield
+    finally:
+        for each, cls in classes:
+            each.__class__ = cls
 
 
 def unfacade(optimizer: Optimizer, state: dict[Any, Any]) -> None:

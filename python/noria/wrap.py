@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,18 +27,21 @@ from noria.dist.stage_group import StageGroup
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuffers
 from noria.host.home import Home
 from noria.host.limits import min_over_ranks, numa_node, probe_limits
-from noria.host.machine import machine
+from noria.host.machine import machine, on
+from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
 from noria.model.layout import GRADIENT_RING
+from noria.model.optimizer_classes import original_class
 from noria.model.update_rules import SEPARABLE
-from noria.optimizer import check_optimizer, refuse_kept_methods, seen_through, unfacade
+from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
 from noria.out_of_memory import tell_when_full
 from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
+from noria.planning.late_optimizers import plan_optimizers
 from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.runtime.context import Context
 from noria.runtime.hooks import compiler_config_of, refuse_cuda_graphs
 from noria.runtime.state import RunState
-from noria.step.param_groups import refuse_strangers
+from noria.step.param_groups import refuse_strangers, wants_more
 from noria.step.parameter_swap import refuse_out_of_reach
 from noria.torch_state import await_device, plainly
 from noria.wrapped import Wrapped, wrapped_by, wrapped_together
@@ -76,15 +80,24 @@ def _checked(models: object, optimizers: object) -> tuple[list[nn.Module], list[
                 raise usage_error("a model that is not wrapped", "one that is", "noria.unwrap it first")
             refuse_cuda_graphs(compiler_config_of(module), type(module).__name__)
             _refuse_parallel(module)
+    _check_each(given, updaters)
+    _check_held(updaters, {parameter for root in roots for parameter in root.parameters()})
+    return roots, updaters
+
+
+def _check_each(given: list[Any], updaters: list[Optimizer]) -> None:
+    """Raises UsageError if one of the optimizers cannot be wrapped. `given`: they, or wrappers of them."""
     for updater, wrapper in zip(updaters, given, strict=True):
         check_optimizer(updater)
         refuse_kept_methods(wrapper, updater)
-    known = {parameter for root in roots for parameter in root.parameters()}
+
+
+def _check_held(updaters: list[Optimizer], known: Collection[nn.Parameter]) -> None:
+    """Raises UsageError if an optimizer holds other parameters than `known`, or where noria cannot exchange them."""
     for updater in updaters:
         refuse_strangers(updater.param_groups, known)
         if type(updater) not in SEPARABLE:
             refuse_out_of_reach(updater, known)
-    return roots, updaters
 
 
 def _refuse_parallel(module: nn.Module) -> None:
@@ -164,14 +177,17 @@ def wrap(
     `mesh` is as in `fully_shard`: a DeviceMesh of one dimension, or of two, (replicas, shards). The ranks of `stages`
     lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
 
+    An optimizer that comes later makes the home grow by its state; nothing else moves. Parameters that are unfrozen
+    later, or added as a group, are planned and moved again at the next forward or in `add_param_group`.
+
     Order: noria takes the home before it moves anything, in parallel, with a progress bar if that takes long. Only the
     memory for optimizer state comes later, once the weights have moved. Ctrl-C before the move leaves everything as it
     was. Ctrl-C after the move leaves a wrapped model.
 
     Args:
         model: A module or a `PipelineStage`, or a list of them.
-        optimizer: One optimizer, a list, or None (inference, a frozen teacher). Make it before this call; for a new
-            one later, call `unwrap` first.
+        optimizer: One optimizer, a list, or None (inference, a frozen teacher). It may also come later, once: call
+            `noria.wrap(model, optimizer)` on the wrapped model, without other options.
         policy: A `Policy`. Instead, its fields may be given by name.
         mesh: The ranks that share the model. None: all ranks of the default process group, if there is one.
         stages: The ranks of all stages, if the model is one stage of a pipeline: a DeviceMesh of one dimension.
@@ -183,8 +199,8 @@ def wrap(
     Raises:
         UsageError: before anything is changed. Reasons are a nonsense policy, and a budget that is too small. The
             error says what would fit. Other reasons are an optimizer parameter that no wrapped model has, a model that
-            is already wrapped, or a mesh without this rank. If one of the ranks that share the model refuses, all of
-            them raise. Exception: if the mesh is wrong on one rank only, the others wait for the process group's
+            already has an optimizer, or a mesh without this rank. If one of the ranks that share the model refuses, all
+            of them raise. Exception: if the mesh is wrong on one rank only, the others wait for the process group's
             timeout.
         MachineError: if the machine refuses memory that noria asks for.
 
@@ -194,7 +210,11 @@ def wrap(
         >>> optimizer.step()
         >>> model, optimizer = noria.unwrap(model, optimizer)
         >>> model = noria.wrap(model)  # without an optimizer it returns the model alone
+        >>> model, optimizer = noria.wrap(model, torch.optim.AdamW(model.parameters()))  # which may come later
     """
+    if optimizer is not None and (roots := as_list(modules_of(model))) and all(map(is_wrapped, roots)):
+        _take_late(roots, as_list(optimizer), policy, policy_fields, mesh is not None or stages is not None)
+        return model, optimizer
     if mesh is None and stages is None:
         warn_of_no_group(stacklevel=2)
     _let_go()  # models that were dropped without `unwrap` still hold memory, which this one may need
@@ -229,6 +249,8 @@ def wrap(
             lines = [] if ranks is None else fingerprint(planned, updaters)
             if planned.without_masters:
                 warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=2)
+            moved = [(slot.name, slot.parameter) for unit in planned.units for slot in unit.parameters]
+            warn_of_kept(kept_beside(moved), stacklevel=2)
         with raised_by_all([] if pipeline is None else [pipeline], "noria.wrap"):
             if ranks is not None:
                 ranks.agree(lines)  # raises on all of them alike
@@ -250,6 +272,125 @@ def wrap(
     if interrupt is not None:
         raise interrupt
     return (model, optimizer) if optimizer is not None else model
+
+
+def _take_late(
+    roots: list[nn.Module], given: list[Any], policy: Policy | None, policy_fields: dict[str, Any], has_mesh: bool
+) -> None:
+    """Gives a wrapped model its optimizers. The home grows by their state; all else stays as it is."""
+    wrapped = wrapped_together(roots)
+    context = wrapped.context
+    ranks, met = context.ranks, [] if context.ranks is None else [context.ranks]
+    with raised_by_all(met, "noria.wrap"):
+        updaters: list[Any] = [seen_through(each) for each in given]
+        _check_each(given, updaters)
+        if wrapped.drivers:
+            first = original_class(type(wrapped.drivers[0].optimizer)).__name__
+            raise usage_error(
+                "a model that is not wrapped, or one that was wrapped without an optimizer",
+                f"one that was wrapped with {first}",
+                "noria.unwrap it first, and give noria.wrap all of its optimizers",
+            )
+        if any(root not in context.partition.roots for root in roots):
+            raise usage_error("a model that noria.wrap was given", "a module inside of one", "give the model itself")
+        _refuse_other_policy(context.policy, policy, policy_fields, has_mesh)
+        wrapped.run.refuse_when_busy("noria.wrap")
+        wrapped.run.recover()
+        wrapped.run.require_consistent("noria.wrap", mends=True)
+        context.engine.home.raise_lost_writes()
+        _check_held(updaters, context.parameters_now())
+        if any(wants_more(updater.param_groups, context.slot_of) for updater in updaters):
+            _wrap_anew(wrapped, updaters)
+            return
+        planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid)
+        lines = [] if ranks is None else fingerprint(planned, updaters)
+    if ranks is not None:
+        ranks.agree(lines)
+    if planned.without_masters:
+        warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=3)
+    with plainly():
+        wrapped.add_optimizers(planned, updaters)
+
+
+def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
+    """Wraps the same models and optimizers again, and `more` optimizers: more parameters are trained than were planned.
+
+    Values, masters, gradients and optimizer state keep their bits. A parameter that has had memory for its training
+    keeps some, even if it is frozen now: adapters may take turns.
+
+    Order: the new home is planned first, and must fit beside the old one. If that raises, nothing has changed.
+    """
+    context = wrapped.context
+    roots = context.partition.roots
+    _refuse_anew(wrapped)
+    updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
+    held = probe_limits(context.device)
+    if held.device is not None:
+        held = dataclasses.replace(held, device=(held.device[0] + context.plan.device_bytes, held.device[1]))
+    trained = {slot.parameter for slot in context.slots if slot.trainable}
+    with wrapped.weights.materialized(range(len(context.units)), read_only=True), as_plain(updaters):
+        planned = make_plan(roots, updaters, context.policy, free=min_over_ranks([held]), trained=trained)
+    warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
+    slot_of, masters = context.slot_of, wrapped.weights.masters
+
+    def value_of(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        slot = slot_of.get(parameter)
+        return masters.whole(slot) if slot is not None and slot.has_master else value
+
+    _unwrap(roots, wrapped)
+    gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
+    with plainly(), on(wrapped.machine):
+        made = _carry_out(planned, roots, updaters, None, None, value_of)
+    _LIVE.add(made.run)
+    tell_when_full(made.run)
+    made.context.home.take_rest()
+    for slot, gradient in gradients:
+        if gradient is not None:
+            slot.parameter.grad = gradient.to(context.device)
+            if slot.trainable and made.context.shows_gradients:
+                made.context.engine.gradients.take_foreign_gradient(slot.index)
+
+
+def _refuse_anew(wrapped: Wrapped) -> None:
+    """Raises UsageError if more parameters cannot be trained now."""
+    context, run = wrapped.context, wrapped.run
+    remedy = "noria.unwrap(model, optimizer), and noria.wrap both again"
+    if context.ranks is not None or wrapped.stages.stages:
+        raise usage_error(
+            "the parameters that were trainable at noria.wrap, on ranks that share a model and in stages of a pipeline",
+            "others that were unfrozen or added since",
+            remedy,
+        )
+    run.refuse_when_busy("training of more parameters")
+    run.recover()
+    run.require_consistent("training of more parameters")
+    engine = context.engine
+    engine.home.raise_lost_writes()
+    if any(driver.steps_whole for driver in wrapped.drivers):
+        raise usage_error(
+            "more parameters to train between steps",
+            "some that were unfrozen before a step() that runs torch's own code, with a closure",
+            "run a forward before that step()",
+        )
+    if wrapped.accumulation.accumulates or any(engine.backward.is_held_back(slot.index) for slot in context.slots):
+        raise usage_error(
+            'more parameters to train after step() under update="backward"', "gradients that wait for it", "step first"
+        )
+
+
+def _refuse_other_policy(own: Policy, policy: Policy | None, policy_fields: dict[str, Any], has_mesh: bool) -> None:
+    """Raises UsageError if a call that only brings the optimizer asks for another policy than the model has."""
+    asked = make_policy(policy, policy_fields)
+    names = list(policy_fields) if policy is None else [field.name for field in dataclasses.fields(Policy)]
+    other = next((name for name in names if getattr(asked, name) != getattr(own, name)), "mesh" if has_mesh else "")
+    if other == "device" and compute_device(asked) == compute_device(own):
+        other = ""
+    if other:
+        raise usage_error(
+            "the options of a wrapped model left out, when its optimizer comes",
+            f"another {other}= than it was wrapped with" if other != "mesh" else "mesh= or stages=",
+            "give all options to the first call, noria.wrap(model, ...)",
+        )
 
 
 def is_wrapped(model: object) -> bool:
@@ -291,9 +432,17 @@ def _check_line(
 
 
 def _carry_out(
-    planned: WrapPlan, roots: list[nn.Module], updaters: list[Optimizer], ranks: Ranks | None, stages: StageGroup | None
+    planned: WrapPlan,
+    roots: list[nn.Module],
+    updaters: list[Optimizer],
+    ranks: Ranks | None,
+    stages: StageGroup | None,
+    value_of: Callable[[nn.Parameter, torch.Tensor], torch.Tensor] = lambda parameter, value: value,
 ) -> Wrapped:
-    """Takes the memory, moves values into the home one by one, and installs hooks and facades."""
+    """Takes the memory, moves values into the home one by one, and installs hooks and facades.
+
+    `value_of` returns the value that a parameter's home gets, from the parameter and what it shows.
+    """
     policy, device, units = planned.policy, planned.device, planned.units
     pool = None
     capacity = planned.device_bytes
@@ -302,7 +451,8 @@ def _carry_out(
     met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
-        if planned.fused:
+        awaits_optimizer = not updaters and any(unit.gradients for unit in units)
+        if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
         home = Home(units, planned.regions, backend)
         if policy.reads == "home" and "working copies" in home.staged:
@@ -344,7 +494,7 @@ def _carry_out(
     if home.staged:
         context.ledger.expect("host", STAGING_RING, _C.STAGING_BYTES)
     try:
-        wrapped = Wrapped(context, stages)
+        wrapped = Wrapped(context, stages, _wrap_anew)
     except BaseException:
         for slot, value in values:
             slot.parameter.data = value
@@ -354,6 +504,7 @@ def _carry_out(
         if missing.pop(0):
             wrapped.loads.missing[slot.index] = slot.name
         else:
+            value = value_of(slot.parameter, value)
             wrapped.weights.write(slot, value if ranks is None else ranks.from_first(value))
         del value
     for root in roots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,12 +13,14 @@ from noria._lists import as_list
 from noria.dist.stage_group import StageGroup
 from noria.forward.activations import Activations
 from noria.forward.module_hooks import ModuleHooks
+from noria.host.machine import machine
 from noria.model.layout import StatePlace
 from noria.optimizer import facade
 from noria.pipeline.peer_cache import PeerCache
 from noria.pipeline.peer_memory import PeerMemory
 from noria.pipeline.pipelining_compat import module_of
 from noria.pipeline.stage_adapter import StageAdapters
+from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
 from noria.runtime.context import Context
 from noria.runtime.draft_policy import DraftPolicy
@@ -73,8 +76,11 @@ class Wrapped:
     Ownership: the hooks of its models keep it alive.
     """
 
-    def __init__(self, context: Context, stages: StageGroup | None) -> None:
+    def __init__(self, context: Context, stages: StageGroup | None, anew: Callable[[Wrapped], object]) -> None:
+        """`anew` wraps the same models and optimizers again, because more parameters are trained now."""
         self.context = context
+        self._anew = anew
+        self.machine = machine()  # for a home that is taken later
         context.home.is_swapped = context.engine.home.is_swapped
         self.loads = LoadTracker(context)
         self.run = run = RunState(context, self.loads)
@@ -105,6 +111,7 @@ class Wrapped:
                 self.activations,
                 self.peer_memory.check,
                 self.drivers.expect,
+                weakly(self.wrap_anew),
             )
         except BaseException:
             self.activations.remove()
@@ -143,11 +150,34 @@ class Wrapped:
             self.draft_policy,
             self.stages,
             self.boundary,
+            weakly(self.wrap_anew),
         )
         arena = self.context.home.arenas.get("optimizer state")
         driver = StepDriver(self.context, services, self.drivers, optimizer, kernel, places, arena)
         self.drivers.append(driver)
         facade(optimizer, driver)
+
+    def wrap_anew(self) -> None:
+        self._anew(self)
+
+    def add_optimizers(self, planned: WrapPlan, optimizers: list[Optimizer]) -> None:
+        """Takes optimizers that were made after the model was wrapped. `planned`: by `plan_optimizers`.
+
+        Order: the memory comes first. If that raises, nothing has changed. Collective if ranks share the model.
+        """
+        context, home = self.context, self.context.home
+        self.late.take_all([each for each in planned.regions if each.bytes and each != home.regions[each.purpose]])
+        context.add_to_plan(planned)
+        for slot in context.slots:
+            if slot.has_master and slot.unit in planned.fused:
+                master = self.weights.masters.whole(slot)
+                slot.is_split = True
+                self.weights.masters.set(slot, master)
+        for region in planned.regions:
+            if not region.bytes and region.purpose in home.arenas:
+                self.late.give_back(region.purpose)  # plain masters, which are split now
+        for optimizer, kernel, places in zip(optimizers, planned.kernels, planned.states, strict=True):
+            self.take_optimizer(optimizer, kernel, places)
 
     def remove_hooks(self) -> None:
         self.stages.remove()

@@ -306,8 +306,8 @@ def averaged_late(run: Run, kind: type[StochasticWeightAveraging] = Materialized
     fit(run, max_epochs=3, callbacks=[kind(swa_lrs=1e-2, swa_epoch_start=1)])
 
 
-def unfrozen_late(run: Run) -> None:
-    fit(run, Backboned, max_epochs=2, callbacks=[MaterializedFinetuning(unfreeze_backbone_at_epoch=1)])
+def unfrozen_late(run: Run, kind: type[BackboneFinetuning] = MaterializedFinetuning) -> None:
+    fit(run, Backboned, max_epochs=2, callbacks=[kind(unfreeze_backbone_at_epoch=1)])
 
 
 def tuned(run: Run) -> None:
@@ -400,6 +400,7 @@ SCRIPTS: dict[str, Script] = {
     "Trainer, update in backward": update_in_backward,
     "Trainer, EMA inside materialize": averaged,
     "Trainer, SWA inside materialize": averaged_late,
+    "Trainer, BackboneFinetuning inside materialize": unfrozen_late,
     "Fabric, wrapped before setup, clip by norm": functools.partial(fabric, place="before", max_norm=0.3),
     "Fabric, wrapped after setup, bf16-true": functools.partial(fabric, place="after", precision="bf16-true"),
     "Fabric, what setup returned, clip by value": functools.partial(fabric, place="what setup returned", clip_val=0.01),
@@ -416,7 +417,7 @@ READS = r"evicted.*inside `with noria.materialize\(model\):`"
 REFUSED: dict[str, tuple[Script, str]] = {
     "Trainer, EMAWeightAveraging": (functools.partial(averaged, kind=EMAWeightAveraging), READS),
     "Trainer, StochasticWeightAveraging": (functools.partial(averaged_late, kind=StochasticWeightAveraging), READS),
-    "Trainer, BackboneFinetuning": (unfrozen_late, r"frozen, as it was when .*unfreeze parameters before noria.wrap"),
+    "Trainer, BackboneFinetuning": (functools.partial(unfrozen_late, kind=BackboneFinetuning), READS),
     "Trainer, fit twice": (fit_twice, r"expected a model that is not wrapped, .*noria.unwrap it first"),
     "Fabric, bf16-true, wrapped before setup": (
         functools.partial(fabric, place="before", precision="bf16-true"),

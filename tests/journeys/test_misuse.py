@@ -652,16 +652,19 @@ def test_unfreezing_for_a_pass_without_gradients():
     both(journey, model=make)
 
 
-def test_unfreezing_after_wrap():
+def test_unfreezing_inside_of_a_forward():
     def make():
         model = Net()
         model.blocks[1].requires_grad_(False)
         return model
 
     def misuse(side):
-        side.model.blocks[1].requires_grad_(True)
+        unfreezes = side.model.blocks[0].register_forward_hook(
+            lambda *_: side.model.blocks[1].requires_grad_() and None
+        )
         with refused("frozen, as it was when the model was wrapped", "blocks.1", "unfreeze"):
             loss_of(side.model, 50)
+        unfreezes.remove()
         side.model.blocks[1].requires_grad_(False)
         side.optimizer.zero_grad()
 

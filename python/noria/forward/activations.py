@@ -25,7 +25,7 @@ from noria.forward.recompute import Recomputation, is_checkpointed
 from noria.model.layout import Region
 from noria.pipeline.peer_cache import PeerCache
 from noria.runtime.context import Context
-from noria.runtime.hooks import Hook
+from noria.runtime.hooks import Hook, remove_hooks
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.state import weakly_asked
 from noria.torch_state import in_backward
@@ -70,9 +70,7 @@ class Activations:
                 self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove_hooks(self._handles)
         if self._recomputation is not None:
             self._recomputation.remove()
 

@@ -23,7 +23,15 @@ from noria.forward.operator_watch import OperatorWatch, tensors_of
 from noria.model.partition import HookSpec
 from noria.runtime.context import Context
 from noria.runtime.home_reads import HomeReads
-from noria.runtime.hooks import CompiledCall, Hook, compiler_config_of, is_compiled, refuse_cuda_graphs
+from noria.runtime.hooks import (
+    CompiledCall,
+    Hook,
+    call_pre_hooks,
+    compiler_config_of,
+    is_compiled,
+    refuse_cuda_graphs,
+    remove_hooks,
+)
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
@@ -116,8 +124,12 @@ class ModuleHooks:
         activations: Activations,
         check_peers: Callable[[], None],
         expect_updates: Callable[[], None],
+        wrap_anew: Callable[[], None],
     ) -> None:
-        """Installs the hooks. `check_peers` runs before a forward, `expect_updates` after one that may train."""
+        """Installs the hooks. `check_peers` runs before a forward, `expect_updates` after one that may train.
+
+        `wrap_anew` plans again for parameters that are no longer frozen. It replaces these hooks by others.
+        """
         self.context = context
         self.run = run
         self.loads = loads
@@ -128,6 +140,8 @@ class ModuleHooks:
         self.keeps_alive: object = None
         self._check_peers = check_peers
         self._expect_updates = expect_updates
+        self._wrap_anew = wrap_anew
+        self._frozen = [slot.parameter for slot in context.slots if not slot.trainable]
         run.in_forward = self.in_forward
         run.on_recover.append(self.forget_dead_forward)
         self._handles: list[RemovableHandle] = []
@@ -172,21 +186,21 @@ class ModuleHooks:
             if module._compiled_call_impl is call:
                 module._compiled_call_impl = call.compiled
         self._compiled.clear()
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
         for handles in self._inner_handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
+            remove_hooks(handles)
         self._inner_handles.clear()
 
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
             if in_backward():
                 return  # a checkpoint computes again inside of a backward
             is_compiled = _is_compiled_around()
+            if not is_compiled and self._has_wrapped_anew(module):
+                call_pre_hooks(module, args, kwargs)
+                return
             with self._entering:
                 self.forget_dead_forward(module)
                 self._refuse_beside_another_thread()
@@ -236,6 +250,19 @@ class ModuleHooks:
                 self._expect_updates()
 
         return enter, leave
+
+    def _has_wrapped_anew(self, root: nn.Module) -> bool:
+        """Returns True if parameters are no longer frozen and have got memory for gradients and updates.
+
+        Inside another forward, and in a compiled model, it does nothing: the visit of their unit then raises.
+        """
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in self._frozen):
+            return False
+        self.forget_dead_forward(root)
+        if self._entered_roots or self._compiled:
+            return False
+        self._wrap_anew()
+        return True
 
     def forget_dead_forward(self, entering: nn.Module | None = None) -> None:
         """Forgets a forward that is no longer on the call stack: KeyboardInterrupt or SystemExit ends it without hooks.

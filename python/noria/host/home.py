@@ -19,7 +19,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria._progress import Bar
 from noria.host.limits import numa_node
-from noria.model.layout import GRADIENT_RING, GRADIENT_SCALES, HomeParameter, HomeUnit, Region
+from noria.model.layout import AVERAGES, GRADIENT_RING, GRADIENT_SCALES, HomeParameter, HomeUnit, Region
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
 from noria.torch_state import plainly
@@ -36,6 +36,9 @@ _USES = {
 
 # Purposes whose pages are taken after the weights have moved.
 _LATE = (*MOMENTS, *SCALES, "optimizer state")
+
+# Purposes that only the host reads and writes: their arenas are not registered with the device.
+_HOST_ONLY = (*_LATE, "low bits", "masters", "update scratch", AVERAGES)
 
 
 class Home:
@@ -86,10 +89,10 @@ class Home:
         """
         self._populate([purpose for purpose in self.arenas if purpose in _LATE])
 
-    def _map(self, region: Region, backend: _C.Backend | None) -> _C.Arena:
+    def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
         """Maps an arena in the device's NUMA node. It has no pages yet, and is not registered."""
         arena = self.arenas[region.purpose] = _C.Arena(region.bytes)
-        node = None if backend is None else numa_node(backend.pci_bus_id)
+        node = numa_node(backend.pci_bus_id)
         if node is not None and (refused := arena.prefer_node(node)):
             self.notes.append(f"{region.purpose} may lie far from the device: {refused}")
         return arena
@@ -137,20 +140,23 @@ class Home:
                 f"at the pace of one host thread's copies: {refused}"
             )
 
-    def take_later(self, region: Region, backend: _C.Backend | None) -> list[int]:
-        """Takes one more arena after training has begun. The device's own kernels may use it too.
+    def take_later(self, region: Region, backend: _C.Backend) -> list[int]:
+        """Takes one more arena after training has begun.
 
-        `backend` None: only the host uses it, so it is ordinary memory.
+        The device's own kernels may use it too, if its purpose is none that only the host works on.
 
         Returns an address for each unit, or 0 if the unit has no part in it.
         """
+        before = self.regions.get(region.purpose)  # a plan may name a purpose that takes nothing yet
         self.regions[region.purpose] = region
         try:
             self._map(region, backend).populate(lambda done: None)
-            if backend is not None:
+            if region.purpose not in _HOST_ONLY:
                 self._register(region.purpose, "device", backend)
         except BaseException:
             del self.regions[region.purpose]
+            if before is not None:
+                self.regions[region.purpose] = before
             if (taken := self.arenas.pop(region.purpose, None)) is not None:
                 taken.close()
             raise

@@ -242,23 +242,31 @@ def _num_trainable(unit: HomeUnit) -> int:
 
 
 def describe_units(
-    units: list[UnitSpec], dtype: torch.dtype | None, rank: int = 0, num_shards: int = 1
+    units: list[UnitSpec],
+    dtype: torch.dtype | None,
+    rank: int = 0,
+    num_shards: int = 1,
+    trained: Container[nn.Parameter] = (),
 ) -> list[HomeUnit]:
     """Lays out the units.
 
     `dtype` is `Policy.dtype`, in which floating parameters travel. `num_shards` is the number of ranks that share the
-    units, and `rank` is this one.
+    units, and `rank` is this one. `trained`: parameters that count as trainable although they are frozen now.
     """
+
+    def is_trainable(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad or parameter in trained
+
     described: list[HomeUnit] = []
     index = 0
     # No part ends inside a block of codes, so moments are the same for any number of ranks.
     alignment = _C.TENSOR_ALIGNMENT if num_shards == 1 else max(_C.TENSOR_ALIGNMENT, _SHARED_ALIGNMENT)
     for spec in units:
-        order = sorted(range(len(spec.parameters)), key=lambda i: not spec.parameters[i].requires_grad)
+        order = sorted(range(len(spec.parameters)), key=lambda i: not is_trainable(spec.parameters[i]))
         parameters: list[HomeParameter] = []
         gradients = weights = 0
         for trainable in (True, False):
-            members = [i for i in order if spec.parameters[i].requires_grad == trainable]
+            members = [i for i in order if is_trainable(spec.parameters[i]) == trainable]
             begin = weights
             for i in members:
                 parameter, names = spec.parameters[i], spec.names[i]

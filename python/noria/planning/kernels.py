@@ -122,6 +122,8 @@ class Kernels:
         """Refuses units that update="backward" cannot update."""
         expected = 'update="backward" with each unit updated as a whole, by one kernel or by torch'
         remedy = 'wrap with update="auto"'
+        if not self.optimizers:
+            raise usage_error(expected, "no optimizer", f"give noria.wrap the optimizer in the same call, or {remedy}")
         for optimizer, kernel in zip(self.optimizers, self.by_optimizer, strict=True):
             if kernel == "whole":
                 raise usage_error(expected, f"{type(optimizer).__name__}, which may look at all parameters", remedy)

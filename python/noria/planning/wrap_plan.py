@@ -7,6 +7,7 @@ and backward runs in reverse. The engine plans again with the passes that it see
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ from noria.policy import (
     plural,
 )
 
-__all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan"]
+__all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan", "masters_note"]
 
 STAGING_RING = "staging ring"
 
@@ -178,6 +179,7 @@ def make_plan(
     values: bool = True,
     grid: Grid | None = None,
     free: Free | None = None,
+    trained: Container[nn.Parameter] = (),
 ) -> WrapPlan:
     """Makes the plan of a wrap call.
 
@@ -189,6 +191,7 @@ def make_plan(
         values: True if this rank's weights and buffers are used; False if rank 0's replace them.
         grid: the grid of ranks that share the model.
         free: the free memory; None: this process finds out.
+        trained: parameters that count as trainable although they are frozen now.
 
     Raises:
         UsageError: if the model cannot be wrapped like this, or does not fit.
@@ -202,7 +205,7 @@ def make_plan(
         _refuse_without_hooks(parts)
         if values:
             _refuse_lost_buffers(roots)
-    units = _units_of(parts, policy.dtype, grid)
+    units = _units_of(parts, policy.dtype, grid, trained)
     if not units:
         raise usage_error(
             "a model with parameters",
@@ -224,7 +227,7 @@ def make_plan(
             )
     kernels.mark_split()
     ring: Ring | None = None
-    without_masters = _masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
+    without_masters = masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     draftable = spare_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
@@ -274,11 +277,13 @@ def make_plan(
     return result
 
 
-def _units_of(parts: Partition, dtype: torch.dtype | None, grid: Grid | None) -> list[HomeUnit]:
-    return describe_units(parts.units, dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)))
+def _units_of(
+    parts: Partition, dtype: torch.dtype | None, grid: Grid | None, trained: Container[nn.Parameter] = ()
+) -> list[HomeUnit]:
+    return describe_units(parts.units, dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)), trained)
 
 
-def _masters_note(kernels: Kernels, parts: Partition, grid: Grid | None) -> str:
+def masters_note(kernels: Kernels, parts: Partition, grid: Grid | None) -> str:
     """Returns what updates in bfloat16 lose, and what masters would take."""
     policy = dataclasses.replace(kernels.policy, dtype=torch.bfloat16)
     others = Kernels.of(_units_of(parts, policy.dtype, grid), kernels.optimizers, policy)

@@ -247,7 +247,7 @@ class _AverageMemory:
         self.num_bytes = region.bytes
         self._arena: _C.Arena | None = None
         if region.bytes:
-            late.take(region, is_registered=False)
+            late.take(region)
             self._arena = context.home.arenas[region.purpose]
             weakref.finalize(self, late.leave, region.purpose).atexit = False
 

@@ -1,4 +1,7 @@
-"""Holds what one `wrap` call made: plan, home, engine, backend. Other parts read it and never assign to it."""
+"""Holds what one `wrap` call made: plan, home, engine, backend. Other parts read it and never assign to it.
+
+Only the plan may grow, once: by optimizers that are made after the model was wrapped (`add_to_plan`).
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,11 @@ class Context:
         object.__setattr__(self, "ledger", Ledger(self.plan))
         object.__setattr__(self, "notes", list(self.plan.unpredicted))
 
+    def add_to_plan(self, plan: WrapPlan) -> None:
+        """Puts a plan in the place of the first one, with the same units: optimizers have come after the model."""
+        object.__setattr__(self, "plan", plan)
+        self.notes.extend(plan.unpredicted)
+
     @functools.cached_property
     def policy(self) -> Policy:
         return self.plan.policy
@@ -74,6 +82,10 @@ class Context:
     def shows_gradients(self) -> bool:
         """True if `p.grad` has values."""
         return self.ranks is None and not self.updates_in_backward
+
+    def parameters_now(self) -> set[nn.Parameter]:
+        """Returns the models' parameters, also those of modules that were added after the wrap call."""
+        return {parameter for root in self.partition.roots for parameter in root.parameters()}
 
     def unit_indices(self, module: nn.Module) -> list[int]:
         return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})

@@ -28,7 +28,7 @@ class HomeReads:
 
     def begin(self) -> None:
         """Shows the weights, after all updates are over. Not while some have no values, or are of different steps."""
-        if not self._is_wanted or self._is_open or self.run.is_materialized():
+        if not self._is_wanted or self._is_open or self.run.is_materialized:
             return
         if self.loads.missing or self.context.engine.torn():
             return
@@ -37,7 +37,7 @@ class HomeReads:
 
     def end(self) -> None:
         """Takes over what was written, before a pass or a step begins. Inside of noria.materialize nothing begins."""
-        if self._is_open and not self.run.is_materialized():
+        if self._is_open and not self.run.is_materialized:
             self._is_open = False
             self.weights.hide()
 

@@ -17,7 +17,32 @@ from torch.utils.hooks import RemovableHandle
 
 from noria._errors import usage_error
 
-__all__ = ["CompiledCall", "Hook", "compiler_config_of", "is_compiled", "refuse_cuda_graphs"]
+__all__ = [
+    "CompiledCall",
+    "Hook",
+    "call_pre_hooks",
+    "compiler_config_of",
+    "is_compiled",
+    "refuse_cuda_graphs",
+    "remove_hooks",
+]
+
+
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Removes hooks of noria's. From now on they call nothing, even inside a call that is under way."""
+    for handle in handles:
+        hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+        if isinstance(hook, Hook):
+            hook.end()
+        handle.remove()
+    handles.clear()
+
+
+def call_pre_hooks(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Calls noria's forward pre-hooks of a module whose call has begun before they were registered."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, Hook):
+            hook(module, args, kwargs) if number in module._forward_pre_hooks_with_kwargs else hook(module, args)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -61,6 +86,10 @@ class Hook:
             self._call(*args)
         else:
             self._hidden_call(*args)
+
+    def end(self) -> None:
+        """Makes the hook call nothing: a call of its module that is under way may still come to it."""
+        self._call = self._hidden_call = _no_hook
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _no_hook

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.layout import Region
 from noria.runtime.context import Context
@@ -11,27 +13,49 @@ __all__ = ["LateAllocations"]
 
 
 class LateAllocations:
-    """Takes such memory as arenas of the home, and gives it back. The device can address what is registered."""
+    """Takes such memory as arenas of the home, and gives it back."""
 
     def __init__(self, context: Context, sync: RankSync) -> None:
         self.context = context
         self.sync = sync
 
-    def take(self, region: Region, *, together: bool = True, is_registered: bool = True) -> list[int]:
+    def take(self, region: Region, *, together: bool = True) -> list[int]:
         """Takes memory, and returns addresses by unit: 0 for a unit that the region gives nothing.
 
         Raises UsageError before it takes anything. `together`: ranks that share the model all take it, and all raise if
         one must; the call is then collective.
         """
+        self._refuse_too_much([region], together)
+        return self._take(region)
+
+    def take_all(self, regions: Sequence[Region]) -> None:
+        """Takes memory for all of these purposes, or for none. Collective if ranks share the model.
+
+        Raises UsageError before it takes anything.
+        """
+        self._refuse_too_much(regions, together=True)
+        taken: list[str] = []
+        try:
+            for region in regions:
+                self._take(region)
+                taken.append(region.purpose)
+        except BaseException:
+            for purpose in taken:
+                self.give_back(purpose)
+            raise
+
+    def _refuse_too_much(self, regions: Sequence[Region], together: bool) -> None:
         budget = self.context.plan.budgets.host
-        more = [(region.purpose, region.bytes)]
+        more = [(region.purpose, region.bytes) for region in regions]
         home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
-        free = self._free(region) if together else min_over_ranks([probe_limits(self.context.device)])
+        free = self._free(regions) if together else min_over_ranks([probe_limits(self.context.device)])
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
+
+    def _take(self, region: Region) -> list[int]:
         try:
             self.context.ledger.expect("host", region.purpose, region.bytes)
-            return self.context.home.take_later(region, self.context.backend if is_registered else None)
+            return self.context.home.take_later(region, self.context.backend)
         except BaseException:
             self.context.ledger.expect("host", region.purpose, 0)
             raise
@@ -45,10 +69,10 @@ class LateAllocations:
         self.context.home.leave(purpose)
         self.context.ledger.expect("host", purpose, 0)
 
-    def _free(self, region: Region) -> Free:
+    def _free(self, regions: Sequence[Region]) -> Free:
         """Returns the free memory. Ranks that share the model all ask before any takes, and get the same answer."""
         ranks, found = self.context.ranks, probe_limits(self.context.device)
         if ranks is None:
             return min_over_ranks([found])
-        self.sync.meet(f"take memory for {region.purpose}")
+        self.sync.meet(f"take memory for {', '.join(region.purpose for region in regions)}")
         return min_over_ranks(ranks.host.gather_objects(found))

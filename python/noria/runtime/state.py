@@ -93,8 +93,9 @@ class RunState:
         finally:
             self._num_materialized -= 1
 
+    @property
     def is_materialized(self) -> bool:
-        """Returns True inside a block of `noria.materialize`."""
+        """True inside a block of `noria.materialize`."""
         return self._num_materialized > 0
 
     @contextlib.contextmanager

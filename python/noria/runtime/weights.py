@@ -71,6 +71,10 @@ class Weights:
         _C.watch(view)
         return view
 
+    def views(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors that `state_dict()` has returned, by name of the parameter."""
+        return {self.context.slots[index].name: view for index, view in self._views.items()}
+
     @contextlib.contextmanager
     def giving(self, give: Callable[[HomeParameter], torch.Tensor]) -> Iterator[None]:
         """Makes `state_dict()` return what `give` returns in place of values, while the block is open."""

@@ -35,7 +35,7 @@ from noria.step.drafts import Drafts
 from noria.step.grad_norm import GradNorm
 from noria.step.host_kernels import HostKernels
 from noria.step.optimizer_state import HomeState
-from noria.step.param_groups import ParamGroups
+from noria.step.param_groups import ParamGroups, refuse_strangers, wants_more
 from noria.step.sharded_state import OptimizerShards
 from noria.step.state_dict import load_state_dict, state_dict
 from noria.step.step_counts import StepCounts
@@ -59,6 +59,8 @@ class StepServices:
     draft_policy: DraftPolicy
     stages: StageAdapters
     boundary: StepBoundary
+    wrap_anew: Callable[[], None]
+    """Plans again, for parameters of a new group that had no memory for gradients and updates."""
 
 
 class StepDrivers(list["StepDriver"]):
@@ -129,6 +131,7 @@ class StepDriver:
         self.optimizer = optimizer
         self.in_backward = context.updates_in_backward
         self.num_steps = 0
+        self.steps_whole = False  # True inside a `step()` of torch's code, which holds other parameters meanwhile
         self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._members = members = ParamGroups(context, optimizer, kernel, drivers.groups)
         self._state = state = HomeState(members, run, services.sync, weights.masters, state_places, state_arena)
@@ -188,7 +191,11 @@ class StepDriver:
         self.services.boundary.begin()
         self._state.follow()
         if self._members.kernel == "whole":
-            result = self._whole.step(closure)
+            self.steps_whole = True
+            try:
+                result = self._whole.step(closure)
+            finally:
+                self.steps_whole = False
             self.num_steps += 1
             self.services.boundary.end()
             return result
@@ -196,6 +203,9 @@ class StepDriver:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            now: StepDriver = self.optimizer._noria  # type: ignore[attr-defined]
+            if now is not self:  # the closure's forward has wrapped anew
+                return now.step(lambda: loss)
         found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler sets it and leaves the rest to step()
         if found_inf is not None and found_inf.item() != 0:
             self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
@@ -306,13 +316,25 @@ class StepDriver:
             after(self.optimizer)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
+        is_anew = False
         params = group.get("params") if isinstance(group, dict) else None
         if params is not None and not isinstance(params, set):
             members = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
             parameters = [member[1] if isinstance(member, tuple) else member for member in members]
             if all(isinstance(parameter, torch.Tensor) for parameter in parameters):
-                self._check_new(parameters)
+                refuse_strangers([{"params": parameters}], self.context.parameters_now())
+                is_anew = wants_more([{"params": parameters}], self.context.slot_of)
+                if self.run.is_materialized and all(each in self.context.slot_of for each in parameters):
+                    is_anew = False  # the next forward finds them unfrozen
+                self._check_new([each for each in parameters if each in self.context.slot_of])
         original_class(type(self.optimizer)).add_param_group(self.optimizer, group)  # torch refuses invalid groups
+        if is_anew:
+            try:
+                self.services.wrap_anew()
+            except BaseException:
+                self.optimizer.param_groups.pop()
+                raise
+            return
         self.optimizer._step_supports_amp_scaling = self.takes_factor()  # type: ignore[attr-defined]
 
     def _check_new(self, parameters: list[nn.Parameter]) -> None:

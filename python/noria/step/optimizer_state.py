@@ -141,6 +141,9 @@ class HomeState:
             return
         state = self.shown.unsettled(slot.parameter)
         state.update(part_values(slot, state))
+        if not slot.trainable:  # the home has no room for it, and the memory that it lies in may be an old home's
+            state.update({key: value.clone() for key, value in state.items() if is_array(key, value)})
+            return
         encoded: set[str] = set()  # keys of the scales that this call has written with their codes
         for key, value in list(state.items()):
             if not is_array(key, value) or key in encoded:

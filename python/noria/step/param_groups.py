@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from noria.model.optimizer_classes import original_class
 from noria.model.update_rules import no_number_in, why_not_fused
 from noria.runtime.context import Context
 
-__all__ = ["Groups", "Jobs", "ParamGroups", "refuse_strangers"]
+__all__ = ["Groups", "Jobs", "ParamGroups", "refuse_strangers", "wants_more"]
 
 Groups = list[tuple[dict[str, Any], list[HomeParameter]]]
 """For one unit: the hyperparameters at `step()`, and the parameters that are updated with them."""
@@ -121,6 +121,12 @@ class ParamGroups:
                 "one that is in two",
                 'wrap with kernel="torch"',
             )
+
+
+def wants_more(groups: list[dict[str, Any]], slot_of: Mapping[nn.Parameter, HomeParameter]) -> bool:
+    """Returns True if a group trains parameters that were frozen or not there when noria planned their memory."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return any(each not in slot_of or (each.requires_grad and not slot_of[each].trainable) for each in parameters)
 
 
 def refuse_strangers(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:

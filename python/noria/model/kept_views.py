@@ -1,0 +1,58 @@
+"""Finds tensors of the caller's that share memory with weights, and warns: noria moves the weights away from them.
+
+torch counts who holds a storage. A view, `p.data`, an entry of `state_dict()` and a numpy array each count.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["kept_beside", "kept_of", "warn_of_kept"]
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Returns how many hold the tensor's storage. This call's own reference is not counted."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def kept_beside(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Returns the names of the tensors whose storage others hold too, besides the tensors themselves.
+
+    Order: nothing may have taken `.data` of them that is still there.
+    """
+    own = [(name, each) for name, each in named if each.layout is torch.strided and not each.is_meta]
+    sharing = Counter(each.untyped_storage()._cdata for _, each in own)
+    return [name for name, each in own if _num_holders(each) > sharing[each.untyped_storage()._cdata]]
+
+
+def kept_of(named: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of the tensors that others hold: the tensors themselves, or their storages.
+
+    `named` is a copy of the dict in which their owner keeps them.
+    """
+    kept = []
+    for name in named:
+        each = named[name]
+        # References of noria: the owner's dict and this one, `each`, and the argument of the call.
+        if sys.getrefcount(each) > 4 or _num_holders(each) > 1:
+            kept.append(name)
+    return kept
+
+
+def warn_of_kept(kept: list[str], stacklevel: int) -> None:
+    """Warns that tensors which share memory with these weights will not follow them."""
+    if not kept:
+        return
+    names = ", ".join(f'"{name}"' for name in kept[:3]) + (f" and {len(kept) - 3} others" if len(kept) > 3 else "")
+    warnings.warn(
+        f"noria.wrap moves {names} to the home, but tensors that were taken before share their old memory (a view, "
+        "p.data, state_dict(), a numpy array). These keep the values of now, and what is written to them does not "
+        "reach the model. Remedy: drop them before, and take new ones by state_dict() or inside noria.materialize",
+        stacklevel=stacklevel + 1,
+    )
