@@ -156,6 +156,20 @@ def test_masters_keep_the_low_bits_of_the_first_weights():
         assert not torch.equal(master, value.bfloat16().float().cpu()) or value.numel() < 64, name
 
 
+def test_masters_keep_their_low_bits_if_more_is_trained_than_at_the_first_wrap():
+    _, side = pair(None, frozen=HALF)
+    before = {name: value.clone() for name, value in side.model.named_parameters() if not name.startswith(HALF)}
+    still: Make = lambda parameters: adamw(parameters, lr=0.0, weight_decay=0.0)  # noqa: E731
+    wrap_in_two_steps(side, still, lambda side: unfreeze(side, "blocks.0") and None, dtype=torch.bfloat16)
+    side.train(0, 1)
+    noria.unwrap(side.model, side.optimizer)
+    kept = dict(side.model.named_parameters())
+    for name, value in before.items():
+        high = kept[name].detach().cpu().view(torch.int16).to(torch.int32) << 16
+        low = side.optimizer.state[kept[name]]["low_bits"].cpu()
+        assert torch.equal((high + low).view(torch.float32), value.detach().cpu()), name
+
+
 def test_gradients_that_came_before_the_optimizer_count():
     def one_backward(side: Side) -> None:
         loss_of(side.model, 7).backward()
@@ -440,9 +454,8 @@ def test_a_module_that_was_added_later_joins():
 
 
 def test_adapters_take_turns():
-    twin, side = twins(POLICIES["torch"])
+    twin, side = twins(POLICIES["torch"], frozen=("blocks.1",))
     for each in (twin, side):
-        freeze(each, "blocks.1")
         each.train(0, 2)
         for number in range(2, 8, 2):
             names = ("blocks.1", "blocks.3")
@@ -452,6 +465,7 @@ def test_adapters_take_turns():
             each.train(number, number + 2)
     assert_equal_sides(side, twin)
     assert_moved(side.model)
+    assert noria.report(side.model).num_steps == 6, "only the first turn moved the home"
 
 
 def test_what_was_frozen_when_it_was_wrapped_again_keeps_its_state():
