@@ -74,4 +74,4 @@ def test_a_diffusion_model_learns_letters_and_writes_a_word(tmp_path: Path):
     with Image.open(tmp_path / "word.png") as word:
         assert word.size == (3 * 16 * 4, 16 * 4) and len(set(word.tobytes())) > 16
     again = run("09_diffusion.py", "--steps", "1", "--resume", str(tmp_path), *small, "--out", str(tmp_path))
-    assert losses_of(again)[0] < losses_of(printed)[0]
+    assert losses_of(again)[0] < 0.9 * losses_of(printed)[0]  # of the same letters and noise
