@@ -17,7 +17,7 @@ std::string evicted_message(const std::string& unit, bool is_shared) {
       std::string("between passes, read and edit parameters inside `with noria.materialize(model):`") +
           (is_shared ? ", which all ranks enter"
                      : "; or wrap with reads=\"home\", which shows them from step() to the next forward") +
-          "; make optimizers before noria.wrap, and leave DistributedDataParallel out; inside a "
+          "; give all optimizers to noria.wrap, and leave DistributedDataParallel out; inside a "
           "forward that uses it outside of its module in some passes only, wrap with "
           "check=\"operators\"");
 }

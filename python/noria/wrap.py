@@ -29,7 +29,7 @@ from noria.host.home import Home
 from noria.host.limits import min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
-from noria.model.layout import GRADIENT_RING
+from noria.model.layout import AVERAGES, GRADIENT_RING
 from noria.model.optimizer_classes import original_class
 from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
@@ -360,6 +360,12 @@ def _refuse_anew(wrapped: Wrapped) -> None:
             "the parameters that were trainable at noria.wrap, on ranks that share a model and in stages of a pipeline",
             "others that were unfrozen or added since",
             remedy,
+        )
+    if any(purpose.startswith(AVERAGES) for purpose in context.home.arenas):
+        raise usage_error(
+            "the parameters that were trainable when noria.ema was made, while its averages are there",
+            "others that were unfrozen or added since",
+            "keep ema.state_dict(), delete the averages, run a forward, and load the state into new ones",
         )
     run.refuse_when_busy("training of more parameters")
     run.recover()

@@ -908,7 +908,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "AveragedModel of a wrapped model": (functools.partial(averaged, inside=False), MATERIALIZE),
     "copy.deepcopy": (lambda run: copy.deepcopy(run.wrap(Net())), MATERIALIZE),
     "torch.save of a model": (lambda run: torch.save(run.wrap(Net()), run.folder / "model.pt"), MATERIALIZE),
-    "an optimizer made later": (another_optimizer, "make optimizers before noria.wrap"),
+    "an optimizer made later": (another_optimizer, "give all optimizers to noria.wrap"),
     "bfloat16()": (lambda run: run.wrap(Net()).bfloat16(), "change dtypes before noria.wrap"),
     "torch.func.grad of weights": (gradients_by_func, "compute higher derivatives on an unwrapped model"),
     "jit.trace in materialize": (traced_in_materialize, "leave the block"),

@@ -647,7 +647,7 @@ REFUSED: dict[str, tuple[Script, type[Exception], str]] = {
         noria.UsageError,
         "an object that holds some of them",
     ),
-    "an optimizer that is not wrapped": (unknown_optimizer, RuntimeError, "make optimizers before noria.wrap"),
+    "an optimizer that is not wrapped": (unknown_optimizer, RuntimeError, "give all optimizers to noria.wrap"),
 }
 
 

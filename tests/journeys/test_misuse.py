@@ -193,7 +193,7 @@ def test_an_optimizer_that_is_made_after_wrap():
     noria.wrap(model, adamw(model.parameters()), device=DEVICE)
     loss_of(model, 0).backward()
     optimizer = adamw(model.parameters())
-    with pytest.raises(RuntimeError, match=r"evicted.*make optimizers before noria\.wrap"):
+    with pytest.raises(RuntimeError, match=r"evicted.*give all optimizers to noria\.wrap"):
         optimizer.step()
 
 

@@ -151,7 +151,7 @@ class Home:
         self.regions[region.purpose] = region
         try:
             self._map(region, backend).populate(lambda done: None)
-            if region.purpose not in _HOST_ONLY:
+            if not region.purpose.startswith(_HOST_ONLY):
                 self._register(region.purpose, "device", backend)
         except BaseException:
             del self.regions[region.purpose]

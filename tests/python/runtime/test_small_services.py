@@ -123,10 +123,12 @@ def test_without_drafts_nothing_is_judged():
 
 def test_a_step_begins_once_however_many_optimizers_it_has():
     heard: list[str] = []
-    step = StepBoundary([lambda: heard.append("each")], [lambda: heard.append("once")])
+    step = StepBoundary([lambda: heard.append("each")], [lambda: heard.append("once")], lambda: heard.append("after"))
     step.begin()
     step.begin()
     assert heard == ["each", "once", "each"]
     step.expect()
     step.begin()
     assert heard[3:] == ["each", "once"]
+    step.end()
+    assert heard[5:] == ["after"]
