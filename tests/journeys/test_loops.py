@@ -204,6 +204,8 @@ COMPILES: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("how", COMPILES)
 def test_compiled_blocks_that_are_cut_into_a_forward_and_a_backward_have_their_bits(how, when, activations):
     """As real compilers cut them: each side's backward takes what its own forward has saved, in its order."""
+    if (when, activations) == ("after wrap", "recompute") and how != "in place":
+        pytest.skip("noria's forward is compiled there, a checkpoint: another graph, whose results may have other bits")
     sides = [new_side(model=functools.partial(Net, 3)) for _ in range(2)]
     for side in sides:
         torch._dynamo.reset()
