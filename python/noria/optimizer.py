@@ -55,7 +55,9 @@ class WrappedOptimizer(Optimizer):
             own = step_of(original_class(type(self)))
             return own(self) if closure is None else own(self, closure)
         self._opt_called = True  # LR schedulers read this
-        return self._noria.step(closure)
+        result = self._noria.step(closure)
+        self._noria.end_step()  # of the driver that it has now: a closure's forward may wrap anew
+        return result
 
     step: Any = Optimizer.profile_hook_step(_step)
     step.hooked = True

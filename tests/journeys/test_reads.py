@@ -187,3 +187,19 @@ def test_other_words_are_refused():
     model = Net()
     with pytest.raises(noria.UsageError, match="reads"):
         noria.wrap(model, adamw(model.parameters()), reads="always")
+
+
+def test_weights_are_read_after_a_step_that_finds_infinities():
+    """A scaler leaves it to step() to skip the update, if noria's kernels unscale. Else it does not call step()."""
+
+    def journey(side: Side) -> None:
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+        for number in range(STEPS):
+            loss = loss_of(side.model, number) * (float("inf") if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(side.optimizer)
+            scaler.update()
+            side.optimizer.zero_grad()
+            reads(side, number)
+
+    both(journey, optimizer=sgd, kernel="fused", reads="home")

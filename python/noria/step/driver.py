@@ -197,7 +197,6 @@ class StepDriver:
             finally:
                 self.steps_whole = False
             self.num_steps += 1
-            self.services.boundary.end()
             return result
         loss = None
         if closure is not None:
@@ -219,8 +218,11 @@ class StepDriver:
                     raise refusal
             else:
                 self._begin()
-        self.services.boundary.end()
         return loss
+
+    def end_step(self) -> None:
+        """Runs after each `step()` that has not raised, also one that a scaler has skipped."""
+        self.services.boundary.end()
 
     def _begin(self) -> None:
         norms = self._norms
