@@ -11,9 +11,10 @@ from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.model.layout import HomeParameter
 from noria.model.shadow_optimizer import hyper_of
-from noria.model.update_rules import AS_IT_IS, FusedRule, keeps_state, rule_of
+from noria.model.update_rules import AS_IT_IS, FusedRule, rule_of
 from noria.runtime.accumulation import Accumulation
 from noria.runtime.masters import Masters
+from noria.step.collect_grads import prepare_jobs
 from noria.step.host_kernels import HostKernels
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Jobs, ParamGroups
@@ -83,22 +84,12 @@ class BackwardStep:
     def _expect_torch(self) -> None:
         """Tells the engine which units torch updates, and keeps the groups that it will use."""
         self.torch_step.autocast = autocast_now(self.context.device.type)
-        jobs: Jobs = {}
-        self._by_torch = jobs
-        for group in self.members.optimizer.param_groups:
-            hyper = hyper_of(group)
-            by_unit: dict[int, list[HomeParameter]] = {}
-            for parameter in group["params"]:
-                slot = self.context.slot_of[parameter]
-                if slot.trainable and not self.members.fuses(slot.unit):
-                    self.state.check(slot, group)
-                    if slot.has_master or keeps_state(self.members.cls, group):
-                        self.state.shown.unsettled(parameter)
-                    self.masters.confirm_low_bits(slot)
-                    by_unit.setdefault(slot.unit, []).append(slot)
-            for unit, slots in by_unit.items():
-                jobs.setdefault(unit, []).append((hyper, slots))
-        for unit in jobs:
+
+        def takes(slot: HomeParameter) -> bool:
+            return slot.trainable and not self.members.fuses(slot.unit)
+
+        self._by_torch = prepare_jobs(self.members, self.state, self.masters, takes)
+        for unit in self._by_torch:
             self.context.engine.backward.expect_here(unit)
 
     def run(self, unit: int) -> None:
@@ -135,6 +126,8 @@ class BackwardStep:
         updated_now = backward.take_updated(sorted({slot.unit for slot in own}))
         used = {(unit, offset): scalars for unit, pieces in updated_now for offset, scalars in pieces}
         now = self.fused.scalars(1.0)
+        by_torch = [each for groups in self._by_torch.values() for each in groups]
+        hyper_used = {slot.index: hyper for hyper, slots in by_torch for slot in slots}
         updated, changed, strange, refusal = [], None, None, None
         for number, group in enumerate(self.members.optimizer.param_groups):
             is_fit = self.members.refusal_of(number, group) is None
@@ -149,7 +142,7 @@ class BackwardStep:
                     continue
                 updated.append(slot.index)
                 if not self.members.fuses(slot.unit):
-                    if not _are_equal(self._hyper_used(slot), hyper_of(group)):
+                    if not _are_equal(hyper_used.get(slot.index, {}), hyper_of(group)):
                         changed = number
                     continue
                 rule = self.context.plan.fused[slot.unit][0]
@@ -188,12 +181,6 @@ class BackwardStep:
                 'leave p.grad alone, or wrap with update="auto"',
             )
         return refusal
-
-    def _hyper_used(self, slot: HomeParameter) -> dict[str, object]:
-        for hyper, slots in self._by_torch.get(slot.unit, ()):
-            if any(each is slot for each in slots):
-                return hyper
-        return {}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         if not self.context.updates_in_backward:

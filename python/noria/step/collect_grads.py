@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from noria._errors import usage_error
@@ -13,7 +15,7 @@ from noria.runtime.masters import Masters
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Jobs, ParamGroups
 
-__all__ = ["take_foreign", "take_gradients"]
+__all__ = ["prepare_jobs", "take_foreign", "take_gradients"]
 
 
 def take_foreign(context: Context, slot: HomeParameter) -> None:
@@ -40,21 +42,41 @@ def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> 
 
     It also prepares what their updates read: gradients that the user put into `p.grad` move to the home.
     """
+
+    def takes(slot: HomeParameter) -> bool:
+        return slot.parameter.grad is not None
+
+    def take(slot: HomeParameter) -> None:
+        take_foreign(members.context, slot)
+        if members.kernel == "whole":
+            members.context.engine.gradients.apply_scales(slot.index)
+
+    return prepare_jobs(members, state, masters, takes, take)
+
+
+def prepare_jobs(
+    members: ParamGroups,
+    state: HomeState,
+    masters: Masters,
+    takes: Callable[[HomeParameter], bool],
+    take: Callable[[HomeParameter], None] = lambda slot: None,
+) -> Jobs:
+    """Returns the parameters that `takes` chooses, by unit and group, and prepares state and masters for their updates.
+
+    `take` prepares more of each.
+    """
     jobs: Jobs = {}
     for group in members.optimizer.param_groups:
         hyper = hyper_of(group)
         by_unit: dict[int, list[HomeParameter]] = {}
-        for parameter in group["params"]:
-            slot = members.context.slot_of[parameter]
-            if parameter.grad is None:
+        for slot in (members.context.slot_of[parameter] for parameter in group["params"]):
+            if not takes(slot):
                 continue
             state.check(slot, group)
             if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
-                state.shown.unsettled(parameter)  # creates the state now, to keep torch's order of states
+                state.shown.unsettled(slot.parameter)  # creates the state now, to keep torch's order of states
             masters.confirm_low_bits(slot)
-            take_foreign(members.context, slot)
-            if members.kernel == "whole":
-                members.context.engine.gradients.apply_scales(slot.index)
+            take(slot)
             by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
             jobs.setdefault(unit, []).append((hyper, slots))
