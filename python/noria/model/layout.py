@@ -26,6 +26,7 @@ __all__ = [
     "Region",
     "Ring",
     "StatePlace",
+    "aligned",
     "describe_units",
     "held_region",
     "scales_region",
@@ -289,10 +290,10 @@ def describe_units(
                     )
                 )
                 index += 1
-                weights = _align(weights + parameter.numel() * travels_in.itemsize, alignment)
+                weights = aligned(weights + parameter.numel() * travels_in.itemsize, alignment)
             if trainable and members:
                 weights = max(weights, _C.TENSOR_ALIGNMENT)  # a unit of empty parameters has bytes too
-            weights = begin + _align(-(-(weights - begin) // num_shards), alignment) * num_shards
+            weights = begin + aligned(-(-(weights - begin) // num_shards), alignment) * num_shards
             if trainable:
                 gradients = weights
             if num_shards > 1:
@@ -326,7 +327,8 @@ def travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dt
     return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
 
-def _align(num_bytes: int, alignment: int) -> int:
+def aligned(num_bytes: int, alignment: int = _C.TENSOR_ALIGNMENT) -> int:
+    """Returns the bytes up to the next multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from noria import _C
+from noria.model.layout import aligned
 
 if TYPE_CHECKING:
     from noria.model.layout import HomeUnit
@@ -82,8 +83,7 @@ def scale_bytes(unit: HomeUnit, state_dtype: str) -> int:
     """
     if state_dtype != "8bit" or not unit.home_gradients:
         return 0
-    num_bytes = max(4 * sum(slot.num_blocks for slot in unit.parameters), 1)
-    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+    return aligned(max(4 * sum(slot.num_blocks for slot in unit.parameters), 1))
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

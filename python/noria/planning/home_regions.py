@@ -7,8 +7,7 @@ from collections import Counter
 
 import torch
 
-from noria import _C
-from noria.model.layout import HomeParameter, HomeUnit, Region, Ring, StatePlace, held_region, scales_region
+from noria.model.layout import HomeParameter, HomeUnit, Region, Ring, StatePlace, aligned, held_region, scales_region
 from noria.model.moment_formats import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.model.partition import Partition
 from noria.model.shadow_optimizer import is_array, predict_state
@@ -106,11 +105,7 @@ class _Ends:
         is_sharded = bool(slot.shard_ends) and whole.shape == slot.shape
         shape = tuple(slot.like.shape if is_sharded else whole.shape)
         place = StatePlace(self._own, shape, whole.dtype)
-        self._own += _aligned(math.prod(shape) * whole.itemsize)
+        self._own += aligned(math.prod(shape) * whole.itemsize)
         for rank in range(len(self._ends)):
-            self._ends[rank] += _aligned((slot.count_on(rank) if is_sharded else whole.numel()) * whole.itemsize)
+            self._ends[rank] += aligned((slot.count_on(rank) if is_sharded else whole.numel()) * whole.itemsize)
         return place
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT

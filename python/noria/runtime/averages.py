@@ -18,7 +18,7 @@ from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 from noria import _C
 from noria._errors import usage_error
 from noria.dist.load_fingerprint import lines_of_model, refuse_others
-from noria.model.layout import AVERAGES, HomeParameter, Region
+from noria.model.layout import AVERAGES, HomeParameter, Region, aligned
 from noria.runtime.context import Context
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.rank_sync import RankSync
@@ -236,8 +236,7 @@ class _AverageMemory:
         for slot in slots:
             dtype = torch.float32 if slot.has_master else slot.dtype
             inside[slot.index] = sizes[slot.unit]
-            size = slot.like.numel() * dtype.itemsize
-            sizes[slot.unit] += -(-size // _C.TENSOR_ALIGNMENT) * _C.TENSOR_ALIGNMENT
+            sizes[slot.unit] += aligned(slot.like.numel() * dtype.itemsize)
         taken = {purpose for purpose in context.home.arenas if purpose.startswith(AVERAGES)}
         names = (AVERAGES if number == 1 else f"{AVERAGES}, number {number}" for number in range(1, len(taken) + 2))
         region = Region.of(next(name for name in names if name not in taken), sizes)
