@@ -5,6 +5,7 @@ A copy of a module (`deepcopy`, `pickle`) is an ordinary model, so hooks do noth
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
 from collections.abc import Callable
@@ -71,14 +72,23 @@ def refuse_cuda_graphs(config: dict[str, object] | None, what: str) -> None:
         )
 
 
+@functools.cache
+def _dynamo() -> Any:
+    """Returns torch's decorators that hide code from its compiler. It skips the frame of each hook from now on.
+
+    Order: torch takes a second to import them, so not before a model is wrapped.
+    """
+    decorators = importlib.import_module("torch._dynamo.decorators")
+    decorators.skip(Hook.__call__)
+    return decorators
+
+
 class Hook:
     """Calls a function for one wrap call. A copy of it calls nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        dynamo = importlib.import_module("torch._dynamo.decorators")  # takes a second: not before a model is wrapped
-        dynamo.skip(Hook.__call__)
         self._call = call
-        self._hidden_call = dynamo.disable(call)
+        self._hidden_call = _dynamo().disable(call)
 
     def __call__(self, *args: object) -> None:
         """Calls directly if nothing is being compiled: this runs at each visit."""

@@ -201,8 +201,7 @@ class Weights:
         await_device(self.context.device)
         slots = self.context.slots
         units = {slot.unit for slot in slots if slot.parameter._version != self._shown[slot.index][0]}
-        is_written = bool(units) or any(self.engine.home.is_written(unit.index) for unit in self.context.units)
-        self._take_writes(slots, units)
+        is_written = self._take_writes(slots, units)
         if shared:
             raise _refusal_of_shared(shared, "`p.data = ...`")
         return is_written
@@ -216,12 +215,18 @@ class Weights:
             self._shown.clear()
             self.engine.home.close_home(0, is_written)
 
-    def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> None:
-        """Makes masters follow writes to `units`, and writes that no version counter shows (`p.data.mul_()`)."""
+    def _take_writes(self, slots: Sequence[HomeParameter], units: set[int]) -> bool:
+        """Makes masters follow writes to `units`, and writes that no version counter shows (`p.data.mul_()`).
+
+        Returns True if there were any.
+        """
+        found = False
         for slot in slots:
             if slot.unit in units or (self.context.ranks is None and self.engine.home.is_written(slot.unit)):
                 self.engine.home.access_home(slot.unit, True)
                 self.masters.follow_write(slot)
+                found = True
+        return found
 
 
 def _refusal_of_shared(names: str, way: str) -> UsageError:
