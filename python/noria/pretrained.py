@@ -88,17 +88,17 @@ def load_pretrained(
         >>> model, optimizer = noria.load_pretrained(lambda: nn.Linear(9, 3), "model.bin", torch.optim.AdamW)
     """
     ranks = Ranks.meet(mesh)
-    everybody = [] if ranks is None else [ranks]
+    met = [] if ranks is None else [ranks]
     try:
-        with raised_by_all(everybody, "noria.load_pretrained"):
+        with raised_by_all(met, "noria.load_pretrained"):
             made = _made(model)
             files = WeightFiles(path)
             names = _names_to_load(made, files)
             updaters = _optimizers(optimizer, made)
-            lines = lines_of_model(made, _Lazily(files, names)) if everybody else []
-        refuse_others(everybody, lines)
+            lines = lines_of_model(made, _Lazily(files, names)) if met else []
+        refuse_others(met, lines)
     finally:
-        for each in everybody:
+        for each in met:
             each.close()
     given = wrap(made, updaters, policy, mesh=mesh, **policy_fields)
     wrapped = wrapped_together(made)
