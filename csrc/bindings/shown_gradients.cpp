@@ -16,8 +16,10 @@ namespace {
 // Finds non-finite elements: this norm is infinite or NaN if an element is, and never otherwise.
 const NormAsked kLargest{true, std::numeric_limits<double>::infinity(), std::nullopt};
 
-// A clip asks for this norm. noria takes it as a gradient arrives if the bytes will be gone when the loop asks.
+// A clip asks for one of these norms. noria takes both as a gradient arrives if the bytes will be gone when the loop
+// asks. On CUDA they may differ in their last bit.
 const NormAsked kUsual{true, 2, std::nullopt};
+const NormAsked kOneByOne{false, 2, std::nullopt};
 
 constexpr std::size_t kMostScales = 2;  // of one update: an unscaling and a clip
 
@@ -66,6 +68,7 @@ void ShownGradients::arrived(int number, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   std::set<Question> asks = asks_;
   if (is_dead) asks.insert({{kUsual}, {kLargest}});  // the bytes will be gone later
+  if (is_dead && !value.is_cpu()) asks.insert({kOneByOne});
   at::Tensor unscaled;
   for (const Question& asked : asks) {
     if (asked.is_unscaled && !unscaled.defined()) {
