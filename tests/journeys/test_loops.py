@@ -5,7 +5,7 @@ optimizers. None of them knows about noria, all of them give torch's bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import noria
 import pytest
@@ -204,8 +204,6 @@ COMPILES: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("how", COMPILES)
 def test_compiled_blocks_that_are_cut_into_a_forward_and_a_backward_have_their_bits(how, when, activations):
     """As real compilers cut them: each side's backward takes what its own forward has saved, in its order."""
-    if (when, activations) == ("after wrap", "recompute") and how != "in place":
-        pytest.skip("noria's forward is compiled there, a checkpoint: another graph, whose results may have other bits")
     sides = [new_side(model=functools.partial(Net, 3)) for _ in range(2)]
     for side in sides:
         torch._dynamo.reset()
@@ -230,7 +228,15 @@ def test_compiled_blocks_that_are_cut_into_a_forward_and_a_backward_have_their_b
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
 @pytest.mark.parametrize(
     "how",
-    ["wrapped by torch.compile", "in place", "in place after wrap", "in place twice", "forward", "forward after wrap"],
+    [
+        "wrapped by torch.compile",
+        "wrapped by torch.compile after wrap",
+        "in place",
+        "in place after wrap",
+        "in place twice",
+        "forward",
+        "forward after wrap",
+    ],
 )
 def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, activations):
     """In each kind of pass, also when all passes are known. And it is the same graph: of another one, compilers make
@@ -243,7 +249,7 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
 
     def compile_blocks(model):
         for index, block in enumerate(model.blocks):
-            if how == "wrapped by torch.compile":
+            if how.startswith("wrapped"):
                 model.blocks[index] = torch.compile(block, backend=backend, fullgraph=fullgraph)
             elif how.startswith("forward"):
                 block.forward = torch.compile(block.forward, backend=backend, fullgraph=fullgraph)
@@ -258,7 +264,7 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
             compile_blocks(side.model)
         if side is sides[1]:
             wrap_side(side, kernel="torch", window=2, activations=activations)
-        if how in ("in place after wrap", "in place twice", "forward after wrap"):
+        if how.endswith(("after wrap", "twice")):
             compile_blocks(side.model)
         train(side)
         with torch.no_grad():
@@ -269,9 +275,43 @@ def test_a_compiled_block_is_one_graph_with_noria_as_without(how, fullgraph, act
             block._compiled_call_impl = None
         side.train(41, 43)
     assert_same_bits(sides[1].kept, sides[0].kept)
-    if not (how == "forward after wrap" and activations == "recompute"):  # noria's forward is compiled: a checkpoint
-        assert found[0] == found[1]
+    assert found[0] == found[1]
     assert_moved(sides[1].model)
+
+
+def put(blocks: nn.ModuleList, others: Sequence[nn.Module]) -> None:
+    for number, other in enumerate(others):
+        blocks[number] = other
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_blocks_may_be_wrapped_by_torch_compile_and_bare_in_turns(activations):
+    def journey(side):
+        torch._dynamo.reset()
+        bare = list(side.model.blocks)
+        for number in range(0, 12, 4):
+            side.train(number, number + 2)
+            put(side.model.blocks, [torch.compile(block, backend="eager") for block in bare])
+            side.train(number + 2, number + 4)
+            put(side.model.blocks, bare)
+
+    both(journey, model=functools.partial(Net, 3), activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_blocks_that_torch_compile_wrapped_are_as_before_after_unwrap(activations):
+    torch._dynamo.reset()
+    model = Net(3)
+    noria.wrap(model, device=DEVICE, window=2, activations=activations)
+    bare = list(model.blocks)
+    put(model.blocks, [torch.compile(block, backend="eager") for block in bare])
+    forwards = [block.forward for block in model.blocks]
+    loss_of(model, 0)
+    noria.unwrap(model)
+    assert [block.forward for block in model.blocks] == forwards
+    for block in [*model.modules(), *bare]:
+        assert not block._forward_pre_hooks and not block._forward_hooks
+    assert not any("forward" in vars(block) for block in bare)
 
 
 class Rooted(Net):

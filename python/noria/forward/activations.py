@@ -78,6 +78,16 @@ class Activations:
         """Returns the names of the blocks that compute their activations again."""
         return [] if self._recomputation is None else self._recomputation.names()
 
+    def follow(self, module: nn.Module, now: nn.Module) -> None:
+        """Notes that a block is called by another module from now on: torch.compile's, or no longer torch.compile's."""
+        if self._recomputation is not None:
+            self._recomputation.follow(module, now)
+
+    def follow_compiled_forwards(self) -> None:
+        """Notes blocks whose forward was compiled."""
+        if self._recomputation is not None:
+            self._recomputation.follow_compiled_forwards()
+
     def begin_step(self) -> None:
         if self._recomputation is not None:
             self._recomputation.begin_step()

@@ -29,6 +29,7 @@ from noria.runtime.hooks import (
     call_pre_hooks,
     compiler_config_of,
     is_compiled,
+    move_hooks,
     refuse_cuda_graphs,
     remove_hooks,
 )
@@ -167,6 +168,13 @@ class ModuleHooks:
         partition = self.context.partition
         self._with_hooks = [*partition.roots, *(spec.module for spec in partition.hooks)]
         self._inside = [module for module in self._with_hooks if module not in partition.roots]
+        inside = set(self._inside)
+        self._places = [
+            (parent, name, child)
+            for parent in {id(each): each for root in partition.roots for each in root.modules()}.values()
+            for name, child in parent._modules.items()
+            if child in inside
+        ]
         for spec in partition.hooks:
             self._install_hook(spec)
         # Installed last: on a root that has a hook of its own too, the pass begins first and ends last.
@@ -335,13 +343,35 @@ class ModuleHooks:
     def _note_replaced_forwards(self) -> None:
         """Has passes learnt anew if a forward was replaced on a module: by autocast, torch.compile or fused layers."""
         if self._calls_now() != self._calls:
+            self._follow_compiled_blocks()
+            self.activations.follow_compiled_forwards()
             self._leave_compiled_calls(self._inside)  # a root is being called
             self._known_kinds.clear()
             self._calls = self._calls_now()
 
     def _calls_now(self) -> list[object]:
         own = [vars(module) for module in self._with_hooks]
-        return [each.get("forward") for each in own] + [each.get("_compiled_call_impl") for each in own]
+        calls = [each.get("forward") for each in own] + [each.get("_compiled_call_impl") for each in own]
+        return calls + [parent._modules.get(name) for parent, name, _ in self._places]
+
+    def _follow_compiled_blocks(self) -> None:
+        """Moves hooks to what `torch.compile(block)` has put in a block's place, or back: inside they cut its graph."""
+        moved = {}
+        for number, (parent, name, module) in enumerate(self._places):
+            now = parent._modules.get(name)
+            if now is None or now is module:
+                continue
+            if now._modules.get("_orig_mod") is module or module._modules.get("_orig_mod") is now:
+                self._places[number] = (parent, name, now)
+                moved[module] = now
+        for module, now in moved.items():
+            refuse_cuda_graphs(compiler_config_of(now), type(module).__name__)
+            self._remove_inner_hooks(self._hook_of.get(module, -1))
+            self._handles += move_hooks(module, now)
+            self._hook_of[now] = self._hook_of.pop(module)
+            self.activations.follow(module, now)
+        for modules in (self._with_hooks, self._inside):
+            modules[:] = [moved.get(each, each) for each in modules]
 
     def _wants_watch(self, kind: _Kind) -> bool:
         check = self.context.policy.check

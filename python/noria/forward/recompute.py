@@ -51,8 +51,8 @@ class Recomputed:
     def __init__(self, module: nn.Module) -> None:
         self.own: Callable[..., object] | None = module.__dict__.get("forward")
         self.encloses_call = False
-        """The block was compiled in place: `enclose` stands around that call. So its graph, and its bits, are those of
-        a block that keeps its activations."""
+        """The block or its forward was compiled: `enclose` stands around that call. So its graph, and its bits, are
+        those of a block that keeps its activations."""
         self._module = module
         self._forward = module.forward
 
@@ -82,6 +82,8 @@ class _Block:
 
     hook: int
     module: nn.Module
+    forward: Recomputed | None = None
+    """What replaces the module's own forward, while it is computed again."""
     input_bytes: int = 0
     versions: int = 0
     """Sum of its buffers' versions, before the forward that is under way."""
@@ -132,7 +134,7 @@ class Recomputation:
 
     def _recompute(self, blocks: Iterable[_Block]) -> None:
         for block in blocks:
-            block.module.__dict__["forward"] = Recomputed(block.module)
+            block.forward = block.module.__dict__["forward"] = Recomputed(block.module)
             self._recomputed.append(block)
 
     def _keep(self, block: _Block) -> None:
@@ -140,6 +142,27 @@ class Recomputation:
         forward = block.module.__dict__.pop("forward")
         if forward.own is not None:
             block.module.__dict__["forward"] = forward.own
+
+    def follow(self, module: nn.Module, now: nn.Module) -> None:
+        """Notes that a block is called by another module from now on."""
+        block = self._blocks.pop(id(module), None)
+        if block is None:
+            return
+        self._blocks[id(now)] = block
+        is_recomputed = block in self._recomputed
+        if is_recomputed:
+            self._keep(block)
+        block.module = now
+        if is_recomputed:
+            self._recompute([block])
+
+    def follow_compiled_forwards(self) -> None:
+        """Computes blocks again around a forward that was compiled with what had replaced it inside."""
+        for block in self._recomputed:
+            if hasattr(block.module.forward, "_torchdynamo_orig_callable"):
+                assert block.forward is not None
+                block.forward.encloses_call = True
+                block.forward = block.module.__dict__["forward"] = Recomputed(block.module)
 
     # ---- measuring ----
 

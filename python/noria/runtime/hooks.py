@@ -24,6 +24,7 @@ __all__ = [
     "call_pre_hooks",
     "compiler_config_of",
     "is_compiled",
+    "move_hooks",
     "refuse_cuda_graphs",
     "remove_hooks",
 ]
@@ -44,6 +45,21 @@ def call_pre_hooks(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, Hook):
             hook(module, args, kwargs) if number in module._forward_pre_hooks_with_kwargs else hook(module, args)
+
+
+def move_hooks(module: nn.Module, to: nn.Module) -> list[RemovableHandle]:
+    """Makes noria's hooks of one module those of another."""
+    handles = []
+    for number, hook in reversed(list(module._forward_pre_hooks.items())):
+        if isinstance(hook, Hook):
+            del module._forward_pre_hooks[number]
+            wants_kwargs = number in module._forward_pre_hooks_with_kwargs
+            handles.append(to.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs))
+    for number, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, Hook):
+            del module._forward_hooks[number]
+            handles.append(to.register_forward_hook(hook, always_call=True))
+    return handles
 
 
 def is_compiled(module: nn.Module) -> bool:
