@@ -80,8 +80,8 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
     the limits are so many times as long. `pretend`: the pretend GPU is built too."""
     offline = ["--wheels", str(wheels)] if wheels else []
     quick = ["--quick"] if small else []
-    systems = "plain,noria max_grad_norm,noria,noria backward,zero-3 offload weights,zero-2,fsdp2,trainstream"
-    systems = "all" if small else f"{systems},roundpipe exact,superoffload"
+    systems = "plain,noria,fsdp2,trainstream,roundpipe exact,superoffload,zero-2,zero-3 offload weights"
+    systems = "all" if small else f"{systems},noria backward,noria max_grad_norm"
     versus = ["--device", "cpu", *quick] if small else ["--model", "gpt2-355m", "--tokens-per-step", "16384"]
     versus += [] if small else ["--steps", "8", "--device-memory", "36GiB"]
     largest = ["--host-memory", "1GiB", "--first", "1", *quick] if small else ["--device-memory", "1GiB"]
@@ -93,6 +93,12 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
     def tests(*paths: str) -> list[str]:
         pytest = [PYTHON, "-m", "pytest", "-m", "gpu", "-rfEs", "--durations=5"]
         return [*pytest, "-p", "no:cacheprovider", *(f"tests/{path}" for path in paths)]
+
+    def journeys(*workers: str) -> list[str]:
+        variables = [] if small else ["JOURNEYS=cuda", "OMP_NUM_THREADS=1"]  # small: on the CPU, or on the pretend GPU
+        paths = ["tests/journeys/test_reads.py"] if small else ["tests/journeys"]
+        pytest = [PYTHON, "-m", "pytest", *workers, "-rfE", "--durations=5", "-p", "no:cacheprovider"]
+        return ["env", *variables, *pytest, *paths]
 
     def module(name: str, *words: str) -> list[str]:
         return [PYTHON, "-m", f"benchmarks.{name}", *words]
@@ -128,6 +134,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         # beside each other, because none fills the machine.
         Part("writes", 200, tests(*(f"journeys/test_{name}.py" for name in WRITES)), is_beside=True),
         Part("training", 120, tests("journeys/test_cuda.py", "journeys/test_cuda_trainer.py"), is_beside=True),
+        Part("journeys", 160, journeys("-n", "12", "--dist", "worksteal"), is_beside=True),
         Part("contract", 100, tests("python/device"), is_beside=True),
         Part("lending", 30, tests("journeys/test_lending_cuda.py"), is_beside=True),
         Part(

@@ -14,7 +14,11 @@ grep -v "^torch==" requirements.lock >build/constraints.txt
 target=(--python-version "$version" --implementation cp --abi "cp$version" --abi abi3 --abi none --only-binary=:all:
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
 
-"$python" -m pip download -q -d "$out" -c build/constraints.txt "${target[@]}" -r benchmarks/gpu_all.txt
+wanting_torch="accelerate peft"
+grep -vxE "${wanting_torch// /|}" benchmarks/gpu_all.txt >build/requirements.txt
+"$python" -m pip download -q -d "$out" -c build/constraints.txt "${target[@]}" -r build/requirements.txt
+# shellcheck disable=SC2086
+"$python" -m pip download -q -d "$out" -c build/constraints.txt "${target[@]}" --no-deps $wanting_torch
 # The rivals: deepspeed comes as source; the others without what they need, which follows, but torch.
 rivals=$("$python" -c 'from benchmarks.systems.environments import pins; print(*sorted({each
   for table in pins().values() for each in table if not each.startswith("deepspeed")}))')

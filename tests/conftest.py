@@ -18,7 +18,7 @@ import torch
 from hypothesis import settings
 from noria import _C
 
-from tests.device import DEVICE
+from tests.device import IS_PRETEND
 from tests.pretend_gpu.machine import machine
 from tests.ranks import LEFT_OUT
 
@@ -72,7 +72,7 @@ def pytest_collection_finish():
 @pytest.fixture
 def prompt_device():
     """A pretend GPU that works when it can, and is late with nothing: for tests of what takes time."""
-    with machine(lazy=False, max_delay_us=0) if DEVICE == "cuda" else contextlib.nullcontext():
+    with machine(lazy=False, max_delay_us=0) if IS_PRETEND else contextlib.nullcontext():
         yield
 
 

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +200,9 @@ def held() -> Counter[str]:
 def fork_worker() -> int:
     """As a data loader's: it has all that its parent has, and goes when that is gone."""
     parent = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: a process of several threads forks
+        pid = os.fork()
     if pid == 0:
         while os.getppid() == parent:
             time.sleep(0.02)

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.device import DEVICE, use_device
-from tests.pretend_gpu.machine import settle
+from tests.device import DEVICE, IS_PRETEND, settle, use_device
 
 TIMEOUT_S = 240.0
 
@@ -35,8 +34,7 @@ TIMEOUT_S = 240.0
 def _done(act: Callable[..., Any], *args: Any) -> Any:
     """What `act` returns, when all that it has launched is over too."""
     answer = act(*args)
-    if DEVICE == "cuda":
-        settle()
+    settle()
     return answer
 
 
@@ -93,6 +91,11 @@ def _run(
     os._exit(0)  # a group whose other ranks are gone may hang when it is torn down
 
 
+def skip_without_devices(size: int) -> None:
+    if DEVICE == "cuda" and not IS_PRETEND and torch.cuda.device_count() < size:
+        pytest.skip(f"NCCL wants a device for each of {size} ranks; there are {torch.cuda.device_count()}")
+
+
 def on_ranks(
     size: int,
     act: Callable[..., Any],
@@ -105,6 +108,7 @@ def on_ranks(
     the group's own. `fresh`: the ranks start anew, for variables that malloc, for example, reads at the start.
 
     Raises AssertionError with the traceback of the first rank that raised."""
+    skip_without_devices(size)
     context = _context(fresh)
     environment = dict(os.environ)
     answers, all_done = context.Queue(), context.Event()

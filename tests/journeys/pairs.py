@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def tokens(number: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator(DEVICE).manual_seed(number))
+    return torch.randint(0, VOCAB, (2, 6), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(number))
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:

@@ -204,7 +204,8 @@ def test_norms_of_bfloat16_gradients_are_fp32(kernel, edit, norm_type):
     torch.testing.assert_close(norm.double().to(DEVICE), wanted, rtol=1e-6, atol=0)  # noria's own sums lie on the CPU
     clipped = torch.cat([gradient.double().flatten() for gradient in side.gradients()])
     factor = torch.clamp(1.0 / (wanted + 1e-6), max=1.0)
-    torch.testing.assert_close(clipped, exact * factor, rtol=2**-8, atol=0)
+    num_roundings = 1 if DEVICE == "cpu" else 2  # torch rounds the factor to the gradient's dtype on CUDA
+    torch.testing.assert_close(clipped, exact * factor, rtol=num_roundings * 2**-8, atol=0)
     optimizer.step()
     left = optimizer.grad_norm
     assert left.dtype is torch.float32

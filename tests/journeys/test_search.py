@@ -22,7 +22,7 @@ import torch
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, IS_PRETEND
 from tests.journeys.pairs import BLOCKS, OPTIMIZERS, Net, Side, both, loss_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.search]
@@ -225,7 +225,7 @@ def run(draw: Draw) -> None:
     policy = dict(draw.policy)
     window = policy.pop("window")
     on_device: Any = contextlib.nullcontext()
-    if DEVICE == "cuda":
+    if IS_PRETEND:
         from tests.pretend_gpu.machine import machine
 
         on_device = machine(**draw.machine)

@@ -42,7 +42,7 @@ from tests.journeys.pairs import (
     loss_of,
     state_tensors,
 )
-from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks, on_ranks
+from tests.ranks import alone, asked_for, assert_fine, in_turn_on_ranks, on_ranks, skip_without_devices
 
 STEPS = 4
 
@@ -956,6 +956,7 @@ finally:
 
 
 def test_a_rank_that_dies_makes_the_others_raise_and_end(tmp_path):
+    skip_without_devices(2)
     root = pathlib.Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), str(pathlib.Path(noria.__file__).parents[1])])
     ranks = [

@@ -168,7 +168,7 @@ void count_as_floats(const c10::OperatorHandle& op, Stack& stack) {
 /// CUDA multiplies by the inverse of a scalar that lies on the host. The operator that does so, or none.
 std::optional<c10::OperatorHandle> with_inverse(const Traits& traits, Stack& stack) {
   static const std::set<std::string> names = {"div.Tensor", "div_.Tensor", "div.out"};
-  if (names.count(traits.name) == 0 || settings().divides) return std::nullopt;
+  if (names.count(traits.name) == 0) return std::nullopt;
   const std::size_t first = stack.size() - traits.parameters.size();
   const at::Tensor divided = stack[first].toTensor(), divisor = stack[first + 1].toTensor();
   c10::ScalarType type = at::result_type(divided, divisor);

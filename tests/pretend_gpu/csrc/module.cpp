@@ -49,7 +49,6 @@ PYBIND11_MODULE(_pretend_gpu, m) {
     pretend_gpu::settings().writes_everything = writes_everything;
     pretend_gpu::settings().threads = threads;
   });
-  m.def("set_division", [](bool divides) { pretend_gpu::settings().divides = divides; });
   m.def("set_capacity", &fake_cuda::set_capacity);
   m.def("counters", &counters);
   m.def("calls", &fake_cuda::counts);

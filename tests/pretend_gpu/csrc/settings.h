@@ -14,7 +14,6 @@ namespace pretend_gpu {
 struct Settings {
   std::atomic<bool> poison{true};  // memory is overwritten, in the order of its stream, when it is given out
   std::atomic<bool> writes_everything{false};  // kernels ask for every pointer without const, as compiled code does
-  std::atomic<bool> divides{false};            // by numbers of the host; CUDA multiplies by their inverse
   std::atomic<int> threads{1};                 // of torch, for the kernels of a stream
   std::atomic<int> sync_debug_mode{0};         // torch.cuda.set_sync_debug_mode: 0 nothing, 1 warn, 2 raise
 };
