@@ -228,6 +228,7 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); },
           py::arg("kind"), NoGil())
+      .def("set_asleep", &TorchBridge::set_asleep, py::arg("asleep"), NoGil())
       .def("clear_callbacks", &TorchBridge::clear_callbacks)
       .def(
           "idle", [](TorchBridge& self) { self.engine().idle(); }, NoGil())

@@ -61,6 +61,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, parts_.current_stream()); }
   void begin_step();
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
+  void set_asleep(bool asleep) { asleep ? engine_.sleep(parts_.current_stream()) : engine_.wake(); }
   void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
   void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }
   /// As HomeView::open, once a pass that is over has ended.

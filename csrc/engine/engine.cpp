@@ -55,6 +55,11 @@ Engine::~Engine() {
 
 void Engine::begin_pass(const Signature& signature, Stream stream) {
   const Entry entry(gate_);
+  if (!leases_.is_taken()) {
+    throw UsageError("a pass of a model that has its device memory",
+                     "it inside of `with noria.asleep(model)`, or behind it without memory to take again",
+                     "leave the block, and free device memory");
+  }
   end_open_pass(stream);
   sweep();
   updates_.refuse_torn();
@@ -306,6 +311,21 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   compute_.set_trace(trace);
   updates_.set_trace(trace);
   trace_ = std::move(trace);
+}
+
+void Engine::sleep(Stream stream) {
+  const Entry entry(gate_);
+  end_open_pass(stream);
+  runner_.evict_all();
+  if (options_.lane) options_.lane->idle();
+  backend_->idle();  // fetches made ahead, and the overwriting of what was evicted
+  sweep();
+  leases_.give_up();
+}
+
+void Engine::wake() {
+  const Entry entry(gate_);
+  leases_.take_again();
 }
 
 void Engine::idle() {

@@ -170,6 +170,12 @@ class Engine {
   /// From now on keeps these units at peers. Not allowed if ranks share the home.
   void keep_copies(const std::vector<UnitId>& units);
 
+  /// Ends an open pass, and gives the window's memory back to the device. All work on `stream` has ended. Until `wake`,
+  /// no pass may begin, and `end_step` must not be called; the home may be read and written.
+  void sleep(Stream stream);
+  /// Takes the window's memory again. Throws MachineError if the device has no room: call it again later.
+  void wake();
+
   void set_trace(std::shared_ptr<Trace> trace);
   void idle();
   void close();

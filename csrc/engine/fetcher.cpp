@@ -93,6 +93,10 @@ void Fetcher::evict_stale() {
   for (UnitId unit : stale) evict(unit);
 }
 
+void Fetcher::evict_all() {
+  while (!resident_.empty()) evict(resident_.begin()->first);
+}
+
 bool Fetcher::is_current(UnitId unit) const {
   const auto found = resident_.find(unit);
   if (found == resident_.end()) return false;

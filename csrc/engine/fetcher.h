@@ -42,6 +42,7 @@ class Fetcher {
   void mark_stale(UnitId unit);
   /// Evicts units that are older than the home.
   void evict_stale();
+  void evict_all();
 
   bool is_current(UnitId unit) const;
   /// Returns the units that lie on the device at the home's version, by unit.

@@ -327,6 +327,13 @@ void PassRunner::prepare_next_forward() {
   prepared_ = {std::exchange(following_, {}), count_, owners_.fetcher.residents(), fetches};
 }
 
+void PassRunner::evict_all() {
+  NORIA_INVARIANT(!pass_.phase, "the window is emptied inside of a pass");
+  drop_prepared();
+  following_ = {};
+  owners_.fetcher.evict_all();
+}
+
 void PassRunner::drop_prepared() {
   if (!prepared_) return;
   unclaimed_fetches_ += prepared_->num_fetches;

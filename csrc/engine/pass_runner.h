@@ -65,6 +65,9 @@ class PassRunner {
   /// Ends the pass, if one is open, because it raised.
   void reset(Stream stream);
 
+  /// Evicts all units, also those that `prepare_next_forward` has fetched. No pass is open.
+  void evict_all();
+
   /// Plays the opening of the forward that is expected next.
   void prepare_next_forward();
   /// The home's weights have been written. The rest of an open pass is planned again.

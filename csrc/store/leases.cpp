@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <string>
+#include <utility>
 
 #include "base/errors.h"
 
@@ -21,7 +22,17 @@ Leases::~Leases() {
   }
 }
 
+void Leases::give_up() {
+  NORIA_INVARIANT(live_.empty(), "the window is given up while a range of it is leased");
+  if (arena_ != nullptr) backend_->free(std::exchange(arena_, nullptr));
+}
+
+void Leases::take_again() {
+  if (arena_ == nullptr) arena_ = backend_->allocate(bytes_);
+}
+
 std::byte* Leases::take(Bytes offset, Bytes bytes, bool is_weights) {
+  NORIA_INVARIANT(arena_ != nullptr, "the window has been given up");
   const Bytes end = offset + bytes;
   NORIA_INVARIANT(offset >= Bytes{0} && end <= bytes_, "lease at " + std::to_string(offset.count) + " of " +
                                                            to_string(bytes) + " leaves an arena of " +

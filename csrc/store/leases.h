@@ -2,7 +2,8 @@
 //
 // The planner chooses the offsets. This class turns them into addresses and records what was leased at once, so that
 // plan and ledger can be compared to the byte.
-// Ownership: owns the arena, which is taken once and given back at the end. Threads: the caller serialises.
+// Ownership: owns the arena. It is taken once and given back at the end, or in between by `give_up`.
+// Threads: the caller serialises.
 #pragma once
 
 #include <map>
@@ -24,8 +25,16 @@ class Leases {
   std::byte* take(Bytes offset, Bytes bytes, bool is_weights);
   void release(Bytes offset);
 
+  /// Gives the arena back to the device. No range is leased, and no op that may still run touches the arena.
+  void give_up();
+  /// Takes it again at its size, perhaps elsewhere. Throws MachineError if the device has no room; nothing has changed
+  /// then. Does nothing if the arena is there.
+  void take_again();
+
+  bool is_taken() const { return arena_ != nullptr; }
+
   std::byte* at(Bytes offset) const { return arena_ + offset.count; }
-  Bytes arena_bytes() const { return bytes_; }
+  Bytes arena_bytes() const { return arena_ == nullptr ? Bytes{0} : bytes_; }
   Bytes peak() const { return peak_; }            // highest end of any lease so far
   int peak_units() const { return peak_units_; }  // most weight leases at once
   int num_units() const { return num_units_; }

@@ -19,7 +19,7 @@ from noria import optim, testing
 from noria._C import MachineError, UsageError
 from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
-from noria.one_card import ema, weights
+from noria.one_card import asleep, ema, weights
 from noria.policy import Policy
 from noria.pretrained import load_pretrained
 from noria.report import report
@@ -29,6 +29,7 @@ __all__ = [
     "MachineError",
     "Policy",
     "UsageError",
+    "asleep",
     "ema",
     "is_wrapped",
     "load",

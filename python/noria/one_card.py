@@ -1,4 +1,4 @@
-"""Shares a wrapped model's weights: hands them to other systems, and averages them."""
+"""Shares a card and a model's weights: gives device memory away, hands weights to other systems, averages them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from noria._lists import as_list
 from noria.pipeline.pipelining_compat import module_of
 from noria.runtime.averages import Averages
 from noria.runtime.hand_over import HandOver
+from noria.runtime.sleep import Sleep
 from noria.wrapped import Wrapped, wrapped_together
 
-__all__ = ["WeightAverage", "ema", "weights"]
+__all__ = ["WeightAverage", "asleep", "ema", "weights"]
 
 
 def _only(model: Any, call: str) -> tuple[nn.Module, Wrapped]:
@@ -25,6 +26,42 @@ def _only(model: Any, call: str) -> tuple[nn.Module, Wrapped]:
     if len(given) > 1:
         raise usage_error(f"one model for {call}", f"a list of {len(given)}", "call it for each of them")
     return module_of(given[0]), wrapped
+
+
+@contextlib.contextmanager
+def asleep(model: Any) -> Iterator[None]:
+    """Gives a model's device memory away inside the `with` block, and takes it again behind it. No bit changes.
+
+    It frees the window and the gradient buffers, which is what noria has on the device but for buffers of modules. On
+    CUDA it also empties the cache of torch's allocator, on the way in and out. Weights stay at home: inside, use
+    `noria.weights`, `model.state_dict()`, `noria.save` and loads. Updates of the last step may still run.
+
+    The memory is of the same size afterwards. Its address may be another one. The first forward fetches all units
+    again.
+
+    If ranks share the model, all of them call this. Each keeps memory in which it sums gradients.
+
+    Args:
+        model: A wrapped model, or a module inside one.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UsageError: if the model is not wrapped, or belongs to stages, which may have lent their memory. Also inside a
+            pass, a block of `noria.materialize` or another such block. Inside the block, forwards, `step()` and
+            `noria.unwrap` raise it.
+        MachineError: behind the block, if the device has no room any more. Nothing is lost: free memory, and go on. The
+            next forward or `step()` tries again.
+
+    Example:
+        >>> model, optimizer = noria.wrap(model, optimizer)
+        >>> with noria.asleep(model):
+        ...     values = {name: tensor.clone() for name, tensor in noria.weights(model)}
+    """
+    wrapped = wrapped_together(model)
+    with Sleep(wrapped.context, wrapped.run, wrapped.sync, has_stages=wrapped.peer_memory.stages is not None).asleep():
+        yield
 
 
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

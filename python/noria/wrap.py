@@ -614,6 +614,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     context, engine = wrapped.context, wrapped.context.engine
     wrapped.run.refuse_when_busy("noria.unwrap")
     wrapped.run.refuse_while_averaged("noria.unwrap")
+    wrapped.run.refuse_asleep("noria.unwrap")
     wrapped.reads.end()
     wrapped.run.recover()
     wrapped.run.require_consistent("noria.unwrap")

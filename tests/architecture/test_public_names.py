@@ -6,6 +6,7 @@ PUBLIC = {
     "MachineError",
     "Policy",
     "UsageError",
+    "asleep",
     "ema",
     "is_wrapped",
     "load",

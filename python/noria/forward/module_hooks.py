@@ -202,6 +202,7 @@ class ModuleHooks:
     def _root_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self.run.check_alive()
+            self.run.require_awake("a forward")
             self.loads.refuse_missing("a forward")
             if in_backward():
                 return  # a checkpoint computes again inside of a backward

@@ -77,6 +77,8 @@ class RunState:
         self._loading: list[object] = []
         self._is_averaged = False
         self._give_back: Callable[[], None] | None = None
+        self._is_asleep = False
+        self._wake: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit, needed modules may be gone; atexit ran before
@@ -116,6 +118,36 @@ class RunState:
         if self._give_back is not None and not self._is_averaged:
             self._give_back()
             self._give_back = None
+
+    @contextlib.contextmanager
+    def sleeping(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Marks a block in which the device has the window's memory. `wake` then takes it again.
+
+        If `wake` raises, the next pass or step calls it again.
+        """
+        self._wake = wake
+        self._is_asleep = True
+        try:
+            yield
+        finally:
+            self._is_asleep = False
+            if not self.closed:
+                self.require_awake("a pass")
+
+    def refuse_asleep(self, call: str) -> None:
+        if self._is_asleep:
+            raise usage_error(
+                f"{call} of a model that has its device memory",
+                "it inside of `with noria.asleep(model)`",
+                "call it after the block",
+            )
+
+    def require_awake(self, call: str) -> None:
+        """Raises UsageError inside of `sleeping`, and MachineError if the window's memory cannot be taken again."""
+        self.refuse_asleep(call)
+        if self._wake is not None:
+            self._wake()
+            self._wake = None
 
     @contextlib.contextmanager
     def loading(self, part: object) -> Iterator[None]:

@@ -187,6 +187,7 @@ class StepDriver:
         refuse_inside_backward("optimizer.step()")
         self.run.recover()
         self.run.refuse_while_averaged("optimizer.step()")
+        self.run.require_awake("optimizer.step()")
         self.services.loads.refuse_missing("optimizer.step()")
         self.services.boundary.begin()
         self._state.follow()

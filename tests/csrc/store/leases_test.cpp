@@ -81,6 +81,26 @@ TEST(leases, give_their_memory_back) {
   EXPECT_EQ(machine->allocated(), Bytes{0});
 }
 
+TEST(leases, give_their_memory_up_for_a_while) {
+  const auto machine = backend();
+  Leases leases(machine, Bytes{kCells * kCell});
+  leases.take(Bytes{0}, Bytes{kCell}, true);
+  EXPECT_THROW(leases.give_up(), InvariantError);
+  leases.release(Bytes{0});
+  leases.give_up();
+  EXPECT_EQ(machine->allocated(), Bytes{0});
+  EXPECT_EQ(leases.arena_bytes(), Bytes{0});
+  EXPECT_THROW(leases.take(Bytes{0}, Bytes{kCell}, true), InvariantError);
+  std::byte* const other = machine->allocate(Bytes{1 << 20});
+  EXPECT_THROW(leases.take_again(), MachineError);
+  EXPECT_FALSE(leases.is_taken());
+  machine->free(other);
+  leases.take_again();
+  leases.take_again();
+  EXPECT_EQ(machine->allocated(), Bytes{kCells * kCell});
+  EXPECT_NE(leases.take(Bytes{0}, Bytes{kCell}, true), nullptr);
+}
+
 TEST(leases, are_refused_by_a_device_that_has_no_room) {
   const auto machine = backend();
   EXPECT_THROW(Leases(machine, Bytes{2 << 20}), MachineError);
