@@ -19,6 +19,7 @@ from noria import optim, testing
 from noria._C import MachineError, UsageError
 from noria.checkpoint.dcp_state import sharded_state
 from noria.checkpoint.file import load, save
+from noria.model.moment_formats import plain_state_dict
 from noria.one_card import asleep, ema, weights
 from noria.policy import Policy
 from noria.pretrained import load_pretrained
@@ -36,6 +37,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "optim",
+    "plain_state_dict",
     "plan",
     "report",
     "save",

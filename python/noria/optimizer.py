@@ -23,7 +23,16 @@ from noria.torch_state import refuse_inside_backward
 if TYPE_CHECKING:
     from noria.step.driver import StepDriver
 
-__all__ = ["as_plain", "check_optimizer", "driver_of", "facade", "refuse_kept_methods", "seen_through", "unfacade"]
+__all__ = [
+    "as_plain",
+    "check_optimizer",
+    "driver_of",
+    "facade",
+    "for_file",
+    "refuse_kept_methods",
+    "seen_through",
+    "unfacade",
+]
 
 
 class WrappedOptimizer(Optimizer):
@@ -229,6 +238,20 @@ def seen_through(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+@contextlib.contextmanager
+def for_file(optimizer: object) -> Iterator[None]:
+    """Has `state_dict()` of a wrapped optimizer keep codes of moments, as files have them, inside the `with` block."""
+    driver = driver_of(optimizer)
+    if driver is None:
+        yield
+        return
+    driver.writes_file = True
+    try:
+        yield
+    finally:
+        driver.writes_file = False
 
 
 def driver_of(optimizer: object) -> StepDriver | None:

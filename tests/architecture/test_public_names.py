@@ -13,6 +13,7 @@ PUBLIC = {
     "load_pretrained",
     "materialize",
     "optim",
+    "plain_state_dict",
     "plan",
     "report",
     "save",

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from noria.integrations.accelerate import prepare
 from noria.integrations.lightning import NoriaEMA, NoriaStrategy
 from noria.integrations.transformers import NoriaCallback, NoriaTrainer, NoriaTrainerMixin
+from noria.testing import assert_same_bits
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -203,6 +204,46 @@ SCRIPTS: dict[str, Script] = {
 @cases(SCRIPTS)
 def test_integrations(script: Script, tmp_path: Path):
     assert_equal(script, tmp_path)
+
+
+# ---- checkpoints of 8-bit moments ----
+
+CODED = {**POLICY, "kernel": "fused", "state_dtype": "8bit"}
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_checkpoints_of_the_trainer_keep_codes_and_a_run_goes_on_with_the_same_bits(tmp_path):
+    straight = trainer(Run(True, tmp_path), policy=CODED, max_steps=6, save_strategy="steps", save_steps=4)
+    straight.train()
+    file = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert file["noria"]["moments"] == "8bit" and "exp_avg_codes" in file["state"][0]
+    again = trainer(Run(True, tmp_path), policy=CODED, max_steps=6)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_bits(weights_of(again.model), weights_of(straight.model))
+    assert "noria" not in again.optimizer.state_dict()
+
+
+def test_checkpoints_of_lightning_keep_codes_and_a_run_goes_on_with_the_same_bits(tmp_path):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    left = []
+    for epochs, file in ((1, None), (2, tmp_path / "first.ckpt"), (2, None)):
+        module, keeper = Module(), ModelCheckpoint(tmp_path, filename="first" if epochs == 1 else "other")
+        fit = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            callbacks=[keeper],
+            **quiet,
+            strategy=NoriaStrategy(**CODED),
+        )
+        fit.fit(module, loader(), ckpt_path=file)
+        left.append(weights_of(module))
+    state = torch.load(tmp_path / "first.ckpt", weights_only=False)["optimizer_states"][0]
+    assert state["noria"]["moments"] == "8bit" and "exp_avg_codes" in state["state"][0]
+    assert_same_bits(left[1], left[2])
 
 
 # ---- logs and refusals ----

@@ -173,6 +173,94 @@ def test_8bit_state_dicts_hold_floats_under_torchs_own_keys(optimizer):
         }
 
 
+def saved(side, path):
+    noria.save(path, side.model, side.optimizer)
+    return torch.load(path, weights_only=True)["optimizer"]
+
+
+@dtypes
+@optimizers
+def test_files_keep_the_codes_of_8bit_moments(optimizer, dtype, tmp_path):
+    side = new(0, optimizer, state_dtype="8bit", dtype=dtype)
+    side.train(0, 3)
+    held = [dict(values) for values in side.optimizer.state.values()]
+    state = saved(side, tmp_path / "run.pt")
+    assert state["noria"] == {"moments": "8bit", "block": 256, "version": 1}
+    num_codes = 0
+    for values, own in zip(state["state"].values(), held, strict=True):
+        moments = [key for key, value in own.items() if getattr(value, "dtype", None) in (torch.int8, torch.uint8)]
+        num_codes += len(moments)
+        assert not values.keys() & set(moments)  # a plain optimizer finds no moment, rather than codes
+        for key in moments:
+            assert_same_bits({key: values[f"{key}_codes"]}, {key: own[key].cpu()})
+            assert_same_bits({key: values[f"{key}_scales"]}, {key: own[f"{key}_scales"].cpu()})
+    assert num_codes
+    floats = side.optimizer.state_dict()
+    plain = noria.plain_state_dict(state)
+    assert plain.keys() == floats.keys() and plain["param_groups"] == floats["param_groups"]
+    for number, values in floats["state"].items():
+        assert plain["state"][number].keys() == values.keys()
+        for key, value in values.items():
+            assert_same_bits({key: torch.as_tensor(plain["state"][number][key])}, {key: torch.as_tensor(value)})
+    assert noria.plain_state_dict(floats) == floats
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "8bit", "plain PyTorch", "torch"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_every_optimizer_loads_a_file_of_codes(optimizer, to, tmp_path):
+    """What comes of it is what comes of the floats that the codes stand for."""
+    one = new(0, optimizer, state_dtype="8bit")
+    one.train(0, 3)
+    state = saved(one, tmp_path / "run.pt")
+    sides = []
+    for seed in (1, 2):
+        if to == "plain PyTorch":
+            sides.append(new(seed, optimizer, wrapped=False))
+        else:
+            sides.append(new(seed, optimizer, **({"kernel": "torch"} if to == "torch" else {"state_dtype": to})))
+    noria.load(tmp_path / "run.pt", sides[0].model, sides[0].optimizer)
+    sides[1].model.load_state_dict(one.model.state_dict())
+    sides[1].optimizer.load_state_dict(noria.plain_state_dict(state))
+    assert_same_bits(*(state_tensors(side.optimizer) for side in sides))
+    for side in sides:
+        side.train(3, 5)
+    assert_same_bits(*(side.model.state_dict() for side in sides))
+    assert_same_bits(*(state_tensors(side.optimizer) for side in sides))
+
+
+def test_an_unknown_format_of_codes_is_refused_before_anything_changes(tmp_path):
+    side = new(0, "adamw", state_dtype="8bit")
+    side.train(0, 2)
+    state = saved(side, tmp_path / "run.pt")
+    state["noria"]["version"] = 2
+    before = all_bits(side)
+    for act in (side.optimizer.load_state_dict, noria.plain_state_dict):
+        with pytest.raises(noria.UsageError, match=r"'version': 1.*'version': 2.*version of noria"):
+            act(state)
+    assert_same_bits(all_bits(side), before)
+
+
+def test_plain_optimizers_that_load_codes_by_themselves_raise(tmp_path):
+    one, plain = new(0, "adamw", state_dtype="8bit"), new(0, "adamw", wrapped=False)
+    one.train(0, 2)
+    plain.optimizer.load_state_dict(saved(one, tmp_path / "run.pt"))
+    with pytest.raises(KeyError, match="exp_avg"):
+        plain.train(2, 3)
+
+
+def test_hooks_of_the_state_dict_see_floats_in_files_too(tmp_path):
+    side = new(0, "adamw", state_dtype="8bit")
+    side.train(0, 2)
+    seen = []
+
+    def look(optimizer, state):
+        seen.append(state["state"][0]["exp_avg"].dtype)
+
+    side.optimizer.register_state_dict_post_hook(look)
+    assert "noria" not in saved(side, tmp_path / "run.pt")
+    assert seen == [torch.float32]
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("to", ["fp32", "bf16", "8bit", "plain PyTorch", "torch"])
 @pytest.mark.parametrize("source", ["fp32", "bf16", "8bit", "plain PyTorch"])

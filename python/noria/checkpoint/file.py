@@ -18,7 +18,8 @@ from noria._lists import as_list
 from noria.checkpoint.dcp_load import describe_folder, load_folder
 from noria.dist.load_fingerprint import lines_of_model, lines_of_optimizer, refuse_others
 from noria.dist.ranks import Ranks, raised_by_all
-from noria.optimizer import driver_of
+from noria.model.moment_formats import plain_state_dict
+from noria.optimizer import driver_of, for_file
 from noria.pipeline.pipelining_compat import modules_of
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
@@ -37,8 +38,11 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
 
     For lists of models or optimizers, as `noria.wrap` takes them, it writes a list of state dicts.
 
-    Wrapped and plain objects can both be saved, and both can load the file. noria writes it under another name and then
-    renames it, so an interrupted save leaves the old file.
+    Wrapped and plain objects can both be saved, and `noria.load` loads the file into both. noria writes it under
+    another name and then renames it, so an interrupted save leaves the old file.
+
+    Moments of `state_dtype="8bit"` stay codes in the file, unless ranks share the model or the optimizer has hooks of
+    its state dict. `noria.plain_state_dict` turns them into what `torch.load` and a plain optimizer expect.
 
     If ranks share the model, all of them call this, and rank 0 writes the same file as one process would. So any number
     of ranks may load it. Only rank 0 gathers all values in host memory. When this returns, the file exists for all
@@ -170,6 +174,11 @@ def _pairs(
         for state in states:
             if not isinstance(state, Mapping):
                 raise usage_error(f"{name!r} in {path} to be a state_dict()", type(state).__qualname__, _GIVE)
+        if name == "optimizer":
+            states = [
+                state if driver_of(target) is not None else plain_state_dict(state)
+                for target, state in zip(targets, states, strict=True)
+            ]
         pairs += zip(targets, states, strict=True)
     return pairs
 
@@ -188,7 +197,10 @@ def _lines(pairs: list[tuple[nn.Module | Optimizer, dict[str, Any]]]) -> list[st
 
 
 def _state_of(value: Any) -> Any:
-    return [each.state_dict() for each in value] if isinstance(value, list | tuple) else value.state_dict()
+    if isinstance(value, list | tuple):
+        return [_state_of(each) for each in value]
+    with for_file(value):
+        return value.state_dict()
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from noria._C import UsageError
 from noria._errors import usage_error
 from noria.integrations._defaults import with_defaults
-from noria.optimizer import driver_of
+from noria.optimizer import driver_of, for_file
 from noria.policy import Policy, make_policy
 from noria.wrap import is_wrapped, materialize, unwrap, wrap
 
@@ -95,6 +95,10 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         """Puts nothing around the module: noria's ranks share it."""
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        with for_file(getattr(optimizer, "_optimizer", optimizer)):
+            return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

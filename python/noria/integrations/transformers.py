@@ -24,6 +24,7 @@ from transformers.utils import logging
 from noria._errors import usage_error
 from noria.integrations._defaults import with_defaults
 from noria.integrations.accelerate import follow
+from noria.optimizer import for_file
 from noria.policy import Policy, make_policy
 from noria.report import report
 from noria.wrap import is_wrapped, unwrap, wrap
@@ -158,7 +159,8 @@ class NoriaTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._shares() and not self.args.should_save:
             self.optimizer.state_dict()
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        with for_file(self.optimizer):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         file = None if checkpoint is None else os.path.join(checkpoint, OPTIMIZER_NAME)

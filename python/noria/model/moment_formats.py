@@ -1,7 +1,10 @@
 """Describes how and where the fused kernels store their moments, as `Policy.state_dtype` chooses.
 
 "8bit" stores codes, with a scale for each block of 256 elements of a parameter (csrc/optim/update.h, Note [State
-formats]). `optimizer.state` then shows both. State that goes to a file or to a plain optimizer is floats.
+formats]). `optimizer.state` then shows both. State that goes to a plain optimizer is floats.
+
+In files codes have keys of their own, and a mark in the state dict names their format. A plain optimizer that loads
+such a file finds no moments, and raises at its step: it never takes codes for values.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from noria import _C
+from noria._errors import usage_error
 from noria.model.layout import aligned
 
 if TYPE_CHECKING:
     from noria.model.layout import HomeUnit
 
 __all__ = [
+    "CODES_KEY",
     "MOMENTS",
     "MOMENT_OF",
     "PURPOSE_OF",
@@ -25,10 +30,14 @@ __all__ = [
     "SCALES",
     "SCALES_KEY",
     "are_low_bits",
+    "coded_state_dict",
+    "decode",
     "encode",
     "keys_of",
     "moment_bytes",
     "moment_dtype",
+    "named_codes",
+    "plain_state_dict",
     "plain_values",
     "scale_bytes",
 ]
@@ -44,6 +53,15 @@ MOMENT_OF = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}
 
 SCALES_KEY = {key: f"{key}_scales" for key in MOMENT_OF}
 """The key of the scales, by key of the codes in the optimizer's state."""
+
+CODES_KEY = {key: f"{key}_codes" for key in MOMENT_OF}
+"""The key of the codes in files, by key of the moment."""
+
+_MARK = "noria"
+"""The key of the mark in a state dict that has codes."""
+
+_FORMAT = {"moments": "8bit", "block": _C.STATE_BLOCK, "version": 1}
+"""The mark. Another version has other codes or keys."""
 
 PURPOSE_OF = {key: MOMENTS[number] for key, number in MOMENT_OF.items()} | {
     SCALES_KEY[key]: SCALES[number] for key, number in MOMENT_OF.items()
@@ -93,11 +111,67 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     _C.encode_moment(dense.data_ptr(), codes.data_ptr(), scales.data_ptr(), dense.numel(), is_first=is_first)
 
 
-def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = torch.empty_like(codes, dtype=torch.float32)
     is_first = codes.dtype is torch.int8
     _C.decode_moment(codes.data_ptr(), scales.data_ptr(), values.data_ptr(), values.numel(), is_first=is_first)
     return values
+
+
+def coded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state dict, whose moments may be codes, as files have it."""
+    state = {}
+    for number, values in state_dict["state"].items():
+        state[number] = dict(values) if isinstance(values, dict) else values
+        for key, name in CODES_KEY.items():
+            value = values.get(key) if isinstance(values, dict) else None
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                state[number][name] = state[number].pop(key)
+    return {**state_dict, "state": state, _MARK: dict(_FORMAT)}
+
+
+def named_codes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict of a file with its codes under the keys of the moments, as `optimizer.state` shows them.
+
+    Raises UsageError if the file has another format.
+    """
+    mark = state_dict.get(_MARK)
+    if mark is None:
+        return dict(state_dict)
+    if mark != _FORMAT:
+        raise usage_error(
+            f"an optimizer's state in the format {_FORMAT}", str(mark), "load it by the version of noria that saved it"
+        )
+    moments = {name: key for key, name in CODES_KEY.items()}
+    state = {
+        number: {moments.get(key, key): value for key, value in values.items()} if isinstance(values, dict) else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**{key: value for key, value in state_dict.items() if key != _MARK}, "state": state}
+
+
+def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state dict with floats in place of codes, as plain PyTorch writes it.
+
+    It makes 4 bytes for each code. A state dict without codes comes back as it is.
+
+    Args:
+        state_dict: The entry "optimizer" of a file by `noria.save`, or what an integration's checkpoint has.
+
+    Returns:
+        A state dict that any optimizer of the same class loads.
+
+    Raises:
+        UsageError: if its codes are of a format that this version does not know.
+
+    Example:
+        >>> noria.save("run.pt", model, optimizer)
+        >>> plain = noria.plain_state_dict(torch.load("run.pt")["optimizer"])
+    """
+    named = named_codes(state_dict)
+    states = named["state"].items()
+    plain = {number: plain_values(values) if isinstance(values, dict) else values for number, values in states}
+    return {**named, "state": plain}
 
 
 def are_low_bits(value: object) -> TypeGuard[torch.Tensor]:
@@ -116,7 +190,7 @@ def plain_values(values: Mapping[str, Any], *, widen: bool = False) -> dict[str,
         if not isinstance(value, torch.Tensor):
             continue
         if scales is not None and not value.is_floating_point():
-            plain[key] = _decode(value, scales)
+            plain[key] = decode(value, scales)
         elif widen and value.dtype is torch.bfloat16:
             plain[key] = value.float()
     return plain

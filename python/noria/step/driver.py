@@ -131,6 +131,7 @@ class StepDriver:
         self.optimizer = optimizer
         self.in_backward = context.updates_in_backward
         self.num_steps = 0
+        self.writes_file = False  # True while `state_dict()` is for a file, where moments may be codes
         self.steps_whole = False  # True inside a `step()` of torch's code, which holds other parameters meanwhile
         self.scaled_by_class = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._members = members = ParamGroups(context, optimizer, kernel, drivers.groups)
@@ -293,7 +294,7 @@ class StepDriver:
         return self._state.plain()
 
     def state_dict(self) -> dict[str, Any]:
-        return state_dict(self._members, self._state)
+        return state_dict(self._members, self._state, for_file=self.writes_file)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.run.require_loadable("optimizer.load_state_dict()")

@@ -13,7 +13,15 @@ from noria._errors import usage_error
 from noria.dist.load_fingerprint import lines_of_optimizer, refuse_others
 from noria.dist.ranks import raised_by_all
 from noria.model.layout import HomeParameter
-from noria.model.moment_formats import are_low_bits, plain_values
+from noria.model.moment_formats import (
+    MOMENT_OF,
+    SCALES_KEY,
+    are_low_bits,
+    coded_state_dict,
+    named_codes,
+    plain_state_dict,
+    plain_values,
+)
 from noria.model.optimizer_classes import original_class
 from noria.model.shadow_optimizer import part_values
 from noria.model.update_rules import rule_of
@@ -25,16 +33,27 @@ from noria.step.state_view import OptimizerState
 __all__ = ["load_state_dict", "state_dict"]
 
 
-def state_dict(members: ParamGroups, home_state: HomeState) -> dict[str, Any]:
+def state_dict(members: ParamGroups, home_state: HomeState, *, for_file: bool = False) -> dict[str, Any]:
+    """`for_file`: moments of "8bit" stay codes. Ranks and the user's hooks get floats also then."""
     home_state.settle(None)
     optimizer = members.optimizer
     state = optimizer.state
-    if home_state.dtype == "8bit":  # the user's hooks must see floats as well
-        optimizer.state = defaultdict(dict, {key: _without_codes(value) for key, value in state.items()})
+    has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    has_codes = home_state.dtype == "8bit"
+    if has_codes and for_file and not has_hooks and members.context.ranks is None:
+        result = original_class(type(optimizer)).state_dict(optimizer)
+        return coded_state_dict(_with_low_bits(members, home_state, result))
+    if has_codes:
+        optimizer.state = defaultdict(dict, {key: _plain(value) for key, value in state.items()})
     try:
         result = original_class(type(optimizer)).state_dict(optimizer)
     finally:
         optimizer.state = state
+    return _with_low_bits(members, home_state, result)
+
+
+def _with_low_bits(members: ParamGroups, home_state: HomeState, result: dict[str, Any]) -> dict[str, Any]:
+    """Adds the low bits of the masters. Ranks gather whole tensors."""
     slots = list(members.slots())
     states = {
         slot.index: home_state.with_low_bits(slot, result["state"][number])
@@ -46,7 +65,7 @@ def state_dict(members: ParamGroups, home_state: HomeState) -> dict[str, Any]:
     return result
 
 
-def _without_codes(values: Any) -> Any:
+def _plain(values: Any) -> Any:
     return plain_values(values) if isinstance(values, dict) else values
 
 
@@ -56,12 +75,15 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
     state.settle(None)
     if optimizer.state is not state.shown:
         state.take_over()
-    state_dict = _compared(members, state_dict)
+    if members.context.ranks is not None or optimizer._optimizer_load_state_dict_pre_hooks:
+        state_dict = plain_state_dict(state_dict)
+    state_dict = _compared(members, named_codes(state_dict))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.inference_mode(False), torch.no_grad():
         state_dict = _parts_of(members, state_dict, parameters)
         _refuse_broken(members, state_dict, parameters)
         state_dict, low_bits = _without_low_bits(state_dict, parameters)
+        state_dict, codes = _without_codes(state_dict, parameters)
         loaded = _loaded_by_torch(members, state, state_dict)
         try:
             dict.clear(state.shown)
@@ -75,6 +97,8 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
                 low = low_bits.get(parameter)
                 if low is not None and slot.has_master:
                     state.masters.set_low_bits(slot, low)
+                if parameter in codes:
+                    state.shown.unsettled(parameter).update(_fitting(members, state, slot, codes[parameter]))
                 state.adopt(slot)
         except BaseException:
             members.context.engine.mark_torn("a load of the optimizer's state broke off")
@@ -215,3 +239,27 @@ def _without_low_bits(
                 low_bits[parameter] = values["low_bits"]
             rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
     return {**state_dict, "state": rest}, low_bits
+
+
+def _without_codes(
+    state_dict: dict[str, Any], parameters: list[nn.Parameter]
+) -> tuple[dict[str, Any], dict[nn.Parameter, dict[str, Any]]]:
+    """Splits codes and their scales from the rest of the state, which torch casts to the parameter's dtype."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    rest, codes = dict(state_dict["state"]), {}
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = rest.get(number)
+        if isinstance(values, dict) and any(SCALES_KEY[key] in values for key in MOMENT_OF):
+            coded = {key for key in MOMENT_OF if SCALES_KEY[key] in values}
+            coded |= {SCALES_KEY[key] for key in coded}
+            codes[parameter] = {key: value for key, value in values.items() if key in coded}
+            rest[number] = {key: value for key, value in values.items() if key not in coded}
+    return {**state_dict, "state": rest}, codes
+
+
+def _fitting(members: ParamGroups, state: HomeState, slot: HomeParameter, codes: dict[str, Any]) -> dict[str, Any]:
+    """Returns codes if the home has codes of this parameter, or floats in the dtype that torch would cast to."""
+    has_codes = members.fuses(slot.unit) and state.dtype == "8bit"
+    if has_codes and all(state.is_planned(slot, key) for key in codes):
+        return codes
+    return {key: value.to(_stand_in(slot).dtype) for key, value in plain_values(codes).items()}
