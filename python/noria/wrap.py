@@ -31,6 +31,7 @@ from noria.host.machine import machine, on
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, GRADIENT_RING
 from noria.model.optimizer_classes import original_class
+from noria.model.quantised import give_back_quantised, take_quantised
 from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
 from noria.out_of_memory import tell_when_full
@@ -515,7 +516,7 @@ def _carry_out(
         del value
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
-    _move_quantisation([slot.parameter for unit in units for slot in unit.parameters], device)
+    take_quantised(roots, device)
     wrapped.loads.missing |= {
         (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
     }
@@ -563,13 +564,6 @@ def _move_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | No
             buffer = ranks.from_first(buffer.contiguous())
         if buffer is not module._buffers[name] or buffer.device != device or buffer.dtype != wanted:
             module._buffers[name] = buffer.to(device=device, dtype=wanted)
-
-
-def _move_quantisation(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """Moves the constants of bitsandbytes' 4-bit weights to the device, where they stay like buffers."""
-    for parameter in parameters:
-        if (state := getattr(parameter, "quant_state", None)) is not None:
-            state.to(device)
 
 
 def unwrap(model: Any, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Any:
@@ -644,7 +638,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
                 slot.parameter.grad = context.home.held(slot) if kind == "held" else gradient.to("cpu")
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
-        _move_quantisation([slot.parameter for slot in context.slots], torch.device("cpu"))
+        give_back_quantised(roots)
     wrapped.run.shutdown()
     context.home.let_go()
     _LIVE.discard(wrapped.run)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
+from noria.model.quantised import flaw_of_quantised
 
 __all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
 
@@ -244,13 +245,9 @@ def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
     """Returns why a parameter cannot be moved, and the remedy. None if it can be moved."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "not initialised yet", "run one forward pass on the CPU before wrapping"
-    if type(parameter).__name__ == "Params4bit":
-        if parameter.requires_grad:
-            return "of type Params4bit that is trained", "freeze it: only adapters beside it can be trained"
-        if not getattr(parameter, "bnb_quantized", False):
-            return "of type Params4bit, not quantised yet", 'call model.to("cpu") first, which quantises it'
-    elif type(parameter).__name__ == "Int8Params":
-        return "of type Int8Params, whose module replaces it at its first use", "use 4 bits: Params4bit streams"
+    if type(parameter).__name__ in ("Params4bit", "Int8Params"):
+        if flaw := flaw_of_quantised(parameter):
+            return flaw
     elif type(parameter) is not nn.Parameter:
         return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
     if parameter.is_inference():
