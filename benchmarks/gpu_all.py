@@ -150,6 +150,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         # Whole steps.
         Part("big_step", 70, script("big_step"), is_timed=True),
         Part("accumulation", 60, script("accumulation"), is_timed=True),
+        Part("asleep", 40, script("asleep"), is_timed=True),
         # Two stages lend each other memory: on a CUDA device each, where there are two, or else on the CPU.
         Part("pipeline", 40, ring),
         # Beside others.
