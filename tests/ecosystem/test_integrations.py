@@ -226,6 +226,33 @@ def test_checkpoints_of_the_trainer_keep_codes_and_a_run_goes_on_with_the_same_b
     assert "noria" not in again.optimizer.state_dict()
 
 
+def test_checkpoints_of_accelerate_keep_codes_and_a_run_goes_on_with_the_same_bits(tmp_path):
+    left = []
+    for steps in ([0, 1, 2, 3, 4, 5], [4, 5]):
+        accelerator = Accelerator(cpu=True)
+        model = tiny.llama()
+        model, optimizer = prepare(accelerator, model, tiny.adamw(model), **CODED)
+        if len(steps) == 2:
+            accelerator.load_state(str(tmp_path / "state"))
+        for number in steps:
+            accelerator.backward(model(**tiny.batch(number)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 3:
+                accelerator.save_state(str(tmp_path / "state"))
+        left.append(weights_of(model))
+    state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)
+    assert state["noria"]["moments"] == "8bit" and "exp_avg_codes" in state["state"][0]
+    assert_same_bits(left[1], left[0])
+
+
+def test_accelerate_keeps_masters_of_a_bfloat16_model_unless_the_policy_says_otherwise():
+    for fields, wanted in (({}, True), ({"dtype": None}, False)):
+        model = tiny.llama(dtype=torch.bfloat16)
+        prepare(Accelerator(cpu=True), model, tiny.adamw(model), **POLICY, **fields)
+        assert ("masters" in {row.purpose for row in noria.report(model).ledger}) == wanted
+
+
 def test_checkpoints_of_lightning_keep_codes_and_a_run_goes_on_with_the_same_bits(tmp_path):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     left = []

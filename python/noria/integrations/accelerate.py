@@ -10,6 +10,7 @@ Ranks of one launch share the model: accelerate then puts no DistributedDataPara
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from accelerate import Accelerator
@@ -17,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
-from noria.optimizer import driver_of
+from noria.integrations._defaults import with_defaults
+from noria.optimizer import driver_of, for_file
 from noria.policy import Policy
 from noria.wrap import is_wrapped, wrap
 
@@ -26,6 +28,8 @@ __all__ = ["follow", "prepare"]
 
 def prepare(accelerator: Accelerator, *objects: Any, policy: Policy | None = None, **policy_fields: Any) -> Any:
     """Wraps the models and optimizers among `objects` with noria, and prepares all of them with accelerate.
+
+    If one model is wrapped and trained in bfloat16, it gets fp32 masters: dtype=None trains without.
 
     Args:
         accelerator: The `Accelerator`. Its later `prepare` calls leave wrapped models alone, too.
@@ -55,7 +59,10 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: Policy | None = Non
         )
     follow(accelerator)
     if models:
-        fields = {"device": accelerator.device, **policy_fields} if policy is None else policy_fields
+        fields = policy_fields
+        if policy is None:
+            only = models if len(models) == 1 else []  # a dtype is that of all models
+            fields = with_defaults(fields, only, accelerator.device, bool(optimizers))
         wrap(models, optimizers or None, policy, **fields)
     return accelerator.prepare(*objects)
 
@@ -64,7 +71,7 @@ def follow(accelerator: Accelerator) -> None:
     """Makes an accelerator leave wrapped models and optimizers where they are.
 
     It puts no DistributedDataParallel around them, moves no weights, and moves no optimizer state to the device.
-    Autocast and torch.compile work as before.
+    Autocast and torch.compile work as before. `save_state` keeps the codes of 8-bit moments.
 
     Args:
         accelerator: The `Accelerator`, before `prepare` is called.
@@ -87,4 +94,13 @@ def follow(accelerator: Accelerator) -> None:
     def optimizer(given: Optimizer, device_placement: bool | None = None) -> Any:
         return prepare_optimizer(given, device_placement if driver_of(given) is None else False)
 
+    save = accelerator.save_state
+
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as files:
+            for each in accelerator._optimizers:
+                files.enter_context(for_file(each))
+            return save(*args, **kwargs)
+
     accelerator.prepare_model, accelerator.prepare_optimizer = model, optimizer
+    accelerator.save_state = save_state
