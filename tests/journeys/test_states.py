@@ -27,6 +27,7 @@ from tests.journeys.pairs import (
     state_tensors,
     wrap_side,
 )
+from tests.ranks import assert_fine, in_turn_on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,6 +227,25 @@ def test_every_optimizer_loads_a_file_of_codes(optimizer, to, tmp_path):
         side.train(3, 5)
     assert_same_bits(*(side.model.state_dict() for side in sides))
     assert_same_bits(*(state_tensors(side.optimizer) for side in sides))
+
+
+def loads_codes(rank: int, size: int, path: str) -> None:
+    """Ranks count blocks inside of their shards, so that they take floats."""
+    side = new(1, state_dtype="fp32")
+    noria.load(path, side.model, side.optimizer)
+    found = side.optimizer.state_dict()["state"]
+    wanted = noria.plain_state_dict(torch.load(path, weights_only=True)["optimizer"])["state"]
+    for number, values in wanted.items():
+        assert_same_bits({key: found[number][key].cpu() for key in values}, values)
+    side.train(3, 4)
+
+
+def test_ranks_load_a_file_of_codes(tmp_path):
+    one = new(0, state_dtype="8bit")
+    one.train(0, 3)
+    noria.save(tmp_path / "run.pt", one.model, one.optimizer)
+    found = in_turn_on_ranks(2, {"loads": (loads_codes, (str(tmp_path / "run.pt"),))})
+    assert_fine(found, "loads")
 
 
 def test_an_unknown_format_of_codes_is_refused_before_anything_changes(tmp_path):
