@@ -23,6 +23,7 @@ from noria.pipeline.stage_adapter import StageAdapters
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
 from noria.runtime.context import Context
+from noria.runtime.copies import answer_copies, forget_copies
 from noria.runtime.draft_policy import DraftPolicy
 from noria.runtime.gathered_weights import GatheredWeights
 from noria.runtime.home_reads import HomeReads
@@ -123,6 +124,7 @@ class Wrapped:
             if context.ranks is not None or not hasattr(root, "no_sync"):  # one loop works with and without ranks
                 root.__dict__["no_sync"] = NoSync(self.accumulation)
             answer_moves(root, context)
+            answer_copies(root, context, run, self.weights)
             for module in root.modules():
                 _WRAPPED[module] = weakref.ref(self)
 
@@ -188,5 +190,6 @@ class Wrapped:
             if isinstance(root.__dict__.get("no_sync"), NoSync):
                 del root.__dict__["no_sync"]
             forget_moves(root)
+            forget_copies(root)
             for module in root.modules():
                 _WRAPPED.pop(module, None)

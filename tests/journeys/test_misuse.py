@@ -866,11 +866,10 @@ def test_a_count_of_steps_that_is_none_is_found_before_anything_is_updated(step)
     undisturbed(misuse, kernel="fused")
 
 
-def test_deepcopy_of_a_wrapped_model_or_optimizer():
+def test_deepcopy_of_a_wrapped_optimizer():
     def misuse(side):
-        for each in (side.model, side.model.blocks[1], side.optimizer):
-            with refused(error=RuntimeError):
-                copy.deepcopy(each)
+        with refused(error=RuntimeError):
+            copy.deepcopy(side.optimizer)
 
     undisturbed(misuse)
 

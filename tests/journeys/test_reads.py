@@ -102,6 +102,53 @@ def test_writes_reach_the_masters(kernel):
     assert_same_bits(*(state_tensors(side.optimizer) for side in sides))
 
 
+def copies(side: Side, number: int) -> None:
+    """Of the model, of a module inside, and of a tree that has it."""
+    copied = copy.deepcopy(side.model)
+    inner, around = copy.deepcopy(side.model.blocks[1]), copy.deepcopy(nn.ModuleDict({"inside": side.model}))
+    for name, module in {"all": copied, "inner": inner, "around": around}.items():
+        assert not noria.is_wrapped(module) and not any("__deepcopy__" in vars(each) for each in module.modules())
+        for key, value in module.state_dict().items():
+            assert value.device.type == "cpu" or not side.is_wrapped
+            side.keep(f"{number}, {name}, {key}", value.cpu())
+    again = copy.deepcopy(copied).to(DEVICE)
+    side.keep(f"{number}, loss of the copy", loss_of(again, number))
+    with torch.no_grad():
+        copied.head.weight.zero_()  # it has memory of its own
+
+
+@pytest.mark.parametrize("reads", ["home", "passes"])
+@pytest.mark.parametrize("policy", ["auto", "blocking", "offload"])
+def test_deep_copies_are_plain_models_on_the_cpu(policy, reads):
+    both(functools.partial(train_and, copies), reads=reads, **POLICIES[policy])
+
+
+def test_deep_copies_share_what_their_model_shares():
+    model = Net()
+    model.head.weight = model.embed.weight
+    model.register_buffer("count", torch.ones(3))
+    noria.wrap(model, device=DEVICE, window=2)
+    copied, again = copy.deepcopy([model, model])
+    assert copied is again and copied.head.weight is copied.embed.weight and copied.count.device.type == "cpu"
+    assert copied.head.weight.requires_grad == model.head.weight.requires_grad
+
+
+def test_a_deep_copy_is_refused_inside_of_a_forward_and_made_inside_of_materialize():
+    side = wrap_side(new_side(), window=2)
+
+    def refused(*_: object) -> None:
+        with pytest.raises(noria.UsageError, match=r"copy\.deepcopy between passes"):
+            copy.deepcopy(side.model)
+
+    handle = side.model.blocks[1].register_forward_hook(refused)
+    loss_of(side.model, 0)
+    handle.remove()
+    with noria.materialize(side.model), torch.no_grad():
+        side.model.head.weight.fill_(2)
+        copied = copy.deepcopy(side.model)
+    assert (copied.head.weight == 2).all() and copied.head.weight.device.type == "cpu"
+
+
 def test_averages_of_swa_utils_have_their_bits():
     def journey(side: Side) -> None:
         average = AveragedModel(side.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -114,7 +161,7 @@ def test_averages_of_swa_utils_have_their_bits():
 
 def test_a_reference_model_follows_as_in_trl():
     def journey(side: Side) -> None:
-        reference = copy.deepcopy(side.model).requires_grad_(False)
+        reference = copy.deepcopy(side.model).requires_grad_(False).to(DEVICE)  # noria's copies are on the CPU
 
         def follow(side: Side, number: int) -> None:
             for target, source in zip(reference.parameters(), side.model.parameters(), strict=True):
