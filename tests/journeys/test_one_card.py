@@ -699,7 +699,13 @@ def test_the_snippets_of_the_page_run(tmp_path, monkeypatch):
         "model": side.model,
         "optimizer": side.optimizer,
         "loader": [{"number": number} for number in range(3)],
-        "engine": SimpleNamespace(load=lambda name, tensor: given.update({name: tensor.clone()})),
+        "engine": SimpleNamespace(
+            load=lambda name, tensor: given.update({name: tensor.clone()}),
+            wake_up=lambda: None,
+            generate=lambda prompts: prompts,
+            sleep=lambda: None,
+        ),
+        "prompts": ["Once"],
         "evaluate": lambda model: evaluated.append(model(7).loss.item()),
     }
     page = (Path(__file__).resolve().parents[2] / "docs" / "one_card.md").read_text()

@@ -202,11 +202,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def copies(rank: int, size: int, name: str) -> None:
-    """A copy made inside of the block is an ordinary model; outside there is nothing to copy."""
+    """A copy made inside of the block is an ordinary model. Outside all ranks make deep copies together."""
     model, optimizer = wrapped_net()
     train(model, optimizer, 0, 2)
     with noria.materialize(model):
-        other = COPIES[name](model)
+        other = COPIES[name](model).to(DEVICE)  # deep copies are on the CPU
     assert_same_bits(other.state_dict(), model.state_dict())
     assert wrapped_by(other) is None
     its = adamw(other.parameters())
@@ -214,8 +214,11 @@ def copies(rank: int, size: int, name: str) -> None:
         loss_of(other, rank).backward()
     its.step()
     assert any(not torch.equal(value.cpu(), model.state_dict()[key]) for key, value in other.state_dict().items())
-    with pytest.raises(Exception, match=r"unit [\w.]+ is evicted: use noria\.materialize"):
-        COPIES[name](model)
+    if name == "deepcopy":
+        assert_same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
+    else:
+        with pytest.raises(Exception, match=r"unit [\w.]+ is evicted: use noria\.materialize"):
+            COPIES[name](model)
     train(model, optimizer, 2, 3)
 
 

@@ -130,14 +130,14 @@ def coded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, _MARK: dict(_FORMAT)}
 
 
-def named_codes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def named_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns a state dict of a file with its codes under the keys of the moments, as `optimizer.state` shows them.
 
     Raises UsageError if the file has another format.
     """
-    mark = state_dict.get(_MARK)
-    if mark is None:
-        return dict(state_dict)
+    if not isinstance(state_dict, dict) or _MARK not in state_dict:
+        return state_dict
+    mark = state_dict[_MARK]
     if mark != _FORMAT:
         raise usage_error(
             f"an optimizer's state in the format {_FORMAT}", str(mark), "load it by the version of noria that saved it"
@@ -150,7 +150,7 @@ def named_codes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in state_dict.items() if key != _MARK}, "state": state}
 
 
-def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state dict with floats in place of codes, as plain PyTorch writes it.
 
     It makes 4 bytes for each code. A state dict without codes comes back as it is.
@@ -169,6 +169,8 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         >>> plain = noria.plain_state_dict(torch.load("run.pt")["optimizer"])
     """
     named = named_codes(state_dict)
+    if named is state_dict:
+        return state_dict
     states = named["state"].items()
     plain = {number: plain_values(values) if isinstance(values, dict) else values for number, values in states}
     return {**named, "state": plain}

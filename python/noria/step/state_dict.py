@@ -75,9 +75,7 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
     state.settle(None)
     if optimizer.state is not state.shown:
         state.take_over()
-    if members.context.ranks is not None or optimizer._optimizer_load_state_dict_pre_hooks:
-        state_dict = plain_state_dict(state_dict)
-    state_dict = _compared(members, named_codes(state_dict))
+    state_dict = _compared(members, state_dict)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch.inference_mode(False), torch.no_grad():
         state_dict = _parts_of(members, state_dict, parameters)
@@ -106,13 +104,16 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
 
 
 def _compared(members: ParamGroups, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Runs the user's pre-hooks and returns the resulting state dict.
+    """Runs the user's pre-hooks and returns the resulting state dict. Ranks and hooks get floats in place of codes.
 
     Raises UsageError on all ranks if the ranks have different state dicts.
     """
     optimizer, ranks = members.optimizer, members.context.ranks
     everybody = [] if ranks is None else [ranks]
     with raised_by_all(everybody, "optimizer.load_state_dict"):
+        if everybody or optimizer._optimizer_load_state_dict_pre_hooks:
+            state_dict = plain_state_dict(state_dict)
+        state_dict = named_codes(state_dict)
         for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
             changed = before(optimizer, state_dict)
             state_dict = changed if changed is not None else state_dict
