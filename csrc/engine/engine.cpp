@@ -56,9 +56,9 @@ Engine::~Engine() {
 void Engine::begin_pass(const Signature& signature, Stream stream) {
   const Entry entry(gate_);
   if (!leases_.is_taken()) {
-    throw UsageError("a pass of a model that has its device memory",
-                     "it inside of `with noria.asleep(model)`, or behind it without memory to take again",
-                     "leave the block, and free device memory");
+    throw UsageError("a model that has its device memory",
+                     "a pass inside of `with noria.asleep(model)`, or behind it without room to take the memory again",
+                     "leave the block and free device memory: the model's next forward or step() takes it again");
   }
   end_open_pass(stream);
   sweep();

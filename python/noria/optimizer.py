@@ -247,11 +247,11 @@ def for_file(optimizer: object) -> Iterator[None]:
     if driver is None:
         yield
         return
-    driver.writes_file = True
+    before, driver.writes_file = driver.writes_file, True
     try:
         yield
     finally:
-        driver.writes_file = False
+        driver.writes_file = before
 
 
 def driver_of(optimizer: object) -> StepDriver | None:

@@ -4,7 +4,6 @@ weights, parametrizations; generation by transformers; optimizers of other packa
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import re
@@ -906,7 +905,6 @@ MATERIALIZE = "read and edit parameters inside `with noria.materialize(model):`"
 
 REFUSED: dict[str, tuple[Script, str]] = {
     "AveragedModel of a wrapped model": (functools.partial(averaged, inside=False), MATERIALIZE),
-    "copy.deepcopy": (lambda run: copy.deepcopy(run.wrap(Net())), MATERIALIZE),
     "torch.save of a model": (lambda run: torch.save(run.wrap(Net()), run.folder / "model.pt"), MATERIALIZE),
     "an optimizer made later": (another_optimizer, "give all optimizers to noria.wrap"),
     "bfloat16()": (lambda run: run.wrap(Net()).bfloat16(), "change dtypes before noria.wrap"),

@@ -131,7 +131,7 @@ def test_what_needs_the_memory_is_refused_inside_and_training_goes_on(call, act)
         side.train(0, 2)
         with maybe_asleep(side):
             if side.is_wrapped:
-                with pytest.raises(noria.UsageError, match=rf"expected {call}.*inside of `with noria\.asleep"):
+                with pytest.raises(noria.UsageError, match=rf"found {call}.*inside of `with noria\.asleep"):
                     act(side)
         side.train(2, 4)
 
@@ -184,7 +184,7 @@ def test_without_room_behind_the_block_nothing_is_lost_and_the_next_pass_tries_a
     for act in (lambda: loss_of(sides[0].model, 2), sides[0].optimizer.step):
         with pytest.raises(noria.MachineError, match="no room"):
             act()
-    with pytest.raises(noria.UsageError, match="a pass of a model that has its device memory"):
+    with pytest.raises(noria.UsageError, match=r"found a pass .*without room"):
         sides[0].model.blocks[0](torch.zeros(2, 16))
     assert noria.report(sides[0].model).ledger_agrees
     sides[0].model.state_dict()

@@ -606,6 +606,7 @@ def test_a_copy_made_inside_materialize_is_an_ordinary_model(how):
                 torch.save(side.model, file)
                 file.seek(0)
                 copied = torch.load(file, weights_only=False)
+        copied.to(DEVICE)  # deep copies are on the CPU
         other = Side(copied, adamw(copied.parameters()), False)
         other.train(5, 7)
         for name, value in copied.state_dict().items():

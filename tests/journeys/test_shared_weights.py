@@ -62,7 +62,7 @@ def edits(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     with noria.materialize(model, read_only=True):
         keep("looked at")
         loaded = {key: value * 1.5 for key, value in model.state_dict().items()}
-        other = copy.deepcopy(model)
+        other = copy.deepcopy(model).to(DEVICE)
     train(model, optimizer, 2, 3)
     kept["loss of a copy"] = loss_of(other, 0).detach()
     with noria.materialize(model.blocks[1]), torch.no_grad():

@@ -357,14 +357,17 @@ class ModuleHooks:
 
     def _follow_compiled_blocks(self) -> None:
         """Moves hooks to what `torch.compile(block)` has put in a block's place, or back: inside they cut its graph."""
+        found: dict[nn.Module, set[nn.Module | None]] = {}
+        for parent, name, module in self._places:
+            found.setdefault(module, set()).add(parent._modules.get(name))
         moved = {}
-        for number, (parent, name, module) in enumerate(self._places):
-            now = parent._modules.get(name)
-            if now is None or now is module:
+        for module, others in found.items():
+            now = next(iter(others))
+            if len(others) > 1 or now is None or now is module:  # in one of several places alone: hooks stay inside
                 continue
             if now._modules.get("_orig_mod") is module or module._modules.get("_orig_mod") is now:
-                self._places[number] = (parent, name, now)
                 moved[module] = now
+        self._places = [(parent, name, moved.get(module, module)) for parent, name, module in self._places]
         for module, now in moved.items():
             refuse_cuda_graphs(compiler_config_of(now), type(module).__name__)
             self._remove_inner_hooks(self._hook_of.get(module, -1))

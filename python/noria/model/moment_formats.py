@@ -4,7 +4,7 @@
 formats]). `optimizer.state` then shows both. State that goes to a plain optimizer is floats.
 
 In files codes have keys of their own, and a mark in the state dict names their format. A plain optimizer that loads
-such a file finds no moments, and raises at its step: it never takes codes for values.
+such a file finds words in place of moments, and raises at its step: it never takes codes for values.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ CODES_KEY = {key: f"{key}_codes" for key in MOMENT_OF}
 _MARK = "noria"
 """The key of the mark in a state dict that has codes."""
 
+_KEPT_AS_CODES = "kept as codes: noria.plain_state_dict makes floats of them"
+"""Stands under the key of the moment: a plain optimizer's step raises because of it."""
+
 _FORMAT = {"moments": "8bit", "block": _C.STATE_BLOCK, "version": 1}
 """The mark. Another version has other codes or keys."""
 
@@ -112,6 +115,15 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the floats, on the CPU. Raises UsageError if there are not as many scales as blocks."""
+    codes, scales = codes.cpu(), scales.cpu().contiguous()
+    num_blocks = -(-codes.numel() // _C.STATE_BLOCK)
+    if scales.numel() < num_blocks or scales.dtype is not torch.float32:
+        raise usage_error(
+            f"{num_blocks} scales in fp32 for {codes.numel()} codes of a moment",
+            f"{scales.numel()} in {scales.dtype}",
+            "load a state that noria.save has written",
+        )
     values = torch.empty_like(codes, dtype=torch.float32)
     is_first = codes.dtype is torch.int8
     _C.decode_moment(codes.data_ptr(), scales.data_ptr(), values.data_ptr(), values.numel(), is_first=is_first)
@@ -126,7 +138,8 @@ def coded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, name in CODES_KEY.items():
             value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                state[number][name] = state[number].pop(key)
+                state[number][name] = value
+                state[number][key] = _KEPT_AS_CODES
     return {**state_dict, "state": state, _MARK: dict(_FORMAT)}
 
 
@@ -143,11 +156,16 @@ def named_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
             f"an optimizer's state in the format {_FORMAT}", str(mark), "load it by the version of noria that saved it"
         )
     moments = {name: key for key, name in CODES_KEY.items()}
-    state = {
-        number: {moments.get(key, key): value for key, value in values.items()} if isinstance(values, dict) else values
-        for number, values in state_dict["state"].items()
-    }
+    state = dict(state_dict["state"])
+    for number, values in state.items():
+        if isinstance(values, dict):
+            kept = {key: value for key, value in values.items() if not _stands_for_codes(value)}
+            state[number] = {moments.get(key, key): value for key, value in kept.items()}
     return {**{key: value for key, value in state_dict.items() if key != _MARK}, "state": state}
+
+
+def _stands_for_codes(value: object) -> bool:
+    return isinstance(value, str) and value == _KEPT_AS_CODES
 
 
 def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +174,8 @@ def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     It makes 4 bytes for each code. A state dict without codes comes back as it is.
 
     Args:
-        state_dict: The entry "optimizer" of a file by `noria.save`, or what an integration's checkpoint has.
+        state_dict: One optimizer's. It is the entry "optimizer" of a file by `noria.save` (of several optimizers, an
+            element of that list), or what an integration's checkpoint has.
 
     Returns:
         A state dict that any optimizer of the same class loads.

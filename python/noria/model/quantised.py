@@ -77,7 +77,7 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _is_8bit(module: Any) -> bool:
-    return type(getattr(module, "weight", None)).__name__ == "Int8Params" and hasattr(module, "init_8bit_state")
+    return type(module._parameters.get("weight")).__name__ == "Int8Params" and hasattr(module, "init_8bit_state")
 
 
 class _FollowsWeight:
@@ -111,6 +111,9 @@ class _FollowsWeight:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
+
+    def __reduce__(self) -> Any:
+        return self.plain(self._weight().data).__reduce_ex__(4)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """For a copy of the model, which has its own weights."""

@@ -137,8 +137,8 @@ class RunState:
     def refuse_asleep(self, call: str) -> None:
         if self._is_asleep:
             raise usage_error(
-                f"{call} of a model that has its device memory",
-                "it inside of `with noria.asleep(model)`",
+                "a model that has its device memory",
+                f"{call} inside of `with noria.asleep(model)`",
                 "call it after the block",
             )
 
