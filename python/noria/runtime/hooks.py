@@ -49,17 +49,30 @@ def call_pre_hooks(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 
 def move_hooks(module: nn.Module, to: nn.Module) -> list[RemovableHandle]:
     """Makes noria's hooks of one module those of another."""
-    handles = []
-    for number, hook in reversed(list(module._forward_pre_hooks.items())):
+    return _register(to, *_taken_hooks(module))
+
+
+def _taken_hooks(module: nn.Module) -> tuple[list[tuple[Hook, bool]], list[Hook]]:
+    """Takes noria's hooks off a module. Returns the pre-hooks, each with True if it wants kwargs, and the others."""
+    pre, post = [], []
+    for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, Hook):
+            pre.append((hook, number in module._forward_pre_hooks_with_kwargs))
             del module._forward_pre_hooks[number]
-            wants_kwargs = number in module._forward_pre_hooks_with_kwargs
-            handles.append(to.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs))
     for number, hook in list(module._forward_hooks.items()):
         if isinstance(hook, Hook):
+            post.append(hook)
             del module._forward_hooks[number]
-            handles.append(to.register_forward_hook(hook, always_call=True))
-    return handles
+    return pre, post
+
+
+def _register(module: nn.Module, pre: list[tuple[Hook, bool]], post: list[Hook]) -> list[RemovableHandle]:
+    """Puts hooks that `_taken_hooks` has returned on a module, in their order."""
+    handles = [
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs)
+        for hook, wants_kwargs in reversed(pre)
+    ]
+    return handles + [module.register_forward_hook(hook, always_call=True) for hook in post]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -145,14 +158,9 @@ class CompiledCall:
         self._module = weakref.ref(module)
         self._pre: list[tuple[Hook, bool]] = [] if before is None else before._pre  # with or without kwargs
         self._post: list[Hook] = [] if before is None else before._post
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, Hook):
-                self._pre.append((hook, number in module._forward_pre_hooks_with_kwargs))
-                del module._forward_pre_hooks[number]
-        for number, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, Hook):
-                self._post.append(hook)
-                del module._forward_hooks[number]
+        pre, post = _taken_hooks(module)
+        self._pre += pre
+        self._post += post
 
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +196,4 @@ class CompiledCall:
         forward: Any = vars(module).get("forward")
         if hasattr(forward, "encloses_call"):
             forward.encloses_call = False
-        handles = [
-            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=wants_kwargs)
-            for hook, wants_kwargs in reversed(self._pre)
-        ]
-        return handles + [module.register_forward_hook(hook, always_call=True) for hook in self._post]
+        return _register(module, self._pre, self._post)
