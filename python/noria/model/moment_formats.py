@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from noria.model.layout import HomeUnit
 
 __all__ = [
-    "CODES_KEY",
     "MOMENTS",
     "MOMENT_OF",
     "PURPOSE_OF",
@@ -31,7 +30,6 @@ __all__ = [
     "SCALES_KEY",
     "are_low_bits",
     "coded_state_dict",
-    "decode",
     "encode",
     "keys_of",
     "moment_bytes",
@@ -54,7 +52,7 @@ MOMENT_OF = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}
 SCALES_KEY = {key: f"{key}_scales" for key in MOMENT_OF}
 """The key of the scales, by key of the codes in the optimizer's state."""
 
-CODES_KEY = {key: f"{key}_codes" for key in MOMENT_OF}
+_CODES_KEY = {key: f"{key}_codes" for key in MOMENT_OF}
 """The key of the codes in files, by key of the moment."""
 
 _MARK = "noria"
@@ -114,8 +112,8 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     _C.encode_moment(dense.data_ptr(), codes.data_ptr(), scales.data_ptr(), dense.numel(), is_first=is_first)
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns the floats, on the CPU. Raises UsageError if there are not as many scales as blocks."""
+def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Computes floats on the CPU. Raises UsageError if a block has no scale."""
     codes, scales = codes.cpu(), scales.cpu().contiguous()
     num_blocks = -(-codes.numel() // _C.STATE_BLOCK)
     if scales.numel() < num_blocks or scales.dtype is not torch.float32:
@@ -135,7 +133,7 @@ def coded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {}
     for number, values in state_dict["state"].items():
         state[number] = dict(values) if isinstance(values, dict) else values
-        for key, name in CODES_KEY.items():
+        for key, name in _CODES_KEY.items():
             value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, torch.Tensor) and not value.is_floating_point():
                 state[number][name] = value
@@ -155,7 +153,7 @@ def named_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
         raise usage_error(
             f"an optimizer's state in the format {_FORMAT}", str(mark), "load it by the version of noria that saved it"
         )
-    moments = {name: key for key, name in CODES_KEY.items()}
+    moments = {name: key for key, name in _CODES_KEY.items()}
     state = dict(state_dict["state"])
     for number, values in state.items():
         if isinstance(values, dict):
@@ -211,7 +209,7 @@ def plain_values(values: Mapping[str, Any], *, widen: bool = False) -> dict[str,
         if not isinstance(value, torch.Tensor):
             continue
         if scales is not None and not value.is_floating_point():
-            plain[key] = decode(value, scales)
+            plain[key] = _decode(value, scales)
         elif widen and value.dtype is torch.bfloat16:
             plain[key] = value.float()
     return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,20 +41,13 @@ def state_dict(members: ParamGroups, home_state: HomeState, *, for_file: bool = 
     state = optimizer.state
     has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
     has_codes = home_state.dtype == "8bit"
-    if has_codes and for_file and not has_hooks and members.context.ranks is None:
-        result = original_class(type(optimizer)).state_dict(optimizer)
-        return coded_state_dict(_with_low_bits(members, home_state, result))
-    if has_codes:
+    keeps_codes = has_codes and for_file and not has_hooks and members.context.ranks is None
+    if has_codes and not keeps_codes:
         optimizer.state = defaultdict(dict, {key: _plain(value) for key, value in state.items()})
     try:
         result = original_class(type(optimizer)).state_dict(optimizer)
     finally:
         optimizer.state = state
-    return _with_low_bits(members, home_state, result)
-
-
-def _with_low_bits(members: ParamGroups, home_state: HomeState, result: dict[str, Any]) -> dict[str, Any]:
-    """Adds the low bits of the masters. Ranks gather whole tensors."""
     slots = list(members.slots())
     states = {
         slot.index: home_state.with_low_bits(slot, result["state"][number])
@@ -62,7 +56,7 @@ def _with_low_bits(members: ParamGroups, home_state: HomeState, result: dict[str
     }
     whole = whole_states(members.context, home_state.sync, states)
     result["state"] |= {number: whole[slot.index] for number, slot in enumerate(slots) if number in result["state"]}
-    return result
+    return coded_state_dict(result) if keeps_codes else result
 
 
 def _plain(values: Any) -> Any:
@@ -80,8 +74,8 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
     with torch.inference_mode(False), torch.no_grad():
         state_dict = _parts_of(members, state_dict, parameters)
         _refuse_broken(members, state_dict, parameters)
-        state_dict, low_bits = _without_low_bits(state_dict, parameters)
-        state_dict, codes = _without_codes(state_dict, parameters)
+        state_dict, low_bits = _without(state_dict, parameters, _low_bits_key)
+        state_dict, codes = _without(state_dict, parameters, _code_keys)
         loaded = _loaded_by_torch(members, state, state_dict)
         try:
             dict.clear(state.shown)
@@ -92,8 +86,8 @@ def load_state_dict(members: ParamGroups, state: HomeState, state_dict: dict[str
             for parameter in parameters:
                 slot = members.context.slot_of[parameter]
                 members.context.engine.home.access_home(slot.unit, True)
-                low = low_bits.get(parameter)
-                if low is not None and slot.has_master:
+                low = low_bits.get(parameter, {}).get("low_bits")
+                if are_low_bits(low) and slot.has_master:
                     state.masters.set_low_bits(slot, low)
                 if parameter in codes:
                     state.shown.unsettled(parameter).update(_fitting(members, state, slot, codes[parameter]))
@@ -109,16 +103,16 @@ def _compared(members: ParamGroups, state_dict: dict[str, Any]) -> dict[str, Any
     Raises UsageError on all ranks if the ranks have different state dicts.
     """
     optimizer, ranks = members.optimizer, members.context.ranks
-    everybody = [] if ranks is None else [ranks]
-    with raised_by_all(everybody, "optimizer.load_state_dict"):
-        if everybody or optimizer._optimizer_load_state_dict_pre_hooks:
-            state_dict = plain_state_dict(state_dict)
-        state_dict = named_codes(state_dict)
-        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    met = [] if ranks is None else [ranks]
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    wants_floats = ranks is not None or bool(hooks)
+    with raised_by_all(met, "optimizer.load_state_dict"):
+        state_dict = plain_state_dict(state_dict) if wants_floats else named_codes(state_dict)
+        for before in hooks.values():
             changed = before(optimizer, state_dict)
             state_dict = changed if changed is not None else state_dict
-        lines = lines_of_optimizer([slot.name for slot in members.slots()], state_dict) if everybody else []
-    refuse_others(everybody, lines)
+        lines = lines_of_optimizer([slot.name for slot in members.slots()], state_dict) if met else []
+    refuse_others(met, lines)
     return state_dict
 
 
@@ -224,38 +218,30 @@ def _stand_in(slot: HomeParameter) -> nn.Parameter:
     return nn.Parameter(like, requires_grad=slot.trainable)
 
 
-def _without_low_bits(
-    state_dict: dict[str, Any], parameters: list[nn.Parameter]
-) -> tuple[dict[str, Any], dict[nn.Parameter, torch.Tensor]]:
-    """Splits the low bits of the masters from the rest of the state.
+def _without(
+    state_dict: dict[str, Any], parameters: list[nn.Parameter], chosen: Callable[[dict[str, Any]], set[str]]
+) -> tuple[dict[str, Any], dict[nn.Parameter, dict[str, Any]]]:
+    """Splits the `chosen` keys from the rest of the state, which torch casts to the parameter's dtype.
 
-    torch casts the rest to the parameter's dtype, and that cast would destroy the low bits.
+    Low bits and codes would not survive that cast.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    rest, low_bits = dict(state_dict["state"]), {}
+    rest, taken = dict(state_dict["state"]), {}
     for number, parameter in zip(numbers, parameters, strict=False):
         values = rest.get(number)
-        if isinstance(values, dict) and "low_bits" in values:
-            if are_low_bits(values["low_bits"]):
-                low_bits[parameter] = values["low_bits"]
-            rest[number] = {key: value for key, value in values.items() if key != "low_bits"}
-    return {**state_dict, "state": rest}, low_bits
+        if isinstance(values, dict) and (keys := chosen(values)):
+            taken[parameter] = {key: value for key, value in values.items() if key in keys}
+            rest[number] = {key: value for key, value in values.items() if key not in keys}
+    return {**state_dict, "state": rest}, taken
 
 
-def _without_codes(
-    state_dict: dict[str, Any], parameters: list[nn.Parameter]
-) -> tuple[dict[str, Any], dict[nn.Parameter, dict[str, Any]]]:
-    """Splits codes and their scales from the rest of the state, which torch casts to the parameter's dtype."""
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    rest, codes = dict(state_dict["state"]), {}
-    for number, parameter in zip(numbers, parameters, strict=False):
-        values = rest.get(number)
-        if isinstance(values, dict) and any(SCALES_KEY[key] in values for key in MOMENT_OF):
-            coded = {key for key in MOMENT_OF if SCALES_KEY[key] in values}
-            coded |= {SCALES_KEY[key] for key in coded}
-            codes[parameter] = {key: value for key, value in values.items() if key in coded}
-            rest[number] = {key: value for key, value in values.items() if key not in coded}
-    return {**state_dict, "state": rest}, codes
+def _low_bits_key(values: dict[str, Any]) -> set[str]:
+    return {"low_bits"} & values.keys()
+
+
+def _code_keys(values: dict[str, Any]) -> set[str]:
+    coded = [key for key in MOMENT_OF if SCALES_KEY[key] in values]
+    return {*coded, *(SCALES_KEY[key] for key in coded)}
 
 
 def _fitting(members: ParamGroups, state: HomeState, slot: HomeParameter, codes: dict[str, Any]) -> dict[str, Any]:
