@@ -23,6 +23,7 @@ from tests.pretend_gpu import machine, vehicle
 
 IS_PRETEND = vehicle.is_installed()
 DEVICE = "cuda" if IS_PRETEND else os.environ.get("JOURNEYS", "cpu")
+IS_GPU = DEVICE == "cuda" and not IS_PRETEND
 SHARES = 2 if DEVICE == "cuda" else 1
 """The window has one of as many equal parts of `device_memory`; on a device the rest is left to activations."""
 
@@ -32,7 +33,7 @@ NEEDS_FULL_HOST = pytest.mark.cpu_only("beside a device the budget of the host h
 
 
 def not_on_a_gpu(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(DEVICE == "cuda" and not IS_PRETEND, reason=f"not on a GPU: {reason}")
+    return pytest.mark.skipif(IS_GPU, reason=f"not on a GPU: {reason}")
 
 
 class _Floats:

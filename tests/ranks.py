@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.device import DEVICE, IS_PRETEND, settle, use_device
+from tests.device import IS_GPU, settle, use_device
 
 TIMEOUT_S = 240.0
 
@@ -92,7 +92,7 @@ def _run(
 
 
 def skip_without_devices(size: int) -> None:
-    if DEVICE == "cuda" and not IS_PRETEND and torch.cuda.device_count() < size:
+    if IS_GPU and torch.cuda.device_count() < size:
         pytest.skip(f"NCCL wants a device for each of {size} ranks; there are {torch.cuda.device_count()}")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import noria
 import pytest
 
-from tests.device import DEVICE, IS_PRETEND
+from tests.device import IS_GPU
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ class Rounds:
     """Asks for rounds. Each needs a folder of its own."""
 
     def __init__(self, module: str, **environment: str) -> None:
-        if DEVICE == "cuda" and not IS_PRETEND:
+        if IS_GPU:
             pytest.skip("ranks that are forked, and train on the CPU: a GPU changes nothing of them")
         paths = os.pathsep.join([str(ROOT), str(Path(noria.__file__).parents[1])])
         self._process = subprocess.Popen(

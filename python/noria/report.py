@@ -10,7 +10,7 @@ from torch import nn
 from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
 from noria.pipeline.peer_memory import Loan
-from noria.planning.wrap_plan import STAGING_RING
+from noria.planning.wrap_plan import STAGING_RING, WINDOW
 from noria.policy import format_bytes, plural
 from noria.wrapped import Wrapped, wrapped_together
 
@@ -368,7 +368,7 @@ def _ledger(wrapped: Wrapped) -> list[LedgerRow]:
     if backend.staging_bytes:
         taken[("host", STAGING_RING)] = backend.staging_bytes
     device = str(context.device)
-    taken[(device, "window and gradient buffers")] = arena_bytes
+    taken[(device, WINDOW)] = arena_bytes
     taken |= {(device, purpose): amount for purpose, amount in beside.items()}
     if rest := backend.allocated - arena_bytes - sum(beside.values()):
         taken[(device, "what no plan has")] = rest

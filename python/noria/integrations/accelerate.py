@@ -61,8 +61,8 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: Policy | None = Non
     if models:
         fields = policy_fields
         if policy is None:
-            only = models if len(models) == 1 else []  # a dtype is that of all models
-            fields = with_defaults(fields, only, accelerator.device, bool(optimizers))
+            trains_one = len(models) == 1 and bool(optimizers)  # a policy's dtype is that of all models
+            fields = with_defaults(fields, models[0], accelerator.device, trains_one)
         wrap(models, optimizers or None, policy, **fields)
     return accelerator.prepare(*objects)
 

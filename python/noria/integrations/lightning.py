@@ -86,7 +86,7 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
             return
         fields = self._policy_fields
         if self._policy is None:
-            fields = with_defaults(fields, [module], self.root_device, bool(optimizers))
+            fields = with_defaults(fields, module, self.root_device, bool(optimizers))
         wrap(module, optimizers or None, self._policy, **fields)
         self._has_wrapped = True
 

@@ -103,7 +103,7 @@ class NoriaTrainerMixin:
         policy = self._noria if isinstance(self._noria, Policy) else None
         fields = dict(self._noria) if isinstance(self._noria, Mapping) else {}
         if policy is None:
-            given, fields = fields, with_defaults(fields, [self.model], self.args.device, optimizer is not None)
+            given, fields = fields, with_defaults(fields, self.model, self.args.device, optimizer is not None)
             if "dtype" in fields.keys() - given.keys():
                 _logger.warning("noria keeps fp32 masters for the bfloat16 weights that are trained")
         wrap(self.model, optimizer, policy, **fields)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["flaw_of_quantised", "give_back_quantised", "take_quantised"]
-
+__all__ = ["flaw_of_quantised", "give_back_quantised", "move_constants", "take_quantised"]
 
 _PACKS = "support_avx512bf16_for_cpu"
 """An attribute of 4-bit layers: in evaluation on such CPUs they replace their weights by packed ones."""
@@ -34,6 +33,13 @@ def flaw_of_quantised(parameter: Any) -> tuple[str, str] | None:
     return None
 
 
+def move_constants(weight: object, device: torch.device) -> None:
+    """Moves the constants of a 4-bit weight. Other weights have none."""
+    constants: Any = getattr(weight, "quant_state", None)
+    if constants is not None:
+        constants.to(device)
+
+
 def take_quantised(roots: Iterable[nn.Module], device: torch.device) -> None:
     """Moves constants to the device, where they stay like buffers. Modules find their weights in the window.
 
@@ -41,8 +47,7 @@ def take_quantised(roots: Iterable[nn.Module], device: torch.device) -> None:
     """
     for module in _modules(roots):
         for weight in module.parameters(recurse=False):
-            if (constants := getattr(weight, "quant_state", None)) is not None:
-                constants.to(device)
+            move_constants(weight, device)
         if vars(module).get(_PACKS):
             setattr(module, _PACKS, False)
             _PACKED_BEFORE.add(module)
@@ -62,8 +67,7 @@ def give_back_quantised(roots: Iterable[nn.Module]) -> None:
     """Moves constants to the CPU. Modules have the bytes of their weights again."""
     for module in _modules(roots):
         for weight in module.parameters(recurse=False):
-            if (constants := getattr(weight, "quant_state", None)) is not None:
-                constants.to(torch.device("cpu"))
+            move_constants(weight, torch.device("cpu"))
         if module in _PACKED_BEFORE:
             setattr(module, _PACKS, True)
             _PACKED_BEFORE.discard(module)

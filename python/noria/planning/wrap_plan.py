@@ -40,9 +40,10 @@ from noria.policy import (
     plural,
 )
 
-__all__ = ["LEAST_SAVED", "STAGING_RING", "WrapPlan", "fingerprint", "make_plan", "masters_note"]
+__all__ = ["LEAST_SAVED", "STAGING_RING", "WINDOW", "WrapPlan", "fingerprint", "make_plan", "masters_note"]
 
 STAGING_RING = "staging ring"
+WINDOW = "window and gradient buffers"
 
 LEAST_SAVED = 64 * 1024
 """Bytes. A smaller storage that a block saves stays where it is."""
@@ -134,7 +135,7 @@ class WrapPlan:
             host: ...
         """
         rows = [("host", region.purpose, region.bytes) for region in self.regions if region.bytes]
-        rows.append((str(self.device), "window and gradient buffers", self.arena_bytes))
+        rows.append((str(self.device), WINDOW, self.arena_bytes))
         rows += [(str(self.device), purpose, amount) for purpose, amount in self.beside_the_arena().items()]
         return rows
 

@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import nn
 
+from noria.model.quantised import move_constants
 from noria.runtime.context import Context
 from noria.runtime.state import RunState
 from noria.runtime.weights import Weights
@@ -65,8 +66,7 @@ def _copy_tensors(
         if type(parameter) is not nn.Parameter:  # bitsandbytes'
             copied.__class__ = type(parameter)
             copied.__dict__.update(copy.deepcopy(vars(parameter), memo))
-            if (constants := getattr(copied, "quant_state", None)) is not None:
-                constants.to(torch.device("cpu"))
+            move_constants(copied, torch.device("cpu"))
     for buffer in module.buffers():
         if id(buffer) not in memo and buffer.device == context.device:
             memo[id(buffer)] = buffer.detach().to("cpu", copy=True)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from noria._errors import usage_error
+from noria.planning.wrap_plan import WINDOW
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
 from noria.torch_state import await_device
 
 __all__ = ["Sleep"]
-
-_WINDOW = "window and gradient buffers"  # the ledger's row
 
 
 class Sleep:
@@ -26,7 +25,6 @@ class Sleep:
         self._has_stages = has_stages
         self._context = context
         self._run = run
-        self._num_bytes = 0
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:
@@ -41,18 +39,17 @@ class Sleep:
                 "unwrap it, and wrap it again afterwards",
             )
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
-        self._num_bytes = context.engine.statistics.arena_bytes
         await_device(context.device)  # kernels of the last pass may still read the window
         with run.sleeping(self._wake):
             context.engine.set_asleep(True)
-            context.ledger.expect(str(context.device), _WINDOW, 0)
+            context.ledger.expect(str(context.device), WINDOW, 0)
             self._empty_cache()
             yield
 
     def _wake(self) -> None:
         self._empty_cache()
         self._context.engine.set_asleep(False)
-        self._context.ledger.expect(str(self._context.device), _WINDOW, self._num_bytes)
+        self._context.ledger.expect(str(self._context.device), WINDOW, self._context.plan.arena_bytes)
 
     def _empty_cache(self) -> None:
         """Has torch give back device memory that no tensor uses: of activations, or of what ran inside of the block."""
