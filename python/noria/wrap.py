@@ -28,6 +28,7 @@ from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuff
 from noria.host.home import Home
 from noria.host.limits import min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
+from noria.model.inner_tensors import settle_wrappers
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, GRADIENT_RING
 from noria.model.optimizer_classes import original_class
@@ -334,7 +335,7 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
     slot_of, masters = context.slot_of, wrapped.weights.masters
 
-    def value_of(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    def value_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         slot = slot_of.get(parameter)
         return masters.whole(slot) if slot is not None and slot.has_master else value
 
@@ -444,7 +445,7 @@ def _carry_out(
     updaters: list[Optimizer],
     ranks: Ranks | None,
     stages: StageGroup | None,
-    value_of: Callable[[nn.Parameter, torch.Tensor], torch.Tensor] = lambda parameter, value: value,
+    value_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, value: value,
 ) -> Wrapped:
     """Takes the memory, moves values into the home one by one, and installs hooks and facades.
 
@@ -517,6 +518,7 @@ def _carry_out(
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks)
     take_quantised(roots, device)
+    settle_wrappers(roots)
     wrapped.loads.missing |= {
         (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
     }
@@ -533,11 +535,11 @@ def _ring_slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:
     return (home.address(GRADIENT_RING, len(home.units)), planned.ring.slot_bytes, planned.ring.num_slots)
 
 
-def _leave_meta(parameter: nn.Parameter) -> None:
+def _leave_meta(parameter: torch.Tensor) -> None:
     """Puts a meta parameter on the CPU, still without memory. It stays the same object."""
     data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
     data.untyped_storage().resize_(0)
-    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other: torch.Tensor = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__class__ = type(parameter)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -639,6 +641,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
         give_back_quantised(roots)
+        settle_wrappers(roots)
     wrapped.run.shutdown()
     context.home.let_go()
     _LIVE.discard(wrapped.run)

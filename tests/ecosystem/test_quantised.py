@@ -13,7 +13,8 @@ import pytest
 import torch
 from noria.testing import assert_same_bits, omit_wait, on_machine
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from tests.ecosystem import tiny
 from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, cases
@@ -21,10 +22,13 @@ from tests.ecosystem.harness import POLICY, Run, Script, assert_equal, cases
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0}
 
 
-def quantised(folder: Path, bits: int = 4, **options: Any) -> torch.nn.Module:
+def quantised(folder: Path, bits: int = 4, torchao: Any = None, **options: Any) -> torch.nn.Module:
     """As people load it: `from_pretrained` with a quantisation, on the CPU."""
     tiny.llama(hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
-    if bits == 8:
+    config: Any
+    if torchao is not None:
+        config = TorchAoConfig(torchao, **options)
+    elif bits == 8:
         config = BitsAndBytesConfig(load_in_8bit=True, **options)
     else:
         config = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_compute_dtype": torch.float32, **options})
@@ -81,6 +85,11 @@ SCRIPTS: dict[str, Script] = {
     "NF4, DoRA": functools.partial(qlora, lora={"use_dora": True}, bnb_4bit_quant_type="nf4"),
     "NF4, rsLoRA": functools.partial(qlora, lora={"use_rslora": True}, bnb_4bit_quant_type="nf4"),
     "NF4, unwrapped and on": functools.partial(unwrapped_and_on, bnb_4bit_quant_type="nf4"),
+    "torchao int8": functools.partial(qlora, torchao=Int8WeightOnlyConfig()),
+    "torchao fp8": functools.partial(qlora, torchao=Float8WeightOnlyConfig()),
+    "torchao int4 in int8": functools.partial(qlora, torchao=IntxWeightOnlyConfig(torch.int4, PerGroup(32))),
+    "torchao int8, DoRA": functools.partial(qlora, lora={"use_dora": True}, torchao=Int8WeightOnlyConfig()),
+    "torchao int8, unwrapped and on": functools.partial(unwrapped_and_on, torchao=Int8WeightOnlyConfig()),
     "int8": functools.partial(qlora, bits=8),
     "int8, with outliers in 16 bits": functools.partial(qlora, bits=8, llm_int8_threshold=1.0),
     "int8, prepared for training": functools.partial(qlora, bits=8, prepares=True),
@@ -134,10 +143,11 @@ def test_the_base_takes_half_a_byte_for_each_weight(tmp_path: Path):
     assert packed + others <= taken["working copies"] <= packed + others + padding
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_streamed_base_is_saved_and_copied_as_a_resident_one(bits: int, tmp_path: Path):
-    plain, streamed = (quantised(tmp_path, bits) for _ in range(2))
-    trains = bits == 4  # in evaluation bitsandbytes packs 4-bit weights anew for some CPUs, but not streamed ones
+@pytest.mark.parametrize("options", [{"bits": 4}, {"bits": 8}, {"torchao": Int8WeightOnlyConfig()}])
+def test_a_streamed_base_is_saved_and_copied_as_a_resident_one(options: dict[str, Any], tmp_path: Path):
+    plain, streamed = (quantised(tmp_path, **options) for _ in range(2))
+    # In evaluation bitsandbytes packs 4-bit weights anew for some CPUs, but not streamed ones.
+    trains = options.get("bits") == 4
     plain.train(trains)
     noria.wrap(streamed.eval(), **POLICY)
     with torch.no_grad():

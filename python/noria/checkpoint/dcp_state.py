@@ -11,6 +11,7 @@ from torch import nn
 from noria._errors import usage_error
 from noria._lists import as_list
 from noria.dist.shard_tensor import ShardTensor
+from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeParameter
 from noria.optimizer import driver_of
 from noria.pipeline.pipelining_compat import modules_of
@@ -137,7 +138,7 @@ class _ModelParts:
         self.wrapped.run.recover()
         if self.wrapped.context.ranks is not None:  # the home lacks the changes of a block of noria.materialize
             self.wrapped.run.refuse_when_busy("noria.sharded_state")
-        with self.wrapped.weights.giving(self._part):
+        with self.wrapped.weights.giving(self._part, parts=True):
             found = self._model.state_dict()
         for name, module, key in self._buffers():
             if name in found:
@@ -158,7 +159,7 @@ class _ModelParts:
             if name in state_dict:
                 module.set_extra_state(state_dict[name])
         slot_of = self.wrapped.context.slot_of
-        slots = [slot_of[parameter].index for parameter in self._model.parameters() if parameter in slot_of]
+        slots = [slot_of[each].index for each in tensors_in(self._model.parameters()) if each in slot_of]
         self.wrapped.context.engine.home.bump_versions(slots)
         for part in (*slots, *((module, key) for _, module, key in self._buffers())):
             self.wrapped.loads.note(part)

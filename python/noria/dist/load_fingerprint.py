@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from noria.dist.ranks import comparable
+from noria.model.inner_tensors import inner_tensors
 
 if TYPE_CHECKING:
     from noria.dist.ranks import Ranks
@@ -46,7 +47,9 @@ def lines_of_model(module: nn.Module, state_dict: Mapping[str, object], prefix: 
         if name.endswith("_extra_state") or not isinstance(value, torch.Tensor):
             lines.append(f'"{name}", a {type(value).__qualname__}')
         else:
-            lines.append(f'"{name}" {_form(value) if name in own else _checksum(value)}')
+            told = _form if name in own else _checksum
+            tensors = [(f"{name}.{inner}" if inner else name, tensor) for inner, tensor in inner_tensors(value)]
+            lines += [f'"{inner}" {told(tensor)}' for inner, tensor in tensors]
     return sorted(lines)
 
 

@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from noria import _C
+from noria.model.inner_tensors import inner_tensors
 from noria.torch_state import in_backward
 
 __all__ = ["OperatorWatch", "tensors_of"]
@@ -235,14 +236,16 @@ class OperatorWatch(TorchFunctionMode):
     def _units_handed(self, arguments: Iterable[object]) -> set[int]:
         units = set()
         for value in arguments:
-            if isinstance(value, torch.Tensor) and (type(value) is torch.nn.Parameter or value._is_view()):
+            if isinstance(value, torch.Tensor) and (type(value) is not torch.Tensor or value._is_view()):
                 units |= self._units_of([value])
         return units
 
     def _units_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         units = set()
         for tensor in tensors:
-            if tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _PLAIN:  # has a storage of its own
+            if type(tensor).__torch_dispatch__ is not _PLAIN:  # has no storage of its own
+                units |= self._units_of(each for _, each in inner_tensors(tensor) if each is not tensor)
+            elif tensor.layout is torch.strided:
                 unit = self._unit_of_storage.get(_C.storage_of(tensor))
                 if unit is not None:
                     units.add(unit)

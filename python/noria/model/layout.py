@@ -53,6 +53,7 @@ SHOWN = "materialized weights"
 class HomeParameter:
     """Describes one parameter's place in its unit. Variables for it are named `slot`.
 
+    - `parameter`: or a tensor inside of a wrapper, which is a parameter (model/inner_tensors.py).
     - `like`: a meta tensor with the planned shape and strides of the parameter's tensors at home. The parameter itself
       has other ones if the user gave it other data.
     - `gradient_offset`: -1 if the parameter is frozen.
@@ -70,7 +71,7 @@ class HomeParameter:
     Units: offsets are in bytes.
     """
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     like: torch.Tensor
     shape: torch.Size
     strides: tuple[int, ...]
@@ -247,7 +248,7 @@ def describe_units(
     dtype: torch.dtype | None,
     rank: int = 0,
     num_shards: int = 1,
-    trained: Container[nn.Parameter] = (),
+    trained: Container[torch.Tensor] = (),
 ) -> list[HomeUnit]:
     """Lays out the units.
 
@@ -255,7 +256,7 @@ def describe_units(
     units, and `rank` is this one. `trained`: parameters that count as trainable although they are frozen now.
     """
 
-    def is_trainable(parameter: nn.Parameter) -> bool:
+    def is_trainable(parameter: torch.Tensor) -> bool:
         return parameter.requires_grad or parameter in trained
 
     described: list[HomeUnit] = []
@@ -323,8 +324,10 @@ def _set_shards(slots: list[HomeParameter], begin: int, part: int, rank: int, nu
         slot.home_offset = begin // num_shards + min(max(inside, 0), part)
 
 
-def travel_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+def travel_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of the working copy. Tensors inside wrappers keep theirs."""
+    is_cast = dtype is not None and isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
+    return dtype if is_cast and dtype is not None else parameter.dtype
 
 
 def aligned(num_bytes: int, alignment: int = _C.TENSOR_ALIGNMENT) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
+from noria.model.inner_tensors import flaw_of_wrapper, inner_tensors, is_wrapper, tensors_in
 from noria.model.quantised import flaw_of_quantised
 
 __all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
@@ -34,13 +35,13 @@ __all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
 
 @dataclasses.dataclass(frozen=True)
 class UnitSpec:
-    """Lists parameters that move together.
+    """Lists parameters that move together. A wrapper is replaced by the tensors inside it.
 
     `module`: the block or subtree that holds them. None for direct ones: those of a module around other units.
     """
 
     name: str
-    parameters: list[nn.Parameter]
+    parameters: list[torch.Tensor]
     names: list[tuple[str, ...]]
     """All names of each parameter in the models. A tied parameter has more than one."""
     is_block: bool
@@ -83,12 +84,14 @@ def partition(
     """
     roots = [models] if isinstance(models, nn.Module) else list(models)
     prefixes = [""] if len(roots) == 1 else [str(index) for index in range(len(roots))]
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[torch.Tensor, list[str]] = {}
     buffers: list[tuple[str, torch.Tensor]] = []
     for root, prefix in zip(roots, prefixes, strict=True):
         buffers.extend(root.named_buffers(prefix=prefix))
         for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+            _refuse_flaw(name, flaw_of_wrapper(parameter) if is_wrapper(parameter) else None)
+            for inner, tensor in inner_tensors(parameter):
+                names.setdefault(tensor, []).append(f"{name}.{inner}" if inner else name)
     _refuse_immovable(names, buffers)
     builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
     for root, prefix in zip(roots, prefixes, strict=True):
@@ -96,7 +99,7 @@ def partition(
     return builder.finish(roots, prefixes, names)
 
 
-def split_units(whole: Partition, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> Partition:
+def split_units(whole: Partition, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> Partition:
     """Splits units whose trainable parameters have several dtypes into one unit for each dtype.
 
     Frozen parameters stay with the first dtype. A module that needed such a unit then needs all of its new units.
@@ -199,13 +202,10 @@ def _matches(root: nn.Module, choice: type[nn.Module] | str) -> Iterator[nn.Modu
             yield module
 
 
-def _refuse_immovable(names: dict[nn.Parameter, list[str]], buffers: list[tuple[str, torch.Tensor]]) -> None:
+def _refuse_immovable(names: dict[torch.Tensor, list[str]], buffers: list[tuple[str, torch.Tensor]]) -> None:
     places: dict[torch.device, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():
-        flaw = _flaw(parameter)
-        if flaw is not None:
-            found, remedy = flaw
-            raise usage_error("dense parameters in ordinary memory", f'"{name}" {found}', remedy)
+        _refuse_flaw(name, _flaw(parameter))
         if _has_memory(parameter):
             places.setdefault(parameter.device, []).append((*_span(parameter), name))
     for spans in places.values():
@@ -231,7 +231,15 @@ def _refuse_immovable(names: dict[nn.Parameter, list[str]], buffers: list[tuple[
             )
 
 
+def _refuse_flaw(name: str, flaw: tuple[str, str] | None) -> None:
+    if flaw is not None:
+        found, remedy = flaw
+        raise usage_error("dense parameters in ordinary memory", f'"{name}" {found}', remedy)
+
+
 def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_wrapper(tensor):
+        return False
     return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
@@ -241,14 +249,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _flaw(parameter: nn.Parameter) -> tuple[str, str] | None:
+def _flaw(parameter: torch.Tensor) -> tuple[str, str] | None:
     """Returns why a parameter cannot be moved, and the remedy. None if it can be moved."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "not initialised yet", "run one forward pass on the CPU before wrapping"
     if type(parameter).__name__ in ("Params4bit", "Int8Params"):
         if flaw := flaw_of_quantised(parameter):
             return flaw
-    elif type(parameter) is not nn.Parameter:
+    elif type(parameter) not in (nn.Parameter, torch.Tensor):
         return f"of type {type(parameter).__qualname__}", "wrap before parameters are converted or sharded"
     if parameter.is_inference():
         return "made in torch.inference_mode, which gradients and updates cannot use", "make the model outside of it"
@@ -268,9 +276,9 @@ class _Builder:
     def __init__(self, blocks: set[nn.Module]) -> None:
         self.blocks = blocks
         self.groups: list[UnitSpec] = []
-        self.owner: dict[nn.Parameter, UnitSpec] = {}
+        self.owner: dict[torch.Tensor, UnitSpec] = {}
         self.hooked: set[nn.Module] = set()
-        self.direct: dict[nn.Module, list[nn.Parameter]] = {}  # the parameters that a holder uses itself
+        self.direct: dict[nn.Module, list[torch.Tensor]] = {}  # the parameters that a holder uses itself
         self.seen: set[nn.Module] = set()
 
     def add_root(self, root: nn.Module, prefix: str) -> None:
@@ -282,7 +290,7 @@ class _Builder:
         self.groups.append(group)
         return group
 
-    def _give(self, group: UnitSpec, parameters: Iterable[nn.Parameter]) -> None:
+    def _give(self, group: UnitSpec, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter not in self.owner:
                 self.owner[parameter] = group
@@ -300,14 +308,14 @@ class _Builder:
             self.seen.add(module)
         if module in self.blocks or (is_called and self.blocks.isdisjoint(module.modules())):
             if _has_parameters(module):
-                self._give(self._new_group(name or type(module).__name__, module), module.parameters())
+                self._give(self._new_group(name or type(module).__name__, module), tensors_in(module.parameters()))
                 self.hooked.add(module)
                 if module not in self.blocks:
                     self.hooked.update(_announcers(module, module))
             return
         if is_called and module is not holder:
             holder, direct = module, self._new_group(f"{name} (direct)", None)
-        own = list(module.parameters(recurse=False))
+        own = list(tensors_in(module.parameters(recurse=False)))
         if own:
             self._give(direct, own)
             self.direct.setdefault(holder, []).extend(own)
@@ -315,7 +323,7 @@ class _Builder:
         for child_name, child in module.named_children():
             self._walk(child, f"{name}.{child_name}" if name else child_name, holder, direct)
 
-    def finish(self, roots: list[nn.Module], prefixes: list[str], names: dict[nn.Parameter, list[str]]) -> Partition:
+    def finish(self, roots: list[nn.Module], prefixes: list[str], names: dict[torch.Tensor, list[str]]) -> Partition:
         units = [group for group in self.groups if group.parameters]
         for unit in units:
             unit.names.extend(tuple(names[parameter]) for parameter in unit.parameters)
@@ -330,12 +338,12 @@ class _Builder:
                     hooks.append(HookSpec(title, module, tuple(needs), module in self.blocks))
         return Partition(units, hooks, roots)
 
-    def _used(self, module: nn.Module) -> Iterator[nn.Parameter]:
+    def _used(self, module: nn.Module) -> Iterator[torch.Tensor]:
         """Returns the parameters that a hooked module announces: all in its subtree.
 
         A module that holds blocks announces only its direct parameters, because the modules below announce their own.
         """
-        return iter(self.direct[module]) if module in self.direct else module.parameters()
+        return iter(self.direct[module]) if module in self.direct else tensors_in(module.parameters())
 
 
 def _announcers(module: nn.Module, called: nn.Module) -> Iterator[nn.Module]:

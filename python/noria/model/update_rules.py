@@ -211,7 +211,7 @@ def fused_units(
     units: Sequence[HomeUnit], optimizers: Sequence[Optimizer], kernels: Sequence[str]
 ) -> dict[int, tuple[FusedRule, ...]]:
     """Returns the rules that may update each fused unit, by unit index. See Note [Who updates a unit]."""
-    held: dict[torch.nn.Parameter, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
+    held: dict[torch.Tensor, list[FusedRule | None]] = {}  # None: no kernel of noria updates it
     for optimizer, kernel in zip(optimizers, kernels, strict=True):
         for group in optimizer.param_groups:
             rule = rule_of(type(optimizer), group) if kernel == "fused" else None

@@ -15,6 +15,7 @@ from torch import nn
 
 from noria import _C
 from noria._errors import usage_error
+from noria.model.inner_tensors import tensors_in
 from noria.model.partition import Partition
 from noria.pipeline.peer_memory import Loan
 from noria.pipeline.schedules import Timed, orders, timed
@@ -85,7 +86,7 @@ class PipelinePlan:
 def saved_by_block(parts: Partition, run: Callable[[], object]) -> list[Saved]:
     """Runs one forward by `run`. Returns the bytes that each block saves, in the order of the model."""
     blocks = [spec.module for spec in parts.hooks if spec.is_block]
-    weights = {_C.storage_of(each) for root in parts.roots for each in root.parameters()}
+    weights = {_C.storage_of(each) for root in parts.roots for each in tensors_in(root.parameters())}
     found: dict[int, Saved] = {id(block): {} for block in blocks}
     inside: list[tuple[int, torch.autograd.graph.saved_tensors_hooks]] = []
 

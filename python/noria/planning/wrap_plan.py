@@ -180,7 +180,7 @@ def make_plan(
     values: bool = True,
     grid: Grid | None = None,
     free: Free | None = None,
-    trained: Container[nn.Parameter] = (),
+    trained: Container[torch.Tensor] = (),
 ) -> WrapPlan:
     """Makes the plan of a wrap call.
 
@@ -279,7 +279,7 @@ def make_plan(
 
 
 def _units_of(
-    parts: Partition, dtype: torch.dtype | None, grid: Grid | None, trained: Container[nn.Parameter] = ()
+    parts: Partition, dtype: torch.dtype | None, grid: Grid | None, trained: Container[torch.Tensor] = ()
 ) -> list[HomeUnit]:
     return describe_units(parts.units, dtype, *((grid.shard_rank, grid.num_shards) if grid else (0, 1)), trained)
 

@@ -16,6 +16,7 @@ from noria import _C
 from noria.dist.ranks import Ranks
 from noria.host.device_buffers import DeviceBuffers
 from noria.host.home import Home
+from noria.model.inner_tensors import inner_tensors, is_wrapper
 from noria.model.layout import HomeParameter, HomeUnit
 from noria.model.partition import Partition
 from noria.planning.wrap_plan import WrapPlan
@@ -71,8 +72,13 @@ class Context:
         return [slot for unit in self.plan.units for slot in unit.parameters]
 
     @functools.cached_property
-    def slot_of(self) -> dict[nn.Parameter, HomeParameter]:
-        return {slot.parameter: slot for slot in self.slots}
+    def slot_of(self) -> dict[torch.Tensor, HomeParameter]:
+        """The slot of each parameter and of each tensor inside a wrapper. A wrapper itself has the first of these."""
+        found = {slot.parameter: slot for slot in self.slots}
+        for parameter in self.parameters_now():
+            if is_wrapper(parameter):
+                found[parameter] = found[inner_tensors(parameter)[0][1]]
+        return found
 
     @functools.cached_property
     def updates_in_backward(self) -> bool:

@@ -61,9 +61,9 @@ def _copy_tensors(
         run.refuse_when_busy("copy.deepcopy")
     for parameter in wanted:
         with plainly():
-            value = weights.current(context.slot_of[parameter]).clone(memory_format=torch.preserve_format)
+            value = weights.current_of(parameter, torch.clone)
         copied = memo[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-        if type(parameter) is not nn.Parameter:  # bitsandbytes'
+        if type(parameter) is not type(copied):  # bitsandbytes'
             copied.__class__ = type(parameter)
             copied.__dict__.update(copy.deepcopy(vars(parameter), memo))
             move_constants(copied, torch.device("cpu"))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
-from noria.model.layout import HomeParameter
+from noria.model.inner_tensors import tensors_in
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState
@@ -34,15 +34,17 @@ class HandOver:
         self._run = run
         self._sync = sync
         self._weights = weights
-        self._names: dict[int, list[str]] = {}  # by slot
+        self._names: dict[nn.Parameter, list[str]] = {}
         self._others: list[tuple[str, torch.Tensor]] = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if (slot := context.slot_of.get(parameter)) is not None:
-                self._names.setdefault(slot.index, []).append(name)
+            if parameter in context.slot_of:
+                self._names.setdefault(parameter, []).append(name)
             else:  # registered after the wrap
                 self._others.append((name, parameter))
         self._others += _kept_buffers(module)
-        self._slots = sorted((context.slots[index] for index in self._names), key=lambda slot: (slot.unit, slot.index))
+        self._parameters = sorted(
+            self._names, key=lambda each: (context.slot_of[each].unit, context.slot_of[each].index)
+        )
         self._check()
         self._versions = self._count_changes()
 
@@ -50,13 +52,14 @@ class HandOver:
         unit = -1
         try:
             self._sync.meet("hand over weights by noria.weights")
-            for slot in self._slots:
+            for parameter in self._parameters:
                 self._check()
-                if slot.unit != unit:
+                if self._context.slot_of[parameter].unit != unit:
                     self._refuse_changes()
-                    unit = slot.unit
-                value = self._value(slot)
-                for name in self._names[slot.index]:
+                    unit = self._context.slot_of[parameter].unit
+                with plainly():
+                    value = self._weights.current_of(parameter)
+                for name in self._names[parameter]:
                     yield name, value
                 del value  # ranks have memory for no more than one
                 await_device(self._context.device)  # copies that the caller has queued
@@ -72,12 +75,8 @@ class HandOver:
         self._run.refuse_when_busy("noria.weights")
         self._run.require_consistent("noria.weights")
 
-    def _value(self, slot: HomeParameter) -> torch.Tensor:
-        with plainly():
-            return self._weights.current(slot)
-
     def _count_changes(self) -> int:
-        return sum(slot.parameter._version for slot in self._slots)
+        return sum(each._version for each in tensors_in(self._parameters))
 
     def _refuse_changes(self) -> None:
         if self._count_changes() != self._versions:

@@ -10,6 +10,7 @@ from torch import nn
 from noria._errors import usage_error
 from noria.dist.load_fingerprint import lines_of_model, refuse_others
 from noria.dist.ranks import raised_by_all
+from noria.model.inner_tensors import inner_tensors, is_wrapper, tensors_in
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 from noria.runtime.hooks import Hook
@@ -57,16 +58,21 @@ class ModuleStateDicts:
         self._handles.append(module.register_load_state_dict_pre_hook(Hook(self._take)))
         self._handles.append(module.register_load_state_dict_post_hook(Hook(self._taken)))
 
-    def _own(self, module: nn.Module) -> dict[str, HomeParameter]:
+    def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the module's parameters at home, by name. The user may have added names since the wrap."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return {name: self.context.slot_of[each] for name, each in own if each in self.context.slot_of}
+        return {name: each for name, each in own if each in self.context.slot_of}
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-        for name, slot in self._own(module).items():
-            if prefix + name not in state_dict or state_dict[prefix + name] is slot.parameter:
+        for name, parameter in self._own(module).items():
+            if prefix + name not in state_dict or state_dict[prefix + name] is parameter:
                 continue  # not in the result, or the parameter itself (keep_vars)
-            state_dict[prefix + name] = self.weights.current(slot)
+            if is_wrapper(parameter) and self.weights.gives_parts:  # they make no wrapper
+                del state_dict[prefix + name]
+                for inner, tensor in inner_tensors(parameter):
+                    state_dict[f"{prefix}{name}.{inner}"] = self.weights.current(self.context.slot_of[tensor])
+            else:
+                state_dict[prefix + name] = self.weights.current_of(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None and (module, name) in self.loads.missing and prefix + name in state_dict:
                 state_dict[prefix + name] = without_values(buffer.shape, buffer.stride(), buffer.dtype)
@@ -88,7 +94,8 @@ class ModuleStateDicts:
 
         It runs at the outermost module, before any write: torch gives that module the whole state dict.
         """
-        slots = [self.context.slot_of[each] for each in module.parameters() if each in self.context.slot_of]
+        known = self.context.slot_of
+        slots = [known[each] for each in tensors_in(module.parameters()) if each in known]
         is_outermost = not prefix or any(module is root for root in self.context.partition.roots)
         if self.context.ranks is None or not slots or not is_outermost:
             return
@@ -116,26 +123,45 @@ class ModuleStateDicts:
         self.run.recover()
         self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
-        units = sorted({slot.unit for slot in own.values()})
+        units = sorted({self.context.slot_of[each].unit for each in own.values()})
         if self.context.ranks is None:
             self._loads.append(self.context.engine.home.num_open())
             self.context.engine.home.open_home(units, True)
         else:
             for unit in units:
                 self.context.engine.home.access_home(unit, True)
-        for name, slot in own.items():
+        for name, parameter in own.items():
             value = state_dict.get(prefix + name)
+            slot = self.context.slot_of[parameter]
             if value is None:
                 self._absent[prefix + name] = slot.index
-            if self._is_new(value, slot.parameter, slot.shape):
-                if slot.index in self.loads.missing:
-                    self._first.add(slot.index)
-                self.weights.write(slot, value)
-                self.loads.note(slot.index)
-                # so that torch copies the parameter onto itself
-                state_dict[prefix + name] = (
-                    self.context.home.working(slot) if self.context.ranks is None else slot.parameter
-                )
+            if not self._is_new(value, parameter, parameter.shape if is_wrapper(parameter) else slot.shape):
+                continue
+            if is_wrapper(parameter):
+                if not self._take_inner(parameter, value):
+                    continue  # torch refuses it
+            else:
+                self._take_value(slot, value)
+            # so that torch copies the parameter onto itself
+            is_at_home = self.context.ranks is None and not is_wrapper(parameter)
+            state_dict[prefix + name] = self.context.home.working(slot) if is_at_home else parameter
+
+    def _take_value(self, slot: HomeParameter, value: torch.Tensor) -> None:
+        if slot.index in self.loads.missing:
+            self._first.add(slot.index)
+        self.weights.write(slot, value)
+        self.loads.note(slot.index)
+
+    def _take_inner(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
+        """Takes the values of the tensors inside a wrapper. Returns False if `value` has others."""
+        own, given = dict(inner_tensors(parameter)), dict(inner_tensors(value))
+        if type(value) is not type(parameter) or own.keys() != given.keys():
+            return False
+        if any(given[name].shape != each.shape or given[name].dtype != each.dtype for name, each in own.items()):
+            return False
+        for name, each in own.items():
+            self._take_value(self.context.slot_of[each], given[name])
+        return True
 
     @staticmethod
     def _is_new(value: object, own: torch.Tensor, shape: torch.Size) -> TypeGuard[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from noria import _C
 from noria._errors import UsageError, usage_error
+from noria.model.inner_tensors import made_again
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 from noria.runtime.gathered_weights import GatheredWeights
@@ -40,6 +41,8 @@ class Weights:
         run.on_settle.append(self.settle_writes)
         self._views: dict[int, torch.Tensor] = {}  # by slot: the tensors that `state_dict()` returns
         self._written_views: set[int] = set()  # slots whose view the user may have written
+        self.gives_parts = False
+        """True while `state_dict()` returns the parts of tensors that this rank has."""
         self._give: Callable[[HomeParameter], torch.Tensor] | None = None
         self._shown: dict[int, tuple[int, int]] = {}  # by slot: version and storage when `show` was called
         self._before_materialize: list[dict[int, torch.Tensor]] = []  # by open block and slot: values before
@@ -71,18 +74,27 @@ class Weights:
         _C.watch(view)
         return view
 
+    def current_of(
+        self, parameter: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
+    ) -> torch.Tensor:
+        """As `current`, for a parameter, also for a wrapper. `change` is applied to each tensor."""
+        return made_again(parameter, lambda tensor: change(self.current(self.context.slot_of[tensor])))
+
     def views(self) -> dict[str, torch.Tensor]:
         """Returns the tensors that `state_dict()` has returned, by name of the parameter."""
         return {self.context.slots[index].name: view for index, view in self._views.items()}
 
     @contextlib.contextmanager
-    def giving(self, give: Callable[[HomeParameter], torch.Tensor]) -> Iterator[None]:
-        """Makes `state_dict()` return what `give` returns in place of values, while the block is open."""
-        self._give = give
+    def giving(self, give: Callable[[HomeParameter], torch.Tensor], parts: bool = False) -> Iterator[None]:
+        """Makes `state_dict()` return what `give` returns in place of values, while the block is open.
+
+        `parts`: these are parts of tensors.
+        """
+        self._give, self.gives_parts = give, parts
         try:
             yield
         finally:
-            self._give = None
+            self._give, self.gives_parts = None, False
 
     def _await_edits(self) -> None:
         """Waits for edits that an open block of `noria.materialize` has queued on the device."""

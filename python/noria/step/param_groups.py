@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -123,13 +124,13 @@ class ParamGroups:
             )
 
 
-def wants_more(groups: list[dict[str, Any]], slot_of: Mapping[nn.Parameter, HomeParameter]) -> bool:
+def wants_more(groups: list[dict[str, Any]], slot_of: Mapping[torch.Tensor, HomeParameter]) -> bool:
     """Returns True if a group trains parameters that were frozen or not there when noria planned their memory."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return any(each not in slot_of or (each.requires_grad and not slot_of[each].trainable) for each in parameters)
 
 
-def refuse_strangers(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:
+def refuse_strangers(groups: list[dict[str, Any]], known: Container[torch.Tensor]) -> None:
     """Raises UsageError if a group has a parameter that is not in `known`, the wrapped models' own."""
     for number, group in enumerate(groups):
         for parameter in group["params"]:

@@ -23,7 +23,7 @@ from noria._errors import usage_error
 
 __all__ = ["exchange", "refuse_out_of_reach"]
 
-_Other = Callable[[nn.Parameter], nn.Parameter]
+_Other = Callable[[nn.Parameter], torch.Tensor]
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, type)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
@@ -86,7 +86,7 @@ class _Exchange:
             own.__setitem__(value, key, each)
 
 
-def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
+def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[torch.Tensor]) -> None:
     """Raises UsageError if the optimizer holds a parameter where `exchange` cannot replace it."""
     name = _out_of_reach(optimizer, parameters)
     if name is not None:
@@ -97,7 +97,7 @@ def refuse_out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter
         )
 
 
-def _out_of_reach(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> str | None:
+def _out_of_reach(optimizer: Optimizer, parameters: Container[torch.Tensor]) -> str | None:
     """Returns the attribute that holds one of `parameters` beyond the reach of `exchange`, or None.
 
     Such a parameter lies inside a module or an object of another class. The search goes two objects deep.
@@ -133,7 +133,7 @@ def _reach(name: str, value: object, reached: dict[int, object], beyond: list[tu
         _reach(name, each, reached, beyond)
 
 
-def _holds(value: object, parameters: Container[nn.Parameter], seen: dict[int, object], depth: int) -> bool:
+def _holds(value: object, parameters: Container[torch.Tensor], seen: dict[int, object], depth: int) -> bool:
     if isinstance(value, nn.Parameter):
         return value in parameters
     if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in seen:

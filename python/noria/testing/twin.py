@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from noria.model.inner_tensors import inner_tensors
+
 __all__ = ["MasterTwin", "assert_same_bits", "first_difference", "round_to_bfloat16"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,6 +122,8 @@ def assert_same_bits(
 ) -> None:
     """Asserts the same names, and for each name the same dtype, shape and bits. No tensors at all is an error too.
 
+    Of a tensor that wraps others, as torchao's weights do, those inside it are compared.
+
     Args:
         named_a: Tensors by name, or pairs such as `model.named_parameters()` gives.
         named_b: The same of the other side.
@@ -130,11 +134,21 @@ def assert_same_bits(
     Example:
         >>> noria.testing.assert_same_bits(model.named_parameters(), copy.deepcopy(model).named_parameters())
     """
-    a, b = dict(named_a), dict(named_b)
+    a, b = _without_wrappers(named_a), _without_wrappers(named_b)
     assert a, "nothing to compare"
     assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())}"
     difference = first_difference(list(a.values()), [b[name] for name in a], list(a))
     assert difference is None, difference
+
+
+def _without_wrappers(
+    named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{inner}" if inner else name: tensor
+        for name, value in dict(named).items()
+        for inner, tensor in inner_tensors(value)
+    }
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
