@@ -843,7 +843,6 @@ NOT_EQUAL: dict[str, str] = {
     "compile, loss and step": "torch rounds otherwise in a compiled step; noria's step is not compiled",
     "jvp in training": "a module's outputs are dual tensors, whose backward announces no visit",
     "TransformerEncoder": "torch takes its fast path, which rounds otherwise, in modules without hooks alone",
-    "profiler, with_stack": "torch's tracer takes the addresses of weights before noria's hooks run",
 }
 
 

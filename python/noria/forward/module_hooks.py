@@ -20,6 +20,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.forward.activations import Activations
 from noria.forward.operator_watch import OperatorWatch, tensors_of
+from noria.forward.tracer import Tracer
 from noria.model.partition import HookSpec
 from noria.runtime.context import Context
 from noria.runtime.home_reads import HomeReads
@@ -142,6 +143,7 @@ class ModuleHooks:
         self._check_peers = check_peers
         self._expect_updates = expect_updates
         self._wrap_anew = wrap_anew
+        self._tracer = Tracer(context)
         self._frozen = [slot.parameter for slot in context.slots if not slot.trainable]
         run.in_forward = self.in_forward
         run.on_recover.append(self.forget_dead_forward)
@@ -221,6 +223,7 @@ class ModuleHooks:
             if len(self._entered_roots) > 1:
                 return
             self._check_peers()
+            self._tracer.meet(each for root in self.context.partition.roots for each in root.modules())
             if torch.is_grad_enabled():
                 self.step.expect()
             self._forget_inner_hooks()

@@ -1,0 +1,65 @@
+"""Lets a profiler with stacks meet the modules while their weights have addresses.
+
+torch's tracer writes down the addresses of a module's weights when the module is called first, before any hook runs
+(torch/csrc/autograd/profiler_python.cpp). That raises if they are evicted. So before a forward each module is called
+while its weights show the home. The call runs no code of the module's.
+
+A root's own weights are written down before noria's hook on the root runs. Under reads="home" they show the home then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from torch import nn
+
+from noria.runtime.context import Context
+from noria.torch_state import plainly
+
+__all__ = ["Tracer"]
+
+
+class Tracer:
+    """Shows modules to each of torch's tracers once: one lives as long as one recording of a profiler."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._met: object = None  # the tracer that knows the modules
+
+    def meet(self, modules: Iterable[nn.Module]) -> None:
+        """Called between passes, before a forward."""
+        tracer = sys.getprofile()  # as long as no profiler with stacks runs, it is None
+        if tracer is self._met:
+            return
+        self._met = tracer
+        if type(tracer).__name__ != "TraceContext":
+            return
+        context, home = self._context, self._context.engine.home
+        units = range(len(context.units))
+        # Ranks have parts of weights. Only an address is wanted here, so that of this rank's part will do.
+        parts = [context.home.address("working copies", unit) for unit in units] if context.ranks is not None else []
+        num_open = home.num_open()
+        try:
+            with plainly():
+                home.open_home(list(units), False, parts)
+            for module in modules:
+                _call_without_code(module)
+        finally:
+            home.close_home(num_open, False)
+
+
+def _call_without_code(module: nn.Module) -> None:
+    own = vars(module)
+    before = own.get("_compiled_call_impl")
+    own["_compiled_call_impl"] = _nothing
+    try:
+        module()
+    finally:
+        del own["_compiled_call_impl"]
+        if before is not None:
+            own["_compiled_call_impl"] = before
+
+
+def _nothing() -> None:
+    """Takes the place of what `nn.Module.__call__` calls."""
