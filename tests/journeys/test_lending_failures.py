@@ -158,7 +158,9 @@ def test_step_before_the_first_pass_does_not_count(pipeline):
 
 def test_stages_that_wait_for_one_that_is_wrapped_without_them_say_so(pipeline):
     ended = pipeline.run({}, {"alone": True}, timeout_s=3.0)
-    told = r"ranks \[0, 1\] of the world did not all meet within 0:00:03; .* with mesh= or stages= of the same ranks"
+    told = (
+        r"a meeting of ranks \[0, 1\] of the world failed; .* within 0:00:03.* with mesh= or stages= of the same ranks"
+    )
     assert ended[0].status == 1 and re.search(told, ended[0].error), f"{ended[0]}"
     assert ended[1].status == 1 and ended[1].late_s < BOUND_S, f"{ended[1]}"
 
@@ -223,8 +225,8 @@ def test_five_starts_and_kills_leave_nothing(pipeline):
 
 
 @pytest.mark.long
-def test_a_hundred_starts_and_kills_leave_nothing(pipeline):
-    for seed in range(5, 105):
+def test_forty_starts_and_kills_leave_nothing(pipeline):
+    for seed in range(5, 45):
         kill_at_any_moment(pipeline, seed)
 
 

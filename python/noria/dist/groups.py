@@ -77,8 +77,9 @@ class Group:
             return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=patience)
         except RuntimeError as error:
             raise _C.MachineError(
-                f"ranks {list(self.ranks)} of the world did not all meet within {patience}; they call noria.wrap "
-                f"together, with mesh= or stages= of the same ranks ({error})"
+                f"rank {self.rank} of {self.size}: a meeting of ranks {list(self.ranks)} of the world failed; a rank "
+                f"has died, raised, or hung, or it did not come within {patience}. They call noria.wrap together, with "
+                f"mesh= or stages= of the same ranks ({error})"
             ) from error
 
     @property
