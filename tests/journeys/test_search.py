@@ -243,7 +243,7 @@ def run(draw: Draw) -> None:
 
 
 def test_no_draw_changes_a_bit():
-    first, seconds = int(os.environ.get("SEARCH_FROM", "0")), float(os.environ.get("SEARCH_SECONDS", "120"))
+    first, seconds = int(os.environ.get("SEARCH_FROM", "0")), float(os.environ.get("SEARCH_SECONDS", "60"))
     begun, seed, failures = time.monotonic(), first, []
     while seed == first or time.monotonic() - begun < seconds:
         draw = drawn(seed)
