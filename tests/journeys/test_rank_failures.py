@@ -114,7 +114,7 @@ def test_ranks_hear_of_the_first_that_fails_as_it_writes_the_file(train, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_ranks_hear_of_one_that_is_killed_at_any_moment(train, tmp_path, seed):
     draw = random.Random(seed)
     size = draw.choice([2, 2, 3, 4])
@@ -125,7 +125,7 @@ def test_ranks_hear_of_one_that_is_killed_at_any_moment(train, tmp_path, seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_ranks_hear_of_one_that_hangs_at_any_moment(train, seed):
     draw = random.Random(100 + seed)
     size = draw.choice([2, 3])

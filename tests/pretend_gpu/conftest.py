@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import device
 from tests.pretend_gpu import vehicle
 from tests.pretend_gpu.machine import settle
 
@@ -15,8 +16,9 @@ def pytest_ignore_collect(collection_path):
 
 
 @pytest.fixture(autouse=True)
-def clean():
+def clean(monkeypatch):
     """No test finds what another has left behind, and none passes whose kernels fail behind its back."""
+    monkeypatch.setattr(device, "steps_at_home", False)
     yield
     if vehicle.is_installed():
         import torch
