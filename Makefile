@@ -70,8 +70,8 @@ test-modules: all
 	$(CMAKE) --build build/current --target test_modules --parallel $(JOBS)
 
 # Everything: clang-tidy, the C++ tests plain and under the sanitizers, then all Python tests, the long ones too, with
-# new examples; and of each test that `make pretend` runs some cases. Ranks that are forked have one hash seed. Some
-# tests of ranks run again with ranks that have their own.
+# new examples. Of each test that `make pretend` runs, it runs some cases there. Ranks that are forked have one hash
+# seed. Some tests of ranks run again with ranks that have their own.
 test-all: tidy googletest sanitize test-modules
 	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default --durations=40
 	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
