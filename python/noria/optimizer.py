@@ -101,7 +101,9 @@ class WrappedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def _optimizer_step_code(self) -> None:
-        """Is what torch's profiler takes for a step whose parameters it may look at: here they are evicted."""
+        """Hides a step from torch's profiler, which would look at the parameters: they are evicted."""
+        if self._noria is None:
+            super()._optimizer_step_code()
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Marks a backward that no `step()` follows.

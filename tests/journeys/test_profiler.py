@@ -74,6 +74,27 @@ def test_a_root_with_weights_of_its_own_needs_reads_at_home():
         profiled(side)
 
 
+class Listed(Net):
+    """Has modules that cannot be called, as adapters have. Their weights belong to the module around them."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(())])
+            self.by_name = nn.ParameterDict({"bias": torch.zeros(())})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scales[0] + self.by_name["bias"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(Listed.Scaled(), self.head)
+
+
+def test_modules_that_cannot_be_called():
+    both(profiled, model=Listed)
+
+
 def test_compiled_blocks_are_met_too():
     def journey(side: Side) -> None:
         for block in side.model.blocks:

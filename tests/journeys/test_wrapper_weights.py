@@ -116,6 +116,35 @@ def test_a_load_of_another_kind_is_refused_as_by_torch():
     assert_same_bits(side.model.state_dict(), before)
 
 
+def test_files_hold_wrappers(tmp_path: Path):
+    torch.serialization.add_safe_globals([Codes])
+    side = wrap_side(new_side(model=adapted, optimizer=adapters), window=2)
+    noria.save(tmp_path / "saved.pt", side.model, side.optimizer)
+    other = wrap_side(new_side(1, model=adapted, optimizer=adapters), window=2)
+    noria.load(tmp_path / "saved.pt", other.model, other.optimizer)
+    plain = new_side(2, model=adapted, optimizer=adapters)
+    noria.load(tmp_path / "saved.pt", plain.model, plain.optimizer)
+    for each in (other, plain):
+        assert_same_bits(each.model.state_dict(), side.model.state_dict())
+
+
+def test_one_that_is_unfrozen_is_refused():
+    side = wrap_side(new_side(model=adapted, optimizer=adapters), window=2)
+    weight = side.model[2].base.weight
+    weight.requires_grad_(True)
+    with pytest.raises(noria.UsageError, match="only adapters beside it"):
+        side.model(batch(0))
+    weight.requires_grad_(False)
+    train(side)
+
+
+def with_one_scale() -> nn.Module:
+    model = adapted()
+    codes, scale = model[1].base.weight.codes, model[0].base.weight.scale
+    model[1].base.weight = nn.Parameter(Codes(codes, scale, False), requires_grad=False)
+    return model
+
+
 def test_they_are_copied_handed_over_and_given_back():
     plain = new_side(model=adapted, optimizer=adapters).model
     side = wrap_side(new_side(model=adapted, optimizer=adapters), window=2)
@@ -176,7 +205,11 @@ def on_meta() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "remedy"),
-    [(trained, "only adapters beside it can be trained"), (on_meta, "give it values before noria.wrap")],
+    [
+        (trained, "only adapters beside it can be trained"),
+        (on_meta, "give it values before noria.wrap"),
+        (with_one_scale, "parameters that share no memory"),
+    ],
 )
 def test_others_are_refused(model: Any, remedy: str):
     with pytest.raises(noria.UsageError, match=remedy):
@@ -187,7 +220,7 @@ def trained_and_saved(rank: int, size: int, folder: str) -> None:
     """Ranks with the same batches have the bits of one process, and so has what they save and load."""
 
     def trained(steps: int = 3, seed: int = 0) -> Side:
-        side = wrap_side(new_side(seed, model=adapted, optimizer=adapters), window=2, kernel="torch")
+        side = wrap_side(new_side(seed, model=adapted, optimizer=adamw), window=2, kernel="torch")
         train(side, 0, steps, looks=False)
         return side
 

@@ -37,7 +37,8 @@ def sharded_state(
 
     Each rank writes only what it has at home, and reads no more. The folder holds whole tensors, in pieces. Their names
     are those of `get_state_dict` of `torch.distributed.checkpoint.state_dict`. So any number of ranks may load it, or
-    noria without ranks, or plain torch.
+    noria without ranks, or plain torch. Exception: of a weight that wraps tensors, as torchao's do, it holds those
+    inside under names of their own, which noria alone loads.
 
     If ranks share the model, all of them call this right before the save or load. `torch.distributed.checkpoint` waits
     for all ranks, and assists none of them meanwhile.

@@ -102,7 +102,8 @@ def _write(path: str | os.PathLike[str], contents: dict[str, object]) -> None:
         raise usage_error(
             "values that torch.load(weights_only=True) reads: numbers, strings, containers and tensors",
             f"{name!r}: {reason}",
-            "convert them first: float(x), x.tolist(), or torch.as_tensor(x)",
+            "convert them first: float(x), x.tolist(), or torch.as_tensor(x); a class of tensors needs "
+            "torch.serialization.add_safe_globals([...])",
         ) from None
     os.replace(temporary, path)
 

@@ -144,7 +144,7 @@ class ModuleHooks:
         self._expect_updates = expect_updates
         self._wrap_anew = wrap_anew
         self._tracer = Tracer(context)
-        self._frozen = [slot.parameter for slot in context.slots if not slot.trainable]
+        self._frozen = [parameter for parameter, slot in context.slot_of.items() if not slot.trainable]
         run.in_forward = self.in_forward
         run.on_recover.append(self.forget_dead_forward)
         self._handles: list[RemovableHandle] = []
@@ -223,7 +223,7 @@ class ModuleHooks:
             if len(self._entered_roots) > 1:
                 return
             self._check_peers()
-            self._tracer.meet(each for root in self.context.partition.roots for each in root.modules())
+            self._tracer.meet_modules()
             if torch.is_grad_enabled():
                 self.step.expect()
             self._forget_inner_hooks()

@@ -1,8 +1,8 @@
 """Lets a profiler with stacks meet the modules while their weights have addresses.
 
 torch's tracer writes down the addresses of a module's weights when the module is called first, before any hook runs
-(torch/csrc/autograd/profiler_python.cpp). That raises if they are evicted. So before a forward each module is called
-while its weights show the home. The call runs no code of the module's.
+(torch/csrc/autograd/profiler_python.cpp). That raises if they are evicted. So before the first forward of a recording
+each module is called while its weights show the home. The call runs no code of the module's.
 
 A root's own weights are written down before noria's hook on the root runs. Under reads="home" they show the home then.
 """
@@ -10,7 +10,6 @@ A root's own weights are written down before noria's hook on the root runs. Unde
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 from torch import nn
 
@@ -21,21 +20,23 @@ __all__ = ["Tracer"]
 
 
 class Tracer:
-    """Shows modules to each of torch's tracers once: one lives as long as one recording of a profiler."""
+    """Shows modules to torch's tracer once for each recording, and for each thread that it records."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._met: object = None  # the tracer that knows the modules
+        self._met: list[object] = []  # by which the tracer is known on a thread
 
-    def meet(self, modules: Iterable[nn.Module]) -> None:
-        """Called between passes, before a forward."""
-        tracer = sys.getprofile()  # as long as no profiler with stacks runs, it is None
-        if tracer is self._met:
-            return
-        self._met = tracer
-        if type(tracer).__name__ != "TraceContext":
+    def meet_modules(self) -> None:
+        """Called between passes, before a forward. The first time it waits for all updates."""
+        tracer = sys.getprofile()
+        if tracer is None:  # no profiler with stacks runs
+            self._met.clear()
             return
         context, home = self._context, self._context.engine.home
+        is_known = any(tracer is each for each in self._met)
+        if is_known or type(tracer).__name__ != "TraceContext" or "working copies" in context.home.staged:
+            return
+        self._met.append(tracer)
         units = range(len(context.units))
         # Ranks have parts of weights. Only an address is wanted here, so that of this rank's part will do.
         parts = [context.home.address("working copies", unit) for unit in units] if context.ranks is not None else []
@@ -43,8 +44,9 @@ class Tracer:
         try:
             with plainly():
                 home.open_home(list(units), False, parts)
-            for module in modules:
-                _call_without_code(module)
+            for root in context.partition.roots:
+                for module in root.modules():
+                    _call_without_code(module)
         finally:
             home.close_home(num_open, False)
 
@@ -54,7 +56,7 @@ def _call_without_code(module: nn.Module) -> None:
     before = own.get("_compiled_call_impl")
     own["_compiled_call_impl"] = _nothing
     try:
-        module()
+        nn.Module.__call__(module)  # by this code the tracer knows calls; some classes have others
     finally:
         del own["_compiled_call_impl"]
         if before is not None:

@@ -30,6 +30,8 @@ def flaw_of_wrapper(parameter: nn.Parameter) -> tuple[str, str] | None:
         return f"of type {name} that is trained", "freeze it: only adapters beside it can be trained"
     if parameter.is_meta:
         return f"of type {name} on the meta device", "give it values before noria.wrap"
+    if any(isinstance(each, nn.Parameter) or each.requires_grad for _, each in inner_tensors(parameter)):
+        return f"of type {name} with a Parameter inside", "make it of plain tensors without gradients"
     return None
 
 
@@ -71,7 +73,10 @@ def settle_wrappers(roots: Iterable[nn.Module]) -> None:
     for root in roots:
         for parameter in root.parameters():
             if is_wrapper(parameter):
-                parameter.data = made_again(parameter, lambda tensor: tensor)
+                settled = made_again(parameter, lambda tensor: tensor)
+                parameter.data = settled
+                for name in _flattened(parameter)[0]:
+                    setattr(parameter, name, getattr(settled, name))
 
 
 def _flattened(parameter: Any) -> tuple[list[str], object]:

@@ -326,8 +326,8 @@ def _set_shards(slots: list[HomeParameter], begin: int, part: int, rank: int, nu
 
 def travel_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the working copy. Tensors inside wrappers keep theirs."""
-    is_cast = dtype is not None and isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
-    return dtype if is_cast and dtype is not None else parameter.dtype
+    is_cast = isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
+    return dtype if dtype is not None and is_cast else parameter.dtype
 
 
 def aligned(num_bytes: int, alignment: int = _C.TENSOR_ALIGNMENT) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from noria._errors import UsageError, usage_error
+from noria.model.inner_tensors import tensors_in
 from noria.model.update_rules import AS_IT_IS, Scaling
 from noria.pipeline.microbatch_buffers import MicrobatchBuffers
 from noria.pipeline.pipelining_compat import FOLLOWED, schedule_that_calls, waits_for_sends
@@ -152,7 +153,8 @@ class _StageAdapter:
         self.accumulation = adapters.accumulation
         self.stage = stage
         slot_of = self.context.slot_of
-        self.slots = [slot_of[p] for p in dict.fromkeys(stage.submod.parameters()) if p in slot_of]
+        known = [each for each in tensors_in(stage.submod.parameters()) if each in slot_of]
+        self.slots = [slot_of[each] for each in dict.fromkeys(known)]
         self.indices = {slot.index for slot in self.slots}
         self.units = {slot.unit for slot in self.slots}
         self.divisor = 1  # the schedule will divide gradients by it; 1 if unknown

@@ -19,6 +19,7 @@ from noria.dist.groups import Line
 from noria.dist.ranks import Grid, comparable
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
+from noria.model.inner_tensors import tensors_in
 from noria.model.layout import (
     HomeUnit,
     Region,
@@ -359,7 +360,7 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[Line]:
         lines.append(f"{type(optimizer).__name__} by {kernel}")
         numbers = {slot.parameter: slot.index for unit in planned.units for slot in unit.parameters}
         for number, group in enumerate(optimizer.param_groups):
-            held = [numbers[parameter] for parameter in group["params"]]
+            held = [numbers[each] for each in tensors_in(group["params"])]
             whose = f"group {number} of {type(optimizer).__name__}"
             lines.append(f"{whose} holds parameters {held}")
             values = {

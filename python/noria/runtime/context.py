@@ -16,7 +16,7 @@ from noria import _C
 from noria.dist.ranks import Ranks
 from noria.host.device_buffers import DeviceBuffers
 from noria.host.home import Home
-from noria.model.inner_tensors import inner_tensors, is_wrapper
+from noria.model.inner_tensors import inner_tensors, is_wrapper, tensors_in
 from noria.model.layout import HomeParameter, HomeUnit
 from noria.model.partition import Partition
 from noria.planning.wrap_plan import WrapPlan
@@ -94,7 +94,8 @@ class Context:
         return {parameter for root in self.partition.roots for parameter in root.parameters()}
 
     def unit_indices(self, module: nn.Module) -> list[int]:
-        return sorted({self.slot_of[p].unit for p in module.parameters() if p in self.slot_of})
+        known = self.slot_of
+        return sorted({known[each].unit for each in tensors_in(module.parameters()) if each in known})
 
     def write_trace(self) -> None:
         if self.trace is not None and self.policy.trace is not None:

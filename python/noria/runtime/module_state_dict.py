@@ -10,7 +10,7 @@ from torch import nn
 from noria._errors import usage_error
 from noria.dist.load_fingerprint import lines_of_model, refuse_others
 from noria.dist.ranks import raised_by_all
-from noria.model.inner_tensors import inner_tensors, is_wrapper, tensors_in
+from noria.model.inner_tensors import inner_tensors, is_wrapper, made_again, tensors_in
 from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 from noria.runtime.hooks import Hook
@@ -123,7 +123,7 @@ class ModuleStateDicts:
         self.run.recover()
         self.run.require_loadable("model.load_state_dict()")
         self.sync.meet(f'load "{prefix}{next(iter(own))}"')
-        units = sorted({self.context.slot_of[each].unit for each in own.values()})
+        units = sorted({self.context.slot_of[each].unit for each in tensors_in(own.values())})
         if self.context.ranks is None:
             self._loads.append(self.context.engine.home.num_open())
             self.context.engine.home.open_home(units, True)
@@ -153,14 +153,15 @@ class ModuleStateDicts:
         self.loads.note(slot.index)
 
     def _take_inner(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
-        """Takes the values of the tensors inside a wrapper. Returns False if `value` has others."""
-        own, given = dict(inner_tensors(parameter)), dict(inner_tensors(value))
-        if type(value) is not type(parameter) or own.keys() != given.keys():
+        """Takes the values of the tensors inside a wrapper. Returns False if the wrapper's class refuses `value`."""
+        copied = made_again(parameter, lambda own: torch.empty_like(own, device="cpu"))
+        try:
+            with torch.no_grad():
+                copied.copy_(value)
+        except Exception:  # torch gets the same when it copies, and tells all that were refused
             return False
-        if any(given[name].shape != each.shape or given[name].dtype != each.dtype for name, each in own.items()):
-            return False
-        for name, each in own.items():
-            self._take_value(self.context.slot_of[each], given[name])
+        for (_, own), (_, taken) in zip(inner_tensors(parameter), inner_tensors(copied), strict=True):
+            self._take_value(self.context.slot_of[own], taken)
         return True
 
     @staticmethod

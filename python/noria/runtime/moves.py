@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from noria._errors import usage_error
+from noria.model.inner_tensors import is_wrapper
 from noria.runtime.context import Context
 
 __all__ = ["Moves", "answer_moves", "forget_moves"]
@@ -40,8 +41,13 @@ class Moves:
             for name, buffer in list(each.named_buffers(recurse=False)):
                 each._buffers[name] = fn(buffer)
             for parameter in each.parameters(recurse=False):
-                if parameter not in context.slot_of:  # registered after the wrap
-                    with torch.no_grad():
+                if parameter in context.slot_of:
+                    continue
+                with torch.no_grad():  # registered after the wrap
+                    if is_wrapper(parameter):
+                        moved = nn.Parameter(fn(parameter), parameter.requires_grad)
+                        torch.utils.swap_tensors(parameter, moved)
+                    else:
                         parameter.data = fn(parameter.data)
         return module
 
