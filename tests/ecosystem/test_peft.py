@@ -275,6 +275,14 @@ def added_while_wrapped(run: Run) -> None:
     run.keep_model(model, "without the late one")
 
 
+def profiled(run: Run) -> None:
+    """With stacks, so that torch's tracer meets all modules."""
+    model, optimizer = adapted(run, lora())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
+        losses(run, model, optimizer, range(3))
+    run.keep_model(model)
+
+
 def mixed_in_a_batch(run: Run) -> None:
     """Each row of a batch has its adapter, or none, as where adapters are served."""
     model = two_adapters(run)
@@ -364,6 +372,7 @@ SCRIPTS: dict[str, Script] = {
     "prepare_model_for_kbit_training": prepared_for_kbit,
     "over a wrapped base": over_a_wrapped_base,
     "set_adapter in no_grad": second_without_gradients,
+    "profiler, with_stack": profiled,
     "two adapters in turn": adapters_in_turn,
     "add_adapter and delete_adapter while wrapped": added_while_wrapped,
     "adapters mixed in a batch": mixed_in_a_batch,
