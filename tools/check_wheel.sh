@@ -85,7 +85,7 @@ told "libraries"
 
 # ---- README's example, as it is printed there ----
 # shellcheck disable=SC2016
-sed -n '/^```python$/,/^```$/{/^```/d;p}' "$tree/README.md" >"$place/example.py"
+awk '/^```python$/ { on = 1; next } /^```$/ && on { exit } on' "$tree/README.md" >"$place/example.py"  # the first
 grep -q "noria.wrap" "$place/example.py" || fail "README.md has no example that wraps a model"
 alone "$python" "$place/example.py" >"$place/example.log" 2>&1 ||
   { tail -n 30 "$place/example.log"; fail "README's example: $place/example.log"; }
