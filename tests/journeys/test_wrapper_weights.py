@@ -138,6 +138,25 @@ def test_one_that_is_unfrozen_is_refused():
     train(side)
 
 
+def test_they_are_where_the_tensors_inside_are():
+    model = adapted().cpu()
+    weight = model[1].base.weight
+    noria.wrap(model, window=2, device=DEVICE)
+    assert weight.device.type == weight.codes.device.type == DEVICE
+    noria.unwrap(model)
+    assert weight.device.type == weight.codes.device.type == "cpu"
+
+
+def test_one_that_comes_late_moves_with_the_tensors_inside():
+    """It stays outside of noria."""
+    side = wrap_side(new_side(model=adapted, optimizer=adapters), window=2)
+    late = side.model.late = adapted(count=1).cpu()[0]
+    weight = late.base.weight
+    side.model.to(DEVICE)
+    assert late.base.weight is weight
+    assert weight.device.type == weight.codes.device.type == weight.scale.device.type == DEVICE
+
+
 def with_one_scale() -> nn.Module:
     model = adapted()
     codes, scale = model[1].base.weight.codes, model[0].base.weight.scale

@@ -48,8 +48,7 @@ def lines_of_model(module: nn.Module, state_dict: Mapping[str, object], prefix: 
             lines.append(f'"{name}", a {type(value).__qualname__}')
         else:
             told = _form if name in own else _checksum
-            tensors = [(f"{name}.{inner}" if inner else name, tensor) for inner, tensor in inner_tensors(value)]
-            lines += [f'"{inner}" {told(tensor)}' for inner, tensor in tensors]
+            lines += [f'"{inner}" {told(tensor)}' for inner, tensor in inner_tensors(value, name)]
     return sorted(lines)
 
 

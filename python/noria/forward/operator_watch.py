@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from noria import _C
-from noria.model.inner_tensors import inner_tensors
+from noria.model.inner_tensors import tensors_in
 from noria.torch_state import in_backward
 
 __all__ = ["OperatorWatch", "tensors_of"]
@@ -244,7 +244,7 @@ class OperatorWatch(TorchFunctionMode):
         units = set()
         for tensor in tensors:
             if type(tensor).__torch_dispatch__ is not _PLAIN:  # has no storage of its own
-                units |= self._units_of(each for _, each in inner_tensors(tensor) if each is not tensor)
+                units |= self._units_of(each for each in tensors_in([tensor]) if each is not tensor)
             elif tensor.layout is torch.strided:
                 unit = self._unit_of_storage.get(_C.storage_of(tensor))
                 if unit is not None:

@@ -22,7 +22,9 @@ def is_wrapper(value: object) -> bool:
 
 
 def flaw_of_wrapper(parameter: nn.Parameter) -> tuple[str, str] | None:
-    """Returns why the tensors inside a parameter cannot be moved, and the remedy. None if they can be moved."""
+    """Returns why the tensors inside a wrapper cannot be moved, and the remedy. None for all other parameters."""
+    if not is_wrapper(parameter):
+        return None
     name = type(parameter).__qualname__
     if any(cls.__name__ == "DTensor" for cls in type(parameter).__mro__):
         return f"of type {name}", "wrap before parameters are converted or sharded"
@@ -30,23 +32,23 @@ def flaw_of_wrapper(parameter: nn.Parameter) -> tuple[str, str] | None:
         return f"of type {name} that is trained", "freeze it: only adapters beside it can be trained"
     if parameter.is_meta:
         return f"of type {name} on the meta device", "give it values before noria.wrap"
-    if any(isinstance(each, nn.Parameter) or each.requires_grad for _, each in inner_tensors(parameter)):
+    if any(isinstance(each, nn.Parameter) or each.requires_grad for each in tensors_in([parameter])):
         return f"of type {name} with a Parameter inside", "make it of plain tensors without gradients"
     return None
 
 
-def inner_tensors(parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors inside a wrapper with their names, such as "qdata" and "scale".
+def inner_tensors(parameter: torch.Tensor, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors inside a wrapper with their names behind its own, such as "weight.scale".
 
-    For another tensor: itself, without a name.
+    For another tensor: itself, with its name.
     """
     if not is_wrapper(parameter):
-        return [("", parameter)]
-    found = []
-    for name in _flattened(parameter)[0]:
-        for inner, tensor in inner_tensors(getattr(parameter, name)):
-            found.append((f"{name}.{inner}" if inner else name, tensor))
-    return found
+        return [(name, parameter)]
+    return [
+        pair
+        for inner in _flattened(parameter)[0]
+        for pair in inner_tensors(getattr(parameter, inner), f"{name}.{inner}" if name else inner)
+    ]
 
 
 def made_again(parameter: torch.Tensor, value_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -61,7 +63,7 @@ def made_again(parameter: torch.Tensor, value_of: Callable[[torch.Tensor], torch
     return made
 
 
-def tensors_in(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+def tensors_in(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yields the parameters, and for a wrapper the tensors inside it."""
     for parameter in parameters:
         for _, tensor in inner_tensors(parameter):

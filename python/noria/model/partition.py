@@ -89,9 +89,9 @@ def partition(
     for root, prefix in zip(roots, prefixes, strict=True):
         buffers.extend(root.named_buffers(prefix=prefix))
         for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
-            _refuse_flaw(name, flaw_of_wrapper(parameter) if is_wrapper(parameter) else None)
-            for inner, tensor in inner_tensors(parameter):
-                names.setdefault(tensor, []).append(f"{name}.{inner}" if inner else name)
+            _refuse_flaw(name, flaw_of_wrapper(parameter))
+            for inner, tensor in inner_tensors(parameter, name):
+                names.setdefault(tensor, []).append(inner)
     _refuse_immovable(names, buffers)
     builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
     for root, prefix in zip(roots, prefixes, strict=True):

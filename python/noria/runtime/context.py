@@ -16,7 +16,7 @@ from noria import _C
 from noria.dist.ranks import Ranks
 from noria.host.device_buffers import DeviceBuffers
 from noria.host.home import Home
-from noria.model.inner_tensors import inner_tensors, is_wrapper, tensors_in
+from noria.model.inner_tensors import is_wrapper, tensors_in
 from noria.model.layout import HomeParameter, HomeUnit
 from noria.model.partition import Partition
 from noria.planning.wrap_plan import WrapPlan
@@ -77,7 +77,7 @@ class Context:
         found = {slot.parameter: slot for slot in self.slots}
         for parameter in self.parameters_now():
             if is_wrapper(parameter):
-                found[parameter] = found[inner_tensors(parameter)[0][1]]
+                found[parameter] = found[next(tensors_in([parameter]))]
         return found
 
     @functools.cached_property

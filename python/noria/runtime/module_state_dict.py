@@ -69,8 +69,8 @@ class ModuleStateDicts:
                 continue  # not in the result, or the parameter itself (keep_vars)
             if is_wrapper(parameter) and self.weights.gives_parts:  # they make no wrapper
                 del state_dict[prefix + name]
-                for inner, tensor in inner_tensors(parameter):
-                    state_dict[f"{prefix}{name}.{inner}"] = self.weights.current(self.context.slot_of[tensor])
+                for inner, tensor in inner_tensors(parameter, prefix + name):
+                    state_dict[inner] = self.weights.current(self.context.slot_of[tensor])
             else:
                 state_dict[prefix + name] = self.weights.current_of(parameter)
         for name, buffer in module._buffers.items():
@@ -138,13 +138,13 @@ class ModuleStateDicts:
             if not self._is_new(value, parameter, parameter.shape if is_wrapper(parameter) else slot.shape):
                 continue
             if is_wrapper(parameter):
+                own_value: torch.Tensor = parameter
                 if not self._take_inner(parameter, value):
                     continue  # torch refuses it
             else:
+                own_value = self.context.home.working(slot) if self.context.ranks is None else parameter
                 self._take_value(slot, value)
-            # so that torch copies the parameter onto itself
-            is_at_home = self.context.ranks is None and not is_wrapper(parameter)
-            state_dict[prefix + name] = self.context.home.working(slot) if is_at_home else parameter
+            state_dict[prefix + name] = own_value  # torch copies the parameter onto itself
 
     def _take_value(self, slot: HomeParameter, value: torch.Tensor) -> None:
         if slot.index in self.loads.missing:
@@ -160,7 +160,7 @@ class ModuleStateDicts:
                 copied.copy_(value)
         except Exception:  # torch gets the same when it copies, and tells all that were refused
             return False
-        for (_, own), (_, taken) in zip(inner_tensors(parameter), inner_tensors(copied), strict=True):
+        for own, taken in zip(tensors_in([parameter]), tensors_in([copied]), strict=True):
             self._take_value(self.context.slot_of[own], taken)
         return True
 

@@ -144,11 +144,7 @@ def assert_same_bits(
 def _without_wrappers(
     named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{inner}" if inner else name: tensor
-        for name, value in dict(named).items()
-        for inner, tensor in inner_tensors(value)
-    }
+    return {inner: tensor for name, value in dict(named).items() for inner, tensor in inner_tensors(value, name)}
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
