@@ -81,6 +81,7 @@ void Backwards::begin() {
     signature.accumulating = owners_.views.is(index) == GradientIs::held;
   }
   parts_.engine.begin_pass(signature, parts_.current_stream());
+  owners_.storages.tell_pass(true);
   owners_.views.begin_backward(parts_.engine.drafts()->expects_step());
   // If this backward raises, drains may still be on their way when the user edits held gradients.
   if (signature.accumulating && parts_.shows_gradients()) owners_.views.guard();
@@ -113,6 +114,7 @@ void Backwards::finish() {
   }
   owners_.saved.forget_dropped(parts_.engine);
   parts_.engine.end_pass(parts_.current_stream());
+  owners_.storages.tell_pass(false);
   for (const int index : owners_.catcher.take_arrived()) owners_.views.show(index);
   owners_.visits.resume_forward();
 }
@@ -142,6 +144,7 @@ void Backwards::recover() {
 
 void Backwards::abandon_forward() {
   if (parts_.engine.phase() == Phase::forward) reset();
+  owners_.storages.tell_pass(false);
 }
 
 // If the training thread has left a backward that has not ended, that backward raised. A thread of autograd's may still
@@ -165,6 +168,7 @@ void Backwards::reset() {
   owners_.visits.forget();
   owners_.catcher.forget();
   parts_.engine.reset(parts_.current_stream());
+  owners_.storages.tell_pass(false);
 }
 
 }  // namespace noria

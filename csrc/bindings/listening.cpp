@@ -112,56 +112,70 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-/// Tells the listeners of all arguments. Returns the arguments that the operator writes.
-std::vector<Heard> tell_listeners(const c10::OperatorHandle& op, const Stack& stack) {
+struct Used {
+  std::vector<Heard> read, written;
+};
+
+/// Tells the listeners of all arguments, and returns them.
+Used tell_listeners(const c10::OperatorHandle& op, const Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const std::size_t first = stack.size() - arguments.size();
-  std::vector<Heard> written;
+  Used used;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(stack[first + i], [&](const at::Tensor& tensor) {
       Heard found = heard(tensor);
       if (!found.listener) return;
       if (!is_written(arguments[i])) {
         found.listener->before_read(found.number);
+        used.read.push_back(std::move(found));
         return;
       }
       found.listener->before_write(found.number);
-      written.push_back(std::move(found));
+      used.written.push_back(std::move(found));
     });
   }
-  return written;
+  return used;
 }
 
-/// Runs the operator, then tells the listeners of the tensors that it has written.
-void carry_out(const c10::OperatorHandle& op, Stack& stack, c10::DispatchKey without, std::vector<Heard> written) {
+/// Runs the operator, then tells the listeners of the tensors that it has written. If it raises, tells all listeners.
+void carry_out(const c10::OperatorHandle& op, Stack& stack, c10::DispatchKey without, const Used& used) {
   struct End {
-    std::vector<Heard> written;
+    const Used& used;
     ~End() {
-      for (const Heard& each : written) each.listener->after_write(each.number);
+      for (const Heard& each : used.written) each.listener->after_write(each.number);
     }
   };
-  const End end{std::move(written)};
+  const End end{used};
   const c10::impl::ExcludeDispatchKeyGuard guard(without);
-  op.callBoxed(&stack);
+  try {
+    op.callBoxed(&stack);
+  } catch (...) {
+    as_python_errors([&] {
+      for (const auto* each : {&used.written, &used.read}) {
+        for (const Heard& told : *each) told.listener->failed(told.number);
+      }
+    });
+    throw;
+  }
 }
 
 // ---- what the dispatcher calls ------------------------------------------------------------------------------------
 
 void hear(const c10::OperatorHandle& op, Stack* stack) {
   bool is_answered = false;
-  std::vector<Heard> written;
+  Used used;
   as_python_errors([&] {
     const Answer answer = answer_of(op);
     is_answered = answer != nullptr && answer(op, *stack);
-    if (!is_answered) written = tell_listeners(op, *stack);
+    if (!is_answered) used = tell_listeners(op, *stack);
   });
-  if (!is_answered) carry_out(op, *stack, kHearsAll, std::move(written));
+  if (!is_answered) carry_out(op, *stack, kHearsAll, used);
 }
 
 void hear_write(const c10::OperatorHandle& op, Stack* stack) {
-  std::vector<Heard> written;
-  as_python_errors([&] { written = tell_listeners(op, *stack); });
-  carry_out(op, *stack, kWrites, std::move(written));
+  Used used;
+  as_python_errors([&] { used = tell_listeners(op, *stack); });
+  carry_out(op, *stack, kWrites, used);
 }
 
 bool writes(const c10::FunctionSchema& schema) {

@@ -57,6 +57,8 @@ class Listener {
   virtual void before_write(int /*number*/) {}
   /// Called after the operator has returned or raised.
   virtual void after_write(int /*number*/) {}
+  /// Called if the operator has raised. May raise an error that says more.
+  virtual void failed(int /*number*/) {}
   /// Returns true if `tensor`, which shares memory with this one, is exactly the whole of it.
   virtual bool is_whole(int /*number*/, const at::Tensor& /*tensor*/) const { return false; }
 

@@ -32,6 +32,7 @@ void ModuleVisits::begin_forward(std::int32_t root, bool training, bool grad_ena
   forward_ = signature;
   saved_.forget_dropped(parts_.engine);  // of a forward that had no backward
   parts_.engine.begin_pass(signature, parts_.current_stream());
+  storages_.tell_pass(!alone_);
 }
 
 void ModuleVisits::end_forward(const std::vector<at::Tensor>& outputs) {
@@ -40,6 +41,7 @@ void ModuleVisits::end_forward(const std::vector<at::Tensor>& outputs) {
   }
   entered_.clear();
   if (parts_.engine.phase() == Phase::forward) parts_.engine.end_pass(parts_.current_stream());
+  storages_.tell_pass(false);
   storages_.raise_lost_writes();
 }
 
@@ -153,6 +155,7 @@ void ModuleVisits::resume_forward() {
   Signature rest = *forward;  // torch.autograd.grad ran inside a module
   if (rest.root >= 0) rest.root = -2 - rest.root;
   parts_.engine.begin_pass(rest, parts_.current_stream());
+  storages_.tell_pass(forward->root >= 0);
   announce(entered_.back(), Phase::forward);
 }
 

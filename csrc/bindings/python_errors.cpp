@@ -54,6 +54,23 @@ void register_kept_python_errors() {
   });
 }
 
+std::string stepping_optimizer() {
+  namespace py = pybind11;
+  const py::gil_scoped_acquire gil;
+  PyFrameObject* const top = PyEval_GetFrame();  // borrowed; null on a thread that runs no Python
+  if (top == nullptr) return {};
+  const py::object known = py::module_::import("torch.optim").attr("Optimizer");
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(top));
+  for (; !frame.is_none(); frame = frame.attr("f_back")) {
+    if (frame.attr("f_code").attr("co_name").cast<std::string>() != "step") continue;
+    const py::object self = frame.attr("f_locals").attr("get")("self");
+    const py::object cls = py::type::of(self);
+    if (cls.attr("__module__").cast<std::string>().starts_with("noria.")) return {};  // a wrapped one runs a closure
+    if (py::isinstance(self, known)) return cls.attr("__qualname__").cast<std::string>();
+  }
+  return {};
+}
+
 void as_python_errors(const std::function<void()>& body) {
   // An operator holds the GIL if numpy or Python itself asked for memory. Another thread may need the GIL before it can
   // release the engine.

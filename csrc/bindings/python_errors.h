@@ -32,6 +32,10 @@ void keep_python_errors(const std::function<void()>& body);
 /// Registers the translation of KeptPythonError. Order: once, when the extension module is made.
 void register_kept_python_errors();
 
+/// Returns the class of the torch.optim.Optimizer whose `step` runs on this thread, if noria has not wrapped it; else
+/// an empty string. Takes the GIL.
+std::string stepping_optimizer();
+
 /// Runs `body` without the GIL, even if the caller holds it. A UsageError, InvariantError or MachineError leaves as the
 /// Python exception of that name, a KeptPythonError as the exception that it carries.
 void as_python_errors(const std::function<void()>& body);

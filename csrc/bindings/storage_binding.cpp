@@ -6,20 +6,28 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "bindings/python_errors.h"
 #include "bindings/watched.h"
 
 namespace noria {
 namespace {
 
-std::string evicted_message(const std::string& unit, bool is_shared) {
-  return usage_text(
-      "unit \"" + unit + "\" on the device", "it evicted (unit " + unit + " is evicted: use noria.materialize)",
-      std::string("between passes, read and edit parameters inside `with noria.materialize(model):`") +
-          (is_shared ? ", which all ranks enter"
-                     : "; or wrap with reads=\"home\", which shows them from step() to the next forward") +
-          "; give all optimizers to noria.wrap, and leave DistributedDataParallel out; inside a "
-          "forward that uses it outside of its module in some passes only, wrap with "
-          "check=\"operators\"");
+std::string evicted(const std::string& unit) {
+  return "it evicted (unit " + unit + " is evicted: use noria.materialize)";
+}
+
+std::string text_between_passes(const std::string& unit, bool is_shared) {
+  return usage_text("unit \"" + unit + "\" on the device", evicted(unit),
+                    std::string("read and edit parameters inside `with noria.materialize(model):`") +
+                        (is_shared
+                             ? ", which all ranks enter"
+                             : "; or wrap with reads=\"home\", which shows them from step() to the next forward"));
+}
+
+std::string text_in_pass(const std::string& unit) {
+  return usage_text("unit \"" + unit + "\" on the device", evicted(unit),
+                    "call the module that holds it, or wrap with check=\"operators\": it finds weights that only some "
+                    "passes use outside of their module");
 }
 
 std::string ended_message(const std::string& unit) {
@@ -37,6 +45,9 @@ class StorageBinding::Writes final : public Listener {
 
   void before_write(int unit) override {
     if (*binding_ != nullptr) (*binding_)->storages_[UnitId(unit)]->note_write();
+  }
+  void failed(int unit) override {
+    if (*binding_ != nullptr) (*binding_)->refuse_strange_step(UnitId(unit));
   }
 
  private:
@@ -57,6 +68,7 @@ void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
   const std::size_t num_units = units.size();
   facts_ = UnitMap<UnitFacts>(num_units, {});
   working_ = UnitMap<std::byte*>(num_units, nullptr);
+  between_passes_ = in_pass_ = UnitMap<std::string>(num_units, {});
   if (!parts_.device.is_cpu()) looks_.emplace(parts_.device, num_units);
   versions_.resize(static_cast<std::size_t>(parts_.parameters.size()), 0);
   std::vector<std::unique_ptr<UnitStorage>> storages;
@@ -64,8 +76,9 @@ void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
     const EngineUnit& engine = units[unit].engine;
     facts_[unit] = engine.facts;
     working_[unit] = engine.working;
-    storages.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, parts_.device,
-                                                     evicted_message(engine.facts.name, parts_.is_shared)));
+    between_passes_[unit] = text_between_passes(engine.facts.name, parts_.is_shared);
+    in_pass_[unit] = text_in_pass(engine.facts.name);
+    storages.push_back(std::make_unique<UnitStorage>(engine.facts.weights.count, parts_.device, between_passes_[unit]));
     listen(storages.back()->storage(), writes_, unit.value);
   }
   storages_ = UnitMap<std::unique_ptr<UnitStorage>>(std::move(storages));
@@ -74,7 +87,27 @@ void StorageBinding::bind(const UnitMap<BridgedUnit>& units) {
 
 void StorageBinding::end() {
   *self_ = nullptr;
-  for (const UnitId unit : storages_.ids()) storages_[unit]->end(ended_message(parts_.parameters.unit_name(unit)));
+  for (const UnitId unit : storages_.ids()) {
+    storages_[unit]->evict();
+    storages_[unit]->refuse_with(ended_message(parts_.parameters.unit_name(unit)));
+  }
+}
+
+void StorageBinding::tell_pass(bool is_under_way) {
+  if (is_pass_under_way_.exchange(is_under_way) == is_under_way) return;
+  for (const UnitId unit : storages_.ids()) {
+    storages_[unit]->refuse_with(is_under_way ? in_pass_[unit] : between_passes_[unit]);
+  }
+}
+
+// An operator on weights has raised. They may be those of an optimizer that noria does not know.
+void StorageBinding::refuse_strange_step(UnitId unit) const {
+  if (storages_[unit]->attached() || is_pass_under_way_) return;
+  const std::string optimizer = stepping_optimizer();
+  if (optimizer.empty()) return;
+  throw UsageError("unit \"" + facts_[unit].name + "\" on the device",
+                   evicted(facts_[unit].name) + ", and " + optimizer + ".step() about to use it",
+                   "give this optimizer to noria.wrap, in one list with all others of the model");
 }
 
 // ---- on the device ----------------------------------------------------------------------------------------------

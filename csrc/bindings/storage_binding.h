@@ -14,6 +14,7 @@
 // Threads: as TorchBridge's hooks. Operators that write weights are heard on any thread.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,6 +50,8 @@ class StorageBinding {
   void raise_lost_writes();
   /// Reads the answers of looks first. Call it between passes. `waits`: for all of them.
   void raise_late_writes(bool waits);
+  /// Tells whether a pass is under way: an access to evicted weights then has another remedy.
+  void tell_pass(bool is_under_way);
   /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen.
   void check(const std::vector<UnitId>& units);
 
@@ -85,14 +88,17 @@ class StorageBinding {
   /// Compares the unit's bytes on the device with what this rank has at home. Waits for the device.
   bool is_as_at_home(UnitId unit, const at::Tensor& shown) const;
   std::string some_parameter_of(UnitId unit) const;
+  void refuse_strange_step(UnitId unit) const;
 
   const BridgeParts& parts_;
   const std::shared_ptr<StorageBinding*> self_;  // emptied when this object ends
   const std::shared_ptr<Listener> writes_;       // numbers are units
   UnitMap<std::unique_ptr<UnitStorage>> storages_;
   UnitMap<UnitFacts> facts_;
-  UnitMap<std::byte*> working_;          // at home; null: the unit has none
-  std::optional<ByteLooks> looks_;       // once bound, on a device; see Note [Looks]
+  UnitMap<std::byte*> working_;                    // at home; null: the unit has none
+  std::optional<ByteLooks> looks_;                 // once bound, on a device; see Note [Looks]
+  UnitMap<std::string> between_passes_, in_pass_;  // what an access to evicted weights raises
+  std::atomic<bool> is_pass_under_way_{false};
   std::vector<std::uint32_t> versions_;  // by parameter: its variable's, when its unit was attached
   Mutex mutex_;
   std::vector<std::string> lost_writes_ NORIA_GUARDED_BY(mutex_);  // changed in place on the device, not yet reported

@@ -54,10 +54,9 @@ void UnitStorage::evict() {
   attached_ = false;
 }
 
-void UnitStorage::end(std::string message) {
-  evict();
+void UnitStorage::refuse_with(std::string message) {
   evicted_message_ = std::move(message);
-  refuse_access(storage_, evicted_message_);
+  if (!attached_) refuse_access(storage_, evicted_message_);
 }
 
 at::Tensor UnitStorage::view(at::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -26,8 +26,8 @@ class UnitStorage {
 
   void attach(std::byte* memory);
   void evict();
-  /// Evicts it for good. A later access raises with `message`.
-  void end(std::string message);
+  /// From now on an access raises with `message` while the storage is evicted.
+  void refuse_with(std::string message);
   bool attached() const { return attached_; }
   /// Returns true if something has asked for write access since `attach`, or has written without asking.
   bool written() const;

@@ -31,6 +31,7 @@ from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.module_state_dict import ModuleStateDicts
 from noria.runtime.moves import answer_moves, forget_moves
+from noria.runtime.no_parallel import allow_parallel, refuse_parallel
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
@@ -126,6 +127,7 @@ class Wrapped:
             answer_moves(root, context)
             answer_copies(root, context, run, self.weights)
             for module in root.modules():
+                refuse_parallel(module)
                 _WRAPPED[module] = weakref.ref(self)
 
     def _connect_engine(self) -> None:
@@ -192,4 +194,5 @@ class Wrapped:
             forget_moves(root)
             forget_copies(root)
             for module in root.modules():
+                allow_parallel(module)
                 _WRAPPED.pop(module, None)

@@ -21,6 +21,7 @@ from noria.testing import on_machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import device
 from tests.device import DEVICE, NEEDS_FULL_HOST, NEEDS_SPARSE, not_on_a_gpu
 from tests.journeys.pairs import (
     HOSTILE,
@@ -182,19 +183,36 @@ def group_of_one(tmp_path):
 def test_a_wrapped_model_in_data_parallel():
     model = Net()
     noria.wrap(model, adamw(model.parameters()), device=DEVICE)
-    with pytest.raises(RuntimeError, match=r"evicted.*leave DistributedDataParallel out"):
+    with refused("a wrapped model without DistributedDataParallel around it", "leave it out"):
         DistributedDataParallel(model)
+    with refused("DistributedDataParallel"):
+        DistributedDataParallel(model.blocks[0])
+    assert copy.deepcopy(model)._ddp_params_and_buffers_to_ignore == []
     loss_of(model, 0).backward()  # it trains on
     noria.unwrap(model)
     loss_of(DistributedDataParallel(model), 0).backward()
 
 
-def test_an_optimizer_that_is_made_after_wrap():
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda held: torch.optim.AdamW(held, foreach=False),
+        lambda held: torch.optim.AdamW(held, fused=True),
+        lambda held: torch.optim.SGD(held, lr=0.1, weight_decay=0.1),
+        lambda held: torch.optim.Adam(held, weight_decay=0.1, foreach=False),
+    ],
+    ids=["AdamW", "AdamW, a loop", "AdamW, fused", "SGD", "Adam, a loop"],
+)
+def test_an_optimizer_that_is_made_after_wrap(make, monkeypatch):
+    monkeypatch.setattr(device, "steps_at_home", False)
     model = Net()
     noria.wrap(model, adamw(model.parameters()), device=DEVICE)
     loss_of(model, 0).backward()
-    optimizer = adamw(model.parameters())
-    with pytest.raises(RuntimeError, match=r"evicted.*give all optimizers to noria\.wrap"):
+    optimizer = make(model.parameters())
+    with refused(
+        "is evicted", f"{type(optimizer).__name__}.step() about to use it", "give this optimizer to noria.wrap"
+    ):
         optimizer.step()
 
 
