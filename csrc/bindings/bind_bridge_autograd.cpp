@@ -73,6 +73,9 @@ void bind_gradients(py::module_& m) {
           "gradient_is", [](const EngineGradients& self, int index) { return word_of(self->gradients().is(index)); },
           py::arg("index"))
       .def("take_foreign_gradient", of_views(&GradientViews::take_foreign), py::arg("index"), NoGil())
+      .def("take_part", of_views(&GradientViews::take_part), py::arg("index"), NoGil())
+      .def(
+          "refuse_unreduced", [](const EngineGradients& self) { self->gradients().refuse_unreduced(); }, NoGil())
       .def(
           "late_scales",
           [](const EngineGradients& self, int index) {

@@ -92,6 +92,12 @@ void GradientViews::take_foreign(int index) {
   taken.inner().copy_(from.facts.variable.grad());
 }
 
+void GradientViews::take_part(int index) {
+  const Parameter& taken = parts_.parameters[index];
+  parts_.engine.keep_gradient(taken.unit, taken.facts.gradient_begin(), taken.facts.bytes());
+  show(index);
+}
+
 void GradientViews::refuse_foreign(const Parameter& refused) {
   throw UsageError("no p.grad of the user's own if ranks share the model", "one on \"" + refused.facts.name + "\"",
                    "clear it: every rank updates its part of the gradient that backward() has reduced");
@@ -119,7 +125,7 @@ void GradientViews::refuse_unreduced() const {
     const Parameter& each = parts_.parameters[index];
     if (!each.facts.may_have_gradient() || is(index) != GradientIs::held) continue;
     if (!parts_.engine.is_unreduced(each.unit, each.facts.gradient_begin(), each.facts.bytes())) continue;
-    throw UsageError("a backward outside of no_sync() before optimizer.step()",
+    throw UsageError("a backward outside of no_sync() before gradients are used",
                      "gradients of \"" + each.facts.name + "\" that are not reduced over the ranks",
                      "leave no_sync() before the last backward of a step");
   }

@@ -44,6 +44,8 @@ class GradientViews {
   HeldGradient& held(int index) const { return (*shown_)[index]; }
   /// Copies a gradient that the user put into `p.grad` into the held gradient.
   void take_foreign(int index);
+  /// Shows a gradient that is in the home already, where ranks share it: later backwards add to it.
+  void take_part(int index);
   /// Drops accumulated gradients that p.grad no longer shows: no update may use them. Raises UsageError if p.grad is
   /// the user's own.
   void drop_cleared();

@@ -89,7 +89,7 @@ std::string Agreement::describe(const Intent& intent) const {
     const bool ends_backward = static_cast<SyncPoint>(intent.version) == SyncPoint::backward;
     return ends_backward ? "end a backward"
                          : "do what all ranks do together (state_dict(), a save, a load, a norm, noria.materialize, "
-                           "noria.unwrap, the first no_sync())";
+                           "noria.unwrap, the first no_sync(), training of more parameters)";
   }
   const std::string verb = intent.act == Intent::Act::gather ? "gather" : "reduce";
   return verb + " \"" + names_.at(static_cast<std::size_t>(intent.subject)) + "\" " + describe_version(intent.version);

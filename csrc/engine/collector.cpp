@@ -78,7 +78,7 @@ void Collector::note_assisted() {
 }
 
 void Collector::note_taken(UnitId unit) {
-  add_reduced(unit);
+  add_reduced(unit, {}, units_[unit].facts.gradients);
   const BufferId held = units_[unit].facts.held;
   Op op;  // stands for what has been done: later ops wait for it, and for what it came after
   op.lane = Lane::collect;
@@ -88,8 +88,8 @@ void Collector::note_taken(UnitId unit) {
   submit(std::move(op), {});
 }
 
-void Collector::add_reduced(UnitId unit) {
-  reduced_[unit].add({}, units_[unit].facts.gradients);
+void Collector::add_reduced(UnitId unit, Bytes offset, Bytes bytes) {
+  reduced_[unit].add(offset, offset + bytes);
   is_stale_[unit] = true;
 }
 

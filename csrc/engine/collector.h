@@ -56,7 +56,7 @@ class Collector {
 
   /// Returns the ranges of the unit's gradients that have been summed. This rank holds its shard of these sums.
   const Ranges& reduced(UnitId unit) const { return reduced_[unit]; }
-  void add_reduced(UnitId unit);
+  void add_reduced(UnitId unit, Bytes offset, Bytes bytes);
   void forget_reduced(UnitId unit, Bytes offset, Bytes bytes);
   /// All of the unit's sums have been used up.
   void forget_reduced(UnitId unit);

@@ -153,7 +153,7 @@ Bytes Drainer::sum(UnitId unit, const Open& open) {
   }
   reduced_ += collective.received(shards);
   collector_->submit(std::move(reduce), std::move(collective));
-  collector_->add_reduced(unit);
+  collector_->add_reduced(unit, {}, whole);
 
   Op drain;
   drain.lane = Lane::drain;
@@ -204,6 +204,10 @@ bool Drainer::is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const {
 
 bool Drainer::is_reduced(UnitId unit, Bytes offset, Bytes bytes) const {
   return collector_ != nullptr && !collector_->reduced(unit).within(offset, offset + bytes).empty();
+}
+
+void Drainer::note_reduced(UnitId unit, Bytes offset, Bytes bytes) {
+  if (collector_ != nullptr) collector_->add_reduced(unit, offset, bytes);
 }
 
 void Drainer::forget(UnitId unit, Bytes offset, Bytes bytes) {

@@ -70,6 +70,8 @@ class Drainer {
   bool is_unreduced(UnitId unit, Bytes offset, Bytes bytes) const;
   /// Returns true if the next sum over the ranks is added to what earlier sums have brought.
   bool is_reduced(UnitId unit, Bytes offset, Bytes bytes) const;
+  /// What is held of these bytes counts as the sum over the ranks: later sums are added to it.
+  void note_reduced(UnitId unit, Bytes offset, Bytes bytes);
   /// The user has cleared these bytes of a unit's gradient. Later sums do not add to them.
   void forget(UnitId unit, Bytes offset, Bytes bytes);
   /// What was reduced of this unit has been used up.

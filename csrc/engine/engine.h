@@ -134,6 +134,8 @@ class Engine {
   /// Like `access_held`, for a caller that does to the gradient what the drafts of it foresee. When that is done, the
   /// caller tells Drafts::end_scaling what it was.
   void begin_scaling(UnitId unit, Stream stream);
+  /// The caller has put this rank's part of a sum over the ranks into the held gradient.
+  void keep_gradient(UnitId unit, Bytes offset, Bytes bytes);
   /// The user has cleared this gradient, so no update will use it.
   void drop_gradient(UnitId unit, Bytes offset, Bytes bytes);
 

@@ -48,6 +48,11 @@ void Engine::begin_scaling(UnitId unit, Stream stream) {
   compute_.write(unit, units_[unit].facts.held, stream);
 }
 
+void Engine::keep_gradient(UnitId unit, Bytes offset, Bytes bytes) {
+  const Entry entry(gate_);
+  drainer_.note_reduced(unit, offset, bytes);
+}
+
 void Engine::drop_gradient(UnitId unit, Bytes offset, Bytes bytes) {
   const Entry entry(gate_);
   drainer_.forget(unit, offset, bytes);

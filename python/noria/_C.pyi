@@ -748,6 +748,10 @@ class EngineGradients:
 
     def gradient_is(self, index: int) -> str: ...  # "none", "held" or "foreign"
     def take_foreign_gradient(self, index: int) -> None: ...
+    def take_part(self, index: int) -> None:
+        """Shows a gradient that is in the home already, where ranks share it: later backwards add to it."""
+    def refuse_unreduced(self) -> None:
+        """Raises UsageError if a gradient is not reduced over the ranks."""
     # Late scales multiply p.grad, but not yet its bytes.
     def late_scales(self, index: int) -> tuple[int, int]:
         """Returns address and number of these factors, which are on their way to the host."""

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,11 +23,12 @@ from torch.optim import Optimizer
 from noria import _C
 from noria._errors import usage_error
 from noria._lists import as_list
+from noria.dist.groups import Line
 from noria.dist.ranks import Ranks, grid_of, raised_by_all, warn_of_no_group
 from noria.dist.stage_group import StageGroup
 from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuffers
 from noria.host.home import Home
-from noria.host.limits import min_over_ranks, numa_node, probe_limits
+from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
 from noria.model.inner_tensors import settle_wrappers
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
@@ -43,6 +45,7 @@ from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.runtime.context import Context
 from noria.runtime.hooks import compiler_config_of, refuse_cuda_graphs
 from noria.runtime.state import RunState
+from noria.step.moved_gradients import MovedGradients
 from noria.step.param_groups import refuse_strangers, wants_more
 from noria.step.parameter_swap import refuse_out_of_reach
 from noria.torch_state import await_device, plainly
@@ -180,7 +183,8 @@ def wrap(
     lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
 
     An optimizer that comes later makes the home grow by its state; nothing else moves. Parameters that are unfrozen
-    later, or added as a group, are planned and moved again at the next forward or in `add_param_group`.
+    later, or added as a group, are planned and moved again at the next forward or in `add_param_group`. All ranks that
+    share the model do this.
 
     Order: noria takes the home before it moves anything, in parallel, with a progress bar if that takes long. Only the
     memory for optimizer state comes later, once the weights have moved. Ctrl-C before the move leaves everything as it
@@ -301,13 +305,17 @@ def _take_late(
         wrapped.run.require_consistent("noria.wrap", mends=True)
         context.engine.home.raise_lost_writes()
         _check_held(updaters, context.parameters_now())
-        if any(wants_more(updater.param_groups, context.slot_of) for updater in updaters):
-            _wrap_anew(wrapped, updaters)
-            return
-        planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid)
-        lines = [] if ranks is None else fingerprint(planned, updaters)
+        is_more = any(wants_more(updater.param_groups, context.slot_of) for updater in updaters)
+        planned = context.plan
+        lines: list[Line] = ["more parameters to train"]
+        if not is_more:
+            planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid)
+            lines = [] if ranks is None else fingerprint(planned, updaters)
     if ranks is not None:
         ranks.agree(lines)
+    if is_more:
+        _wrap_anew(wrapped, updaters)
+        return
     if planned.without_masters:
         warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=3)
     with plainly():
@@ -318,50 +326,95 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     """Wraps the same models and optimizers again, and `more` optimizers: more parameters are trained than were planned.
 
     Values, masters, gradients and optimizer state keep their bits. A parameter that has had memory for its training
-    keeps some, even if it is frozen now: adapters may take turns.
+    keeps some, even if it is frozen now: adapters may take turns. Collective if ranks share the model.
 
-    Order: the new home is planned first, and must fit beside the old one. If that raises, nothing has changed.
+    Order: the new home is planned first, and must fit beside the old one. If that raises, nothing has changed. If the
+    memory turns out not to be there after all, model and optimizer stay unwrapped, and ranks have no gradients then.
     """
-    context = wrapped.context
-    roots = context.partition.roots
-    _refuse_anew(wrapped)
-    updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
-    held = probe_limits(context.device)
-    if held.device is not None:
-        held = dataclasses.replace(held, device=(held.device[0] + context.plan.device_bytes, held.device[1]))
+    context, ranks = wrapped.context, wrapped.context.ranks
+    roots, met = context.partition.roots, [] if ranks is None else [ranks]
+    call = "training of more parameters"
+    wrapped.sync.meet(call)
+    with raised_by_all(met, call):
+        _refuse_anew(wrapped)
+        updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
+        found = probe_limits(context.device)
+        if found.device is not None:
+            found = dataclasses.replace(found, device=(found.device[0] + context.plan.device_bytes, found.device[1]))
+    gathered = [found] if ranks is None else ranks.host.gather_objects(found)
     trained = {slot.parameter for slot in context.slots if slot.trainable}
-    with wrapped.weights.materialized(range(len(context.units)), read_only=True), as_plain(updaters):
-        planned = make_plan(roots, updaters, context.policy, free=min_over_ranks([held]), trained=trained)
+    grid = None if ranks is None else ranks.grid
+    with (
+        wrapped.weights.materialized(range(len(context.units)), read_only=True),
+        as_plain(updaters),
+        raised_by_all(met, call),
+    ):
+        free = min_over_ranks(gathered)
+        planned = make_plan(roots, updaters, context.policy, grid=grid, free=free, trained=trained)
+        _refuse_too_much(wrapped, planned, free)
+        lines = [] if ranks is None else fingerprint(planned, updaters)
+    if ranks is not None:
+        ranks.agree(lines)
     warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
+    parts = MovedGradients(context)
     slot_of, masters = context.slot_of, wrapped.weights.masters
+    again = None if ranks is None else Ranks(ranks.grid)  # unwrapping closes the groups of before
 
     def value_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         slot = slot_of.get(parameter)
-        return masters.whole(slot) if slot is not None and slot.has_master else value
+        if slot is None or not slot.has_master:
+            return value
+        master = masters.whole(slot)
+        return master if again is None else again.whole(slot, master)
 
-    _unwrap(roots, wrapped)
-    gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
-    with plainly(), on(wrapped.machine):
-        made = _carry_out(planned, roots, updaters, None, None, value_of)
+    try:
+        _unwrap(roots, wrapped)
+        gradients = [(slot, slot.parameter.grad) for unit in planned.units for slot in unit.parameters]
+        with plainly(), on(wrapped.machine):
+            made = _carry_out(planned, roots, updaters, again, None, value_of)
+    except BaseException:
+        if again is not None:
+            again.close()
+        raise
     _LIVE.add(made.run)
     tell_when_full(made.run)
-    made.context.home.take_rest()
+    with raised_by_all([] if again is None else [again], call):
+        made.context.home.take_rest()
     for slot, gradient in gradients:
         if gradient is not None:
             slot.parameter.grad = gradient.to(context.device)
             if slot.trainable and made.context.shows_gradients:
                 made.context.engine.gradients.take_foreign_gradient(slot.index)
+    parts.give(made.context)
+    del parts  # of the old home
+    wrapped.accumulation.pass_on(made.accumulation)
+
+
+def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
+    """Raises UsageError if the new home and what is whole while it is filled do not fit beside the old home."""
+    context = wrapped.context
+    shards = 1 if context.ranks is None else context.ranks.num_shards
+    places = [place for by_slot in context.plan.states for place in by_slot.values()]
+    copied = [place for place in places if shards > 1 or place.dtype != torch.float32]
+    rows = [
+        ("the new home", planned.home_bytes),
+        ("whole weights", 0 if context.ranks is None else sum(unit.weights for unit in context.units)),
+        ("optimizer state in fp32", sum(4 * shards * math.prod(place.shape) for place in copied)),
+        ("gradients of open blocks", wrapped.accumulation.open_bytes(planned.units)),
+    ]
+    budget = None if context.plan.budgets.host is None else sum(size for _, size in rows)  # no margin, as at wrap
+    if refusal := check_fits(rows, budget, free):
+        raise refusal
 
 
 def _refuse_anew(wrapped: Wrapped) -> None:
     """Raises UsageError if more parameters cannot be trained now."""
     context, run = wrapped.context, wrapped.run
-    remedy = "noria.unwrap(model, optimizer), and noria.wrap both again"
-    if context.ranks is not None or wrapped.stages.stages:
+    if wrapped.stages.stages:
         raise usage_error(
-            "the parameters that were trainable at noria.wrap, on ranks that share a model and in stages of a pipeline",
+            "the parameters that were trainable at noria.wrap, in stages of a pipeline",
             "others that were unfrozen or added since",
-            remedy,
+            "noria.unwrap(model, optimizer), and noria.wrap both again",
         )
     if any(purpose.startswith(AVERAGES) for purpose in context.home.arenas):
         raise usage_error(
@@ -374,13 +427,14 @@ def _refuse_anew(wrapped: Wrapped) -> None:
     run.require_consistent("training of more parameters")
     engine = context.engine
     engine.home.raise_lost_writes()
+    engine.gradients.refuse_unreduced()
     if any(driver.steps_whole for driver in wrapped.drivers):
         raise usage_error(
             "more parameters to train between steps",
             "some that were unfrozen before a step() that runs torch's own code, with a closure",
             "run a forward before that step()",
         )
-    if wrapped.accumulation.accumulates or any(engine.backward.is_held_back(slot.index) for slot in context.slots):
+    if any(engine.backward.is_held_back(slot.index) for slot in context.slots):
         raise usage_error(
             'more parameters to train after step() under update="backward"', "gradients that wait for it", "step first"
         )
@@ -445,11 +499,12 @@ def _carry_out(
     updaters: list[Optimizer],
     ranks: Ranks | None,
     stages: StageGroup | None,
-    value_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, value: value,
+    value_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Wrapped:
     """Takes the memory, moves values into the home one by one, and installs hooks and facades.
 
-    `value_of` returns the value that a parameter's home gets, from the parameter and what it shows.
+    `value_of` returns the value that a parameter's home gets, from the parameter and what it shows. None: what it
+    shows, on rank 0 if ranks share the model.
     """
     policy, device, units = planned.policy, planned.device, planned.units
     pool = None
@@ -512,11 +567,14 @@ def _carry_out(
         if missing.pop(0):
             wrapped.loads.missing[slot.index] = slot.name
         else:
-            value = value_of(slot.parameter, value)
-            wrapped.weights.write(slot, value if ranks is None else ranks.from_first(value))
+            if value_of is not None:
+                value = value_of(slot.parameter, value)
+            elif ranks is not None:
+                value = ranks.from_first(value)
+            wrapped.weights.write(slot, value)
         del value
     for root in roots:
-        _move_buffers(root, device, policy.dtype, ranks)
+        _move_buffers(root, device, policy.dtype, ranks if value_of is None else None)
     take_quantised(roots, device)
     settle_wrappers(roots)
     wrapped.loads.missing |= {

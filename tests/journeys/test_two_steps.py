@@ -156,7 +156,7 @@ def test_masters_keep_the_low_bits_of_the_first_weights():
         assert not torch.equal(master, value.bfloat16().float().cpu()) or value.numel() < 64, name
 
 
-def test_masters_keep_their_low_bits_if_more_is_trained_than_at_the_first_wrap():
+def low_bits_of_what_was_trained_first(rank: int, size: int) -> None:
     _, side = pair(None, frozen=HALF)
     before = {name: value.clone() for name, value in side.model.named_parameters() if not name.startswith(HALF)}
     still: Make = lambda parameters: adamw(parameters, lr=0.0, weight_decay=0.0)  # noqa: E731
@@ -168,6 +168,14 @@ def test_masters_keep_their_low_bits_if_more_is_trained_than_at_the_first_wrap()
         high = kept[name].detach().cpu().view(torch.int16).to(torch.int32) << 16
         low = side.optimizer.state[kept[name]]["low_bits"].cpu()
         assert torch.equal((high + low).view(torch.float32), value.detach().cpu()), name
+
+
+def test_masters_keep_their_low_bits_if_more_is_trained_than_at_the_first_wrap():
+    low_bits_of_what_was_trained_first(0, 1)
+
+
+def test_so_do_masters_that_ranks_share():
+    on_ranks(2, low_bits_of_what_was_trained_first)
 
 
 def test_gradients_that_came_before_the_optimizer_count():
@@ -309,12 +317,6 @@ def in_one_step_and_in_two(rank: int, size: int, kernel: str, dtype: torch.dtype
         each.train(10 * rank, 10 * rank + 3)
     assert_equal_sides(two, one)
     assert noria.report(two.model).ledger_agrees
-    freeze(two, "embed")
-    noria.unwrap(two.model, two.optimizer)
-    noria.wrap(two.model, two.optimizer, device=DEVICE)
-    unfreeze(two, "embed")
-    with refused("on ranks that share a model", "noria.wrap both again"):
-        loss_of(two.model, 0)
     return {name: value.cpu() for name, value in two.kept.items()}  # the other process does not see the device
 
 
@@ -362,6 +364,21 @@ def test_parameters_that_are_unfrozen_between_steps_train(name):
         each.train(6, 9)
     assert_equal_sides(side, twin)
     assert_moved(side.model)
+
+
+@pytest.mark.parametrize("how", ["in place", "around"])
+def test_so_do_those_of_compiled_blocks(how):
+    twin, side = twins(POLICIES["fused"], frozen=HALF)
+    for each in (twin, side):
+        for number, block in enumerate(each.model.blocks):
+            if how == "in place":
+                block.compile(backend="eager")
+            else:
+                each.model.blocks[number] = torch.compile(block, backend="eager")
+        each.train(0, 3)
+        unfreeze(each, "blocks.1", "embed")
+        each.train(3, 6)
+    assert_equal_sides(side, twin)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -495,6 +512,21 @@ def test_gradients_that_are_there_when_more_is_trained_stay():
         each.optimizer.step()
         each.optimizer.zero_grad()
         each.train(7, 9)
+    assert_equal_sides(side, twin)
+
+
+def test_the_first_forward_that_trains_them_may_be_inside_of_accumulate():
+    twin, side = twins(POLICIES["backward"], frozen=HALF)
+    for each in (twin, side):
+        each.train(0, 2)
+        unfreeze(each, "blocks.1")
+        with contextlib.nullcontext() if each is twin else side.optimizer.accumulate():
+            loss_of(each.model, 2).backward()
+            loss_of(each.model, 3).backward()
+        loss_of(each.model, 4).backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.train(5, 7)
     assert_equal_sides(side, twin)
 
 
@@ -668,3 +700,148 @@ def test_averages_are_not_lost_when_more_parameters_are_trained():
     optimizer.add_param_group(more)
     loss_of(model, 1).backward()
     assert model.blocks[2].expand.weight.grad is not None
+
+
+# ---- ... on ranks that share the model -----------------------------------------------------------------------------
+
+RANK_POLICIES: dict[str, dict[str, Any]] = {
+    **{name: POLICIES[name] for name in ("torch", "fused", "drafts", "backward", "8 bits")},
+    "bf16": {"kernel": "fused", "dtype": torch.bfloat16},
+    "bf16, torch": {"kernel": "torch", "dtype": torch.bfloat16},
+    "clip": {"kernel": "fused", "max_grad_norm": 0.1},
+}
+
+
+def sides_on_ranks(policy: dict[str, Any]) -> tuple[Side, Side]:
+    """Returns wrapped sides. All of the twin was trainable at its wrap, so it needs no more memory for its training.
+
+    Weights have bfloat16's values: so do masters of parameters that begin to train later.
+    """
+    twin, side = pair(frozen=HALF)
+    with torch.no_grad():
+        for each in (*twin.model.parameters(), *side.model.parameters()):
+            each.copy_(each.bfloat16())
+    twin.model.requires_grad_(True).to("cpu")
+    for each in (twin, side):
+        wrap_side(each, window=2, **policy)
+    freeze(twin, *HALF)
+    return twin, side
+
+
+def unfrozen_on_ranks(rank: int, size: int, name: str) -> dict[str, torch.Tensor]:
+    twin, side = sides_on_ranks(RANK_POLICIES[name])
+    begin = 20 * rank
+    for each in (twin, side):
+        each.model.register_buffer("seen", torch.full((3,), float(rank), device=DEVICE))
+        each.train(begin, begin + 2)
+        unfreeze(each, "blocks.1")
+        each.train(begin + 2, begin + 4)
+        if name != "backward":  # there a backward uses its gradients up
+            loss_of(each.model, begin + 5).backward()
+            torch.nn.utils.clip_grad_norm_(each.model.parameters(), 0.01)
+        unfreeze(each, "blocks.0", "embed")
+        loss_of(each.model, begin + 6).backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.train(begin + 7, begin + 9)
+        freeze(each, "embed")
+        each.train(begin + 9, begin + 10)
+        assert each.model.seen.tolist() == [rank] * 3, "buffers are each rank's own"
+        del each.model.seen
+    assert_equal_sides(side, twin)
+    assert_moved(side.model)
+    return {each: value.cpu() for each, value in side.kept.items()}
+
+
+@pytest.mark.parametrize("name", RANK_POLICIES)
+def test_ranks_train_parameters_that_all_of_them_have_unfrozen(name):
+    found = on_ranks(2, unfrozen_on_ranks, name)
+    assert any(not torch.equal(found[0][each], found[1][each]) for each in found[0]), "the ranks had other batches"
+
+
+def joined_on_ranks(rank: int, size: int) -> None:
+    one, two = pair(None, frozen=HALF)
+    one.model.requires_grad_(True).to("cpu")
+    one.optimizer = adamw(one.model.parameters())
+    wrap_side(one, window=2, kernel="fused")
+    freeze(one, *HALF)
+    wrap_in_two_steps(two, adamw, between=lambda side: unfreeze(side, "blocks.1") and None, kernel="fused")
+    unfreeze(one, "blocks.1")
+    for each in (one, two):
+        each.train(10 * rank, 10 * rank + 3)
+    assert_equal_sides(two, one)
+
+    third = pair(frozen=HALF, only_trained=True)[1]
+    wrap_side(third, window=2, kernel="fused")
+    third.train(10 * rank, 10 * rank + 2)
+    before = third.model.state_dict()["blocks.1.norm.weight"].clone()
+    third.optimizer.add_param_group({"params": unfreeze(third, "blocks.1"), "lr": 1e-3})
+    third.train(10 * rank + 2, 10 * rank + 4)
+    assert not torch.equal(before, third.model.state_dict()["blocks.1.norm.weight"])
+    assert noria.report(third.model).ledger_agrees
+
+
+def test_an_optimizer_or_a_group_may_bring_them_on_ranks():
+    on_ranks(2, joined_on_ranks)
+
+
+def refused_on_ranks(rank: int, size: int) -> None:
+    twin, side = sides_on_ranks({"kernel": "fused"})
+    begin = 10 * rank
+    for each in (twin, side):
+        each.train(begin, begin + 2)
+    for each in (twin, side):
+        with each.model.no_sync():
+            loss_of(each.model, begin + 2).backward()
+    unfreeze(side, "blocks.0")
+    with refused("a backward outside of no_sync()"):
+        loss_of(side.model, begin)
+    freeze(side, "blocks.0")
+    for each in (twin, side):
+        loss_of(each.model, begin + 3).backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.train(begin + 4, begin + 6)
+    assert_equal_sides(side, twin)
+
+
+def unfrozen_in_no_sync(rank: int, size: int, policy: dict[str, Any]) -> None:
+    twin, side = sides_on_ranks(policy)
+    begin = 10 * rank
+    for each in (twin, side):
+        each.train(begin, begin + 2)
+        unfreeze(each, "blocks.1")
+        with each.model.no_sync(), contextlib.nullcontext() if each is twin else each.model.no_sync():
+            loss_of(each.model, begin + 2).backward()
+            loss_of(each.model, begin + 3).backward()
+        loss_of(each.model, begin + 4).backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.train(begin + 5, begin + 7)
+    assert_equal_sides(side, twin)
+    assert noria.report(side.model).ledger_agrees
+
+
+@pytest.mark.parametrize("update", ["auto", "backward"])
+def test_the_first_forward_that_trains_them_may_be_inside_of_no_sync(update):
+    on_ranks(2, unfrozen_in_no_sync, {"kernel": "fused", "update": update})
+
+
+def test_refusals_on_ranks_change_nothing():
+    on_ranks(2, refused_on_ranks)
+
+
+def unfrozen_on_one_rank(rank: int, size: int) -> str:
+    side = wrap_side(pair(frozen=HALF)[1], window=2, kernel="fused")
+    side.train(10 * rank, 10 * rank + 2)
+    if rank == 1:
+        unfreeze(side, "blocks.0")
+    with pytest.raises((noria.UsageError, noria.MachineError)) as raised:
+        side.train(2, 4)
+    return str(raised.value)
+
+
+def test_all_ranks_raise_if_one_alone_has_unfrozen_a_parameter():
+    found = on_ranks(2, unfrozen_on_one_rank)
+    for each in found:
+        assert "ranks that do the same" in each and "training of more parameters" in each, found

@@ -266,12 +266,13 @@ class ModuleHooks:
     def _has_wrapped_anew(self, root: nn.Module) -> bool:
         """Returns True if parameters are no longer frozen and have got memory for gradients and updates.
 
-        Inside another forward, and in a compiled model, it does nothing: the visit of their unit then raises.
+        Inside another forward, and in a model that is compiled as a whole, it does nothing: the visit of their unit
+        then raises.
         """
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in self._frozen):
             return False
         self.forget_dead_forward(root)
-        if self._entered_roots or self._compiled:
+        if self._entered_roots or any(each in self._compiled for each in self.context.partition.roots):
             return False
         self._wrap_anew()
         return True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from noria._errors import usage_error
-from noria.model.layout import GRADIENT_RING, UNSUMMED, Region, held_region
+from noria.model.layout import GRADIENT_RING, UNSUMMED, HomeUnit, Region, held_region
 from noria.runtime.context import Context
 from noria.runtime.late_allocations import LateAllocations
 from noria.runtime.state import RunState
@@ -23,6 +23,7 @@ class _Mode:
         self._take = take
         self._turn = turn
         self._num_open = 0
+        self._heir: _Mode | None = None
 
     @property
     def is_open(self) -> bool:
@@ -36,8 +37,22 @@ class _Mode:
         try:
             yield
         finally:
-            self._num_open -= 1
-            self._turn(self.is_open)
+            self._latest()._close()
+
+    def _close(self) -> None:
+        self._num_open -= 1
+        self._turn(self.is_open)
+
+    def _latest(self) -> _Mode:
+        return self if self._heir is None else self._heir._latest()
+
+    def pass_on(self, heir: _Mode) -> None:
+        """Makes the blocks that are open now blocks of `heir`. An open block must not keep the old home alive."""
+        if self.is_open:
+            heir._take()
+            heir._turn(True)
+        self._heir, heir._num_open = heir, self._num_open
+        del self._take, self._turn
 
 
 class Accumulation:
@@ -74,8 +89,18 @@ class Accumulation:
         if in_backward():
             raise usage_error(f"{call} around a backward", "it inside of one", "enter it before backward()")
         self.run.recover()
+        del self  # if the model is wrapped again inside of the block, the old home may go
         with mode.block():
             yield
+
+    def open_bytes(self, units: Sequence[HomeUnit]) -> int:
+        """Returns the bytes of gradients of these units that the open blocks need."""
+        return sum(unit.gradients for unit in units) if self._accumulating.is_open or self._unsynced.is_open else 0
+
+    def pass_on(self, heir: Accumulation) -> None:
+        """Makes the blocks that are open now blocks of `heir`: the model has been wrapped again. Collective."""
+        self._accumulating.pass_on(heir._accumulating)
+        self._unsynced.pass_on(heir._unsynced)
 
     def hold_all(self) -> None:
         """Holds all gradients, in place of the ring of updates inside backward."""
