@@ -1,7 +1,8 @@
 """What does noria cost and keep in people's own trainers?
 
     step       a step of transformers' Trainer: as it is, with noria and all units resident, and streamed through a
-               window of a quarter of the weights. Aim: resident over plain at most 1.01.
+               window of a quarter of the weights. Aim: resident over plain at most 1.01. How long each lane was busy
+               tells where the rest goes: on a CPU, copies use the cores and the memory that compute needs.
     adapters   LoRA over a frozen base that streams, in bf16 and, if bitsandbytes is there, in four bits (NF4). The
                fetch lane is limited, so that a forward's fetches last a given part of its time. Speed is the time
                with all units resident by the time with streamed ones. Aim: 0.97 where that part is below 1.
@@ -167,6 +168,7 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     seconds: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
     fetches: dict[str, int] = {}
+    busy_s: dict[str, dict[str, float]] = {}
 
     def run(name: str, folder: str) -> None:
         try:
@@ -189,7 +191,9 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             losses[name] = trainer.train().training_loss
             seconds[name] = turn.seconds[WARM_UP:]
             if policy is not None:
-                fetches[name] = noria.report(trainer.model, write_trace=False).num_fetches
+                report = noria.report(trainer.model, write_trace=False)
+                fetches[name] = report.num_fetches
+                busy_s[name] = {each.lane: each.busy_us / 1e6 / report.num_steps for each in report.lanes}
         except BaseException as error:
             turns.fail(error)
 
@@ -207,6 +211,7 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "same_losses_to_the_bit": losses[SAME_CODE] == losses[PLAIN] and losses[RESIDENT] == losses[STREAMED],
         "losses": losses,
         "fetches": fetches,
+        "busy_s_a_step": busy_s,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_a_step": batch * context,
     }
