@@ -74,8 +74,7 @@ void bind_gradients(py::module_& m) {
           py::arg("index"))
       .def("take_foreign_gradient", of_views(&GradientViews::take_foreign), py::arg("index"), NoGil())
       .def("take_part", of_views(&GradientViews::take_part), py::arg("index"), NoGil())
-      .def(
-          "refuse_unreduced", [](const EngineGradients& self) { self->gradients().refuse_unreduced(); }, NoGil())
+      .def("is_unreduced", of_views(&GradientViews::is_unreduced), py::arg("index"), NoGil())
       .def(
           "late_scales",
           [](const EngineGradients& self, int index) {

@@ -119,14 +119,17 @@ void GradientViews::drop_cleared() {
   }
 }
 
+bool GradientViews::is_unreduced(int index) const {
+  const Parameter& asked = parts_.parameters[index];
+  return parts_.is_shared && asked.facts.may_have_gradient() && is(index) == GradientIs::held &&
+         parts_.engine.is_unreduced(asked.unit, asked.facts.gradient_begin(), asked.facts.bytes());
+}
+
 void GradientViews::refuse_unreduced() const {
-  if (!parts_.is_shared) return;
   for (int index = 0; index < parts_.parameters.size(); ++index) {
-    const Parameter& each = parts_.parameters[index];
-    if (!each.facts.may_have_gradient() || is(index) != GradientIs::held) continue;
-    if (!parts_.engine.is_unreduced(each.unit, each.facts.gradient_begin(), each.facts.bytes())) continue;
-    throw UsageError("a backward outside of no_sync() before gradients are used",
-                     "gradients of \"" + each.facts.name + "\" that are not reduced over the ranks",
+    if (!is_unreduced(index)) continue;
+    throw UsageError("a backward outside of no_sync() before optimizer.step()",
+                     "gradients of \"" + parts_.parameters[index].facts.name + "\" that are not reduced over the ranks",
                      "leave no_sync() before the last backward of a step");
   }
 }

@@ -49,7 +49,9 @@ class GradientViews {
   /// Drops accumulated gradients that p.grad no longer shows: no update may use them. Raises UsageError if p.grad is
   /// the user's own.
   void drop_cleared();
-  /// Raises UsageError if a gradient is not reduced over the ranks.
+  /// Returns true if p.grad stands for a gradient that is not reduced over the ranks.
+  bool is_unreduced(int index) const;
+  /// Raises UsageError if there is such a gradient.
   void refuse_unreduced() const;
 
   // ---- a backward ----

@@ -1,8 +1,8 @@
 // Makes tensors that noria listens to: noria hears of every operator that touches such a tensor, before the operator
 // runs.
 //
-// `p.grad` shows memory of the home. Updates read that memory, so noria must know before anything writes it. It lies
-// behind the link, so an operator should not read it if noria knows the answer.
+// `p.grad` shows memory of the home. Updates read that memory, so noria must know before anything writes it. It is
+// host memory, so an operator on the device should not read it if noria knows the answer.
 //
 // Such a tensor has one more dispatch key, with a fallback by noria; torch does the same for lazy conjugation. Each
 // alias that an operator or `.data` makes has the key, too. To Python the tensor is a plain torch.Tensor. Note [Keys]

@@ -54,7 +54,7 @@ void register_kept_python_errors() {
   });
 }
 
-std::string stepping_optimizer() {
+std::optional<SteppingOptimizer> stepping_optimizer() {
   namespace py = pybind11;
   const py::gil_scoped_acquire gil;
   PyFrameObject* const top = PyEval_GetFrame();  // borrowed; null on a thread that runs no Python
@@ -65,8 +65,10 @@ std::string stepping_optimizer() {
     if (frame.attr("f_code").attr("co_name").cast<std::string>() != "step") continue;
     const py::object self = frame.attr("f_locals").attr("get")("self");
     const py::object cls = py::type::of(self);
-    if (cls.attr("__module__").cast<std::string>().starts_with("noria.")) return {};  // a wrapped one runs a closure
-    if (py::isinstance(self, known)) return cls.attr("__qualname__").cast<std::string>();
+    if (py::isinstance(self, known)) {
+      return SteppingOptimizer{cls.attr("__name__").cast<std::string>(), py::hasattr(self, "_noria")};
+    }
+    if (cls.attr("__module__").cast<std::string>().starts_with("noria.")) return {};  // its step runs a closure
   }
   return {};
 }

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -32,9 +33,14 @@ void keep_python_errors(const std::function<void()>& body);
 /// Registers the translation of KeptPythonError. Order: once, when the extension module is made.
 void register_kept_python_errors();
 
-/// Returns the class of the torch.optim.Optimizer whose `step` runs on this thread, if noria has not wrapped it; else
-/// an empty string. Takes the GIL.
-std::string stepping_optimizer();
+/// Describes an optimizer whose own `step` runs, and not noria's. `is_wrapped`: noria has wrapped the optimizer, but
+/// something has kept its step from before.
+struct SteppingOptimizer {
+  std::string name;
+  bool is_wrapped = false;
+};
+/// Returns the optimizer that steps on this thread; nothing if none does. Takes the GIL.
+std::optional<SteppingOptimizer> stepping_optimizer();
 
 /// Runs `body` without the GIL, even if the caller holds it. A UsageError, InvariantError or MachineError leaves as the
 /// Python exception of that name, a KeptPythonError as the exception that it carries.

@@ -103,11 +103,13 @@ void StorageBinding::tell_pass(bool is_under_way) {
 // An operator on weights has raised. They may be those of an optimizer that noria does not know.
 void StorageBinding::refuse_strange_step(UnitId unit) const {
   if (storages_[unit]->attached() || is_pass_under_way_) return;
-  const std::string optimizer = stepping_optimizer();
-  if (optimizer.empty()) return;
+  const auto optimizer = stepping_optimizer();
+  if (!optimizer) return;
   throw UsageError("unit \"" + facts_[unit].name + "\" on the device",
-                   evicted(facts_[unit].name) + ", and " + optimizer + ".step() about to use it",
-                   "give this optimizer to noria.wrap, in one list with all others of the model");
+                   evicted(facts_[unit].name) + ", and " + optimizer->name + ".step() about to use it",
+                   optimizer->is_wrapped
+                       ? "wrap the optimizer before a scaler or a framework keeps its step(), which noria replaces"
+                       : "give this optimizer to noria.wrap, in one list with all others of the model");
 }
 
 // ---- on the device ----------------------------------------------------------------------------------------------
@@ -204,8 +206,10 @@ void StorageBinding::check(const std::vector<UnitId>& units) {
     for (const int index : parts_.parameters.of(unit)) {
       const BridgedParameter& checked = parts_.parameters[index].facts;
       if (!checked.may_have_gradient() && checked.variable.requires_grad() && at::GradMode::is_enabled()) {
-        throw UsageError("parameter \"" + checked.name + "\" frozen, as it was when the model was wrapped",
-                         "requires_grad=True", "unfreeze parameters before noria.wrap, or unwrap and wrap again");
+        throw UsageError(
+            "parameter \"" + checked.name + "\" frozen, as it was when the model was wrapped", "requires_grad=True",
+            "unfreeze parameters between steps, and call the whole model first: its forward finds them; or "
+            "noria.unwrap and wrap again");
       }
       if (is_in_place(index)) continue;
       const bool is_resized = checked.variable.sizes() != parts_.parameters[index].sizes;

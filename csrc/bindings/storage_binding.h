@@ -1,7 +1,8 @@
 // StorageBinding owns the storages of all parameters, and decides which bytes they show: a range on the device, the
 // home, or none.
 //
-// It also finds writes to weights while they are on the device. They would be lost, so the next call of a hook raises.
+// It also finds writes to weights while they are on the device. They would be lost, so noria raises: in the next call
+// of a hook, or between passes (Note [Looks]).
 //
 // Note [Looks]. Compiled code, `numpy()` and `data_ptr()` ask for an address to write at, and most only read. So noria
 // looks whether the bytes have changed. On the CPU, and at a unit's first look, it compares them with the home, and
@@ -52,7 +53,7 @@ class StorageBinding {
   void raise_late_writes(bool waits);
   /// Tells whether a pass is under way: an access to evicted weights then has another remedy.
   void tell_pass(bool is_under_way);
-  /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen.
+  /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen inside a pass.
   void check(const std::vector<UnitId>& units);
 
   // ---- where parameters are ----

@@ -1,5 +1,5 @@
-// Collector issues the ops of the collect lane, with what the lane needs to assist other ranks meanwhile. It also keeps
-// by unit what ranks must know of each other: the version of its weights, and the gradients whose sums it holds.
+// Collector issues gathers and sums between ranks. It also tells the collect lane where this rank stands: for each
+// unit the version of its weights, and the gradients whose sums it holds. The lane assists other ranks by that.
 //
 // Ownership: borrows issuer and units from the engine, shares the lane. Order: ops are issued in the order of the
 // calls. Threads: the caller serialises; nothing here blocks.

@@ -750,8 +750,8 @@ class EngineGradients:
     def take_foreign_gradient(self, index: int) -> None: ...
     def take_part(self, index: int) -> None:
         """Shows a gradient that is in the home already, where ranks share it: later backwards add to it."""
-    def refuse_unreduced(self) -> None:
-        """Raises UsageError if a gradient is not reduced over the ranks."""
+    def is_unreduced(self, index: int) -> bool:
+        """Returns True if p.grad stands for a gradient that is not reduced over the ranks."""
     # Late scales multiply p.grad, but not yet its bytes.
     def late_scales(self, index: int) -> tuple[int, int]:
         """Returns address and number of these factors, which are on their way to the host."""

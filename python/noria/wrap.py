@@ -30,10 +30,10 @@ from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, DeviceBuff
 from noria.host.home import Home
 from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe_limits
 from noria.host.machine import machine, on
-from noria.model.inner_tensors import settle_wrappers
+from noria.model.inner_tensors import update_wrapper_devices
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, GRADIENT_RING
-from noria.model.optimizer_classes import original_class
+from noria.model.optimizer_classes import look_up_overrides, original_class
 from noria.model.quantised import give_back_quantised, take_quantised
 from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
@@ -94,6 +94,7 @@ def _check_each(given: list[Any], updaters: list[Optimizer]) -> None:
     """Raises UsageError if one of the optimizers cannot be wrapped. `given`: they, or wrappers of them."""
     for updater, wrapper in zip(updaters, given, strict=True):
         check_optimizer(updater)
+        look_up_overrides(updater)
         refuse_kept_methods(wrapper, updater)
 
 
@@ -182,7 +183,8 @@ def wrap(
     `mesh` is as in `fully_shard`: a DeviceMesh of one dimension, or of two, (replicas, shards). The ranks of `stages`
     lend each other memory. If `stages` is given without `mesh`, the model belongs to this rank alone.
 
-    An optimizer that comes later makes the home grow by its state; nothing else moves. Parameters that are unfrozen
+    An optimizer that comes later makes the home grow by its state; nothing else moves, unless it trains parameters that
+    were frozen. Parameters that are unfrozen
     later, or added as a group, are planned and moved again at the next forward or in `add_param_group`. All ranks that
     share the model do this.
 
@@ -336,8 +338,8 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     call = "training of more parameters"
     wrapped.sync.meet(call)
     with raised_by_all(met, call):
-        _refuse_anew(wrapped)
         updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
+        _refuse_anew(wrapped, updaters)
         found = probe_limits(context.device)
         if found.device is not None:
             found = dataclasses.replace(found, device=(found.device[0] + context.plan.device_bytes, found.device[1]))
@@ -407,9 +409,20 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
         raise refusal
 
 
-def _refuse_anew(wrapped: Wrapped) -> None:
-    """Raises UsageError if more parameters cannot be trained now."""
+def _refuse_anew(wrapped: Wrapped, updaters: list[Optimizer]) -> None:
+    """Raises UsageError if more parameters cannot be trained now, by these optimizers."""
     context, run = wrapped.context, wrapped.run
+    for module in (module for root in context.partition.roots for module in root.modules()):
+        _refuse_parallel(module)
+    known = context.parameters_now()
+    for parameter in (each for updater in updaters for group in updater.param_groups for each in group["params"]):
+        if parameter not in known and parameter in context.slot_of:
+            raise usage_error(
+                "optimizers whose parameters are in the model, to train more of them",
+                f'"{context.slot_of[parameter].name}" in their groups, which has left the model',
+                "take it out of optimizer.param_groups, or put it back into the model",
+            )
+    _check_held(updaters, known)
     if wrapped.stages.stages:
         raise usage_error(
             "the parameters that were trainable at noria.wrap, in stages of a pipeline",
@@ -420,19 +433,25 @@ def _refuse_anew(wrapped: Wrapped) -> None:
         raise usage_error(
             "the parameters that were trainable when noria.ema was made, while its averages are there",
             "others that were unfrozen or added since",
-            "keep ema.state_dict(), delete the averages, run a forward, and load the state into new ones",
+            "keep ema.state_dict(), delete the averages, run a forward that trains, and load the state into new ones",
         )
     run.refuse_when_busy("training of more parameters")
+    run.refuse_asleep("training of more parameters")
     run.recover()
     run.require_consistent("training of more parameters")
     engine = context.engine
     engine.home.raise_lost_writes()
-    engine.gradients.refuse_unreduced()
+    if any(engine.gradients.is_unreduced(slot.index) for slot in context.slots):
+        raise usage_error(
+            "more parameters to train after step(), or before the first backward of one",
+            "gradients of no_sync() that are not reduced over the ranks",
+            "freeze these parameters again until step()",
+        )
     if any(driver.steps_whole for driver in wrapped.drivers):
         raise usage_error(
             "more parameters to train between steps",
             "some that were unfrozen before a step() that runs torch's own code, with a closure",
-            "run a forward before that step()",
+            "run a forward that trains before that step()",
         )
     if any(engine.backward.is_held_back(slot.index) for slot in context.slots):
         raise usage_error(
@@ -576,7 +595,7 @@ def _carry_out(
     for root in roots:
         _move_buffers(root, device, policy.dtype, ranks if value_of is None else None)
     take_quantised(roots, device)
-    settle_wrappers(roots)
+    update_wrapper_devices(roots)
     wrapped.loads.missing |= {
         (module, name): full for is_missing, (module, name, full, _) in zip(missing, buffers, strict=True) if is_missing
     }
@@ -699,7 +718,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
         for root in roots:
             _move_buffers(root, torch.device("cpu"), None)
         give_back_quantised(roots)
-        settle_wrappers(roots)
+        update_wrapper_devices(roots)
     wrapped.run.shutdown()
     context.home.let_go()
     _LIVE.discard(wrapped.run)

@@ -498,24 +498,13 @@ def override_auto_find_batch_size(run: Run) -> None:
     run.keep("tried", tried)
 
 
-class EightBitTrainer(NoriaTrainer):
-    """bitsandbytes resolves Trainer's exceptions, here the embedding, before noria takes the weights."""
-
-    def create_optimizer(self, *args: Any, **more: Any) -> torch.optim.Optimizer:
-        optimizer = Trainer.create_optimizer(self, *args, **more)
-        optimizer.check_overrides()
-        optimizer.mng.module_weight_config_triple.clear()
-        self.run.wrap(self.model, optimizer)
-        return optimizer
-
-
-def eight_bit(run: Run, trainer: type[NoriaTrainer]) -> None:
+def eight_bit(run: Run, name: str) -> None:
     """Weights of 4096 elements or more have moments of 8 bits, except for the embedding's."""
     manager = GlobalOptimManager.get_instance()
     manager.initialize()
     try:
         model = tiny.llama(vocab_size=128, intermediate_size=128)
-        made = prepare_override(run, {"model": model}, trainer, optim="adamw_bnb_8bit")
+        made = prepare_override(run, {"model": model}, optim=name)
         made.train()
         keep(run, made)
         state = list(made.optimizer.state_dict()["state"].values())
@@ -612,7 +601,8 @@ SCRIPTS: dict[str, Script] = {
     "override, model_init": model_init,
     "override, resume": override_resume,
     "override, auto_find_batch_size": override_auto_find_batch_size,
-    "override, 8-bit AdamW": functools.partial(eight_bit, trainer=EightBitTrainer),
+    "override, 8-bit AdamW": functools.partial(eight_bit, name="adamw_bnb_8bit"),
+    "override, paged 8-bit Lion": functools.partial(eight_bit, name="paged_lion_8bit"),
     "GPT-2": gpt2,
     "BERT": bert,
 }
@@ -642,12 +632,7 @@ REFUSED: dict[str, tuple[Script, type[Exception], str]] = {
         noria.UsageError,
         "accumulate",
     ),
-    "8-bit AdamW": (
-        functools.partial(eight_bit, trainer=NoriaTrainer),
-        noria.UsageError,
-        "an object that holds some of them",
-    ),
-    "an optimizer that is not wrapped": (unknown_optimizer, RuntimeError, "give all optimizers to noria.wrap"),
+    "an optimizer that is not wrapped": (unknown_optimizer, noria.UsageError, "give this optimizer to noria.wrap"),
 }
 
 

@@ -182,12 +182,16 @@ def group_of_one(tmp_path):
 @pytest.mark.skipif(DEVICE != "cpu", reason="gloo has no collectives for the pretend GPU")
 def test_a_wrapped_model_in_data_parallel():
     model = Net()
-    noria.wrap(model, adamw(model.parameters()), device=DEVICE)
+    _, optimizer = noria.wrap(model, adamw(model.parameters()), device=DEVICE)
     with refused("a wrapped model without DistributedDataParallel around it", "leave it out"):
         DistributedDataParallel(model)
     with refused("DistributedDataParallel"):
         DistributedDataParallel(model.blocks[0])
     assert copy.deepcopy(model)._ddp_params_and_buffers_to_ignore == []
+    model.new = DistributedDataParallel(nn.Linear(2, 2))
+    with refused("DistributedDataParallel in it"):
+        optimizer.add_param_group({"params": model.new.parameters()})
+    del model.new
     loss_of(model, 0).backward()  # it trains on
     noria.unwrap(model)
     loss_of(DistributedDataParallel(model), 0).backward()

@@ -434,7 +434,7 @@ def test_not_inside_of_a_step_that_torch_runs_whole():
     for each in (twin, side):
         each.step_by_closure(0)
     unfreeze(side, "blocks.1")
-    with refused("more parameters to train between steps", "run a forward before"):
+    with refused("more parameters to train between steps", "run a forward that trains before"):
         side.step_by_closure(1)
     unfreeze(twin, "blocks.1")
     for each in (twin, side):
@@ -681,6 +681,32 @@ def test_tensors_of_a_state_dict_from_before_more_is_trained_are_named():
         side.train(2, 3)
 
 
+def test_what_has_left_the_model_is_named_and_training_goes_on():
+    twin, side = twins(POLICIES["fused"], frozen=HALF)
+    old, new = side.model.head, nn.Linear(side.model.head.in_features, side.model.head.out_features).to(DEVICE)
+    for each in (twin, side):
+        each.train(0, 2)
+    side.model.head = new
+    unfreeze(side, "blocks.1")
+    with refused('"head.weight" in their groups, which has left the model', "put it back"):
+        loss_of(side.model, 2)
+    freeze(side, "blocks.1")
+    side.model.head = old
+    for each in (twin, side):
+        each.train(2, 4)
+    assert_equal_sides(side, twin)
+
+
+def test_it_is_refused_while_the_model_is_asleep():
+    side = wrap_side(pair(frozen=HALF, only_trained=True)[1], window=2)
+    side.train(0, 1)
+    with noria.asleep(side.model), refused("training of more parameters inside of `with noria.asleep(model)`"):
+        side.optimizer.add_param_group({"params": unfreeze(side, "blocks.1")})
+    assert len(side.optimizer.param_groups) == 1
+    side.optimizer.add_param_group({"params": unfreeze(side, "blocks.1")})
+    side.train(1, 2)
+
+
 def test_averages_are_not_lost_when_more_parameters_are_trained():
     model = Net()
     model.blocks[2].requires_grad_(False)
@@ -794,7 +820,7 @@ def refused_on_ranks(rank: int, size: int) -> None:
         with each.model.no_sync():
             loss_of(each.model, begin + 2).backward()
     unfreeze(side, "blocks.0")
-    with refused("a backward outside of no_sync()"):
+    with refused("more parameters to train after step()", "freeze these parameters again"):
         loss_of(side.model, begin)
     freeze(side, "blocks.0")
     for each in (twin, side):

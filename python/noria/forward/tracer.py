@@ -1,4 +1,4 @@
-"""Lets a profiler with stacks meet the modules while their weights have addresses.
+"""Lets torch.profiler.profile(with_stack=True) read the addresses of weights without an error.
 
 torch's tracer writes down the addresses of a module's weights when the module is called first, before any hook runs
 (torch/csrc/autograd/profiler_python.cpp). That raises if they are evicted. So before the first forward of a recording

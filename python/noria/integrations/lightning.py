@@ -34,8 +34,8 @@ class NoriaStrategy(DDPStrategy):  # type: ignore[misc]
     """Streams the LightningModule.
 
     Args:
-        policy: A `noria.Policy`. Instead, its fields may be given by name. The device is the Trainer's, if no other is
-            given. Weights that are trained in bfloat16 get fp32 masters, if no dtype is given.
+        policy: A `noria.Policy`, which is taken as it is. Instead, its fields may be given by name. Without device=
+            it is the Trainer's. Without dtype= weights that are trained in bfloat16 get fp32 masters.
         strategy_options: Arguments of Lightning's `DDPStrategy`, such as {"process_group_backend": "gloo"}.
         **policy_fields: Fields of `Policy` by name, such as device_memory="20GiB".
 

@@ -76,9 +76,9 @@ class NoriaTrainerMixin:
 
     Args:
         *args, **kwargs: The Trainer's own arguments.
-        noria: A `Policy`, or its fields in a dictionary, such as {"device_memory": "20GiB"}. The device is the
-            Trainer's, if no other is given. Weights that are trained in bfloat16 get fp32 masters, if no dtype is
-            given; a line of the log says so.
+        noria: Fields of `Policy` in a dictionary, such as {"device_memory": "20GiB"}. The device is the Trainer's, if
+            no other is given. Weights that are trained in bfloat16 get fp32 masters, if no dtype is given; a line of
+            the log says so. A `Policy` is taken as it is.
 
     A model that `noria.wrap` has wrapped before stays as it is.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["flaw_of_wrapper", "inner_tensors", "is_wrapper", "made_again", "settle_wrappers", "tensors_in"]
+__all__ = ["flaw_of_wrapper", "inner_tensors", "is_wrapper", "made_again", "tensors_in", "update_wrapper_devices"]
 
 
 def is_wrapper(value: object) -> bool:
@@ -70,7 +70,7 @@ def tensors_in(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def settle_wrappers(roots: Iterable[nn.Module]) -> None:
+def update_wrapper_devices(roots: Iterable[nn.Module]) -> None:
     """Tells wrappers the device of the tensors inside them, which have moved."""
     for root in roots:
         for parameter in root.parameters():

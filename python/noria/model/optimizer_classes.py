@@ -1,4 +1,4 @@
-"""Finds the class that an optimizer had before it was wrapped, and that class's own step."""
+"""Finds the class that an optimizer had before it was wrapped, that class's own step, and bitsandbytes' settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-__all__ = ["name_original", "original_class", "step_of"]
+__all__ = ["look_up_overrides", "name_original", "original_class", "step_of"]
 
 _ORIGINALS: dict[type[Optimizer], type[Optimizer]] = {}
 
@@ -26,3 +26,19 @@ def step_of(cls: type[Optimizer]) -> Callable[..., object]:
     step: Callable[..., object] = cls.step
     own: Callable[..., object] = getattr(step, "__wrapped__", step)
     return own if getattr(step, "hooked", False) else step
+
+
+def look_up_overrides(optimizer: Optimizer) -> None:
+    """Lets an optimizer of bitsandbytes find the parameters that have settings of their own, as its first step does.
+
+    Until then its manager knows them by their modules, such as embeddings that transformers keeps in 32 bits. All
+    optimizers of bitsandbytes share the manager.
+    """
+    manager = getattr(optimizer, "mng", None)
+    overrides = getattr(manager, "module_weight_config_triple", None)
+    look_up = getattr(optimizer, "check_overrides", None)
+    if not type(manager).__module__.startswith("bitsandbytes.") or not overrides or look_up is None:
+        return
+    look_up()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    overrides[:] = [each for each in overrides if id(getattr(each[0], each[1])) not in held]

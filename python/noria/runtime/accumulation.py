@@ -78,7 +78,7 @@ class Accumulation:
 
         Inside, whole gradients stay on this rank; the backward outside sums them over the ranks. The first block takes
         memory for all of them. Only the place of the backward counts, not of the forward; all ranks must do this alike.
-        A single process sums nothing: its backwards accumulate, as they do without the block.
+        A single process sums nothing. Under update="backward" the block is that of `accumulate`, else it does nothing.
         """
         if self.context.ranks is None:
             return self.accumulate() if self.context.updates_in_backward else contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Refuses torch's DistributedDataParallel around modules of a wrapped model, before it reads a weight.
 
 Its constructor first asks the module which parameters to leave alone, by an attribute. Modules of a wrapped model have
-an attribute of this name that raises when it is read.
+an attribute of this name that raises when it is iterated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Refusal:
 
 
 def refuse_parallel(module: nn.Module) -> None:
-    """Order: when the model is wrapped. A list of the user's own stays."""
+    """Makes DistributedDataParallel refuse this module. A module with a list of the user's own is not refused."""
     if _ATTRIBUTE not in module.__dict__:
         module.__dict__[_ATTRIBUTE] = _Refusal()
 

@@ -29,7 +29,7 @@ def take_foreign(context: Context, slot: HomeParameter) -> None:
         raise usage_error(
             f'no gradient on "{slot.name}", frozen when it was wrapped',
             "one in p.grad",
-            "unfreeze parameters before noria.wrap",
+            "unfreeze parameters between steps, by requires_grad_(True) or optimizer.add_param_group",
         )
     gradient = slot.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
