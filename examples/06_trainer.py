@@ -4,7 +4,7 @@
     python examples/06_trainer.py --model ~/models/llama --text my.txt --device-memory 20GiB
 
 It needs `pip install trl`. Without arguments it trains a fresh Llama of 11 M parameters on Python's own sources. Under
-torchrun the processes share the model. Before it trains it says what will fit.
+torchrun the processes share the model. In one process it says what will fit before it trains.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main() -> None:
     text = args.text.read_text() if args.text else load_text(300_000)
     model, tokenizer = load(args.model, text)
     policy = {"device_memory": args.device_memory}
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(noria.plan(model, torch.optim.AdamW(model.parameters()), **policy))  # what will fit
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        print(noria.plan(model, torch.optim.AdamW(model.parameters()), dtype=masters_of(model), **policy))
     trainer = StreamingSFT(
         model,
         SFTConfig(
@@ -54,6 +54,11 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume)
     print(f"saved {args.out}/checkpoint-{args.steps}: from_pretrained loads it, with noria or without")
+
+
+def masters_of(model: torch.nn.Module) -> torch.dtype | None:
+    """The dtype= that the trainer gives to noria: a bfloat16 model gets fp32 masters."""
+    return torch.bfloat16 if model.dtype is torch.bfloat16 else None
 
 
 def load(path: Path | None, text: str) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:

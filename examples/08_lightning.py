@@ -3,7 +3,7 @@
     python examples/08_lightning.py              # the window holds a few of 12 blocks
     python examples/08_lightning.py --devices 2  # two processes share the model
 
-It needs `pip install lightning`. Before it trains it says what will fit.
+It needs `pip install lightning`. One process says what will fit before it trains.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def main() -> None:
         vocab_size=tokenizer.vocab_size, context=args.context, num_layers=args.layers, num_heads=4, width=args.width
     )
     module = Language(config, args.lr)
-    print(noria.plan(module, module.configure_optimizers(), device_memory=args.device_memory))  # what will fit
+    if args.devices == 1:
+        print(noria.plan(module, module.configure_optimizers(), device_memory=args.device_memory))  # what will fit
     tokens = tokenizer.encode(text)
     cut = len(tokens) * 9 // 10
     trainer = L.Trainer(
