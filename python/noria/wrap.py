@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import dataclasses
 import gc
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,7 +32,8 @@ from noria.host.machine import machine, on
 from noria.model.inner_tensors import update_wrapper_devices
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
 from noria.model.layout import AVERAGES, GRADIENT_RING
-from noria.model.optimizer_classes import look_up_overrides, original_class
+from noria.model.moment_formats import PURPOSE_OF
+from noria.model.optimizer_classes import original_class
 from noria.model.quantised import give_back_quantised, take_quantised
 from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 __all__ = ["is_wrapped", "materialize", "plan", "unwrap", "wrap"]
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+_MOMENTS = frozenset(PURPOSE_OF.values())
 
 _LIVE: weakref.WeakSet[RunState] = weakref.WeakSet()
 
@@ -94,7 +96,6 @@ def _check_each(given: list[Any], updaters: list[Optimizer]) -> None:
     """Raises UsageError if one of the optimizers cannot be wrapped. `given`: they, or wrappers of them."""
     for updater, wrapper in zip(updaters, given, strict=True):
         check_optimizer(updater)
-        look_up_overrides(updater)
         refuse_kept_methods(wrapper, updater)
 
 
@@ -271,6 +272,12 @@ def wrap(
         raise
     _LIVE.add(wrapped.run)
     tell_when_full(wrapped.run)
+    _take_rest(wrapped, met)
+    return (model, optimizer) if optimizer is not None else model
+
+
+def _take_rest(wrapped: Wrapped, met: Sequence[Ranks | StageGroup]) -> None:
+    """Takes the memory for optimizer state, once the weights have moved."""
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
@@ -279,7 +286,6 @@ def wrap(
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    return (model, optimizer) if optimizer is not None else model
 
 
 def _take_late(
@@ -331,7 +337,7 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     keeps some, even if it is frozen now: adapters may take turns. Collective if ranks share the model.
 
     Order: the new home is planned first, and must fit beside the old one. If that raises, nothing has changed. If the
-    memory turns out not to be there after all, model and optimizer stay unwrapped, and ranks have no gradients then.
+    memory turns out not to be there after all, model and optimizer may stay unwrapped. Ranks have no gradients then.
     """
     context, ranks = wrapped.context, wrapped.context.ranks
     roots, met = context.partition.roots, [] if ranks is None else [ranks]
@@ -355,10 +361,11 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
         planned = make_plan(roots, updaters, context.policy, grid=grid, free=free, trained=trained)
         _refuse_too_much(wrapped, planned, free)
         lines = [] if ranks is None else fingerprint(planned, updaters)
+    with raised_by_all(met, call):
+        warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
+        parts = MovedGradients(context, {slot.parameter for unit in planned.units for slot in unit.parameters})
     if ranks is not None:
-        ranks.agree(lines)
-    warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
-    parts = MovedGradients(context)
+        ranks.agree([*lines, *parts.lines()])
     slot_of, masters = context.slot_of, wrapped.weights.masters
     again = None if ranks is None else Ranks(ranks.grid)  # unwrapping closes the groups of before
 
@@ -380,8 +387,6 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
         raise
     _LIVE.add(made.run)
     tell_when_full(made.run)
-    with raised_by_all([] if again is None else [again], call):
-        made.context.home.take_rest()
     for slot, gradient in gradients:
         if gradient is not None:
             slot.parameter.grad = gradient.to(context.device)
@@ -390,22 +395,31 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     parts.give(made.context)
     del parts  # of the old home
     wrapped.accumulation.pass_on(made.accumulation)
+    _take_rest(made, [] if again is None else [again])
 
 
 def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     """Raises UsageError if the new home and what is whole while it is filled do not fit beside the old home."""
     context = wrapped.context
     shards = 1 if context.ranks is None else context.ranks.num_shards
-    places = [place for by_slot in context.plan.states for place in by_slot.values()]
-    copied = [place for place in places if shards > 1 or place.dtype != torch.float32]
-    rows = [
+    is_shared, regions = context.ranks is not None, context.home.regions
+    widening = {"fp32": 1, "bf16": 2, "8bit": 4}[context.policy.state_dtype]
+    moments = sum(region.bytes - region.spare_bytes for purpose, region in regions.items() if purpose in _MOMENTS)
+    others = sum(regions[purpose].bytes for purpose in ("optimizer state", "low bits") if purpose in regions)
+    kept = [
         ("the new home", planned.home_bytes),
-        ("whole weights", 0 if context.ranks is None else sum(unit.weights for unit in context.units)),
-        ("optimizer state in fp32", sum(4 * shards * math.prod(place.shape) for place in copied)),
         ("gradients of open blocks", wrapped.accumulation.open_bytes(planned.units)),
     ]
-    budget = None if context.plan.budgets.host is None else sum(size for _, size in rows)  # no margin, as at wrap
-    if refusal := check_fits(rows, budget, free):
+    whole = [
+        ("whole weights", sum(unit.weights for unit in context.units) if is_shared else 0),
+        ("moments in fp32", moments * widening * shards if is_shared or widening > 1 else 0),
+        ("other whole state", others * shards if is_shared else 0),
+    ]
+    budget = context.plan.budgets.host
+    # What is whole for a while is no part of `host_memory`, and all processes of a machine hold it at once.
+    total = None if budget is None else sum(size for _, size in [*kept, *whole])
+    shared = dataclasses.replace(free, host=free.share)
+    if refusal := check_fits(kept, budget, free) or check_fits([*kept, *whole], total, shared):
         raise refusal
 
 

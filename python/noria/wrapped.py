@@ -15,6 +15,7 @@ from noria.forward.activations import Activations
 from noria.forward.module_hooks import ModuleHooks
 from noria.host.machine import machine
 from noria.model.layout import StatePlace
+from noria.model.optimizer_classes import look_up_overrides
 from noria.optimizer import facade
 from noria.pipeline.peer_cache import PeerCache
 from noria.pipeline.peer_memory import PeerMemory
@@ -144,6 +145,7 @@ class Wrapped:
 
     def take_optimizer(self, optimizer: Optimizer, kernel: str, places: dict[tuple[int, str], StatePlace]) -> None:
         """Makes the optimizer's `step()` noria's from now on. `places`: the places of its state in the home."""
+        look_up_overrides(optimizer)
         services = StepServices(
             self.run,
             self.sync,

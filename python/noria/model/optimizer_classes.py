@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-__all__ = ["look_up_overrides", "name_original", "original_class", "step_of"]
+__all__ = ["knows_modules", "look_up_overrides", "name_original", "original_class", "step_of"]
 
 _ORIGINALS: dict[type[Optimizer], type[Optimizer]] = {}
 
@@ -28,17 +28,17 @@ def step_of(cls: type[Optimizer]) -> Callable[..., object]:
     return own if getattr(step, "hooked", False) else step
 
 
-def look_up_overrides(optimizer: Optimizer) -> None:
-    """Lets an optimizer of bitsandbytes find the parameters that have settings of their own, as its first step does.
+def knows_modules(value: object) -> bool:
+    """Returns True for the manager that all optimizers of bitsandbytes share.
 
-    Until then its manager knows them by their modules, such as embeddings that transformers keeps in 32 bits. All
-    optimizers of bitsandbytes share the manager.
+    It knows by module which parameters have settings of their own, such as embeddings that transformers keeps in 32
+    bits. It needs these modules only until `look_up_overrides`.
     """
-    manager = getattr(optimizer, "mng", None)
-    overrides = getattr(manager, "module_weight_config_triple", None)
+    return type(value).__name__ == "GlobalOptimManager" and type(value).__module__.startswith("bitsandbytes.")
+
+
+def look_up_overrides(optimizer: Optimizer) -> None:
+    """Lets an optimizer of bitsandbytes find the parameters that have settings of their own, as its first step does."""
     look_up = getattr(optimizer, "check_overrides", None)
-    if not type(manager).__module__.startswith("bitsandbytes.") or not overrides or look_up is None:
-        return
-    look_up()
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    overrides[:] = [each for each in overrides if id(getattr(each[0], each[1])) not in held]
+    if look_up is not None and knows_modules(getattr(optimizer, "mng", None)):
+        look_up()

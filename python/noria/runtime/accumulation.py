@@ -95,7 +95,7 @@ class Accumulation:
 
     def open_bytes(self, units: Sequence[HomeUnit]) -> int:
         """Returns the bytes of gradients of these units that the open blocks need."""
-        return sum(unit.gradients for unit in units) if self._accumulating.is_open or self._unsynced.is_open else 0
+        return sum(unit.gradients for unit in units) * (self._accumulating.is_open + self._unsynced.is_open)
 
     def pass_on(self, heir: Accumulation) -> None:
         """Makes the blocks that are open now blocks of `heir`: the model has been wrapped again. Collective."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+import torch
+
+from noria.model.layout import HomeParameter
 from noria.runtime.context import Context
 from noria.torch_state import plainly
 
@@ -14,9 +19,9 @@ class MovedGradients:
     A part views the home of before, which stays until the gradients have moved.
     """
 
-    def __init__(self, context: Context) -> None:
-        """Reads the gradients of a wrapped model. Order: between passes, before it is unwrapped."""
-        self._kept = []
+    def __init__(self, context: Context, parameters: Container[torch.Tensor]) -> None:
+        """Reads the gradients of these parameters. Order: between passes, before the model is unwrapped."""
+        self._kept: list[tuple[HomeParameter, torch.Tensor]] = []
         if context.ranks is None or context.updates_in_backward:
             return
         engine = context.engine
@@ -24,9 +29,13 @@ class MovedGradients:
         engine.idle()
         with plainly():
             for slot in context.slots:
-                if engine.gradients.gradient_is(slot.index) == "held":
+                if slot.parameter in parameters and engine.gradients.gradient_is(slot.index) == "held":
                     engine.gradients.apply_scales(slot.index)
                     self._kept.append((slot, context.home.held(slot)))
+
+    def lines(self) -> list[str]:
+        """Returns what must be the same on all ranks."""
+        return [f'a gradient of "{slot.name}"' for slot, _ in self._kept]
 
     def give(self, made: Context) -> None:
         """Puts the gradients into the home of the model, which has been wrapped again. Collective."""

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from noria._errors import usage_error
+from noria.model.optimizer_classes import knows_modules
 
 __all__ = ["exchange", "refuse_out_of_reach"]
 
@@ -122,7 +123,7 @@ def _members(value: object) -> Iterable[object] | None:
 
 
 def _reach(name: str, value: object, reached: dict[int, object], beyond: list[tuple[str, object]]) -> None:
-    if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in reached:
+    if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in reached or knows_modules(value):
         return
     members = _members(value)
     if members is None:
