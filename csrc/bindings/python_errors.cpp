@@ -54,22 +54,26 @@ void register_kept_python_errors() {
   });
 }
 
-std::optional<SteppingOptimizer> stepping_optimizer() {
+std::optional<SteppingOptimizer> stepping_optimizer() try {
   namespace py = pybind11;
   const py::gil_scoped_acquire gil;
   PyFrameObject* const top = PyEval_GetFrame();  // borrowed; null on a thread that runs no Python
   if (top == nullptr) return {};
   const py::object known = py::module_::import("torch.optim").attr("Optimizer");
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(top));
+  std::optional<SteppingOptimizer> found;
   for (; !frame.is_none(); frame = frame.attr("f_back")) {
     if (frame.attr("f_code").attr("co_name").cast<std::string>() != "step") continue;
     const py::object self = frame.attr("f_locals").attr("get")("self");
     const py::object cls = py::type::of(self);
     if (py::isinstance(self, known)) {
-      return SteppingOptimizer{cls.attr("__name__").cast<std::string>(), py::hasattr(self, "_noria")};
+      if (!found) found = SteppingOptimizer{cls.attr("__name__").cast<std::string>(), py::hasattr(self, "_noria")};
+    } else if (cls.attr("__module__").cast<std::string>().starts_with("noria.")) {
+      return {};  // noria's own step runs a closure
     }
-    if (cls.attr("__module__").cast<std::string>().starts_with("noria.")) return {};  // its step runs a closure
   }
+  return found;
+} catch (const std::exception&) {  // an object that answers nothing: torch's own error follows
   return {};
 }
 

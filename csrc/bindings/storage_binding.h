@@ -53,7 +53,7 @@ class StorageBinding {
   void raise_late_writes(bool waits);
   /// Tells whether a pass is under way: an access to evicted weights then has another remedy.
   void tell_pass(bool is_under_way);
-  /// Raises UsageError if a parameter of these units has left its storage, or has been unfrozen inside a pass.
+  /// Raises UsageError if a parameter of these units has left its storage, or trains though it was frozen at the wrap.
   void check(const std::vector<UnitId>& units);
 
   // ---- where parameters are ----
