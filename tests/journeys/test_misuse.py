@@ -220,6 +220,18 @@ def test_an_optimizer_that_is_made_after_wrap(make, monkeypatch):
         optimizer.step()
 
 
+@pytest.mark.parametrize("make", [adamw, lambda held: torch.optim.LBFGS(held)], ids=["AdamW", "LBFGS"])
+def test_a_closure_that_writes_weights_is_not_taken_for_an_optimizer(make):
+    model = Net()
+    _, optimizer = noria.wrap(model, make(model.parameters()), device=DEVICE)
+
+    def closure():
+        model.head.weight.data.mul_(2)
+
+    with refused("read and edit parameters inside `with noria.materialize(model):`", error=RuntimeError):
+        optimizer.step(closure)
+
+
 def test_things_that_are_no_models_and_no_optimizers():
     model = Net()
     for wrong in ("model", None, [model, 3], []):

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import noria
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from noria.host.limits import Limit, probe_limits
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
@@ -707,6 +712,24 @@ def test_it_is_refused_while_the_model_is_asleep():
     side.train(1, 2)
 
 
+def test_a_folder_of_what_was_unfrozen_loads_once_it_trains(tmp_path):
+    """The checkpoint has state of parameters that are frozen when the next process begins."""
+    sides = [wrap_side(pair(frozen=HALF)[1], window=2, kernel="fused") for _ in range(2)]
+    first, second = sides
+    unfreeze(first, "blocks.1")
+    first.train(0, 2)
+    dcp.save(noria.sharded_state(first.model, first.optimizer), checkpoint_id=tmp_path)
+    with refused('"blocks.1.contract.bias" frozen, whose state is in', "run a forward that trains before the load"):
+        noria.load(tmp_path, second.model, second.optimizer)
+    unfreeze(second, "blocks.1")
+    loss_of(second.model, 0)
+    noria.load(tmp_path, second.model, second.optimizer)
+    for each in sides:
+        each.kept.clear()
+        each.train(2, 4)
+    assert_equal_sides(second, first)
+
+
 def test_averages_are_not_lost_when_more_parameters_are_trained():
     model = Net()
     model.blocks[2].requires_grad_(False)
@@ -855,6 +878,48 @@ def test_the_first_forward_that_trains_them_may_be_inside_of_no_sync(update):
 
 def test_refusals_on_ranks_change_nothing():
     on_ranks(2, refused_on_ranks)
+
+
+def too_much_for_ranks(rank: int, size: int) -> None:
+    """Host memory for the new home, but not for what is whole while it is filled."""
+    twin, side = sides_on_ranks({"kernel": "fused", "host_memory": 1 << 30})
+    home = sum(row.taken for row in noria.report(twin.model).ledger if row.place == "host")
+    begin = 10 * rank
+    for each in (twin, side):
+        each.train(begin, begin + 2)
+    unfreeze(side, "blocks.0")
+    found = probe_limits(torch.device(DEVICE))
+    tight = dataclasses.replace(found, limits=(Limit("a test", "of it", size * (home + 1024), is_own=False),))
+    words = ("free host memory of at least", "whole weights", "moments in fp32", "divided by the 2 processes")
+    with mock.patch.object(sys.modules["noria.wrap"], "probe_limits", return_value=tight), refused(*words):
+        loss_of(side.model, begin)
+    freeze(side, "blocks.0")
+    for each in (twin, side):
+        each.train(begin + 2, begin + 3)
+        unfreeze(each, "blocks.0")
+        each.train(begin + 3, begin + 4)
+    assert_equal_sides(side, twin)
+
+
+def test_what_is_whole_for_a_while_must_fit_on_ranks():
+    on_ranks(2, too_much_for_ranks)
+
+
+def left_with_a_gradient(rank: int, size: int) -> None:
+    """An adapter leaves the model and the optimizer while its gradient is held, and another one comes."""
+    side = wrap_side(pair(frozen=HALF, only_trained=True)[1], window=2, kernel="fused")
+    side.train(10 * rank, 10 * rank + 1)
+    loss_of(side.model, 10 * rank).backward()
+    gone = set(side.model.blocks[3].parameters())
+    side.model.blocks[3] = nn.Identity()
+    [group] = side.optimizer.param_groups
+    group["params"] = [each for each in group["params"] if each not in gone]
+    side.optimizer.add_param_group({"params": unfreeze(side, "blocks.1")})
+    side.train(10 * rank + 1, 10 * rank + 3)
+
+
+def test_a_gradient_of_what_has_left_the_model_goes_with_it():
+    on_ranks(2, left_with_a_gradient)
 
 
 def unfrozen_on_one_rank(rank: int, size: int) -> str:

@@ -91,6 +91,12 @@ def _targets(
         if place[0] == "optimizer" and not has_optimizer:
             continue
         is_own = _is_of(place, "state") and place[-1] in NORIAS_OWN and place[:-1] in owners
+        if _is_of(place, "state") and not is_own and any(paths[each] == ("model", place[-2]) for each in wanted):
+            raise usage_error(
+                "a model that trains the same parameters as the one that was saved",
+                f'"{place[-2]}" frozen, whose state is in {path}',
+                "unfreeze it, and run a forward that trains before the load",
+            )
         if place[0] == "model" or (_is_of(place, "state") and not is_own):
             raise usage_error("a checkpoint of this model and optimizer", f'"{name}" in {path}', "give what was saved")
         if not is_own:
