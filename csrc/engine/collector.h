@@ -1,5 +1,5 @@
-// Collector issues gathers and sums between ranks. It also tells the collect lane where this rank stands: for each
-// unit the version of its weights, and the gradients whose sums it holds. The lane assists other ranks by that.
+// Collector issues gathers and sums between ranks. It also tells the collect lane which version each unit's weights
+// have, and which gradients have been summed. The lane needs both to assist other ranks.
 //
 // Ownership: borrows issuer and units from the engine, shares the lane. Order: ops are issued in the order of the
 // calls. Threads: the caller serialises; nothing here blocks.

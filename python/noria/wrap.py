@@ -59,6 +59,7 @@ __all__ = ["is_wrapped", "materialize", "plan", "unwrap", "wrap"]
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
+_MORE_TRAINING = "training of more parameters"  # as errors name the call
 _MOMENTS = frozenset(PURPOSE_OF.values())
 
 _LIVE: weakref.WeakSet[RunState] = weakref.WeakSet()
@@ -341,9 +342,8 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     """
     context, ranks = wrapped.context, wrapped.context.ranks
     roots, met = context.partition.roots, [] if ranks is None else [ranks]
-    call = "training of more parameters"
-    wrapped.sync.meet(call)
-    with raised_by_all(met, call):
+    wrapped.sync.meet(_MORE_TRAINING)
+    with raised_by_all(met, _MORE_TRAINING):
         updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
         _refuse_anew(wrapped, updaters)
         found = probe_limits(context.device)
@@ -355,13 +355,13 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     with (
         wrapped.weights.materialized(range(len(context.units)), read_only=True),
         as_plain(updaters),
-        raised_by_all(met, call),
+        raised_by_all(met, _MORE_TRAINING),
     ):
         free = min_over_ranks(gathered)
         planned = make_plan(roots, updaters, context.policy, grid=grid, free=free, trained=trained)
         _refuse_too_much(wrapped, planned, free)
         lines = [] if ranks is None else fingerprint(planned, updaters)
-    with raised_by_all(met, call):
+    with raised_by_all(met, _MORE_TRAINING):
         warn_of_kept(kept_of(wrapped.weights.views()), stacklevel=3)
         parts = MovedGradients(context, {slot.parameter for unit in planned.units for slot in unit.parameters})
     if ranks is not None:
@@ -449,10 +449,10 @@ def _refuse_anew(wrapped: Wrapped, updaters: list[Optimizer]) -> None:
             "others that were unfrozen or added since",
             "keep ema.state_dict(), delete the averages, run a forward that trains, and load the state into new ones",
         )
-    run.refuse_when_busy("training of more parameters")
-    run.refuse_asleep("training of more parameters")
+    run.refuse_when_busy(_MORE_TRAINING)
+    run.refuse_asleep(_MORE_TRAINING)
     run.recover()
-    run.require_consistent("training of more parameters")
+    run.require_consistent(_MORE_TRAINING)
     engine = context.engine
     engine.home.raise_lost_writes()
     if any(engine.gradients.is_unreduced(slot.index) for slot in context.slots):
