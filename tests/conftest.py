@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 from noria import _C
 
+import tests.roomy_logs  # noqa: F401  its effect is wanted
 from tests.device import IS_PRETEND
 from tests.pretend_gpu.machine import machine
 from tests.ranks import LEFT_OUT

@@ -33,6 +33,8 @@ TIMEOUT_S = 240.0
 
 def _done(act: Callable[..., Any], *args: Any) -> Any:
     """What `act` returns, when all that it has launched is over too."""
+    import tests.roomy_logs  # noqa: F401  here: the server that ranks are forked from does not import noria
+
     answer = act(*args)
     settle()
     return answer

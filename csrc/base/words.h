@@ -20,7 +20,8 @@ enum class Verb : std::uint8_t {
   evict,     // no lane: the lease may be reused (bookkeeping, never waits)
   poison,    // fetch lane, hostile backend only: vacated memory is overwritten
   load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
-  draft,     // update lane: an update computed beside the state, before `step()`
+  draft,     // update lane: an update before `step()`, which can be undone
+  undo,      // update lane: of a draft
   sum,       // update lane: the sum of squares of a held gradient
   gather,    // collect lane: all-gather of a unit's shards
   reduce,    // collect lane: reduce-scatter of a unit's gradients: each rank gets its shard of the sum
@@ -30,7 +31,7 @@ enum class Verb : std::uint8_t {
   probe,     // peer lane: measures a link; not counted in the numbers of the lane
   stash,     // peer lane: a unit's working copy to a peer; later fetches read it there
 };
-inline constexpr int kNumVerbs = 18;
+inline constexpr int kNumVerbs = 19;
 
 /// Says whether a pass or a visit belongs to forward or to backward.
 enum class Phase : std::uint8_t { forward, backward };

@@ -96,14 +96,14 @@ void bind_gradients(py::module_& m) {
           py::arg("unit"), NoGil())
       .def(
           "begin_scaling",
-          [](const EngineGradients& self, std::int32_t unit) { self.engine().begin_scaling(UnitId(unit), Stream()); },
-          py::arg("unit"), NoGil())
-      .def(
-          "end_scaling",
           [](const EngineGradients& self, std::int32_t unit, float divisor, float prefactor) {
-            self.engine().drafts()->end_scaling(UnitId(unit), divisor, prefactor);
+            self.engine().begin_scaling(UnitId(unit), divisor, prefactor, Stream());
           },
           py::arg("unit"), py::arg("divisor"), py::arg("prefactor"), NoGil())
+      .def(
+          "end_scaling",
+          [](const EngineGradients& self, std::int32_t unit) { self.engine().drafts()->end_scaling(UnitId(unit)); },
+          py::arg("unit"), NoGil())
       .def(
           "sum_gradients",
           [](const EngineGradients& self, const std::vector<std::pair<std::int32_t, UpdateJob>>& jobs) {
@@ -139,11 +139,7 @@ void bind_home(py::module_& m) {
       .def("release", of_owner<EngineHome>(&TorchBridge::storages, &StorageBinding::release), py::arg("index"),
            py::arg("replacement"))
       .def("bump_versions", of_owner<EngineHome>(&TorchBridge::storages, &StorageBinding::bump_versions),
-           py::arg("indices"))
-      .def(
-          "is_swapped",
-          [](const EngineHome& self, std::int32_t unit) { return self.engine().drafts()->is_swapped(UnitId(unit)); },
-          py::arg("unit"), NoGil());
+           py::arg("indices"));
 }
 
 void set_parts_callbacks(const EngineRanks& self, py::function norms, py::function multiply) {

@@ -32,6 +32,7 @@ py::dict draft_counts(const EngineUpdates& self) {
   result["unchanged"] = counts.unchanged;
   result["changed"] = counts.changed;
   result["redone"] = counts.redone;
+  result["undone"] = counts.undone;
   result["dropped"] = counts.dropped;
   return result;
 }
@@ -50,7 +51,7 @@ void bind_updates(py::module_& m) {
       .def(
           "update_on_pool",
           [](const EngineUpdates& self, std::int32_t unit, UpdateJob job, int priority) {
-            return self.engine().update_on_pool(UnitId(unit), std::move(job), priority);
+            self.engine().update_on_pool(UnitId(unit), std::move(job), priority);
           },
           py::arg("unit"), py::arg("job"), py::arg("priority"), NoGil())
       .def(

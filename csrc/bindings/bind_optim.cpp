@@ -34,7 +34,7 @@ Element* at(Address address) {
 UpdateTask parse_task(const std::string& text) {
   if (text == "update") return UpdateTask::update;
   if (text == "sum") return UpdateTask::sum;
-  throw UsageError("a task of the host pool", "\"" + text + "\"", "use one of update, sum");
+  throw UsageError("a task of the host pool", "\"" + text + "\"", "use one of update, sum; `drafting` makes drafts");
 }
 
 MomentArray make_moment(const std::string& state, Address array, Address scales) {
@@ -45,23 +45,27 @@ MomentArray make_moment(const std::string& state, Address array, Address scales)
 }
 
 UpdatePiece make_piece(const ShortPiece& piece) {
-  return {std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), 0, 0, nullptr, 0};
+  UpdatePiece made;
+  made.offset = std::get<0>(piece);
+  made.count = std::get<1>(piece);
+  made.scalars = std::get<2>(piece);
+  return made;
 }
 
 UpdatePiece make_piece(const Piece& piece) {
-  return {
-      std::get<0>(piece), std::get<1>(piece), std::get<2>(piece), std::get<3>(piece), std::get<4>(piece), nullptr, 0};
+  UpdatePiece made = make_piece(ShortPiece(std::get<0>(piece), std::get<1>(piece), std::get<2>(piece)));
+  made.first = std::get<3>(piece);
+  made.first_block = std::get<4>(piece);
+  return made;
 }
 
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
-                   const std::optional<UnitArrays>& to, const std::string& task, bool sums,
-                   const std::vector<std::pair<Address, int>>& late_scales) {
+                   const std::string& task, bool sums, const std::vector<std::pair<Address, int>>& late_scales) {
   UpdateJob job;
   job.task = parse_task(task);
   if (sums) job.sums = std::make_shared<std::vector<double>>();
   job.rule = parse_update_rule(rule);
-  job.from = arrays;
-  job.to = to.value_or(arrays);
+  job.arrays = arrays;
   job.gradient = at<void>(gradient);
   for (const auto& piece : pieces) {
     job.pieces.push_back(std::visit([](const auto& each) { return make_piece(each); }, piece));
@@ -125,10 +129,9 @@ void bind_kernels(py::module_& m) {
 
   py::class_<UpdateJob>(m, "UpdateJob")
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
-           py::arg("gradient"), py::arg("to") = std::optional<UnitArrays>(), py::arg("task") = "update",
-           py::arg("sums") = false, py::arg("late_scales") = std::vector<std::pair<Address, int>>())
+           py::arg("gradient"), py::arg("task") = "update", py::arg("sums") = false,
+           py::arg("late_scales") = std::vector<std::pair<Address, int>>())
       .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
-      .def_property_readonly("in_place", &UpdateJob::in_place)
       .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
       .def_property_readonly("taken_sums",
                              [](const UpdateJob& job) { return job.sums ? *job.sums : std::vector<double>(); })
@@ -147,12 +150,39 @@ void bind_kernels(py::module_& m) {
           "run",
           [](const UpdateJob& job, const std::string& instruction_set) {
             check(job);
+            if (job.task == UpdateTask::draft) begin_draft(job);
             for (const UpdatePiece& piece : job.pieces) {
               update_elements(job, piece, piece.offset, piece.count, instruction_set);
             }
           },
-          py::arg("instruction_set") = "", Release());
+          py::arg("instruction_set") = "", Release())
+      .def(
+          "drafting",
+          [](UpdateJob job, Address log, std::int64_t num_elements, std::int64_t num_blocks, std::int64_t num_slots) {
+            make_draft(job, undo_log_at(at<std::byte>(log), {num_elements, num_blocks, num_slots}));
+            return job;
+          },
+          py::arg("log"), py::arg("num_elements"), py::arg("num_blocks"), py::arg("num_slots"))
+      .def("undoing", [](const UpdateJob& job) { return undo_of(job); })
+      .def(
+          "redoing",
+          [](UpdateJob job, const UpdateJob& draft) {
+            make_redo(job, draft);
+            return job;
+          },
+          py::arg("draft"))
+      .def_property_readonly("log_counts", [](const UpdateJob& job) {
+        NORIA_INVARIANT(job.has_log(), "this job has no undo log");
+        return std::pair(job.log.header->num_used, job.log.header->num_left);
+      });
 
+  m.def("num_undo_blocks", &num_undo_blocks, py::arg("count"));
+  m.def(
+      "undo_log_bytes",
+      [](std::int64_t num_elements, std::int64_t num_blocks, std::int64_t num_slots) {
+        return undo_log_bytes({num_elements, num_blocks, num_slots}).count;
+      },
+      py::arg("num_elements"), py::arg("num_blocks"), py::arg("num_slots"));
   m.attr("STATE_BLOCK") = kStateBlock;
   m.attr("MOST_LATE_SCALES") = kMostLateScales;
   m.def(

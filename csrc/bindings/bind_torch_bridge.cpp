@@ -31,20 +31,24 @@ struct ParameterSpec {
   std::int64_t scales;           // the address of its late scales; 0: it never has any
 };
 
+/// Holds address, elements, blocks and slots of an undo log.
+using UndoLogSpec = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
 /// Describes a unit as Python lays it out: sizes in bytes, and addresses in the home. An address is 0 if the home has
 /// no such part.
 struct UnitSpec {
   std::string name;
   std::int64_t weights, gradients;
-  std::int64_t working, held, spare;
+  std::int64_t working, held;
+  UndoLogSpec undo_log;
   std::vector<ParameterSpec> parameters;
 };
 
-/// Reads the units, and makes their home buffers: ranges of regions. Each purpose has its region, and so have the spare
-/// buffers. Each region is a place of its own.
+/// Reads the units, and makes their home buffers: ranges of regions. Each purpose has its region, which is a place of
+/// its own.
 UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
   UnitMap<BridgedUnit> units(specs.size());
-  Bytes working_end, held_end, spare_end;
+  Bytes working_end, held_end;
   for (UnitId id : units.ids()) {
     const UnitSpec& spec = specs[static_cast<std::size_t>(id.value)];
     BridgedUnit& unit = units[id];
@@ -69,14 +73,8 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
     unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     Bytes scales_start{id.value};
     unit.engine.scales = range(kScalesRegion, scales_start, Bytes{1}, Format::master, Purpose::gradient_scales);
-    if (spec.spare != 0) {
-      Spare spare;
-      spare.working = pointer(spec.spare);
-      Bytes spare_state_start{id.value};
-      spare.working_buffer = range(kSpareWorkingRegion, spare_end, weights, Format::travel, Purpose::working_copy);
-      spare.state_buffer =
-          range(kSpareStateRegion, spare_state_start, Bytes{1}, Format::master, Purpose::optimizer_state);
-      unit.engine.spare = spare;
+    if (const auto [log, num_elements, num_blocks, num_slots] = spec.undo_log; log != 0) {
+      unit.engine.undo_log = undo_log_at(pointer(log), {num_elements, num_blocks, num_slots});
     }
     for (const ParameterSpec& each : spec.parameters) {
       auto* const scales = reinterpret_cast<float*>(pointer(each.scales));
@@ -190,11 +188,11 @@ void bind_torch_bridge(py::module_& m) {
            py::arg("gradient_offset"), py::arg("scales"));
   py::class_<UnitSpec>(m, "UnitSpec")
       .def(py::init([](std::string name, std::int64_t weights, std::int64_t gradients, std::int64_t working,
-                       std::int64_t held, std::int64_t spare, std::vector<ParameterSpec> parameters) {
-             return UnitSpec{std::move(name), weights, gradients, working, held, spare, std::move(parameters)};
+                       std::int64_t held, const UndoLogSpec& undo_log, std::vector<ParameterSpec> parameters) {
+             return UnitSpec{std::move(name), weights, gradients, working, held, undo_log, std::move(parameters)};
            }),
            py::kw_only(), py::arg("name"), py::arg("weights"), py::arg("gradients"), py::arg("working"),
-           py::arg("held"), py::arg("spare"), py::arg("parameters"));
+           py::arg("held"), py::arg("undo_log"), py::arg("parameters"));
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   bind_bridge_autograd(m);
   bind_bridge_engine(m);

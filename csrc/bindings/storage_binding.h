@@ -79,7 +79,6 @@ class StorageBinding {
   }
   /// Returns true if the device cannot address the unit's working copy.
   bool is_staged(UnitId unit) const { return working_[unit] != nullptr && home_of(unit) == nullptr; }
-  void home_moved(UnitId unit, std::byte* working) { working_[unit] = working; }
 
  private:
   class Writes;

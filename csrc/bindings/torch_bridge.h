@@ -79,7 +79,6 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void open_gradients(UnitId unit, std::byte* buffer) override { catcher_.open(unit, buffer); }
   void close_gradients(UnitId unit, bool is_drained) override { catcher_.close(unit, is_drained); }
   Ranges held_gradients(UnitId unit) const override { return catcher_.held_gradients(unit); }
-  void home_moved(UnitId unit, std::byte* working) override { storages_.home_moved(unit, working); }
   void held_moved(UnitId unit, std::byte* held) override { views_.held_moved(unit, held); }
   void update(UnitId unit) override { run_update_(unit); }
   std::pair<std::byte*, Bytes> more_home(Bytes least) override { return more_home_(least); }

@@ -21,8 +21,6 @@ class Pace {
   virtual std::int64_t before_us(Lane /*lane*/, Verb /*verb*/) { return 0; }
   /// Returns how many us a copy lane waits after an op.
   virtual std::int64_t after_us(Lane /*lane*/) { return 0; }
-  /// Returns how many us an update waits between the look at its gradient and its work.
-  virtual std::int64_t between_us(Verb /*verb*/) { return 0; }
 
   /// Returns the shortest time in ns that an op may take on the host.
   virtual std::int64_t least_ns(Lane /*lane*/, const Transfer& /*transfer*/) const { return 0; }

@@ -30,7 +30,6 @@ BackwardUpdates::BackwardUpdates(EngineParts parts, const PassState& pass, Compu
 
 void BackwardUpdates::expect(UnitId unit, Expected update) {
   if (update.job) {
-    NORIA_INVARIANT(update.job->in_place(), "an update inside backward is in place");
     NORIA_INVARIANT(update.job->pieces.size() == update.gradients.size(), "each piece is of one gradient");
   }
   expected_[unit] = std::move(update);

@@ -5,7 +5,7 @@
 // calls. Threads: the caller serialises; nothing here blocks.
 //
 // Note [Versions]. The version of a buffer counts writes, and ranks may make different numbers of writes: one rank
-// commits a draft, another updates in place. So ranks compare the step or load that made the weights.
+// keeps a draft, another undoes it. So ranks compare the step or load that made the weights.
 #pragma once
 
 #include <memory>

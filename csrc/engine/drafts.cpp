@@ -24,19 +24,20 @@ bool updates_the_same(const UpdateJob& a, const UpdateJob& b) {
   const auto same_arrays = [](const UnitArrays& x, const UnitArrays& y) {
     return x.master == y.master && x.working == y.working && x.low == y.low && x.m == y.m && x.v == y.v;
   };
-  return a.rule == b.rule && same_arrays(a.from, b.from) && a.gradient == b.gradient && has_same_ranges(a, b) &&
+  return a.rule == b.rule && same_arrays(a.arrays, b.arrays) && a.gradient == b.gradient && has_same_ranges(a, b) &&
          std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), has_same_numbers);
 }
 
 }  // namespace
 
 void Drafts::expect(UnitId unit, UpdateJob job) {
-  if (is_read(unit)) return;
+  // A rank that assists others may give them its weights at any time, so it makes no draft.
+  const bool may_draft = !parts_.options.lane || !parts_.options.lane->assists();
+  if (is_read(unit) || (job.task == UpdateTask::update && !may_draft)) return;
   Early early;
   early.awaited = job.gradient_bytes();
+  if (job.task == UpdateTask::update) make_draft(job, parts_.units[unit].undo_log);
   early.job = std::move(job);
-  NORIA_INVARIANT(!early.is_draft() || (parts_.units[unit].spare && !early.job.in_place()),
-                  "a draft is written elsewhere");
   eager_[unit] = std::move(early);
 }
 
@@ -48,31 +49,34 @@ void Drafts::set_last_of(const std::optional<std::vector<UnitId>>& units) {
   is_any_last_ = !units->empty();
 }
 
-void Drafts::begin_scaling(UnitId unit) {
-  if (!is_read(unit) || !parts_.optimizer->recall(eager_[unit]->ticket)) return;
-  eager_[unit]->ticket = nullptr;
-  eager_[unit]->is_recalled = true;
-}
-
-void Drafts::end_scaling(UnitId unit, float divisor, float prefactor) {
-  auto& early = eager_[unit];
-  if (!early || !(early->ticket || early->is_recalled)) return;
-  const bool as_told = std::all_of(early->job.pieces.begin(), early->job.pieces.end(), [&](const UpdatePiece& piece) {
+void Drafts::begin_scaling(UnitId unit, float divisor, float prefactor) {
+  if (!is_read(unit)) return;
+  Early& early = *eager_[unit];
+  const bool as_told = std::all_of(early.job.pieces.begin(), early.job.pieces.end(), [&](const UpdatePiece& piece) {
     return piece.scalars.divisor == divisor && piece.scalars.prefactor == prefactor;
   });
-  if (!early->is_draft() || !as_told) {
+  if (!early.is_draft() || !as_told) {
     drop(unit);
+  } else if (parts_.optimizer->recall(early.ticket)) {
+    early.ticket = nullptr;
+    early.is_recalled = true;
+  }
+}
+
+void Drafts::end_scaling(UnitId unit) {
+  auto& early = eager_[unit];
+  if (!early || !(early->ticket || early->is_recalled)) {
     early.reset();
     return;
   }
+  // From now on the gradient is as the draft has seen it, or will see it.
   for (UpdatePiece& piece : early->job.pieces) piece.scalars.divisor = piece.scalars.prefactor = 1.0f;
   if (early->is_recalled) {
     draft(unit, *early);
     may_recall_ = true;
-    return;
+  } else {
+    early->job.sums = nullptr;  // these sums are of the gradient before it was scaled
   }
-  early->is_scaled = true;
-  early->job.sums = nullptr;  // these sums are of the gradient before it was scaled
 }
 
 // ---- a backward ---------------------------------------------------------------------------------------------------
@@ -99,7 +103,7 @@ void Drafts::note_priorities(const PassState& pass) {
 
 void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<UnitId, Bytes>>& drained) {
   for (const auto& [unit, bytes] : drained) {
-    drop(unit);  // work that has begun has read an incomplete gradient
+    drop(unit);  // sums that have begun are of an incomplete gradient
     if (!is_eager_ || !brings_last(unit)) continue;
     auto& expected = eager_[unit];
     // A shard lands as a whole, so its bytes do not tell which gradients have come.
@@ -114,27 +118,8 @@ void Drafts::note_drained(std::int64_t position, const std::vector<std::pair<Uni
 }
 
 void Drafts::draft(UnitId unit, Early& made) {
-  Issuer& issuer = parts_.issuer;
-  const UnitFacts& facts = parts_.units[unit].facts;
-  const Spare& spare = *parts_.units[unit].spare;
-  made.job.note = std::make_shared<std::atomic<std::uint64_t>>(0);
   made.is_recalled = false;
-  Op op;
-  op.lane = Lane::update;
-  op.verb = Verb::draft;
-  op.unit = unit;
-  op.bytes = made.job.bytes();
-  // The spare becomes the version after the unit's, so no copy on the device is taken for it.
-  issuer.set_version(spare.working_buffer, issuer.version(facts.working) + 1);
-  issuer.set_version(spare.state_buffer, issuer.version(facts.state) + 1);
-  op.accesses = {{facts.held, issuer.version(facts.held), Access::Mode::read},
-                 {facts.state, issuer.version(facts.state), Access::Mode::read},
-                 {facts.working, issuer.version(facts.working), Access::Mode::read},
-                 {spare.state_buffer, issuer.version(spare.state_buffer), Access::Mode::write},
-                 {spare.working_buffer, issuer.version(spare.working_buffer), Access::Mode::write}};
-  auto begun = issuer.begin(op);
-  made.ticket = parts_.optimizer->submit(begun.label, made.job, std::move(begun.waits), priority_of(unit));
-  issuer.keep(op.id, made.ticket);
+  made.ticket = submit(unit, Verb::draft, made.job, priority_of(unit));
 }
 
 // ---- sums ---------------------------------------------------------------------------------------------------------
@@ -162,7 +147,7 @@ std::vector<std::vector<double>> Drafts::sums(std::vector<std::pair<UnitId, Upda
   for (auto& [unit, job] : jobs) {
     const auto& early = eager_[unit];
     // A draft that still waits for its turn would keep the caller waiting.
-    const bool is_known = is_unedited(unit) && early->job.sums && early->job.gradient == job.gradient &&
+    const bool is_known = is_read(unit) && early->job.sums && early->job.gradient == job.gradient &&
                           has_same_ranges(early->job, job) && !parts_.optimizer->is_queued(early->ticket);
     if (is_known) {
       awaited.emplace_back(early->ticket, early->job.sums);
@@ -184,11 +169,15 @@ std::vector<std::vector<double>> Drafts::sums(std::vector<std::pair<UnitId, Upda
 
 void Drafts::drop(UnitId unit) {
   if (!is_read(unit)) return;
-  auto& dropped = eager_[unit];
-  parts_.optimizer->recall(dropped->ticket);
-  if (dropped->is_draft()) ++counts_.dropped;
-  dropped.reset();
+  const Early dropped = *std::exchange(eager_[unit], std::nullopt);
+  const bool is_recalled = parts_.optimizer->recall(dropped.ticket);
+  if (!dropped.is_draft()) return;
+  ++(is_recalled ? counts_.dropped : counts_.undone);
+  if (!is_recalled) undo(unit, dropped.job);
 }
+
+// More urgent than any update: what comes next waits for it.
+void Drafts::undo(UnitId unit, UpdateJob draft) { submit(unit, Verb::undo, undo_of(std::move(draft)), -1); }
 
 void Drafts::drop_all() {
   for (UnitId unit : eager_.ids()) drop(unit);
@@ -198,14 +187,14 @@ void Drafts::drop_all() {
 // gradient in turn. Without the recall it would wait at each one for a draft that had just begun.
 void Drafts::recall_all() {
   for (UnitId unit : eager_.ids()) {
-    if (is_read(unit) && parts_.optimizer->recall(eager_[unit]->ticket)) drop(unit);
+    if (is_read(unit) && parts_.optimizer->is_queued(eager_[unit]->ticket)) drop(unit);
   }
 }
 
 void Drafts::note_written(UnitId unit) {
   if (!is_read(unit)) return;
   if (std::exchange(may_recall_, false)) recall_all();
-  if (is_read(unit)) eager_[unit]->is_written = true;
+  drop(unit);
 }
 
 void Drafts::note_access(UnitId unit, bool writes) {
@@ -216,63 +205,41 @@ void Drafts::note_access(UnitId unit, bool writes) {
 
 // ---- updates ------------------------------------------------------------------------------------------------------
 
-bool Drafts::update(UnitId unit, UpdateJob job, int priority) {
+void Drafts::update(UnitId unit, UpdateJob job, int priority) {
   if (parts_.collector != nullptr) parts_.collector->note_update(unit);
-  const auto draft = std::exchange(eager_[unit], std::nullopt);
-  const bool is_drafted = draft && draft->ticket && draft->is_draft();
-  const bool is_committed = is_drafted && updates_the_same(draft->job, job);
-  if (is_committed) {
-    // A draft notes the bytes of its gradient before they were scaled. The scaled bytes cannot be compared with them.
-    const bool may_be_known = !draft->is_written || !draft->is_scaled;
-    const bool as_expected = may_be_known && std::equal(draft->job.pieces.begin(), draft->job.pieces.end(),
-                                                        job.pieces.begin(), has_same_scalars);
-    // The device may not know yet the late scale of this gradient. A job with late scales looks when it is known.
-    if (as_expected && !draft->is_written && !job.has_late_scales()) {
-      ++counts_.kept;
-      updates_.note_committed(unit, draft->ticket);
-      swap_with_spare(unit);
-      return true;
-    }
-    commit(unit, *draft, job, as_expected);
-  } else if (is_drafted) {
-    parts_.optimizer->recall(draft->ticket);
-    ++counts_.dropped;
+  if (!is_drafted(unit) || !updates_the_same(eager_[unit]->job, job)) {
+    drop(unit);
+    eager_[unit].reset();
+    submit(unit, Verb::update, std::move(job), priority);
+    return;
   }
-  submit(unit, std::move(job), priority, is_committed);
-  return is_committed;
+  const Early draft = *std::exchange(eager_[unit], std::nullopt);
+  const bool as_expected =
+      std::equal(draft.job.pieces.begin(), draft.job.pieces.end(), job.pieces.begin(), has_same_scalars);
+  const bool may_change = job.has_late_scales();  // the device may not know yet
+  if (parts_.optimizer->recall(draft.ticket)) {   // an update without a log is cheaper
+    ++(as_expected && !may_change ? counts_.kept : counts_.dropped);
+    submit(unit, Verb::update, std::move(job), priority);
+    return;
+  }
+  ++(!as_expected ? counts_.redone : may_change ? counts_.looked_at : counts_.kept);
+  updates_.note_kept(unit, draft.ticket);
+  if (as_expected && !may_change && draft.ticket->passed() && draft.job.progress->num_left_out == 0) return;
+  make_redo(job, draft.job);
+  if (as_expected && may_change) job.looks = looks_;
+  submit(unit, Verb::update, std::move(job), priority);
 }
 
-// Unit and spare change places, but the update is made anew: in any case, or if a look finds that the gradient has
-// changed.
-void Drafts::commit(UnitId unit, const Early& draft, UpdateJob& job, bool as_expected) {
-  ++(as_expected ? counts_.looked_at : counts_.redone);
-  if (as_expected) updates_.note_committed(unit, draft.ticket);
-  else parts_.optimizer->recall(draft.ticket);
-  job.to = draft.job.to;
-  job.note = as_expected && draft.is_written ? draft.job.note : nullptr;
-  if (as_expected) job.task = UpdateTask::update_if_changed;
-  job.looks = looks_;
-  swap_with_spare(unit);  // the update then writes what belongs to the unit from now on
-}
-
-void Drafts::submit(UnitId unit, UpdateJob job, int priority, bool is_committed) {
+Ticket Drafts::submit(UnitId unit, Verb verb, UpdateJob job, int priority) {
   Issuer& issuer = parts_.issuer;
-  if (!is_committed) issuer.next_version(parts_.units[unit].facts.working);
-  Op op = updates_.op_of(unit);
-  if (is_committed) {
-    const Spare& left = *parts_.units[unit].spare;
-    op.accesses.push_back({left.state_buffer, issuer.version(left.state_buffer), Access::Mode::read});
-    op.accesses.push_back({left.working_buffer, issuer.version(left.working_buffer), Access::Mode::read});
-  }
+  issuer.next_version(parts_.units[unit].facts.working);
+  Op op = updates_.op_of(unit, /*reads_scales=*/verb == Verb::update);
+  op.verb = verb;
   op.bytes = job.bytes();
   auto begun = issuer.begin(op);
-  issuer.keep(op.id, parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority));
-}
-
-void Drafts::swap_with_spare(UnitId unit) {
-  parts_.units.swap_with_spare(unit);
-  is_swapped_[unit] = !is_swapped_[unit];
-  parts_.callbacks.home_moved(unit, parts_.units[unit].working);
+  Ticket ticket = parts_.optimizer->submit(begun.label, std::move(job), std::move(begun.waits), priority);
+  issuer.keep(op.id, ticket);
+  return ticket;
 }
 
 DraftCounts Drafts::counts() const {

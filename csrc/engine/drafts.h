@@ -1,19 +1,20 @@
-// Drafts works on gradients before `step` asks for it: updates out of place (drafts), and sums of squares.
+// Drafts works on gradients before `step` asks for it: updates that can be undone (drafts), and sums of squares.
 //
 // Ownership: borrows the engine's parts and the updates. Order: work begins when the unit's last gradients of a
-// backward have been drained. Threads: the caller serialises; only `sums` blocks.
+// backward have been drained, and after its last visit. Threads: the caller serialises; only `sums` blocks.
 //
-// Note [Drafts]. A draft is the update that is expected to follow. The pool computes it as soon as the unit's gradients
-// have landed, from the unit's state into spare buffers. `step` asks for the same update in place. If a draft is of the
-// same parameters, unit and spare change places. The update is then computed anew in four cases only:
+// Note [Drafts]. A draft is the update that is expected to follow. The pool makes it in place as soon as the unit's
+// gradients have landed, and logs how to undo it (optim/undo_log.h). `step` asks for the same update. Then the draft is
+// kept as it is, or a job on the pool makes it what `step` asks for (a redo). That job is needed in three cases:
 // - `step` asks for other hyperparameters;
-// - a late scale changes the gradient;
-// - the gradient was written since (torch tells), and its bytes differ;
-// - it was first scaled, then written, so that its bytes cannot be compared.
+// - a late scale may change the gradient, and only the device knows;
+// - the log had no room for some blocks, which are not updated yet.
 //
-// Nothing is rolled back, because no op reads a draft until it is committed. If the user reads the home, the draft is
-// dropped. Another backward drops it, too. If a schedule tells which backwards are the last, another backward drops the
-// draft only if it brings the unit another gradient.
+// A draft is undone if anything else happens before `step`. For example, another backward begins, the unit is fetched,
+// its home is looked at, or its gradient is written. The undo is an op of its own, which reads and writes what the
+// draft did. So later ops wait for it as for any update. A draft that has not begun is recalled instead.
+//
+// An undo needs the bytes of the gradient that the draft has read. So it is issued before the op that writes them.
 //
 // Note [Last gradients]. LastBackward learns which backward is the last before a step (plan/draft_timing.h). A
 // pipeline's schedule knows this for each stage, and says so (`set_last_of`). Then the next backward drafts, or updates
@@ -35,11 +36,11 @@
 
 namespace noria {
 
-/// Counts queued drafts: kept as they are, kept unless a look finds another gradient, redone with what `step` asked
-/// for, or dropped.
+/// Counts what became of queued drafts. Kept: as they are. Looked at: kept unless a late scale turns out to change the
+/// gradient. Redone: with what `step` asked for. Undone. Dropped: before they began.
 struct DraftCounts {
-  std::int64_t kept = 0, looked_at = 0, redone = 0, dropped = 0;
-  // Of those looked at so far: the gradient was the same; it differed, and the update was computed anew.
+  std::int64_t kept = 0, looked_at = 0, redone = 0, undone = 0, dropped = 0;
+  // Of those looked at so far: the scale was 1; it was not, and the update was made anew.
   std::int64_t unchanged = 0, changed = 0;
 };
 
@@ -49,26 +50,24 @@ class Drafts {
       : parts_(parts),
         updates_(updates),
         eager_(parts.units.size()),
-        is_swapped_(parts.units.size()),
         timing_(parts.units.size()),
         priority_(parts.units.size(), static_cast<int>(parts.units.size())) {}
 
   // ---- for callers of the engine ----
-  /// Tells what `step` will ask for if nothing changes until then: an update out of place, or the sums alone. The pool
-  /// does it when the gradients have landed, if this backward is expected to be the last before a step. A draft needs a
-  /// spare. Does nothing if `is_read`.
+  /// Tells what `step` will ask for if nothing changes until then: an update, or the sums alone. The pool does it when
+  /// the gradients have landed, if this backward is expected to be the last before a step. A draft needs a log. Does
+  /// nothing if `is_read`.
   void expect(UnitId unit, UpdateJob job);
   /// Tells that the next backward brings these units their last gradients before a step. Other units will get more.
   /// None: this is not known. Holds until the next call.
   void set_last_of(const std::optional<std::vector<UnitId>>& units);
-  /// The gradient has been divided and then multiplied on the stream. If its draft expected other numbers, the draft is
-  /// dropped. Call Engine::begin_scaling before.
-  void end_scaling(UnitId unit, float divisor, float prefactor);
+  /// The gradient has been scaled on the stream. Call Engine::begin_scaling before.
+  void end_scaling(UnitId unit);
   /// Returns true if early work reads this unit's gradients, or has read them. A caller that writes them must then call
   /// Engine::access_held first.
   bool is_read(UnitId unit) const { return eager_[unit] && eager_[unit]->ticket; }
-  /// Returns true if unit and spare have changed places an odd number of times.
-  bool is_swapped(UnitId unit) const { return is_swapped_[unit]; }
+  /// Returns true if the unit has a draft that `step` has not asked for yet.
+  bool is_drafted(UnitId unit) const { return is_read(unit) && eager_[unit]->is_draft(); }
   /// Returns true if a step is expected after the backward that began last.
   bool expects_step() const { return is_eager_; }
   DraftCounts counts() const;
@@ -83,21 +82,25 @@ class Drafts {
   void end_step() { last_backward_.end_step(); }
   void forget(ItineraryId backward) { last_backward_.forget(backward); }
 
-  /// Returns true if early work has read this unit's gradients, and they have not been written since.
-  bool is_unedited(UnitId unit) const { return is_read(unit) && !eager_[unit]->is_written; }
   /// The user writes the held gradient.
   void note_written(UnitId unit);
-  void begin_scaling(UnitId unit);
-  /// Drops the unit's early work. If it has begun, it writes where no op reads.
+  /// The gradient is about to be divided and then multiplied on the stream. If its draft expects other numbers, the
+  /// draft is undone.
+  void begin_scaling(UnitId unit, float divisor, float prefactor);
+  /// Forgets the unit's early work: recalls it, or undoes the draft. Call it before anything writes its gradient, and
+  /// before anything reads or writes its home.
   void drop(UnitId unit);
+  void drop_draft(UnitId unit) {
+    if (is_drafted(unit)) drop(unit);
+  }
   void drop_all();
   /// The home's weights and state of the unit are about to be looked at, or written.
   void note_access(UnitId unit, bool writes);
 
   /// See Engine::sum_gradients.
   std::vector<std::vector<double>> sums(std::vector<std::pair<UnitId, UpdateJob>> jobs);
-  /// Queues `job`, which is in place, or commits its draft. Returns true if a draft was committed.
-  bool update(UnitId unit, UpdateJob job, int priority);
+  /// Queues `job`, or makes the unit's draft what `job` asks for.
+  void update(UnitId unit, UpdateJob job, int priority);
   /// Tells when the next forward needs the unit, as expected; smaller is earlier.
   int priority_of(UnitId unit) const { return priority_[unit]; }
 
@@ -106,25 +109,21 @@ class Drafts {
   struct Early {
     UpdateJob job;             // expected
     Ticket ticket;             // null: not queued
-    bool is_written = false;   // the gradient has been written, or may have been
     bool is_recalled = false;  // it is queued again when the gradient has been scaled
-    bool is_scaled = false;    // the gradient has been scaled since it was read
     Bytes awaited;             // of gradients that must land first
-    bool is_draft() const { return job.task == UpdateTask::update; }
+    bool is_draft() const { return job.task == UpdateTask::draft; }
   };
 
   void draft(UnitId unit, Early& made);
   Ticket sum(UnitId unit, UpdateJob job);
-  void commit(UnitId unit, const Early& draft, UpdateJob& job, bool as_expected);
-  void submit(UnitId unit, UpdateJob job, int priority, bool is_committed);
+  void undo(UnitId unit, UpdateJob draft);
+  Ticket submit(UnitId unit, Verb verb, UpdateJob job, int priority);
   void recall_all();
-  void swap_with_spare(UnitId unit);
   void note_priorities(const PassState& pass);
 
   const EngineParts parts_;
   Updates& updates_;
   UnitMap<std::optional<Early>> eager_;
-  UnitMap<bool> is_swapped_;
   DraftTiming timing_;
   UnitMap<int> priority_;  // see `priority_of`
   LastBackward last_backward_;

@@ -176,7 +176,7 @@ void Engine::note_edits(Edits edits, Stream stream, const std::vector<UnitId>& s
   for (UnitId unit : units_.ids()) {
     if (units_[unit].held == nullptr || !options_.shows_gradients()) continue;
     if (edits == Edits::before_backward && callbacks_.held_gradients(unit).empty()) continue;
-    if (drafts_.is_unedited(unit)) continue;
+    if (drafts_.is_read(unit)) continue;
     const BufferId held = units_[unit].facts.held;
     op.accesses.push_back({held, issuer_.next_version(held), Access::Mode::write});
   }
@@ -191,10 +191,10 @@ std::vector<std::vector<double>> Engine::sum_gradients(std::vector<std::pair<Uni
   return drafts_.sums(std::move(jobs));
 }
 
-bool Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
+void Engine::update_on_pool(UnitId unit, UpdateJob job, int priority) {
   const Entry entry(gate_);
   NORIA_INVARIANT(optimizer_ != nullptr, "this engine has no host pool");
-  return drafts_.update(unit, std::move(job), priority);
+  drafts_.update(unit, std::move(job), priority);
 }
 
 void Engine::defer_update(UnitId unit) {

@@ -107,9 +107,8 @@ class Engine {
   /// draft has brought. Blocks until the last one is there. Call it when the edits of `held` by the user's loop are on
   /// the stream.
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs, Stream stream);
-  /// Queues `job`, which is in place. A smaller `priority` is more urgent. Returns true if a draft was committed:
-  /// working copy and state now lie where the spare was.
-  bool update_on_pool(UnitId unit, UpdateJob job, int priority);
+  /// Queues `job`, or makes the unit's draft what `job` asks for. A smaller `priority` is more urgent.
+  void update_on_pool(UnitId unit, UpdateJob job, int priority);
   /// The launching thread will run the unit's update when another op needs it.
   void defer_update(UnitId unit);
   /// Runs the unit's deferred update on this thread, if there is one.
@@ -131,9 +130,9 @@ class Engine {
   void access_home(UnitId unit, bool write_weights);
   /// The caller writes the held gradient on the stream, after all ops that still read it.
   void access_held(UnitId unit, Stream stream);
-  /// Like `access_held`, for a caller that does to the gradient what the drafts of it foresee. When that is done, the
-  /// caller tells Drafts::end_scaling what it was.
-  void begin_scaling(UnitId unit, Stream stream);
+  /// Like `access_held`, for a caller that will divide all gradients of the unit and then multiply them, as its draft
+  /// may foresee. When that is done, the caller tells Drafts::end_scaling.
+  void begin_scaling(UnitId unit, float divisor, float prefactor, Stream stream);
   /// The caller has put this rank's part of a sum over the ranks into the held gradient.
   void keep_gradient(UnitId unit, Bytes offset, Bytes bytes);
   /// The user has cleared this gradient, so no update will use it.

@@ -32,8 +32,6 @@ class EngineCallbacks {
   /// Returns the ranges of held gradients that new gradients are added to. Leaves out gradients that something may
   /// write unnoticed.
   virtual Ranges held_gradients(UnitId unit) const = 0;
-  /// A draft was committed: the unit's working copy now lies here, where the spare one was.
-  virtual void home_moved(UnitId unit, std::byte* working) = 0;
   /// The unit's gradients are held here until the next call. For update="backward", and for gradients not reduced yet.
   virtual void held_moved(UnitId unit, std::byte* held) = 0;
   /// Returns at least `least` more bytes of home memory, for what is saved and leaves the device. Throws UsageError if

@@ -40,11 +40,11 @@ void Engine::access_held(UnitId unit, Stream stream) {
   compute_.write(unit, units_[unit].facts.held, stream);
 }
 
-void Engine::begin_scaling(UnitId unit, Stream stream) {
+void Engine::begin_scaling(UnitId unit, float divisor, float prefactor, Stream stream) {
   const Entry entry(gate_);
   compute_.continue_on(stream);
   updates_.run_deferred(unit);
-  drafts_.begin_scaling(unit);
+  drafts_.begin_scaling(unit, divisor, prefactor);
   compute_.write(unit, units_[unit].facts.held, stream);
 }
 

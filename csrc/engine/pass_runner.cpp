@@ -100,9 +100,13 @@ void PassRunner::follow(const Visit& visit) {
 void PassRunner::play_until(std::int64_t visit_index) {
   if (!following_.plan) return;
   const std::shared_ptr<const PassPlan> plan = following_.plan;
+  bool is_issued = visit_index < 0;
   while (following_.next_op < plan->ops.size()) {
     const Op& op = plan->ops[following_.next_op];
     if (op.visit > visit_index) break;
+    // A drafted unit is hardly used before the step. So it is not fetched ahead: perhaps another pass has begun than
+    // was expected.
+    if (is_issued && op.verb == Verb::fetch && owners_.drafts.is_drafted(op.unit)) break;
     ++following_.next_op;
     switch (op.verb) {
     case Verb::evict:
@@ -110,11 +114,13 @@ void PassRunner::play_until(std::int64_t visit_index) {
       break;
     case Verb::fetch:
       owners_.updates.run_deferred(op.unit);
+      owners_.drafts.drop_draft(op.unit);  // this pass needs the weights of before
       owners_.fetcher.fetch(op.unit, parts_.buffers[op.accesses.back().buffer].offset);
       break;
     case Verb::forward:
     case Verb::backward:
       issue_visit(plan->visits[static_cast<std::size_t>(op.visit)], op);
+      is_issued = op.visit == visit_index;
       break;
     default:
       break;  // drains were issued when their visit ended
@@ -134,6 +140,7 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
     if (buffer.purpose != Purpose::gradient_buffer) continue;
     // If no fetch of the unit has run this update, it still reads what is held.
     owners_.updates.run_deferred(buffer.unit);
+    owners_.drafts.drop_draft(buffer.unit);  // an undo needs the gradients of before
     if (owners_.backward != nullptr && !owners_.drainer.is_unsynced()) owners_.backward->hold(buffer.unit);
     for (const Access& made : owners_.drainer.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }

@@ -1,14 +1,14 @@
-// EngineUnit describes a unit as the engine sees it: what the planner knows, where its home is, and where a draft of
-// its update goes.
+// EngineUnit describes a unit as the engine sees it: what the planner knows, where its home is, and where a draft keeps
+// what undoes it.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "comm/collectives.h"
+#include "optim/undo_log.h"
 #include "plan/planner.h"
 
 namespace noria {
@@ -17,29 +17,20 @@ namespace noria {
 enum HomeRegion : std::int32_t {
   kWorkingRegion,
   kHeldRegion,
-  kStateRegion,  // tokens, one for each unit
-  kSpareWorkingRegion,
-  kSpareStateRegion,  // likewise
-  kSumRegion,         // likewise
-  kScalesRegion,      // likewise
+  kStateRegion,   // tokens, one for each unit
+  kSumRegion,     // likewise
+  kScalesRegion,  // likewise
   kRingRegion,
   kUnreducedRegion,
   kSavedRegion,       // tokens, one for each saved storage
   kSavedCopiesRegion  // copies of saved storages
 };
 
-/// Holds a second working copy and state of a unit; see engine/drafts.h, Note [Drafts].
-struct Spare {
-  std::byte* working = nullptr;
-  BufferId working_buffer;
-  BufferId state_buffer;
-};
-
 struct EngineUnit {
   UnitFacts facts;
   std::byte* working = nullptr;  // facts.weights bytes, or this rank's shards of them; registered host memory
-  std::byte* held = nullptr;   // facts.gradients bytes, or this rank's shard; null: frozen, or no slot of the ring now
-  std::optional<Spare> spare;  // none: the unit is never drafted
+  std::byte* held = nullptr;  // facts.gradients bytes, or this rank's shard; null: frozen, or no slot of the ring now
+  UndoLog undo_log;           // no header: the unit is never drafted
   // If ranks share the home: facts.gradients bytes for gradients that are not reduced yet; null before hold_unreduced.
   std::byte* unreduced = nullptr;
   BufferId unreduced_buffer;

@@ -23,13 +23,6 @@ class UnitTable {
   UnitIds ids() const { return units_.ids(); }
   const UnitMap<UnitFacts>& facts() const { return facts_; }
 
-  void swap_with_spare(UnitId unit) {
-    EngineUnit& changed = units_[unit];
-    std::swap(changed.working, changed.spare->working);
-    std::swap(changed.facts.working, changed.spare->working_buffer);
-    std::swap(changed.facts.state, changed.spare->state_buffer);
-    facts_[unit] = changed.facts;
-  }
   /// The unit's gradients are held here from now on.
   void hold(UnitId unit, std::byte* held, BufferId buffer) {
     units_[unit].held = held;

@@ -9,7 +9,7 @@
 
 namespace noria {
 
-Op Updates::op_of(UnitId unit) {
+Op Updates::op_of(UnitId unit, bool reads_scales) {
   Issuer& issuer = parts_.issuer;
   const UnitFacts& facts = parts_.units[unit].facts;
   Op op;
@@ -19,7 +19,7 @@ Op Updates::op_of(UnitId unit) {
   op.accesses = {{facts.held, issuer.version(facts.held), Access::Mode::read},
                  {facts.state, issuer.next_version(facts.state), Access::Mode::write},
                  {facts.working, issuer.version(facts.working), Access::Mode::write}};
-  if (has_scales_[unit]) {
+  if (reads_scales && has_scales_[unit]) {
     const BufferId scales = parts_.units[unit].scales;
     op.accesses.push_back({scales, issuer.version(scales), Access::Mode::read});
   }
@@ -112,10 +112,10 @@ std::string Updates::torn() const {
   const auto add = [&](const std::string& what, UnitId unit, const std::string& why) {
     found += (found.empty() ? "" : "; ") + broke_off(what, unit, why);
   };
-  for (UnitId unit : committed_.ids()) {
-    if (!committed_[unit] || !committed_[unit]->passed()) continue;
+  for (UnitId unit : kept_.ids()) {
+    if (!kept_[unit] || !kept_[unit]->passed()) continue;
     try {
-      committed_[unit]->wait_passed();
+      kept_[unit]->wait_passed();
     } catch (const std::exception& error) {
       add("the draft of ", unit, error.what());
     }
@@ -137,7 +137,7 @@ void Updates::clear_torn() {
   parts_.optimizer->idle();
   parts_.backend.idle();
   parts_.optimizer->clear_torn();
-  committed_.fill(nullptr);
+  kept_.fill(nullptr);
 }
 
 std::int64_t Updates::busy_us() const {

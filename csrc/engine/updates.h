@@ -29,10 +29,11 @@ class Updates {
         run_(std::move(run)),
         deferred_(parts.units.size()),
         has_scales_(parts.units.size()),
-        committed_(parts.units.size()) {}
+        kept_(parts.units.size()) {}
 
   /// Makes the op of the unit's update. The state gets its next version; the working copy has it already.
-  Op op_of(UnitId unit);
+  /// `reads_scales`: it multiplies the gradients by late scales, if they have any.
+  Op op_of(UnitId unit, bool reads_scales = true);
   /// The unit's gradients are multiplied by late scales from now on. Returns the access that writes these scales.
   Access write_scales(UnitId unit);
 
@@ -42,8 +43,8 @@ class Updates {
   void run_deferred(UnitId unit);
 
   // ---- torn: weights and state of a unit do not belong together ----
-  /// A draft was committed. If its ticket fails, the unit is torn.
-  void note_committed(UnitId unit, Ticket draft) { committed_[unit] = std::move(draft); }
+  /// `step` has kept a draft. If its ticket fails, the unit is torn.
+  void note_kept(UnitId unit, Ticket draft) { kept_[unit] = std::move(draft); }
   /// See Engine::mark_torn. The first reason is kept.
   void mark_torn(const std::string& why);
   /// See Engine::torn.
@@ -66,8 +67,8 @@ class Updates {
   const std::shared_ptr<UpdateTime> time_;
   const std::function<void(UnitId)> run_;
   UnitMap<bool> deferred_;
-  UnitMap<bool> has_scales_;   // late scales have multiplied its gradients before
-  UnitMap<Ticket> committed_;  // of the last draft that was committed
+  UnitMap<bool> has_scales_;  // late scales have multiplied its gradients before
+  UnitMap<Ticket> kept_;      // of the last draft that was kept
   std::string torn_;
   LaneStats launching_;  // updates on the launching thread
   std::shared_ptr<Trace> trace_;

@@ -23,7 +23,6 @@
 #include "device/lane_ledger.h"
 #include "device/own_thread.h"
 #include "device/timing.h"
-#include "optim/digest.h"
 #include "optim/update_queue.h"
 
 namespace noria {
@@ -80,6 +79,23 @@ void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
   }
 }
 
+bool is_pool_verb(Verb verb) {
+  return verb == Verb::update || verb == Verb::draft || verb == Verb::undo || verb == Verb::sum;
+}
+
+/// Returns true if a redo asks for what the draft has computed.
+bool is_as_drafted(const UpdateJob& redo) {
+  return std::all_of(redo.pieces.begin(), redo.pieces.end(),
+                     [](const UpdatePiece& piece) { return have_same_bits(piece.scalars, piece.drafted); });
+}
+
+/// Returns about how many bytes a redo moves that only updates the blocks that were left out.
+Bytes bytes_left_out(const UpdateJob& redo) {
+  std::int64_t num_blocks = 0;
+  for (const UpdatePiece& piece : redo.pieces) num_blocks += num_undo_blocks(piece.count);
+  return Bytes{redo.bytes().count / num_blocks * redo.progress->num_left_out};
+}
+
 }  // namespace
 
 struct HostOptimizer::State {
@@ -96,13 +112,13 @@ struct HostOptimizer::State {
   }
 
   void serve();
-  /// Call it in an exception handler. Notes that the handled exception broke the update off.
-  void note_torn(const OpLabel& label);
+  /// Call it in an exception handler. Notes that the handled exception broke the job off, or kept it from beginning.
+  void note_torn(const QueuedUpdate& update, bool has_begun);
   void run(QueuedUpdate& update, bool was_ready, std::int64_t idle_since_ns);
   /// Leaves only the pieces that the job wants, and fills `numbers`.
   void choose_wanted(UpdateJob& job);
   /// Returns how many bytes it read and wrote.
-  Bytes compute(UpdateJob& job, std::int64_t hold_after_note_us);
+  Bytes compute(UpdateJob& job);
   void for_each_chunk(const std::function<void(const Chunk&)>& body);
 
   const pid_t pid = getpid();
@@ -151,7 +167,7 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
       wait->wait_passed();
     }
   } catch (...) {
-    if (!update.is_recalled) note_torn(update.label);  // other units are updated, and this one is not
+    if (!update.is_recalled) note_torn(update, /*has_begun=*/false);
     update.ticket->fail(std::current_exception());
     return;
   }
@@ -166,9 +182,6 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
   }
 
   const std::int64_t hold_us = pace->before_us(Lane::update, update.label.verb);
-  // A draft is held a second time, between note and work. If a gradient is written then, it is used but not noted.
-  const bool is_noted = update.job.note && update.job.task == UpdateTask::update;
-  const std::int64_t after_note_us = is_noted ? pace->between_us(update.label.verb) : 0;
   if (hold_us > 0 && !queue->sleep_until(now_ns() + hold_us * 1000)) {
     update.ticket->fail(closed_error());
     return;
@@ -181,13 +194,13 @@ void HostOptimizer::State::run(QueuedUpdate& update, bool was_ready, std::int64_
     const bool back_to_back = is_limited && was_ready && hold_us == 0 && previous_end_ns != 0;
     const std::int64_t start_ns = back_to_back ? previous_end_ns : now_ns();
     ledger.works(Lane::update, start_ns);
-    const Bytes bytes = compute(update.job, after_note_us);
+    const Bytes bytes = compute(update.job);
     free_ns = std::max(now_ns(), start_ns + pace->least_ns(Lane::update, bytes));
     ledger.works(Lane::update, start_ns, free_ns);
     queue->sleep_until(free_ns);
     ledger.transferred(update.label, start_ns, free_ns, bytes, std::move(waited_on));
   } catch (...) {
-    note_torn(update.label);
+    note_torn(update, /*has_begun=*/true);
     ledger.stopped(Lane::update);
     update.ticket->fail(std::current_exception());
     return;
@@ -208,10 +221,15 @@ void HostOptimizer::State::choose_wanted(UpdateJob& job) {
   job.pieces = std::move(wanted);
 }
 
-void HostOptimizer::State::note_torn(const OpLabel& label) {
-  if (label.verb != Verb::update) return;
+// An update that does not begin tears the step, because other units are updated. So does an undo of a draft that has
+// begun.
+void HostOptimizer::State::note_torn(const QueuedUpdate& update, bool has_begun) {
+  const Verb verb = update.label.verb;
+  const bool is_torn =
+      has_begun ? verb != Verb::sum : verb == Verb::update || (verb == Verb::undo && update.job.progress->has_begun);
+  if (!is_torn) return;
   const MutexLock lock(torn_mutex);
-  torn.emplace(label.unit, text_of(std::current_exception()));
+  torn.emplace(update.label.unit, text_of(std::current_exception()));
 }
 
 void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)>& body) {
@@ -227,53 +245,33 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
   (void)num_ranges.load(std::memory_order_acquire);
 }
 
-Bytes HostOptimizer::State::compute(UpdateJob& job, std::int64_t hold_after_note_us) {
+Bytes HostOptimizer::State::compute(UpdateJob& job) {
   const bool is_scaled = take_up_late_scales(job);
+  Bytes moved = job.bytes();
+  if (job.task == UpdateTask::redo) {
+    if (job.looks) ++(is_scaled ? job.looks->changed : job.looks->unchanged);
+    if (is_as_drafted(job)) {
+      if (job.progress->num_left_out == 0) return Bytes{0};
+      moved = bytes_left_out(job);
+    }
+  }
+  if (job.task == UpdateTask::draft) begin_draft(job);
   cut(job.pieces, chunks);
-  std::atomic<std::uint64_t> sum = 0;
-  const auto look = [&](const Chunk& chunk) {
-    const std::int64_t start = chunk.offset * job.gradient_item_bytes();
-    const std::int64_t num_bytes = chunk.count * job.gradient_item_bytes();
-    sum += digest(static_cast<const std::byte*>(job.gradient) + start, static_cast<std::size_t>(num_bytes),
-                  static_cast<std::uint64_t>(start));
-  };
-  const auto add = [&](const Chunk& chunk) {
-    sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
-  };
-  const auto update = [&](const Chunk& chunk) {
+  if (job.sums) sums.assign(chunks.size(), 0.0);
+  for_each_chunk([&](const Chunk& chunk) {
+    if (job.sums) {
+      sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
+    }
+    if (job.task == UpdateTask::sum) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     pace->part_done();
-  };
-  if (job.sums) sums.assign(chunks.size(), 0.0);
-  if (job.task == UpdateTask::update_if_changed) {
-    if (job.note && !is_scaled) for_each_chunk(look);
-    const bool is_changed = is_scaled || (job.note && sum != *job.note);
-    if (job.looks) ++(is_changed ? job.looks->changed : job.looks->unchanged);
-    if (is_changed) for_each_chunk(update);
-    return (job.note && !is_scaled ? job.gradient_bytes() : Bytes{0}) + (is_changed ? job.bytes() : Bytes{0});
-  }
-  const auto read = [&](const Chunk& chunk) {
-    if (job.note) look(chunk);
-    if (job.sums) add(chunk);
-  };
-  if (job.task == UpdateTask::sum) {
-    for_each_chunk(read);
-  } else if (hold_after_note_us > 0) {
-    for_each_chunk(read);
-    queue->sleep_until(now_ns() + hold_after_note_us * 1000);
-    for_each_chunk(update);
-  } else {
-    for_each_chunk([&](const Chunk& chunk) {
-      read(chunk);  // first: so the note never includes what a device writes from here on
-      update(chunk);
-    });
-  }
-  if (job.note) *job.note = sum.load();
+  });
+  if (job.task == UpdateTask::draft) job.progress->num_left_out = job.log.header->num_left;
   for (std::size_t i = 0; i < chunks.size() && job.sums; ++i) {
     const std::size_t piece = chunks[i].piece;
     (*job.sums)[numbers.empty() ? piece : numbers[piece]] += sums[i];
   }
-  return job.bytes();
+  return moved;
 }
 
 HostOptimizer::HostOptimizer(const HostOptimizerOptions& options) : state_(std::make_unique<State>(options)) {}
@@ -292,9 +290,8 @@ Ticket HostOptimizer::submit(const OpLabel& label, UpdateJob job, std::vector<Ti
     throw UsageError("updates in the process that made the optimizer", "a forked child of it",
                      "wrap the model in the process that trains it");
   }
-  const Verb verb = label.verb;
-  NORIA_INVARIANT(label.lane == Lane::update && (verb == Verb::update || verb == Verb::draft || verb == Verb::sum),
-                  "an update, a draft or a sum belongs on the update lane");
+  NORIA_INVARIANT(label.lane == Lane::update && is_pool_verb(label.verb),
+                  "an update, a draft, its undo or a sum belongs on the update lane");
   check(job);
   auto item = std::make_shared<QueuedUpdate>();
   item->label = label;

@@ -58,8 +58,8 @@ class HostOptimizer {
   HostOptimizer(const HostOptimizer&) = delete;  // owns threads
   HostOptimizer& operator=(const HostOptimizer&) = delete;
 
-  /// Queues a job. Does not block. `label.verb` is `update`, `draft` or `sum`. A smaller `priority` is more urgent.
-  /// Throws InvariantError for a malformed job (see `check`).
+  /// Queues a job. Does not block. `label.verb` is `update`, `draft`, `undo` or `sum`. A smaller `priority` is more
+  /// urgent. Throws InvariantError for a malformed job (see `check`).
   Ticket submit(const OpLabel& label, UpdateJob job, std::vector<Ticket> waits, int priority = 0);
   /// Returns true if the job of this ticket had not begun. Then it never will, and its arrays are unchanged. Its ticket
   /// passes as soon as the job's own waits have passed, which waiters of the ticket rely on. Returns false if the job

@@ -8,7 +8,9 @@ namespace noria {
 namespace {
 
 #define NORIA_INDEPENDENT
+#define NORIA_EACH
 #include "optim/state_formats.inc"
+#undef NORIA_EACH
 #undef NORIA_INDEPENDENT
 
 template <class Codes>

@@ -8,15 +8,12 @@
 #include "optim/flush_denormals.h"
 #include "optim/moment_codes.h"
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
-
 namespace noria {
 namespace {
 
-// How many elements of a gradient are multiplied at once: they stay in the first cache until the rule has read them.
+// How many elements of a gradient are multiplied at once.
 constexpr std::size_t kBlock = 2048;
+static_assert(kUndoBlock <= kBlock && kUndoBlock % kStateBlock == 0);
 
 using NamedKernels = std::pair<std::string, const UpdateKernels*>;
 
@@ -66,26 +63,16 @@ int num_arrays(const MomentArray& moment) {
 
 // Returns the bytes of `count` elements of a moment, which begin with a block.
 std::int64_t moment_bytes(StateFormat format, std::int64_t count) {
-  constexpr auto kBlock = static_cast<std::int64_t>(kStateBlock);
+  constexpr auto kCodes = static_cast<std::int64_t>(kStateBlock);
   switch (format) {
   case StateFormat::fp32:
     return 4 * count;
   case StateFormat::bf16:
     return 2 * count;
   case StateFormat::eight_bit:
-    return count + 4 * ((count + kBlock - 1) / kBlock);
+    return count + 4 * ((count + kCodes - 1) / kCodes);
   }
   return 0;
-}
-
-bool same(const UnitArrays& a, const UnitArrays& b) {
-  return a.master == b.master && a.working == b.working && a.low == b.low && a.m == b.m && a.v == b.v;
-}
-
-bool share_an_array(const MomentArray& a, const MomentArray& b) {
-  const auto is_shared = [](const auto* x, const auto* y) { return x != nullptr && x == y; };
-  return is_shared(a.fp32, b.fp32) || is_shared(a.bf16, b.bf16) || is_shared(a.codes, b.codes) ||
-         is_shared(a.scales, b.scales);
 }
 
 template <class Element>
@@ -108,16 +95,101 @@ Rounding rounding_of(const UpdateScalars& scalars, std::uint64_t number) {
           static_cast<std::uint32_t>(number)};
 }
 
-// Nothing else orders streaming stores, not even the release of a mutex.
-void end_stream() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
+// A piece of a job on one instruction set. Ranges count as `UpdatePiece::offset` does.
+class Elements {
+ public:
+  Elements(const UpdateJob& job, const UpdatePiece& piece, const UpdateKernels& kernels)
+      : job_(job),
+        piece_(piece),
+        kernels_(kernels),
+        format_(static_cast<int>(format_of(job.arrays))),
+        way_(kernels.update[static_cast<int>(job.rule)][format_].of[static_cast<int>(job.state_format())]),
+        is_redo_(job.task == UpdateTask::redo && !have_same_bits(piece.scalars, piece.drafted)) {}
+
+  void update(std::size_t begin, std::size_t end) const {
+    while (begin < end) {
+      // A kernel counts in 32 bits.
+      const std::size_t most = is_scaled(piece_.scalars) ? kBlock : end - begin;
+      const std::size_t size = std::min({most, end - begin, before_carry(begin)});
+      Scaled scaled;
+      const void* gradient = seen(piece_.scalars, begin, size, scaled);
+      const FlushDenormals flush(is_flushed());
+      way_.update(arrays(begin), gradient, size, piece_.scalars, rounding_of(piece_.scalars, number(begin)));
+      begin += size;
+    }
+  }
+  void draft(std::size_t begin, std::size_t end) const {
+    const UndoBlock log = log_of(begin);
+    if (before_carry(begin) < end - begin) {  // one block in 4 billion elements
+      *log.begin = kLeftOut;
+      std::atomic_ref(log.header->num_left).fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+    Scaled scaled;
+    const void* gradient = seen(piece_.scalars, begin, end - begin, scaled);
+    const FlushDenormals flush(is_flushed());
+    way_.draft(arrays(begin), gradient, end - begin, piece_.scalars, rounding_of(piece_.scalars, number(begin)), log);
+  }
+  void undo(std::size_t begin, std::size_t end) const {
+    const UndoBlock log = log_of(begin);
+    if (*log.begin == kLeftOut) return;
+    Scaled scaled;
+    const void* gradient = seen(piece_.drafted, begin, end - begin, scaled);
+    const FlushDenormals flush(is_flushed());
+    way_.undo(arrays(begin), gradient, end - begin, piece_.drafted, log);
+  }
+  void redo(std::size_t begin, std::size_t end) const {
+    const bool is_left_out = *log_of(begin).begin == kLeftOut;
+    if (is_redo_ && !is_left_out) undo(begin, end);
+    if (is_redo_ || is_left_out) update(begin, end);
+  }
+
+ private:
+  // Elements of a gradient that has been multiplied. They stay in the first cache until the rule has read them. Not
+  // initialised: each is written before it is read.
+  struct Scaled {
+    alignas(64) std::array<float, kBlock> of;  // NOLINT(cppcoreguidelines-pro-type-member-init)
+  };
+
+  bool is_flushed() const { return job_.rule != UpdateRule::lion; }
+  static bool is_scaled(const UpdateScalars& scalars) {
+    return scalars.divisor != 1.0f || scalars.prefactor != 1.0f || scalars.factor != 1.0f;
+  }
+  std::size_t inside(std::size_t at) const { return at - static_cast<std::size_t>(piece_.offset); }
+  std::uint64_t number(std::size_t at) const { return piece_.first + inside(at); }
+  /// Returns how many elements from `at` on have numbers with the same upper half.
+  std::size_t before_carry(std::size_t at) const { return (std::uint64_t{1} << 32) - (number(at) & 0xffffffffu); }
+  UnitArrays arrays(std::size_t at) const {
+    return noria::at(job_.arrays, at, static_cast<std::size_t>(piece_.first_block) + inside(at) / kStateBlock);
+  }
+  UndoBlock log_of(std::size_t at) const {
+    const auto block = static_cast<std::size_t>(piece_.first_undo_block) + inside(at) / kUndoBlock;
+    return {job_.log.bytes + at, job_.log.begins + block, job_.log.header, job_.log.slots, job_.log.num_slots};
+  }
+  /// Returns the gradient as the rule sees it.
+  const void* seen(const UpdateScalars& scalars, std::size_t begin, std::size_t size, Scaled& scaled) const {
+    const void* gradient =
+        static_cast<const std::byte*>(job_.gradient) + begin * static_cast<std::size_t>(job_.gradient_item_bytes());
+    const auto change = [&](UpdateKernels::Scale by, float factor) {
+      if (factor == 1.0f) return;
+      by(gradient, scaled.of.data(), size, factor);
+      gradient = scaled.of.data();
+    };
+    change(kernels_.divide[format_], scalars.divisor);
+    change(kernels_.scale[format_], scalars.prefactor);
+    change(kernels_.scale[format_], scalars.factor);
+    return gradient;
+  }
+
+  const UpdateJob& job_;
+  const UpdatePiece& piece_;
+  const UpdateKernels& kernels_;
+  const int format_;
+  const UpdateKernels::Way way_;
+  const bool is_redo_;
+};
 
 }  // namespace
-
-bool UpdateJob::in_place() const { return same(from, to); }
 
 bool UpdateJob::has_late_scales() const {
   return std::any_of(pieces.begin(), pieces.end(), [](const UpdatePiece& piece) { return piece.num_late_scales > 0; });
@@ -136,7 +208,7 @@ bool take_up_late_scales(UpdateJob& job) {
   return is_changed;
 }
 
-StateFormat UpdateJob::state_format() const { return format_of(from.m); }
+StateFormat UpdateJob::state_format() const { return format_of(arrays.m); }
 
 Bytes UpdateJob::gradient_bytes() const {
   Bytes sum;
@@ -148,7 +220,7 @@ Bytes UpdateJob::bytes() const {
   if (task == UpdateTask::sum) return gradient_bytes();
   Bytes sum;
   for (const UpdatePiece& piece : pieces) {
-    sum += Bytes{8 + gradient_item_bytes()} * piece.count;
+    sum += Bytes{8 + gradient_item_bytes() + (has_log() ? 1 : 0)} * piece.count;
     sum += Bytes{2 * moment_bytes(state_format(), piece.count)} * num_moments(rule);
   }
   return sum;
@@ -156,24 +228,21 @@ Bytes UpdateJob::bytes() const {
 
 void check(const UpdateJob& job) {
   const int moments = num_moments(job.rule);
-  for (const UnitArrays* arrays : {&job.from, &job.to}) {
-    const bool split = arrays->working != nullptr;
-    NORIA_INVARIANT(split == (arrays->low != nullptr) && split == (arrays->master == nullptr),
-                    "an update is of an fp32 master, or of a working copy with its low bits");
-    NORIA_INVARIANT(num_arrays(arrays->m) == (moments > 0 ? 1 : 0) && num_arrays(arrays->v) == (moments > 1 ? 1 : 0),
-                    "an update has as many moments as its rule keeps");
-    for (const MomentArray* moment : {&arrays->m, &arrays->v}) {
-      NORIA_INVARIANT(num_arrays(*moment) == 0 || format_of(*moment) == job.state_format(),
-                      "the moments of an update have one format");
-      NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
-    }
+  const UnitArrays& arrays = job.arrays;
+  const bool is_split = arrays.working != nullptr;
+  NORIA_INVARIANT(is_split == (arrays.low != nullptr) && is_split == (arrays.master == nullptr),
+                  "an update is of an fp32 master, or of a working copy with its low bits");
+  NORIA_INVARIANT(num_arrays(arrays.m) == (moments > 0 ? 1 : 0) && num_arrays(arrays.v) == (moments > 1 ? 1 : 0),
+                  "an update has as many moments as its rule keeps");
+  for (const MomentArray* moment : {&arrays.m, &arrays.v}) {
+    NORIA_INVARIANT(num_arrays(*moment) == 0 || format_of(*moment) == job.state_format(),
+                    "the moments of an update have one format");
+    NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
   }
   NORIA_INVARIANT(job.gradient != nullptr, "an update lacks its gradient");
-  NORIA_INVARIANT(format_of(job.from) == format_of(job.to), "an update changes the format of its master");
-  const bool apart = job.from.master != job.to.master || job.from.working != job.to.working;
-  NORIA_INVARIANT(job.in_place() || (apart && (job.from.low == nullptr || job.from.low != job.to.low) &&
-                                     !share_an_array(job.from.m, job.to.m) && !share_an_array(job.from.v, job.to.v)),
-                  "an update is in place, or shares no array with what it reads");
+  const bool needs_log = job.task != UpdateTask::update && job.task != UpdateTask::sum;
+  NORIA_INVARIANT(needs_log == job.has_log() && needs_log == (job.progress != nullptr),
+                  "drafts have a log and a progress, other updates have none");
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (const UpdatePiece& piece : job.pieces) {
     NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
@@ -200,47 +269,57 @@ std::vector<std::string> instruction_sets() {
 double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set) {
   const auto* gradient = static_cast<const std::byte*>(job.gradient) + offset * job.gradient_item_bytes();
-  const auto sum = kernels_for(instruction_set).sum[static_cast<int>(format_of(job.from))];
+  const auto sum = kernels_for(instruction_set).sum[static_cast<int>(format_of(job.arrays))];
   return sum(gradient, static_cast<std::size_t>(count));
+}
+
+void make_draft(UpdateJob& update, const UndoLog& log) {
+  update.task = UpdateTask::draft;
+  update.log = log;
+  update.progress = std::make_shared<DraftProgress>();
+  std::int64_t next = 0;
+  for (UpdatePiece& piece : update.pieces) {
+    piece.first_undo_block = next;
+    next += num_undo_blocks(piece.count);
+  }
+}
+
+void begin_draft(const UpdateJob& draft) {
+  *draft.log.header = {};
+  draft.progress->has_begun = true;
+}
+
+UpdateJob undo_of(UpdateJob draft) {
+  draft.task = UpdateTask::undo;
+  draft.sums = nullptr;
+  for (UpdatePiece& piece : draft.pieces) piece.drafted = piece.scalars;
+  return draft;
+}
+
+void make_redo(UpdateJob& update, const UpdateJob& draft) {
+  update.task = UpdateTask::redo;
+  update.log = draft.log;
+  update.progress = draft.progress;
+  for (std::size_t i = 0; i < update.pieces.size(); ++i) {
+    update.pieces[i].drafted = draft.pieces[i].scalars;
+    update.pieces[i].first_undo_block = draft.pieces[i].first_undo_block;
+  }
 }
 
 void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set) {
-  const UpdateKernels& kernels = kernels_for(instruction_set);
-  const MasterFormat format = format_of(job.from);
-  const bool in_place = job.in_place();
-  const UpdateKernels::Update update = kernels.update[static_cast<int>(job.rule)][static_cast<int>(format)]
-                                           .of[static_cast<int>(job.state_format())][in_place ? 0 : 1];
-  const auto start = static_cast<std::size_t>(offset), total = static_cast<std::size_t>(count);
-  const auto inside = static_cast<std::size_t>(offset - piece.offset);
-  const auto first_scale = static_cast<std::size_t>(piece.first_block) + inside / kStateBlock;
-  const std::size_t gradient_size = format == MasterFormat::split ? sizeof(std::uint16_t) : sizeof(float);
-  const auto* gradient = static_cast<const std::byte*>(job.gradient) + start * gradient_size;
-  const UpdateScalars& scalars = piece.scalars;
-  const bool flushed = job.rule != UpdateRule::lion;
-  alignas(64) std::array<float, kBlock> scaled;  // not initialised: every element is written before it is read
-  std::size_t done = 0;
-  while (done < total) {
-    // A kernel counts in 32 bits.
-    const std::uint64_t number = piece.first + inside + done;
-    std::size_t size = std::min<std::uint64_t>(total - done, (std::uint64_t{1} << 32) - (number & 0xffffffffu));
-    const void* seen = gradient + done * gradient_size;
-    const auto change = [&](UpdateKernels::Scale by, float factor) {
-      if (factor == 1.0f) return;
-      size = std::min(kBlock, size);
-      by(seen, scaled.data(), size, factor);
-      seen = scaled.data();
-    };
-    change(kernels.divide[static_cast<int>(format)], scalars.divisor);
-    change(kernels.scale[static_cast<int>(format)], scalars.prefactor);
-    change(kernels.scale[static_cast<int>(format)], scalars.factor);
-    const FlushDenormals flush(flushed);
-    update(at(job.from, start + done, first_scale + done / kStateBlock),
-           at(job.to, start + done, first_scale + done / kStateBlock), seen, size, scalars,
-           rounding_of(scalars, number));
-    done += size;
+  const Elements elements(job, piece, kernels_for(instruction_set));
+  const auto begin = static_cast<std::size_t>(offset), end = begin + static_cast<std::size_t>(count);
+  if (!job.has_log()) {
+    elements.update(begin, end);
+    return;
   }
-  if (!in_place) end_stream();
+  for (std::size_t at = begin; at < end; at += kUndoBlock) {
+    const std::size_t until = std::min(at + kUndoBlock, end);
+    if (job.task == UpdateTask::draft) elements.draft(at, until);
+    else if (job.task == UpdateTask::undo) elements.undo(at, until);
+    else elements.redo(at, until);
+  }
 }
 
 }  // namespace noria

@@ -17,10 +17,6 @@
 // 1e-15. (With eps = 0 such an element divides by zero, as a zero gradient does in torch.) Lion is not flushed, because
 // its step is a sign: a moment that became zero would take no step, but torch takes a whole one.
 //
-// Note [Drafts]. If `to` equals `from`, the update is in place. Otherwise it is out of place, and `from` is only read.
-// The same loop then writes blocks that stay in the first cache, and streaming stores carry them to `to`. The memory
-// traffic and the bits are those of an update in place.
-//
 // Note [State formats]. Moments are floats, bf16, or codes of 8 bits with one fp32 scale for each block of 256
 // elements. The rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and
 // unbiased. With rounding to nearest, a second moment in bf16 could not decay at beta2 = 0.999: its step is less than
@@ -52,6 +48,7 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "optim/undo_log.h"
 #include "optim/update_kernels.h"
 
 namespace noria {
@@ -87,49 +84,67 @@ struct UpdatePiece {
   std::int64_t first_block = 0;        // the index of its first scale in the unit's scales
   const float* late_scales = nullptr;  // see Note [Late scales]
   int num_late_scales = 0;
+  // Of a job with an undo log: the scalars that the draft used, and the index of the piece's first block in the log.
+  UpdateScalars drafted{};
+  std::int64_t first_undo_block = 0;
 };
 
 inline constexpr int kMostLateScales = 2;
-
-/// Holds the digest of the gradient that a draft has read (optim/digest.h). With it a later job finds out if the
-/// gradient is still the same.
-using GradientNote = std::shared_ptr<std::atomic<std::uint64_t>>;
 
 /// Holds for each piece of the job, as submitted, the sum of the squares of its gradient before any factor. It is 0 if
 /// the piece was not wanted. Read it once the job's ticket has passed.
 using GradientSums = std::shared_ptr<std::vector<double>>;
 
-/// Counts the results of jobs that look for a change (`update_if_changed`).
+/// Counts what became of drafts when late scales were known.
 struct LookCounts {
   std::atomic<std::int64_t> unchanged = 0, changed = 0;
 };
 
-enum class UpdateTask : std::uint8_t {
-  update,
-  update_if_changed,  // done only if a late scale changes the gradient, or if it differs from what was noted
-  sum,                // of squares: reads the gradient alone; `from` tells its dtype
+/// Says how far a draft is. Shared with the jobs that undo or redo it.
+struct DraftProgress {
+  std::atomic<bool> has_begun = false;          // to write
+  std::atomic<std::uint32_t> num_left_out = 0;  // blocks; final once the draft's ticket has passed
 };
 
-/// Describes a job: in place if `to` equals `from`, else a draft (see Note [Drafts]). `gradient`: floats for whole
-/// masters, bf16 for split.
+enum class UpdateTask : std::uint8_t {
+  update,
+  draft,  // an update that can be undone: it writes `log`
+  undo,   // of the draft that wrote `log`
+  redo,   // makes a draft the update that `scalars` describe: undoes it and updates anew if they differ from `drafted`
+  sum,    // of squares: reads the gradient alone; `arrays` tells its dtype
+};
+
+/// Describes a job. `gradient`: floats for whole masters, bf16 for split. Where a draft is undone, the gradient has the
+/// bytes that the draft has read.
 struct UpdateJob {
   UpdateTask task = UpdateTask::update;
   UpdateRule rule = UpdateRule::adamw;
-  UnitArrays from, to;
+  UnitArrays arrays;
   const void* gradient = nullptr;
   std::vector<UpdatePiece> pieces;
-  GradientNote note;                       // null: not needed
-  GradientSums sums;                       // null: not needed
-  std::shared_ptr<LookCounts> looks;       // counts the jobs that look; may be null
-  std::function<bool(std::size_t)> wants;  // asked for each piece when all waits have passed; null: all wanted
+  UndoLog log;                              // of draft, undo and redo
+  std::shared_ptr<DraftProgress> progress;  // likewise
+  GradientSums sums;                        // null: not needed
+  std::shared_ptr<LookCounts> looks;        // counts the jobs that look; may be null
+  std::function<bool(std::size_t)> wants;   // asked for each piece when all waits have passed; null: all wanted
 
-  bool in_place() const;
   bool has_late_scales() const;
+  bool has_log() const { return log.header != nullptr; }
   StateFormat state_format() const;  // fp32 if the rule keeps nothing
-  std::int64_t gradient_item_bytes() const { return from.master != nullptr ? 4 : 2; }
+  std::int64_t gradient_item_bytes() const { return arrays.master != nullptr ? 4 : 2; }
   Bytes gradient_bytes() const;
-  Bytes bytes() const;  // read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments
+  /// Read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments; with a log 1 more.
+  Bytes bytes() const;
 };
+
+/// Makes an update a draft that writes this log.
+void make_draft(UpdateJob& update, const UndoLog& log);
+/// Call it before the first `update_elements` of a draft.
+void begin_draft(const UpdateJob& draft);
+/// Returns the job that undoes a draft.
+UpdateJob undo_of(UpdateJob draft);
+/// Makes an update of the same pieces the job that redoes a draft.
+void make_redo(UpdateJob& update, const UpdateJob& draft);
 
 /// Multiplies late scales into the pieces' scalars. Returns true if any of them changes a gradient. Call it once the
 /// job's waits have passed.
@@ -147,9 +162,9 @@ std::vector<std::string> instruction_sets();
 double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set = "");
 
-/// Updates `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are codes, a block
-/// begins there. If `instruction_set` is empty, uses the widest. Throws UsageError for one that `instruction_sets` does
-/// not list.
+/// Does the job's task to `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are
+/// codes, a block begins there, and if the job has a log, a block of the log. If `instruction_set` is empty, uses the
+/// widest. Throws UsageError for one that `instruction_sets` does not list.
 void update_elements(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                      const std::string& instruction_set = "");
 

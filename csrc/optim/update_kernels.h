@@ -74,12 +74,37 @@ struct UnitArrays {
   MomentArray v;                     // second moment
 };
 
+/// How many elements of a parameter one block of an undo log covers, counted from the parameter's beginning.
+inline constexpr std::size_t kUndoBlock = 1024;
+
+/// Begins an undo log. Both numbers are 0 before the first block is written.
+struct UndoHeader {
+  std::uint32_t num_used;  // slots
+  std::uint32_t num_left;  // blocks that had no room, and were left as they are
+};
+
+/// Points at one block of an undo log (optim/undo_log.h).
+struct UndoBlock {
+  std::uint8_t* bytes;   // one for each element
+  std::uint32_t* begin;  // the block's first slot, or kLeftOut
+  UndoHeader* header;    // of the log
+  std::uint32_t* slots;  // of the log
+  std::uint32_t num_slots;
+};
+inline constexpr std::uint32_t kLeftOut = 0xffffffffu;
+
 /// Lists the loops of one instruction set; null if this build has none.
 struct UpdateKernels {
-  /// Updates `count` elements. In place it does not look at `to`. A draft writes `to`, which shares no element with
-  /// `from`. Other threads see the stores of a draft only after a fence, which the caller issues.
-  using Update = void (*)(const UnitArrays& from, const UnitArrays& to, const void* gradient, std::size_t count,
+  /// Updates `count` elements.
+  using Update = void (*)(const UnitArrays& arrays, const void* gradient, std::size_t count,
                           const UpdateScalars& scalars, const Rounding& rounding);
+  /// Updates at most kUndoBlock elements, and logs how to undo it. If the log has no room, leaves the block as it is.
+  /// Several threads may write blocks of one log.
+  using Draft = void (*)(const UnitArrays& arrays, const void* gradient, std::size_t count,
+                         const UpdateScalars& scalars, const Rounding& rounding, const UndoBlock& log);
+  /// Undoes a draft of the same block, whose log has it, with the same gradient and scalars.
+  using Undo = void (*)(const UnitArrays& arrays, const void* gradient, std::size_t count, const UpdateScalars& scalars,
+                        const UndoBlock& log);
   /// Writes `scaled` = `gradient` times `factor` (or divided by it), in the gradient's dtype: fp32, or bf16 rounded to
   /// nearest even. The two may be the same array.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
@@ -89,8 +114,13 @@ struct UpdateKernels {
   using Sum = double (*)(const void* gradient, std::size_t count);
 
   /// Codes begin with a block. Rules without moments have only the fp32 version.
+  struct Way {
+    Update update = nullptr;
+    Draft draft = nullptr;
+    Undo undo = nullptr;
+  };
   struct Ways {
-    Update of[kNumStateFormats][2] = {};  // [2]: in place, draft
+    Way of[kNumStateFormats] = {};
   };
 
   Ways update[kNumRules][kNumMasterFormats] = {};

@@ -51,7 +51,6 @@ class SlowPace final : public Pace {
 
   std::int64_t before_us(Lane lane, Verb verb) override { return drawn_us(lane) + held_us(lane, verb); }
   std::int64_t after_us(Lane lane) override { return drawn_us(lane); }
-  std::int64_t between_us(Verb verb) override { return held_us(Lane::update, verb); }
   std::int64_t least_ns(Lane lane, const Transfer& transfer) const override;
   std::int64_t least_ns(Lane lane, Bytes bytes) const override;
   bool poisons() const override { return hostility_.poison; }

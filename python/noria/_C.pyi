@@ -450,7 +450,9 @@ def duration_us(op: Op, costs: Costs) -> float: ...
 def blocking_bound_us(times: StepTimes) -> float: ...
 def deferred_bound_us(times: StepTimes) -> float: ...
 def drafting_bound_us(times: StepTimes) -> float: ...
-def simulate(ops: Sequence[Op], waits: Sequence[Sequence[int]], costs: Costs) -> list[Span]: ...
+def simulate(
+    ops: Sequence[Op], waits: Sequence[Sequence[int]], costs: Costs, priorities: Sequence[int] = ...
+) -> list[Span]: ...
 
 class Signature:
     def __init__(
@@ -600,19 +602,16 @@ class UpdateJob:
         arrays: UnitArrays,
         *,
         gradient: int,
-        to: UnitArrays | None = None,
         task: str = "update",
         sums: bool = False,
         late_scales: Sequence[tuple[int, int]] = ...,
     ) -> None:
         """A piece is (offset, count, scalars), in elements. If moments are not fp32, the numbers of its first element
-        and of that element's block of scales follow. `to`: where a draft is written; None: in place. `task`: "update",
-        or "sum" for the sums of squares alone; `sums`: an update takes them too. `late_scales`: by piece, address and
-        number of the fp32 factors of the gradient, read when the job runs. Empty: no piece has any."""
+        and of that element's block of scales follow. `task`: "update", or "sum" for the sums of squares alone; `sums`:
+        an update takes them too. `late_scales`: by piece, address and number of the fp32 factors of the gradient, read
+        when the job runs. Empty: no piece has any."""
     @property
     def rule(self) -> str: ...
-    @property
-    def in_place(self) -> bool: ...
     @property
     def bytes(self) -> int: ...
     def run(self, instruction_set: str = "") -> None:
@@ -622,6 +621,20 @@ class UpdateJob:
         """Returns what the pool has found, once the ticket has passed. Empty if no sums were asked for."""
     def sums(self, instruction_set: str = "") -> list[float]:
         """Returns sums of squares of the gradient, by piece, taken on the calling thread."""
+    def drafting(self, log: int, num_elements: int, num_blocks: int, num_slots: int) -> UpdateJob:
+        """Returns this update as a draft that writes the undo log at the address `log`."""
+    def undoing(self) -> UpdateJob:
+        """Returns the job that undoes this draft."""
+    def redoing(self, draft: UpdateJob) -> UpdateJob:
+        """Returns the job that makes `draft`, which has the same pieces, what this update asks for."""
+    @property
+    def log_counts(self) -> tuple[int, int]:
+        """Returns how many slots of a draft's log are used, and how many blocks had no room. Order: it has run."""
+
+# The blocks of a parameter of so many elements. The bytes of a unit's log: its elements, the blocks of all its
+# parameters, the slots for old values.
+def num_undo_blocks(count: int) -> int: ...
+def undo_log_bytes(num_elements: int, num_blocks: int, num_slots: int) -> int: ...
 
 STATE_BLOCK: int
 
@@ -712,7 +725,8 @@ class ParameterSpec:
 class UnitSpec:
     """Describes a unit to TorchBridge: sizes in bytes, and addresses in the home.
 
-    `working`, `held` and `spare` are 0 if the home has no such part.
+    `working` and `held` are 0 if the home has no such part. `undo_log`: address, elements, blocks and slots; the
+    address is 0 if the unit is never drafted.
     """
 
     def __init__(
@@ -723,7 +737,7 @@ class UnitSpec:
         gradients: int,
         working: int,
         held: int,
-        spare: int,
+        undo_log: tuple[int, int, int, int],
         parameters: Sequence[ParameterSpec],
     ) -> None: ...
 
@@ -768,9 +782,9 @@ class EngineGradients:
     def guard_gradients(self) -> None: ...
     def access_held(self, unit: int) -> None:
         """Blocks until the calling thread may write the held gradient."""
-    def begin_scaling(self, unit: int) -> None:
+    def begin_scaling(self, unit: int, divisor: float, prefactor: float) -> None:
         """As `access_held`, to scale the gradient as its drafts were told."""
-    def end_scaling(self, unit: int, divisor: float, prefactor: float) -> None: ...
+    def end_scaling(self, unit: int) -> None: ...
     def sum_gradients(self, jobs: Sequence[tuple[int, UpdateJob]]) -> list[list[float]]:
         """Returns sums of squares by unit and piece. Blocks until they are there."""
 
@@ -786,7 +800,6 @@ class EngineHome:
     def bring_home(self) -> str: ...
     def release(self, index: int, replacement: torch.Tensor) -> None: ...
     def bump_versions(self, indices: Sequence[int]) -> None: ...
-    def is_swapped(self, unit: int) -> bool: ...
 
 class EngineRanks:
     """Does what ranks that share the model do together. A part of a TorchBridge, which it keeps alive."""
@@ -811,7 +824,7 @@ class EngineUpdates:
     def set_update_callback(self, run_update: Callable[[int], None]) -> None: ...
     def begin_step(self) -> None: ...
     def expect_update(self, unit: int, job: UpdateJob) -> None: ...
-    def update_on_pool(self, unit: int, job: UpdateJob, priority: int) -> bool: ...
+    def update_on_pool(self, unit: int, job: UpdateJob, priority: int) -> None: ...
     def defer_update(self, unit: int) -> None: ...
     def run_deferred(self, unit: int) -> None: ...
     def run_all_deferred(self) -> None: ...

@@ -155,7 +155,7 @@ class Policy:
     calls `step()` after each step of its schedule."""
 
     draft_memory: str | int = "auto"
-    """Host memory for drafts, which are updates computed during backward into spare buffers.
+    """Host memory for drafts: updates that are made during backward, and the logs that can undo them.
 
     "8GiB", bytes, or 0 for none. "auto" takes what is left of `host_memory` if the device has its own memory. On "cpu"
     it takes nothing, because layers and updates share cores and memory."""
@@ -263,11 +263,17 @@ def make_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
     return policy
 
 
-def compute_device(policy: Policy) -> torch.device:
-    """Returns the device that `policy.device` means on this machine. Raises UsageError if there is no such device."""
+def compute_device(policy: Policy, is_elsewhere: bool = False) -> torch.device:
+    """Returns the device that `policy.device` means on this machine.
+
+    `is_elsewhere`: a CUDA device may be one of another machine, if this one has none. Raises UsageError if there is no
+    such device.
+    """
     if policy.device == "cpu" or (policy.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0 and is_elsewhere:
+        return torch.device(policy.device if ":" in policy.device else "cuda:0")
     if num_devices == 0:
         raise usage_error(
             f"a CUDA device for device={policy.device!r}",

@@ -163,7 +163,8 @@ class Report:
     forgotten_passes: int  # passes of kinds that noria has forgotten: it remembers a limited number of kinds
     ledger: list[LedgerRow]
     num_fetches: int
-    drafts: dict[str, int]  # kept, looked_at (split into unchanged and changed so far), redone, dropped; docs/drafts.md
+    drafts: dict[str, int]
+    """kept, looked_at (split into unchanged and changed so far), redone, undone, dropped; docs/drafts.md"""
     saved: dict[str, int]  # saved by blocks: storages and bytes offloaded, put at peers, reloaded, kept on the device
     recomputed: list[str]  # blocks that compute their activations again in backward
     loans: list[Loan]  # device memory that one stage of a pipeline lends to another one, which has no room
@@ -196,8 +197,9 @@ class Report:
         if any(self.drafts.values()):
             d = self.drafts
             lines.append(
-                f"drafts: {d['kept']} kept, {d['looked_at']} kept or redone after a look at the gradient "
-                f"({d['changed']} had changed), {d['redone']} redone with other hyperparameters, {d['dropped']} dropped"
+                f"drafts: {d['kept']} kept, {d['looked_at']} kept or redone when the clip was known "
+                f"({d['changed']} had changed), {d['redone']} redone with other hyperparameters, "
+                f"{d['undone']} undone, {d['dropped']} dropped before they began"
             )
         lines.append("lanes:")
         for lane in self.lanes:

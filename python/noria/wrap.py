@@ -404,7 +404,7 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     shards = 1 if context.ranks is None else context.ranks.num_shards
     is_shared, regions = context.ranks is not None, context.home.regions
     widening = {"fp32": 1, "bf16": 2, "8bit": 4}[context.policy.state_dtype]
-    moments = sum(region.bytes - region.spare_bytes for purpose, region in regions.items() if purpose in _MOMENTS)
+    moments = sum(region.bytes for purpose, region in regions.items() if purpose in _MOMENTS)
     others = sum(regions[purpose].bytes for purpose in ("optimizer state", "low bits") if purpose in regions)
     kept = [
         ("the new home", planned.home_bytes),

@@ -84,7 +84,6 @@ class Wrapped:
         self.context = context
         self._anew = anew
         self.machine = machine()  # for a home that is taken later
-        context.home.is_swapped = context.engine.home.is_swapped
         self.loads = LoadTracker(context)
         self.run = run = RunState(context, self.loads)
         self.sync = RankSync(context)

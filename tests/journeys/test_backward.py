@@ -1100,14 +1100,26 @@ def test_an_update_that_breaks_off_reaches_the_caller_and_its_unit_is_known_as_t
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
-def test_a_draft_that_breaks_off_after_it_was_committed_is_known_as_torn():
-    with breakable(hostility={"hold_us": {"draft": 20_000}}) as break_next_update:
+@pytest.mark.parametrize("broken", ["draft", "undo", "redo"])
+def test_a_draft_that_breaks_off_is_known_as_torn_and_so_is_one_whose_undo_or_redo_breaks_off(broken):
+    with breakable() as break_next_update:
         model, optimizer = wrapped(update="auto", draft_memory="64MiB")
     train_on(model, optimizer, *range(3))
     saved = weights_of(model)
+    if broken == "draft":
+        break_next_update()
     loss_of(model, 3).backward()
-    break_next_update()
-    optimizer.step()
+    with contextlib.suppress(RuntimeError):
+        wrapped_by(model).context.engine.idle()
+    if broken != "draft":
+        break_next_update()
+    with contextlib.suppress(RuntimeError):  # the first call that waits for it raises
+        if broken == "undo":
+            weights_of(model)
+        for group in optimizer.param_groups if broken == "redo" else ():
+            group["lr"] *= 0.5
+        optimizer.step()
+        wrapped_by(model).context.engine.idle()
     optimizer.zero_grad()
     for _ in range(8):
         with pytest.raises(RuntimeError, match="told to break off"):

@@ -141,7 +141,7 @@ def test_two_steps_give_the_bits_of_one(name, kernel, dtype):
     assert_equal_sides(two, one)
     assert noria.report(two.model).kernels == noria.report(one.model).kernels
     rows = [{(row.place, row.purpose): row.taken for row in noria.report(each.model).ledger} for each in (one, two)]
-    if DEVICE == "cpu":  # beside a CUDA device the side that was wrapped in one step has spares for drafts
+    if DEVICE == "cpu":  # beside a CUDA device the side that was wrapped in one step has undo logs
         assert rows[0] == rows[1]
     assert_moved(two.model)
 

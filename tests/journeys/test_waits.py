@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.device import DEVICE
 from tests.journeys.pairs import VOCAB, WIDTH, Block, Net, adamw, loss_of
 from tests.python.engine.test_engine_waits import CASES as BARE_CASES
+from tests.python.engine.test_engine_waits import NEVER_LATE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "prompt_device")  # late is what a case holds back, and nothing else
 
@@ -184,21 +185,51 @@ def train_and_lower_the_rate(model: nn.Module, optimizer: Any, kept: Kept) -> No
         optimizer.zero_grad()
 
 
-def train_and_negate_twice(model: nn.Module, optimizer: Any, kept: Kept) -> None:
-    """Of the gradient that lands first. If its draft has noted what it is and used it negated, no look finds out."""
+def drafted(model: nn.Module, number: int) -> None:
+    """All that can be drafted has been when this returns."""
+    loss_of(model, number).backward()
+    wrapped_by(model).context.engine.idle()
+
+
+def draft_and_step(model: nn.Module, optimizer: Any, kept: Kept) -> None:
     for number in range(3):
-        loss_of(model, number).backward()
-        for _ in range(2):
-            model.head.weight.grad.neg_()
+        drafted(model, number)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train_and_edit_before_the_step(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+def draft_and_negate(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+    for number in range(3):
+        drafted(model, number)
+        model.head.weight.grad.neg_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def draft_and_look(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+    for number in range(3):
+        drafted(model, number)
+        for name, value in model.state_dict().items():
+            kept[f"{name} {number}"] = value.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def draft_and_evaluate(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+    for number in range(3):
+        drafted(model, number)
+        with torch.no_grad():
+            kept[f"evaluation {number}"] = loss_of(model, 50)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def draft_late_and_negate(model: nn.Module, optimizer: Any, kept: Kept) -> None:
+    """The draft of the block is behind another one, which is held, when its gradient is written."""
     for number in range(3):
         loss_of(model, number).backward()
-        with noria.materialize(model.embed), torch.no_grad():
-            model.embed.weight.mul_(0.5)
+        for parameter in reversed(list(model.parameters())):
+            parameter.grad.neg_()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -271,11 +302,9 @@ CASES = {
     "poison -> backward on gradient_buffer (WAW)": Case(poison=True),
     "drain -> draft on held_gradient (RAW)": Case(drafts=True),
     "drain -> user on held_gradient (RAW)": Case(train_and_read_gradients, drafts=True),
-    "draft -> fetch on working_copy (RAW)": Case(drafts=True),
-    # A draft is held before it notes what the gradient is, and again before it uses it. The loop is held at the end of
-    # backward, and before each of its two writes: the first is after the note, the second after the use.
-    "draft -> user on held_gradient (WAR)": Case(train_and_negate_twice, drafts=True, late={"draft": 1, "user": 0.8}),
-    "draft -> load on optimizer_state (WAW)": Case(train_and_look, drafts=True),
+    "undo -> user on held_gradient (WAR)": Case(draft_and_negate, drafts=True),
+    "undo -> load on optimizer_state (WAW)": Case(draft_and_look, drafts=True),
+    "undo -> fetch on working_copy (RAW)": Case(draft_and_evaluate, drafts=True),
     # A draft that was recalled passes on what it had waited for.
     "draft -> update on optimizer_state (WAW)": Case(
         train_and_lower_the_rate, drafts=True, late={"backward": 1}, on_device=True
@@ -284,18 +313,22 @@ CASES = {
 
 AT_ONCE = "the calling thread's own access to the home is over before its next call"
 ASKED = "the thread that asks for a sum waits for it itself; one taken early is taken again after a write"
+IN_TURN = "the pool does one job after another, the undo first"
+RECALLED = "a draft that was recalled has touched nothing"
 IMPLIED = {
     "load -> fetch on working_copy (RAW)": (Case(train_and_edit), AT_ONCE),
     "load -> update on optimizer_state (WAW)": (Case(train_and_look), AT_ONCE),
     "load -> load on optimizer_state (WAW)": (Case(train_and_look), AT_ONCE),
-    "load -> draft on optimizer_state (RAW)": (Case(train_and_look, drafts=True), AT_ONCE),
+    "load -> draft on optimizer_state (WAW)": (Case(train_and_look, drafts=True), AT_ONCE),
+    "draft -> fetch on working_copy (RAW)": (
+        Case(draft_and_step, drafts=True),
+        "`step` only leaves a draft to a fetch if it is over",
+    ),
+    "draft -> undo on optimizer_state (WAW)": (Case(draft_and_evaluate, drafts=True), IN_TURN),
+    "draft -> user on held_gradient (WAR)": (Case(draft_late_and_negate, drafts=True, late={"draft": 1}), RECALLED),
     "sum -> drain on held_gradient (WAR)": (Case(policy=NORM), ASKED),
     "sum -> user on held_gradient (WAR)": (Case(policy=NORM, drafts=True), ASKED),
     "sum -> sum on gradient_sum (WAW)": (Case(policy=NORM), ASKED),
-    "draft -> load on optimizer_state (WAR)": (
-        Case(train_and_edit_before_the_step, drafts=True, late={"draft": 1, "backward": 1}),
-        "such a draft is not used; the update in its place waits for the loop, which has waited for the draft",
-    ),
     "fetch -> update on working_copy (WAR)": (
         Case(step_twice),
         "the update makes a new version, so what the fetch brings is not used: the unit is fetched again",
@@ -321,9 +354,7 @@ NOT_HERE = {
     # of gradients that come in a visit of another unit, or not where they came before
     "forward -> fetch on gradient_buffer (WAR)",
     "backward -> fetch on gradient_buffer (WAW)",
-    "draft -> drain on held_gradient (WAR)",
-    # of units that are drafted on the pool and updated on the launching thread
-    "draft -> update on optimizer_state (WAR)",
+    "undo -> drain on held_gradient (WAR)",
 }
 
 
@@ -387,7 +418,7 @@ def test_each_kind_of_wait_that_a_journey_here_has_is_shown_to_matter_or_implied
     cases = [*CASES.values(), *(case for case, _ in IMPLIED.values())]
     different = {repr(dataclasses.replace(each, late=None, on_device=False)): each for each in cases}
     kinds = {kind for case in different.values() for kind in run(case, "", {})[1]}
-    assert kinds <= CASES.keys() | IMPLIED.keys()
+    assert kinds <= CASES.keys() | IMPLIED.keys() | NEVER_LATE
 
 
 def test_each_kind_of_wait_that_matters_to_the_bare_engine_is_shown_here_or_is_known_to_be_in_no_journey():

@@ -19,7 +19,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria._progress import Bar
 from noria.host.limits import numa_node
-from noria.model.layout import AVERAGES, GRADIENT_RING, GRADIENT_SCALES, HomeParameter, HomeUnit, Region
+from noria.model.layout import AVERAGES, GRADIENT_RING, GRADIENT_SCALES, UNDO_LOGS, HomeParameter, HomeUnit, Region
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
 from noria.torch_state import plainly
@@ -35,7 +35,7 @@ _USES = {
 }
 
 # Purposes whose pages are taken after the weights have moved.
-_LATE = (*MOMENTS, *SCALES, "optimizer state")
+_LATE = (*MOMENTS, *SCALES, "optimizer state", UNDO_LOGS)
 
 # Purposes that only the host reads and writes: their arenas are not registered with the device.
 _HOST_ONLY = (*_LATE, "low bits", "masters", "update scratch", AVERAGES)
@@ -57,9 +57,6 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
-        self.is_swapped: Callable[[int], bool] = lambda unit: (
-            False
-        )  # True: the unit's data lies in the spare now. `Wrapped` puts the engine's here
         try:
             self._take(backend)
         except BaseException:
@@ -68,8 +65,8 @@ class Home:
             raise
         for unit in units:
             unit.working_address = self.address("working copies", unit.index)
-            if unit.index in self.regions["working copies"].spares:
-                unit.spare_address = self.address("working copies", unit.index, spare=True)
+            if UNDO_LOGS in self.arenas and self.regions[UNDO_LOGS].sizes[unit.index]:
+                unit.undo_log_address = self.address(UNDO_LOGS, unit.index)
             unit.scales_address = self.address(GRADIENT_SCALES, unit.index)
             for purpose in ("held gradients", GRADIENT_RING):
                 if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:
@@ -176,19 +173,14 @@ class Home:
         self.regions.pop(purpose)
         self.arenas.pop(purpose)
 
-    def address(self, purpose: str, unit: int, spare: bool = False) -> int:
-        """Returns the current address of the unit's part of an arena, or 0 if there is no such arena.
-
-        `spare`: the address where a draft of that part is written.
-        """
+    def address(self, purpose: str, unit: int) -> int:
+        """Returns the address of the unit's part of an arena, or 0 if there is no such arena."""
         if purpose not in self.arenas:
             return 0
-        return self.arenas[purpose].data + self._offset(purpose, unit, spare)
+        return self.arenas[purpose].data + self._offset(purpose, unit)
 
-    def _offset(self, purpose: str, unit: int, spare: bool = False) -> int:
-        region = self.regions[purpose]
-        other = unit in region.spares and self.is_swapped(unit) != spare
-        return region.spares[unit] if other else region.offsets[unit]
+    def _offset(self, purpose: str, unit: int) -> int:
+        return self.regions[purpose].offsets[unit]
 
     def tensor(self, purpose: str, unit: int, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a CPU tensor with the shape and strides of `like`, `offset` bytes into the unit's part."""

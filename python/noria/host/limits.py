@@ -123,7 +123,7 @@ def probe_limits(device: torch.device) -> Found:
     return Found(
         f"{platform.node()} {boot}",
         int(beside) if beside.isdigit() else 1,
-        _device_memory(device) if device.type == "cuda" else None,
+        _device_memory(device) if device.type == "cuda" and torch.cuda.is_available() else None,
         tuple(host_limits()),
     )
 

@@ -7,7 +7,7 @@ layout of the trainable parameters, so one offset serves both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ __all__ = [
     "GRADIENT_RING",
     "GRADIENT_SCALES",
     "SHOWN",
+    "UNDO_LOGS",
     "UNSUMMED",
     "HomeParameter",
     "HomeUnit",
@@ -40,6 +41,10 @@ UNSUMMED = "unsummed gradients"
 """The purpose of the arena for whole gradients of one rank, which `model.no_sync()` needs."""
 
 GRADIENT_SCALES = "gradient scales"
+UNDO_LOGS = "undo logs"
+
+SLOTS_PER_ELEMENT = 1 / 32
+"""How many old values an undo log can keep whole. In steady training 1 to 2 % of the elements need it."""
 """The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
 
 AVERAGES = "averaged weights"
@@ -128,7 +133,7 @@ class HomeUnit:
     working_address: int = 0
     held_address: int = 0
     scales_address: int = 0
-    spare_address: int = 0  # of the working copy, for drafts; 0 if the unit has no drafts
+    undo_log_address: int = 0  # 0 if the unit is never drafted
 
     @property
     def home_weights(self) -> int:
@@ -139,6 +144,14 @@ class HomeUnit:
     def home_gradients(self) -> int:
         return self.gradients // self.num_shards
 
+    @property
+    def undo_log(self) -> tuple[int, int, int]:
+        """Returns the elements at home, the blocks of all parameters, and the slots of the list of old values."""
+        trainable = [slot for slot in self.parameters if slot.trainable]
+        elements = self.home_gradients // trainable[0].dtype.itemsize if trainable else 0
+        blocks = sum(_C.num_undo_blocks(slot.like.numel()) for slot in trainable)
+        return elements, blocks, int(elements * SLOTS_PER_ELEMENT)
+
     def spec(self) -> _C.UnitSpec:
         """Returns what the engine must know."""
         return _C.UnitSpec(
@@ -147,7 +160,7 @@ class HomeUnit:
             gradients=self.gradients,
             working=self.working_address,
             held=self.held_address,
-            spare=self.spare_address,
+            undo_log=(self.undo_log_address, *self.undo_log),
             parameters=[
                 _C.ParameterSpec(
                     parameter=slot.parameter,
@@ -175,37 +188,24 @@ class StatePlace:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Describes one arena: its purpose as the ledger names it, and each unit's offset and size in bytes.
-
-    `spares`: for each drafted unit, the offset of its spare, which has the same size.
-    """
+    """Describes one arena: its purpose as the ledger names it, and each unit's offset and size in bytes."""
 
     purpose: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    spares: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        return sum(self.sizes) + self.spare_bytes
-
-    @property
-    def spare_bytes(self) -> int:
-        return sum(self.sizes[unit] for unit in self.spares)
+        return sum(self.sizes)
 
     @staticmethod
-    def of(purpose: str, sizes: Iterable[int], drafted: Iterable[int] = ()) -> Region:
+    def of(purpose: str, sizes: Iterable[int]) -> Region:
         sizes = tuple(sizes)
         offsets, end = [], 0
         for size in sizes:
             offsets.append(end)
             end += size
-        spares = {}
-        for unit in drafted:
-            if sizes[unit]:
-                spares[unit] = end
-                end += sizes[unit]
-        return Region(purpose, tuple(offsets), sizes, spares)
+        return Region(purpose, tuple(offsets), sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -320,14 +320,21 @@ class _StageAdapter:
         if num_late > 0:
             await_device(self.context.device)
         for unit, slots in by_unit.items():
-            gradients.begin_scaling(unit)
+            # If some gradients of a unit are not scaled, its draft cannot foresee that.
+            trained = [slot for slot in self.context.units[unit].parameters if slot.trainable]
+            is_whole = len(slots) == len(trained)
+            if is_whole:
+                gradients.begin_scaling(unit, *scaling)
+            else:
+                gradients.access_held(unit)
             for slot in slots:
                 held = self.context.home.held(slot)
                 if self.context.device.type == "cpu":
                     held.div_(divisor)
                 else:
                     held.mul_(scaling[1])
-            gradients.end_scaling(unit, *scaling)
+            if is_whole:
+                gradients.end_scaling(unit)
         return None
 
     # ---- helpers ----

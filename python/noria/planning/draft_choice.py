@@ -1,4 +1,4 @@
-"""Chooses the units that get spare buffers for drafts."""
+"""Chooses the units that are drafted, and so get undo logs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import torch
 
 from noria.host.limits import Free, margin_of
 from noria.model.layout import HomeUnit
-from noria.model.moment_formats import moment_bytes, scale_bytes
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets
-from noria.planning.home_regions import home_regions
+from noria.planning.home_regions import home_regions, undo_log_bytes
 from noria.planning.kernels import Kernels
 from noria.policy import format_bytes
 
-__all__ = ["choose_drafts", "spare_needs"]
+__all__ = ["choose_drafts", "undo_log_needs"]
 
 
-def spare_needs(kernels: Kernels) -> dict[int, int]:
-    """Returns, by index of a unit that can be drafted, the bytes of its spare buffers."""
-    policy = kernels.policy
-    if policy.update != "auto":
+def undo_log_needs(kernels: Kernels) -> dict[int, int]:
+    """Returns, by index of a unit that can be drafted, the bytes of its undo log."""
+    if kernels.policy.update != "auto":
         return {}
-    needs, held = {}, kernels.held()
-    for unit in kernels.units:
-        if unit.index in kernels.fused and _can_be_drafted(unit, kernels.fused[unit.index], held):
-            low = unit.home_gradients if policy.dtype is not None else 0
-            moment = moment_bytes(unit, policy.dtype, policy.state_dtype) + scale_bytes(unit, policy.state_dtype)
-            needs[unit.index] = unit.home_weights + low + len(kernels.fused[unit.index][0].keys) * moment
-    return needs
+    held = kernels.held()
+    return {
+        unit.index: undo_log_bytes(unit)
+        for unit in kernels.units
+        if unit.index in kernels.fused and _can_be_drafted(unit, kernels.fused[unit.index], held)
+    }
 
 
 def choose_drafts(
@@ -39,10 +36,10 @@ def choose_drafts(
     free: Free,
     notes: list[str],
 ) -> frozenset[int]:
-    """Chooses the units that get spare buffers. `draft_memory` limits how many.
+    """Chooses the units that get undo logs. `draft_memory` limits how many.
 
     They are spread evenly over the model: the updates left for the next forward then come evenly too. `needs`: what
-    `spare_needs` returns; `state_bytes`: of the state that torch keeps.
+    `undo_log_needs` returns; `state_bytes`: of the state that torch keeps.
     """
     budget = budgets.drafts
     if budget == 0 or not kernels.fused or (budget is None and device.type == "cpu"):
@@ -50,6 +47,9 @@ def choose_drafts(
     if kernels.policy.update != "auto":
         if budget is not None:
             notes.append(f'there are no drafts: update="{kernels.policy.update}" runs them at another time')
+        return frozenset()
+    if kernels.policy.find_unused_parameters and any(unit.num_shards > 1 for unit in kernels.units):
+        notes.append("there are no drafts: with find_unused_parameters=True other ranks may need the weights of before")
         return frozenset()
     if budget is None:
         budget = _left_for_drafts(kernels, state_bytes, budgets, free)
@@ -66,11 +66,9 @@ def choose_drafts(
 
 
 def _can_be_drafted(unit: HomeUnit, rules: tuple[FusedRule, ...], held: list[set[torch.Tensor]]) -> bool:
-    """Returns True if one update can cover the whole unit: nothing frozen, one rule, one optimizer."""
-    if len(rules) > 1 or not all(slot.trainable for slot in unit.parameters):
-        return False
-    own = {slot.parameter for slot in unit.parameters}
-    return any(own <= parameters for parameters in held)
+    """Returns True if one update can cover all that is trained in the unit: one rule, one optimizer."""
+    own = {slot.parameter for slot in unit.parameters if slot.trainable}
+    return len(rules) == 1 and any(own <= parameters for parameters in held)
 
 
 def _left_for_drafts(kernels: Kernels, state_bytes: int, budgets: Budgets, free: Free) -> int:

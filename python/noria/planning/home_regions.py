@@ -7,13 +7,24 @@ from collections import Counter
 
 import torch
 
-from noria.model.layout import HomeParameter, HomeUnit, Region, Ring, StatePlace, aligned, held_region, scales_region
+from noria import _C
+from noria.model.layout import (
+    UNDO_LOGS,
+    HomeParameter,
+    HomeUnit,
+    Region,
+    Ring,
+    StatePlace,
+    aligned,
+    held_region,
+    scales_region,
+)
 from noria.model.moment_formats import MOMENTS, SCALES, moment_bytes, scale_bytes
 from noria.model.partition import Partition
 from noria.model.shadow_optimizer import is_array, predict_state
 from noria.planning.kernels import Kernels
 
-__all__ = ["gradient_ring", "home_regions", "state_places"]
+__all__ = ["gradient_ring", "home_regions", "state_places", "undo_log_bytes"]
 
 # Slots of the gradient ring: at least 4, because one drains, one is updated, and both may be late. Otherwise a quarter
 # of the units: long updates can then go on behind the next forward, and do not hold backward up.
@@ -22,10 +33,10 @@ _RING_SHARE = 0.25
 
 
 def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) -> list[Region]:
-    """Returns the home's arenas. `drafted`: indices of the units that have spare buffers."""
+    """Returns the home's arenas. `drafted`: indices of the units that have undo logs."""
     units, fused, policy = kernels.units, kernels.fused, kernels.policy
     regions = [
-        Region.of("working copies", (unit.home_weights for unit in units), sorted(drafted)),
+        Region.of("working copies", (unit.home_weights for unit in units)),
         held_region(units),
     ]
     if policy.update != "backward":
@@ -33,18 +44,24 @@ def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) ->
     if policy.dtype is not None:
         plain = [0 if unit.index in fused else unit.home_gradients * 2 for unit in units]
         low = [unit.home_gradients if unit.index in fused else 0 for unit in units]
-        regions.append(Region.of("low bits", low, sorted(drafted)))
+        regions.append(Region.of("low bits", low))
         regions.append(Region.of("masters", plain))
         regions.append(Region.of("update scratch", [max(plain)]))
     for number, purpose in enumerate(MOMENTS):
         needed = [any(len(rule.keys) > number for rule in fused.get(unit.index, ())) for unit in units]
         kept = [unit if need else None for unit, need in zip(units, needed, strict=True)]
         sizes = (moment_bytes(unit, policy.dtype, policy.state_dtype) if unit else 0 for unit in kept)
-        regions.append(Region.of(purpose, sizes, sorted(drafted)))
+        regions.append(Region.of(purpose, sizes))
         sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
-        regions.append(Region.of(SCALES[number], sizes, sorted(drafted)))
+        regions.append(Region.of(SCALES[number], sizes))
     regions.append(Region.of("optimizer state", [state_bytes]))
+    logged = (undo_log_bytes(unit) if unit.index in drafted else 0 for unit in units)
+    regions.append(Region.of(UNDO_LOGS, logged))
     return regions
+
+
+def undo_log_bytes(unit: HomeUnit) -> int:
+    return aligned(_C.undo_log_bytes(*unit.undo_log))
 
 
 def state_places(kernels: Kernels, notes: list[str]) -> tuple[list[dict[tuple[int, str], StatePlace]], int]:

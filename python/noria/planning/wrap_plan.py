@@ -31,7 +31,7 @@ from noria.model.layout import (
 from noria.model.partition import Partition, partition, split_units
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
-from noria.planning.draft_choice import choose_drafts, spare_needs
+from noria.planning.draft_choice import choose_drafts, undo_log_needs
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.policy import (
@@ -39,6 +39,7 @@ from noria.policy import (
     compute_device,
     format_bytes,
     plural,
+    to_bytes,
 )
 
 __all__ = ["LEAST_SAVED", "STAGING_RING", "WINDOW", "WrapPlan", "fingerprint", "make_plan", "masters_note"]
@@ -69,9 +70,9 @@ class WrapPlan:
     fused: dict[int, tuple[FusedRule, ...]]
     """By index of a unit that noria's kernels update: the rules that may update it."""
     drafted: frozenset[int]
-    """Indices of the units that have spare buffers for drafts."""
+    """Indices of the units that have undo logs, and so may be drafted."""
     draftable: dict[int, int]
-    """By index of a unit that can be drafted: the bytes of its spare buffers."""
+    """By index of a unit that can be drafted: the bytes of its undo log."""
     states: list[dict[tuple[int, str], StatePlace]]
     """By optimizer, then by slot index and key: the place in "optimizer state" of a tensor that torch keeps."""
     visits: dict[str, list[_C.Visit]]
@@ -165,9 +166,9 @@ class WrapPlan:
             )
         lines += [f"updates: {name}" for name in self.kernel_names]
         if self.drafted:
-            spare = sum(region.spare_bytes for region in self.regions)
+            logs = sum(self.draftable[unit] for unit in self.drafted)
             drafted = len(self.drafted)
-            lines.append(f"drafts: of {drafted} {plural(drafted, 'unit')}, {format_bytes(spare)} of the above")
+            lines.append(f"drafts: of {drafted} {plural(drafted, 'unit')}, {format_bytes(logs)} of the above")
         lines += [f"note: {note}" for note in self.unpredicted]
         return "\n".join(lines)
 
@@ -198,8 +199,11 @@ def make_plan(
     Raises:
         UsageError: if the model cannot be wrapped like this, or does not fit.
     """
-    device = compute_device(policy)
+    device_bytes = to_bytes(policy.device_memory) if not isinstance(policy.device_memory, float) else None
+    device = compute_device(policy, is_elsewhere=not is_carried_out and device_bytes is not None)
     free = free or min_over_ranks([probe_limits(device)])
+    if device.type == "cuda" and free.device is None and device_bytes is not None:
+        free = Free((device_bytes, device_bytes), None, None)  # of another machine: this one's limits tell nothing
     parts = partition(roots, policy.units)
     if grid is not None:  # ranks sum one dtype at a time
         parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
@@ -231,7 +235,7 @@ def make_plan(
     ring: Ring | None = None
     without_masters = masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
-    draftable = spare_needs(kernels)
+    draftable = undo_log_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
     drafted = choose_drafts(kernels, draftable, state_bytes, budgets, device, free, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)

@@ -35,7 +35,7 @@ class DraftPolicy:
             return
         counts = self.context.engine.updates.draft_counts()
         kept = counts["kept"] + counts["unchanged"]
-        lost = counts["changed"] + counts["redone"] + counts["dropped"]
+        lost = counts["changed"] + counts["redone"] + counts["undone"] + counts["dropped"]
         was_kept, was_lost = self._counts
         self._counts = (kept, lost)
         if kept > was_kept:

@@ -101,13 +101,6 @@ class Weights:
         if self._before_materialize:
             await_device(self.context.device)
 
-    def move_views(self, slot: HomeParameter) -> None:
-        """Points the user's tensors at the unit's bytes, after the unit has moved within the home."""
-        for purpose, views in (("working copies", self._views), ("low bits", self.masters.low_views)):
-            view = views.get(slot.index)
-            if view is not None:
-                _C.move_tensor(view, self.home.address(purpose, slot.unit) + slot.home_offset)
-
     def _before_write(self, index: int) -> None:
         self.run.require_consistent("a write to weights", mends=True)
         self.engine.home.access_home(self.context.slots[index].unit, True)

@@ -53,13 +53,13 @@ class Drafts:
         whole = {
             unit: pieces
             for unit, (slots, pieces) in expected.items()
-            if len(slots) == len(self.context.units[unit].parameters)
+            if len(slots) == sum(slot.trainable for slot in self.context.units[unit].parameters)
         }
         for unit, pieces in whole.items():
             rule = self.context.plan.fused[unit][0]
-            here, there = (self.fused.arrays(unit, rule, None, spare) for spare in (False, True))
+            arrays = self.fused.arrays(unit, rule, None)
             held = self.context.home.address("held gradients", unit)
-            job = _C.UpdateJob(rule.name, pieces, here, gradient=held, to=there, sums=self.norms.wants_sums)
+            job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, sums=self.norms.wants_sums)
             self.context.engine.updates.expect_update(unit, job)
         return set(whole)
 

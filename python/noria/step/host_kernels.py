@@ -97,8 +97,7 @@ class HostKernels:
             arrays = self.arrays(unit, rule, None if index < 0 else self.context.slots[index])
             held = self.context.home.address("held gradients", unit)
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
-            if self.context.engine.updates.update_on_pool(unit, job, priority):
-                self.steps.swap_with_spare(unit)
+            self.context.engine.updates.update_on_pool(unit, job, priority)
 
     def expected_pieces(
         self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
@@ -131,7 +130,7 @@ class HostKernels:
             STATELESS.name, pieces, self.arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
         )
 
-    def arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None, spare: bool = False) -> _C.UnitArrays:
+    def arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None) -> _C.UnitArrays:
         """Returns the addresses of the whole unit's arrays.
 
         `outside` is a parameter whose moments are separate tensors outside of the home. Their addresses are shifted
@@ -142,18 +141,18 @@ class HostKernels:
         addresses = {}
         state_dtype = "fp32" if outside is not None else self.state.dtype
         for name, key in zip("mv", rule.keys, strict=False):
-            addresses[name] = home.address(PURPOSE_OF[key], unit, spare)
+            addresses[name] = home.address(PURPOSE_OF[key], unit)
             if outside is not None:
                 value = self.state.shown.unsettled(outside.parameter)[key]
                 addresses[name] = (
                     value.data_ptr() - outside.home_offset // outside.dtype.itemsize * value.element_size()
                 )
             elif state_dtype == "8bit":
-                addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit, spare)
-        working = home.address("working copies", unit, spare)
+                addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit)
+        working = home.address("working copies", unit)
         if self.context.policy.dtype is None:
             return _C.UnitArrays(master=working, state=state_dtype, **addresses)
-        low = home.address("low bits", unit, spare)
+        low = home.address("low bits", unit)
         return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
 
     def scalars(self, factor: float) -> Scalars:

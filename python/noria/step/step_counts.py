@@ -9,7 +9,7 @@ import torch
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.model.layout import HomeParameter
-from noria.model.moment_formats import MOMENT_OF, PURPOSE_OF, ROUNDING_STEP, keys_of
+from noria.model.moment_formats import ROUNDING_STEP, keys_of
 from noria.model.update_rules import FusedRule
 from noria.runtime.weights import Weights
 from noria.step.optimizer_state import HomeState
@@ -95,17 +95,6 @@ class StepCounts:
             for key in self._keys(slot, rule):
                 self._new_moment(slot, key)
         return self.ready(slot, rule)
-
-    def swap_with_spare(self, unit: int) -> None:
-        """Moves all views of a unit's weights and state to their new place, after a draft was committed."""
-        home = self.context.home
-        for slot in self.context.units[unit].parameters:
-            self.weights.move_views(slot)
-            for key in keys_of(self.context.plan.fused[unit][0].keys, self.state.dtype):
-                adopted = self.state.placed[(slot.index, key)]
-                is_moment = key in MOMENT_OF
-                offset = home.moment_offset(slot, adopted.dtype) if is_moment else home.scales_offset(slot)
-                _C.move_tensor(adopted, home.address(PURPOSE_OF[key], unit) + offset)
 
     def forget_prepared(self) -> None:
         """Forgets the moments that `prepare` has zeroed. Called after a load, which replaces them."""

@@ -217,7 +217,6 @@ class Machine final : public EngineCallbacks {
   void open_gradients(UnitId, std::byte*) override {}
   void close_gradients(UnitId, bool) override {}
   Ranges held_gradients(UnitId) const override { return {}; }
-  void home_moved(UnitId, std::byte*) override {}
   void held_moved(UnitId, std::byte*) override {}
   void update(UnitId) override {}
   std::pair<std::byte*, Bytes> more_home(Bytes) override {

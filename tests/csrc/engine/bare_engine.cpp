@@ -67,6 +67,14 @@ EngineOptions BareEngine::options(Budget budget, bool prefetch_at_step, const st
   return result;
 }
 
+// With room for every old value: programs are short, and in the first steps most blocks would be left out.
+UndoLogSize BareEngine::log_size(const BareUnit& unit) const {
+  const std::int64_t num_elements = unit.num_trainable * kSlotElements / shards_.size;
+  return {num_elements, unit.num_trainable, 3 * num_elements};
+}
+
+Bytes BareEngine::log_bytes(const BareUnit& unit) const { return undo_log_bytes(log_size(unit)); }
+
 UnitMap<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring) {
   Bytes total, all_gradients;
   for (const BareUnit& unit : units) {
@@ -82,10 +90,10 @@ UnitMap<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool
     std::memset(array.data(), 0, static_cast<std::size_t>(total.count));
     array.register_with(machine_.backend);
   }
-  for (Arena& array : spare_) {
-    array = Arena(drafts ? total : Bytes{0});
-    if (drafts) array.register_with(machine_.backend);
-  }
+  Bytes logs;
+  for (const BareUnit& unit : units) logs += log_bytes(unit);
+  logs_ = Arena(drafts ? logs : Bytes{0});
+  std::byte* log = logs_.data();
   std::vector<EngineUnit> result;
   Bytes start;
   for (const BareUnit& described : units) {
@@ -121,13 +129,10 @@ UnitMap<EngineUnit> BareEngine::lay_out(const std::vector<BareUnit>& units, bool
     made.sum = range(kSumRegion, Bytes{id.value}, Bytes{1}, Purpose::gradient_sum);
     made.working = home_[0].data() + start.count;
     if (described.num_trainable > 0 && !ring) made.held = home_[1].data() + start.count;
-    if (drafts && described.num_trainable == described.num_slots) {
-      Spare spare;
-      spare.working = spare_[0].data() + start.count;
-      spare.working_buffer = range(kSpareWorkingRegion, start, at_home, Purpose::working_copy);
-      spare.state_buffer = range(kSpareStateRegion, Bytes{id.value}, Bytes{1}, Purpose::optimizer_state);
-      made.spare = spare;
-      for (std::size_t i : {0U, 2U, 3U}) units_.back().spare[i] = floats(spare_[i].data() + start.count);
+    if (drafts && described.num_trainable > 0) {
+      made.undo_log = undo_log_at(log, log_size(described));
+      units_.back().is_drafted = true;
+      log += log_bytes(described).count;
     }
     result.push_back(std::move(made));
     start += at_home;
@@ -295,8 +300,7 @@ void BareEngine::update(std::size_t unit, bool on_pool) {
     engine_.defer_update(id);
     return;
   }
-  if (!engine_.update_on_pool(id, std::move(job), static_cast<int>(unit))) return;
-  for (std::size_t i : {0U, 2U, 3U}) std::swap(updated.home[i], updated.spare[i]);
+  engine_.update_on_pool(id, std::move(job), static_cast<int>(unit));
 }
 
 UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
@@ -313,23 +317,22 @@ UpdateJob BareEngine::job_of(std::size_t unit, double lr, std::int64_t more) {
     const std::int64_t start = static_cast<std::int64_t>(i) * kSlotElements;  // a slot may lie outside of the own part
     const std::int64_t begin = std::clamp(start, own, own + part);
     const std::int64_t end = std::clamp(start + kSlotElements, own, own + part);
-    job.pieces.push_back({begin - own, end - begin,
-                          update_scalars(job.rule, hyper, std::max<std::int64_t>(1, slot.num_updates + more))});
+    UpdatePiece& piece = job.pieces.emplace_back();
+    piece.offset = begin - own;
+    piece.count = end - begin;
+    piece.scalars = update_scalars(job.rule, hyper, std::max<std::int64_t>(1, slot.num_updates + more));
   }
-  job.from = {updated.home[0], nullptr, nullptr, {.fp32 = updated.home[2]}, {.fp32 = updated.home[3]}};
-  job.to = job.from;
+  job.arrays = {updated.home[0], nullptr, nullptr, {.fp32 = updated.home[2]}, {.fp32 = updated.home[3]}};
   job.gradient = updated.home[1];
   return job;
 }
 
 void BareEngine::expect_updates(double lr) {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    const auto& spare = units_[unit].spare;
     UpdateJob job = job_of(unit, lr, 1);
     if (job.pieces.empty()) continue;
     job.sums = std::make_shared<std::vector<double>>();
-    if (spare[0] != nullptr) job.to = {spare[0], nullptr, nullptr, {.fp32 = spare[2]}, {.fp32 = spare[3]}};
-    else job.task = UpdateTask::sum;
+    if (!units_[unit].is_drafted) job.task = UpdateTask::sum;
     engine_.drafts()->expect(UnitId(static_cast<std::int32_t>(unit)), std::move(job));
   }
 }
@@ -371,10 +374,6 @@ std::vector<double> BareEngine::sums() {
     flat.insert(flat.end(), each.begin(), each.end());
   }
   return flat;
-}
-
-void BareEngine::home_moved(UnitId unit, std::byte* working) {
-  NORIA_INVARIANT(floats(working) == of(unit).spare[0], "a home moved to where no spare is");
 }
 
 std::pair<std::byte*, Bytes> BareEngine::more_home(Bytes) { throw InvariantError("the bare engine saves nothing"); }

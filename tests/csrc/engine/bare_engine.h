@@ -52,7 +52,7 @@ struct BareUnit {
 
 class BareEngine final : public EngineCallbacks {
  public:
-  /// `drafts`: units that are trained as a whole have spare buffers. `ring_slots`: for gradients; if there are any,
+  /// `drafts`: units that are trained have undo logs. `ring_slots`: for gradients; if there are any,
   /// updates run inside backward. `collectives`: of the ranks that share the home, if any;
   /// `assists`: they may run different modules.
   BareEngine(const std::vector<BareUnit>& units, BareMachine machine, Budget budget, bool prefetch_at_step,
@@ -88,7 +88,7 @@ class BareEngine final : public EngineCallbacks {
   void begin_step() { engine_.begin_step(machine_.stream); }
   /// Issues the unit's update over the slots that have a gradient; no other unit is touched.
   void update(std::size_t unit, bool on_pool);
-  /// Every unit that has a spare may be drafted in the backward that follows, as if the next update had this rate; of
+  /// Every unit that has a log may be drafted in the backward that follows, as if the next update had this rate; of
   /// the others the sums of squares may be taken.
   void expect_updates(double lr);
   /// Of the squares of what is held, by unit and slot.
@@ -136,7 +136,6 @@ class BareEngine final : public EngineCallbacks {
   void open_gradients(UnitId unit, std::byte* buffer) override;
   void close_gradients(UnitId unit, bool) override { of(unit).buffer = nullptr; }
   Ranges held_gradients(UnitId unit) const override;
-  void home_moved(UnitId unit, std::byte* working) override;
   void held_moved(UnitId unit, std::byte* held) override {
     (shards_.size > 1 ? of(unit).unreduced : of(unit).home[1]) = reinterpret_cast<float*>(held);
   }
@@ -161,16 +160,18 @@ class BareEngine final : public EngineCallbacks {
   };
   struct Unit {
     std::vector<Slot> slots;
-    std::array<float*, 4> home{};   // weights, held, moment1, moment2; of this rank
-    std::array<float*, 4> spare{};  // as home, without held; null where the unit is never drafted
-    float* unreduced = nullptr;     // whole gradients of this rank
-    std::size_t num_at_home = 0;    // elements
+    std::array<float*, 4> home{};  // weights, held, moment1, moment2; of this rank
+    bool is_drafted = false;
+    float* unreduced = nullptr;   // whole gradients of this rank
+    std::size_t num_at_home = 0;  // elements
     std::vector<std::uint32_t> result;
     std::byte* attached = nullptr;
     bool is_lost = false;
     std::byte* buffer = nullptr;
   };
   Unit& of(UnitId unit) { return units_[static_cast<std::size_t>(unit.value)]; }
+  UndoLogSize log_size(const BareUnit& unit) const;
+  Bytes log_bytes(const BareUnit& unit) const;
   UnitMap<EngineUnit> lay_out(const std::vector<BareUnit>& units, bool drafts, bool ring);
   EngineOptions options(Budget budget, bool prefetch_at_step, const std::vector<BareUnit>& units, int ring_slots,
                         const std::shared_ptr<Collectives>& collectives, bool assists);
@@ -181,7 +182,7 @@ class BareEngine final : public EngineCallbacks {
   Shards shards_;
   BufferTable buffers_;
   std::array<Arena, 4> home_;
-  std::array<Arena, 4> spare_;
+  Arena logs_;
   Arena ring_, unreduced_;
   std::vector<Unit> units_;
   Phase phase_ = Phase::forward;

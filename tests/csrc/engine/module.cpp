@@ -171,7 +171,7 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("draft_counts",
            [](BareEngine& bare) {
              const noria::DraftCounts counts = bare.engine().drafts()->counts();
-             return std::tuple(counts.kept, counts.looked_at, counts.redone, counts.dropped);
+             return std::tuple(counts.kept, counts.looked_at, counts.redone, counts.undone, counts.dropped);
            })
       .def("hold_stream", &BareEngine::hold_stream, Release())
       .def("release_stream", &BareEngine::release_stream, Release())

@@ -18,7 +18,6 @@
 
 #include "base/errors.h"
 #include "device/host_ticket.h"
-#include "optim/digest.h"
 #include "testing/slow_pace.h"
 
 namespace noria {
@@ -37,9 +36,11 @@ struct Unit {
   UnitArrays arrays() { return {p.data(), nullptr, nullptr, {.fp32 = m.data()}, {.fp32 = v.data()}}; }
   UpdateJob job(std::int64_t step = 1) {
     UpdateJob result;
-    result.from = result.to = arrays();
+    result.arrays = arrays();
     result.gradient = g.data();
-    result.pieces = {{0, static_cast<std::int64_t>(p.size()), update_scalars(UpdateRule::adamw, {}, step)}};
+    UpdatePiece& piece = result.pieces.emplace_back();
+    piece.count = static_cast<std::int64_t>(p.size());
+    piece.scalars = update_scalars(UpdateRule::adamw, {}, step);
     return result;
   }
   void update_by_hand(std::int64_t step = 1) {
@@ -188,41 +189,138 @@ TEST(HostOptimizer, RecallsAndUpdatesOnManyThreadsLeaveEachJobDoneOrUndone) {
   }
 }
 
-TEST(HostOptimizer, DraftIsTheUpdateWithoutTouchingWhatItReads) {
+// A unit after two steps, and a log for drafts of the third.
+struct Drafted : Unit {
+  explicit Drafted(std::size_t count) : Unit(count), memory(log_size(count) + 64) {
+    for (std::size_t i = 0; i < count; ++i) g[i] = 1e-3f * static_cast<float>(i % 97) - 0.04f;
+    for (const std::int64_t step : {1, 2, 3, 4, 5}) update_by_hand(step);
+  }
+  static UndoLogSize size_of(std::int64_t elements) { return {elements, num_undo_blocks(elements), elements / 32}; }
+  static std::size_t log_size(std::size_t count) {
+    const auto elements = static_cast<std::int64_t>(count);
+    return static_cast<std::size_t>(undo_log_bytes(size_of(elements)).count);
+  }
+  UpdateJob draft() {
+    auto elements = static_cast<std::int64_t>(p.size());
+    void* start = memory.data();
+    std::size_t room = memory.size();
+    std::align(64, memory.size() - 64, start, room);
+    UpdateJob made = job(6);
+    make_draft(made, undo_log_at(static_cast<std::byte*>(start), size_of(elements)));
+    return made;
+  }
+  bool operator==(const Drafted& other) const { return p == other.p && m == other.m && v == other.v; }
+
+  std::vector<std::byte> memory;
+};
+
+OpLabel label_of(Verb verb, std::int64_t op) { return {OpId(op), Lane::update, verb, UnitId(0)}; }
+
+TEST(HostOptimizer, DraftIsTheUpdateAndItsUndoRestoresEveryBit) {
   HostOptimizer optimizer(threads(2));
-  Unit unit(100'003), twin(100'003), spare(100'003);
-  UpdateJob job = unit.job();
-  job.to = spare.arrays();
-  EXPECT_FALSE(job.in_place());
-  const OpLabel draft{OpId(1), Lane::update, Verb::draft, UnitId(0)};
-  optimizer.submit(draft, job, {})->wait_passed();
-  EXPECT_EQ(unit.p, Unit(100'003).p);
-  twin.update_by_hand();
-  EXPECT_EQ(spare.p, twin.p);
-  EXPECT_EQ(spare.m, twin.m);
-  EXPECT_EQ(spare.v, twin.v);
+  Drafted unit(100'003), twin(100'003), before(100'003);
+  const UpdateJob draft = unit.draft();
+  optimizer.submit(label_of(Verb::draft, 1), draft, {})->wait_passed();
+  twin.update_by_hand(6);
+  UpdateJob finish = unit.job(6);
+  make_redo(finish, draft);
+  optimizer.submit(label_of(Verb::update, 2), finish, {})->wait_passed();
+  EXPECT_EQ(unit, twin);
+  optimizer.submit(label_of(Verb::undo, 3), undo_of(draft), {})->wait_passed();
+  if (draft.progress->num_left_out == 0) {
+    EXPECT_EQ(unit, before);
+  }
 }
 
-// A device may write a gradient while a draft reads it, unseen. Here the draft does so itself: its weights lie there.
-TEST(HostOptimizer, DraftNotesItsGradientBeforeItUsesIt) {
-  for (const int num_threads : {1, 3}) {
-    HostOptimizer optimizer(threads(num_threads));
-    Unit unit(100'000), there(100'000);
-    const std::uint64_t before = digest(unit.g.data(), unit.g.size() * sizeof(float), 0);
-    UpdateJob draft = unit.job();
-    draft.to = there.arrays();
-    draft.to.master = unit.g.data();
-    draft.note = std::make_shared<std::atomic<std::uint64_t>>(0);
-    optimizer.submit(label(1), draft, {})->wait_passed();
-    EXPECT_NE(unit.g.front(), 0.5f);
-    EXPECT_EQ(*draft.note, before);
-    UpdateJob look = unit.job();
-    look.task = UpdateTask::update_if_changed;
-    look.note = draft.note;
-    look.looks = std::make_shared<LookCounts>();
-    optimizer.submit(label(2), look, {})->wait_passed();
-    EXPECT_EQ(look.looks->changed, 1);
+TEST(HostOptimizer, SettledDraftIsTheUpdateThatWasAskedFor) {
+  HostOptimizer optimizer(threads(3));
+  Drafted unit(100'003), twin(100'003);
+  const UpdateJob draft = unit.draft();
+  optimizer.submit(label_of(Verb::draft, 1), draft, {})->wait_passed();
+  UpdateJob other = unit.job(6);
+  float scale = 0.5f;
+  other.pieces.front().late_scales = &scale;
+  other.pieces.front().num_late_scales = 1;
+  make_redo(other, draft);
+  other.looks = std::make_shared<LookCounts>();
+  optimizer.submit(label_of(Verb::update, 2), other, {})->wait_passed();
+  EXPECT_EQ(other.looks->changed, 1);
+  for (float& g : twin.g) g *= scale;
+  twin.update_by_hand(6);
+  EXPECT_EQ(unit, twin);
+}
+
+// The lists of 900 blocks do not fit: every moment is new.
+TEST(HostOptimizer, BlocksWithoutRoomInTheLogAreLeftForStep) {
+  HostOptimizer optimizer(threads(2));
+  Drafted unit(100'000), twin(100'000), before(100'000);
+  for (Drafted* each : {&unit, &twin, &before}) {
+    for (std::size_t i = 0; i < each->v.size(); ++i) each->v[i] = 1e-12f * static_cast<float>(i % 1000 + 1);
   }
+  const UpdateJob draft = unit.draft();
+  optimizer.submit(label_of(Verb::draft, 1), draft, {})->wait_passed();
+  EXPECT_GT(draft.progress->num_left_out, 0u);
+  optimizer.submit(label_of(Verb::undo, 2), undo_of(draft), {})->wait_passed();
+  EXPECT_EQ(unit, before);
+  const UpdateJob again = unit.draft();
+  optimizer.submit(label_of(Verb::draft, 3), again, {})->wait_passed();
+  UpdateJob finish = unit.job(6);
+  make_redo(finish, again);
+  optimizer.submit(label_of(Verb::update, 4), finish, {})->wait_passed();
+  twin.update_by_hand(6);
+  EXPECT_EQ(unit, twin);
+}
+
+// Each of them leaves some chunks as they were and others changed.
+TEST(HostOptimizer, DraftThatBreaksOffTearsItsUnitAndSoDoItsUndoAndItsSettlement) {
+  for (const std::string broken : {"draft", "undo", "redo"}) {
+    HostOptimizerOptions options = threads(1);
+    const auto pace = std::make_shared<SlowPace>(Hostility{});
+    options.pace = pace;
+    HostOptimizer optimizer(options);
+    Drafted unit(200'000);
+    const UpdateJob draft = unit.draft();
+    UpdateJob redo = unit.job(7);
+    make_redo(redo, draft);
+    if (broken == "draft") pace->break_next_update();
+    const Ticket drafted = optimizer.submit(label_of(Verb::draft, 1), draft, {});
+    optimizer.idle();
+    if (broken != "draft") {
+      EXPECT_TRUE(optimizer.torn().empty());
+      pace->break_next_update();
+      const bool undoes = broken == "undo";
+      optimizer.submit(label_of(undoes ? Verb::undo : Verb::update, 2), undoes ? undo_of(draft) : redo, {drafted});
+      optimizer.idle();
+    }
+    EXPECT_EQ(optimizer.torn().size(), 1u) << broken;
+  }
+}
+
+// What waits for a draft that broke off does not run: the unit stays torn as it is.
+TEST(HostOptimizer, UndoOfADraftThatBrokeOffIsNotMade) {
+  HostOptimizerOptions options = threads(1);
+  const auto pace = std::make_shared<SlowPace>(Hostility{});
+  options.pace = pace;
+  HostOptimizer optimizer(options);
+  Drafted unit(200'000);
+  const UpdateJob draft = unit.draft();
+  pace->break_next_update();
+  const Ticket drafted = optimizer.submit(label_of(Verb::draft, 1), draft, {});
+  const Ticket undone = optimizer.submit(label_of(Verb::undo, 2), undo_of(draft), {drafted});
+  EXPECT_THROW(undone->wait_passed(), MachineError);
+  EXPECT_EQ(optimizer.torn().size(), 1u);
+}
+
+TEST(HostOptimizer, UndoOfADraftThatNeverBeganTearsNothing) {
+  HostOptimizer optimizer(threads(1));
+  Drafted unit(10'000);
+  const auto gate = open_ticket();
+  const UpdateJob draft = unit.draft();
+  const Ticket drafted = optimizer.submit(label_of(Verb::draft, 1), draft, {gate});
+  const Ticket undone = optimizer.submit(label_of(Verb::undo, 2), undo_of(draft), {drafted});
+  gate->fail(std::make_exception_ptr(MachineError("the drain broke")));
+  EXPECT_THROW(undone->wait_passed(), MachineError);
+  EXPECT_TRUE(optimizer.torn().empty());
 }
 
 TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {
@@ -410,14 +508,16 @@ TEST(HostOptimizer, RefusesJobsThatNoPlanMakes) {
   HostOptimizer optimizer(threads(1));
   Unit unit(10);
   UpdateJob overlapping = unit.job();
-  overlapping.pieces.push_back({9, 1, overlapping.pieces.front().scalars});
+  overlapping.pieces.push_back(overlapping.pieces.front());
+  overlapping.pieces.back().offset = 9;
+  overlapping.pieces.back().count = 1;
   EXPECT_THROW(optimizer.submit(label(1), overlapping, {}), InvariantError);
   UpdateJob lacking = unit.job();
-  lacking.from.v = lacking.to.v = {};
+  lacking.arrays.v = {};
   EXPECT_THROW(optimizer.submit(label(1), lacking, {}), InvariantError);
-  UpdateJob half_a_draft = unit.job();
-  half_a_draft.to.m.fp32 = Unit(10).m.data();
-  EXPECT_THROW(optimizer.submit(label(1), half_a_draft, {}), InvariantError);
+  UpdateJob without_log = unit.job();
+  without_log.task = UpdateTask::draft;
+  EXPECT_THROW(optimizer.submit(label(1), without_log, {}), InvariantError);
   const OpLabel fetch{OpId(1), Lane::update, Verb::fetch, UnitId(0)};
   EXPECT_THROW(optimizer.submit(fetch, unit.job(), {}), InvariantError);
   EXPECT_THROW(HostOptimizer(threads(-1)), UsageError);

@@ -254,7 +254,6 @@ ASSISTANCE = {
     for giver in ("gather", "reduce")
     for waiter in (
         "drain on held_gradient (WAW)",
-        "draft on held_gradient (RAW)",
         "sum on held_gradient (RAW)",
         "update on held_gradient (RAW)",
         "update on working_copy (WAR)",

@@ -209,17 +209,15 @@ def test_stall_is_booked_on_the_lane_that_was_late():
 
 
 def test_jobs_that_no_plan_makes_are_refused(optimizer):
-    unit, other = Unit(10), Unit(10)
+    unit = Unit(10)
     scalars = unit.scalars(1)
     m, v, p = (unit.arrays[name].ctypes.data for name in ("m", "v", "master"))
     g = unit.gradient.ctypes.data
     whole = [(0, 10, scalars)]
 
-    def job(pieces=whole, rule="adamw", to=None, gradient=g, **arrays):
-        return _C.UpdateJob(rule, pieces, _C.UnitArrays(**arrays), gradient=gradient, to=to)
+    def job(pieces=whole, rule="adamw", gradient=g, **arrays):
+        return _C.UpdateJob(rule, pieces, _C.UnitArrays(**arrays), gradient=gradient)
 
-    spare = other.spare()
-    partly = _C.UnitArrays(master=spare["master"].ctypes.data, m=spare["m"].ctypes.data, v=v)
     for wrong in (
         job([(0, 6, scalars), (5, 5, scalars)], master=p, m=m, v=v),
         job(m=m, v=v),
@@ -229,12 +227,10 @@ def test_jobs_that_no_plan_makes_are_refused(optimizer):
         job(rule="sgd", master=p, m=m),
         job(rule="lion", master=p, m=m, v=v),
         job(master=p, m=m, v=v, gradient=0),
-        job(master=p, m=m, v=v, to=partly),
-        job(master=p, m=m, v=v, to=_C.UnitArrays(working=spare["master"].ctypes.data, low=p, m=m, v=v)),
     ):
         with pytest.raises(_C.InvariantError):
             optimizer.submit(wrong)
-    with pytest.raises(_C.InvariantError, match="a draft or a sum"):
+    with pytest.raises(_C.InvariantError, match="its undo or a sum"):
         optimizer.submit(unit.job(), verb="fetch")
     with pytest.raises(_C.UsageError, match="num_threads"):
         _C.HostOptimizer(-1)
@@ -255,7 +251,7 @@ BYTES = {"adamw": (28, 26), "adam": (28, 26), "sgd": (12, 10), "sgd_momentum": (
 
 @pytest.mark.parametrize("rule", units.RULES)
 @pytest.mark.parametrize("split", [False, True])
-def test_every_rule_has_its_bits_and_bytes_on_any_number_of_threads_in_place_and_as_a_draft(rule, split):
+def test_every_rule_has_its_bits_and_bytes_on_any_number_of_threads_as_updates_and_as_drafts(rule, split):
     count = 150_001
     twin = Unit(count, 3, split, rule)
     for step in (1, 2):
@@ -265,13 +261,31 @@ def test_every_rule_has_its_bits_and_bytes_on_any_number_of_threads_in_place_and
         for draft in (False, True):
             unit = Unit(count, 3, split, rule)
             before = unit.bits()
+            moved = pool.stats()["bytes"]
             for step in (1, 2):
-                to = unit.spare() if draft else None
-                pool.submit(unit.job(step, to=to, cut=[77, 80_000]), verb="draft" if draft else "update").wait_passed()
-                unit.arrays = to or unit.arrays
+                update = unit.job(step, cut=[77, 80_000])
+                if draft:
+                    drafted = unit.drafting(update, [77, 80_000])
+                    pool.submit(drafted, verb="draft").wait_passed()
+                    update = update.redoing(drafted)
+                pool.submit(update).wait_passed()
             assert unit.bits() == twin.bits() != before
-        assert pool.stats()["bytes"] == 4 * BYTES[rule][split] * count
+            if not draft:
+                assert pool.stats()["bytes"] == moved + 2 * BYTES[rule][split] * count
         pool.close()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_draft_moves_a_byte_more_for_each_element_and_its_undo_as_much(split):
+    pool, unit = _C.HostOptimizer(2), Unit(100_000, 3, split)
+    drafted = unit.drafting(unit.job(5))
+    before = unit.bits()
+    pool.submit(drafted, verb="draft").wait_passed()
+    assert unit.bits() != before
+    pool.submit(drafted.undoing(), verb="undo").wait_passed()
+    assert unit.bits() == before
+    assert pool.stats()["bytes"] == 2 * (BYTES["adamw"][split] + 1) * 100_000
+    pool.close()
 
 
 # ---- priority and recall ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A unit's arrays as numpy has them, for the kernels: every rule, every format, in place or as a draft."""
+"""A unit's arrays as numpy has them, for the kernels: every rule, every format, as updates and as drafts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from noria import _C
+
+from tests.roomy_logs import PLANNED_SLOTS
 
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
 RULES = list(MOMENTS)
@@ -125,7 +127,6 @@ class Unit:
         step: int = 1,
         *,
         cut: Sequence[int] = (),
-        to: dict[str, np.ndarray] | None = None,
         scalars: Any = None,
         sums: bool = False,
         **changed: Any,
@@ -135,26 +136,34 @@ class Unit:
         pieces = [
             (begin, end - begin, scalars, self.first + begin, begin // _C.STATE_BLOCK) for begin, end in pairwise(edges)
         ]
-        target = self.addresses(to) if to is not None else None
         return _C.UpdateJob(
-            self.rule, pieces, self.addresses(self.arrays), gradient=self.gradient.ctypes.data, to=target, sums=sums
+            self.rule, pieces, self.addresses(self.arrays), gradient=self.gradient.ctypes.data, sums=sums
         )
 
-    def spare(self) -> dict[str, np.ndarray]:
-        """Arrays for a draft, full of what must be overwritten."""
-        made = {name: aligned(array.size, array.dtype) for name, array in self.arrays.items()}
-        for array in made.values():
-            array.view(np.uint8)[:] = 0xFF
-        return made
+    def drafting(self, job: Any, cut: Sequence[int] = (), slots: int | None = None) -> Any:
+        """The job as a draft, and a new log, full of what must be overwritten. `slots`: None: as planned."""
+        edges = [0, *sorted(cut), self.count]
+        blocks = sum(_C.num_undo_blocks(end - begin) for begin, end in pairwise(edges))
+        size = self.count, blocks, int(self.count * PLANNED_SLOTS if slots is None else slots)
+        self.log = aligned(_C.undo_log_bytes(*size), np.uint8)
+        self.log[:] = 0xFF
+        return job.drafting(self.log.ctypes.data, *size)
 
-    def step(self, step: int = 1, *, draft: bool = False, instruction_set: str = "", **job: Any) -> None:
-        """In place; or as a draft that is committed."""
-        to = self.spare() if draft else None
+    def step(
+        self, step: int = 1, *, draft: bool = False, instruction_set: str = "", slots: int | None = None, **job: Any
+    ) -> None:
+        """In place; or as a draft that is undone, made once more, and kept."""
+        update = self.job(step, **job)
+        if not draft:
+            update.run(instruction_set)
+            return
         before = self.bits()
-        self.job(step, to=to, **job).run(instruction_set)
-        if to is not None:
-            assert self.bits() == before, "a draft writes nothing that it reads"
-            self.arrays = to
+        drafted = self.drafting(update, job.get("cut", ()), slots)
+        drafted.run(instruction_set)
+        drafted.undoing().run(instruction_set)
+        assert self.bits() == before, "an undo restores every bit"
+        drafted.run(instruction_set)
+        update.redoing(drafted).run(instruction_set)
 
     def bits(self) -> bytes:
         return b"".join(array.tobytes() for array in self.arrays.values())

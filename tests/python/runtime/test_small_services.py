@@ -75,7 +75,7 @@ class Drafting:
     """A run whose drafts are all kept, or all lost, as a test says step by step."""
 
     def __init__(self, drafted: bool = True) -> None:
-        self.counts = dict.fromkeys(("kept", "unchanged", "changed", "redone", "dropped"), 0)
+        self.counts = dict.fromkeys(("kept", "unchanged", "changed", "redone", "undone", "dropped"), 0)
         self.notes: list[str] = []
         plan = SimpleNamespace(drafted=frozenset({0} if drafted else ()))
         engine = SimpleNamespace(updates=SimpleNamespace(draft_counts=lambda: dict(self.counts)))

@@ -67,7 +67,7 @@ class Call:
             notes=self.notes,
         )
         members: Any = SimpleNamespace(context=context, cls=torch.optim.AdamW)
-        weights: Any = SimpleNamespace(masters=self.masters, move_views=self.moved.append)
+        weights: Any = SimpleNamespace(masters=self.masters)
         state: Any = self.state
         self.steps = StepCounts(members, state, weights)
 
@@ -224,18 +224,3 @@ def test_a_load_forgets_moments_that_were_zeroed():
     call.steps.forget_prepared()
     call.count()
     assert torch.equal(call.shown["exp_avg"], torch.zeros(3))
-
-
-def test_a_committed_draft_moves_weights_and_all_state_to_its_place():
-    call = Call()
-    call.count()
-    spare = {purpose: torch.full((4,), float(number)) for number, purpose in enumerate(PURPOSE_OF.values())}
-    call.home.moment_offset = lambda slot, dtype: 4
-    call.home.address = lambda purpose, unit: spare[purpose].data_ptr()
-    shown = dict(call.shown)
-    call.steps.swap_with_spare(2)
-    assert call.moved == [call.slot]
-    for key in ADAMW.keys:
-        assert call.shown[key] is shown[key], "the user may hold it"
-        assert call.shown[key].data_ptr() == spare[PURPOSE_OF[key]].data_ptr() + 4
-        assert torch.equal(call.shown[key], spare[PURPOSE_OF[key]][1:])
