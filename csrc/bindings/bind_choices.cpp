@@ -72,10 +72,9 @@ void bind_costs(py::module_& m) {
   m.def("drafting_bound_us", &drafting_bound_us, py::arg("times"));
   m.def(
       "simulate",
-      [](const std::vector<Op>& ops, std::vector<std::vector<std::int64_t>> waits, const Costs& costs) {
-        return simulate(ops, WaitList{std::move(waits)}, costs);
-      },
-      py::arg("ops"), py::arg("waits"), py::arg("costs"), Release());
+      [](const std::vector<Op>& ops, std::vector<std::vector<std::int64_t>> waits, const Costs& costs,
+         const std::vector<int>& priorities) { return simulate(ops, WaitList{std::move(waits)}, costs, priorities); },
+      py::arg("ops"), py::arg("waits"), py::arg("costs"), py::arg("priorities") = std::vector<int>(), Release());
 }
 
 void bind_ways(py::module_& m) {

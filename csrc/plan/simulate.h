@@ -9,8 +9,10 @@
 
 namespace noria {
 
-/// Returns the spans of all ops but evictions, in issue order, starting at 0. Update ops run one after another in issue
-/// order (one host pool), each when its waits have ended.
-std::vector<Span> simulate(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs);
+/// Returns the spans of all ops but evictions, in issue order, starting at 0. The update lane is one host pool. With
+/// `priorities`, by op, the update with the smallest one runs next, of those whose waits have ended. If `priorities` is
+/// empty, updates run in issue order.
+std::vector<Span> simulate(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs,
+                           const std::vector<int>& priorities = {});
 
 }  // namespace noria

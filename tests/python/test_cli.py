@@ -146,6 +146,38 @@ def test_simulated_step_takes_the_time_of_its_bytes_and_is_never_shorter_than_th
         assert end_us > 1000
 
 
+def test_each_update_mode_has_a_simulated_step_of_its_own():
+    """Updates take longer than a forward, and as long as forward and backward together."""
+    model = Chain()
+    weights = sum(p.numel() for block in model.blocks for p in block.parameters())
+    whole_us, tflops = 1e6, 6 * 512 * weights / 1e6 / 1e6
+    speeds = PlanSpeeds(1e9, 1e9, 28 * sum(p.numel() for p in model.parameters()) / 2**30, tflops, ())
+    modes = {"drafts": {"draft_memory": "1GiB"}, "deferred": {"draft_memory": 0}} | {
+        update: {"update": update} for update in ("backward", "blocking")
+    }
+    steps = {
+        name: PlannedStep(
+            noria.plan(model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="fused", **policy),
+            512,
+            speeds,
+        )
+        for name, policy in modes.items()
+    }
+    assert all(step.check() == [] for step in steps.values())
+    times = {name: step.step_us / whole_us for name, step in steps.items()}
+    assert 1 <= times["backward"] <= times["drafts"] < 1.5 < times["deferred"] < times["blocking"]
+    assert times["blocking"] == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here a plan is of the GPU that is here")
+def test_a_plan_with_device_memory_is_of_a_gpu_elsewhere(capsys, factories):
+    arguments = ["plan", "--model", "made_here:chain", "--device-memory", "1GiB", "--host-memory", "1TiB", *SPEEDS]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and "cuda:0" in out and "drafts: of" in out
+    status, out, _ = run(capsys, *arguments, "--device", "cpu")
+    assert "cuda:0" not in out
+
+
 def test_a_weight_that_two_modules_use_takes_its_time_in_each():
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     model[2].weight = model[0].weight

@@ -38,6 +38,8 @@ def run_plan(args: argparse.Namespace) -> int:
     }
     if "device_memory" in fields:
         fields["device_memory"] = _amount(fields["device_memory"])
+        if args.tflops is not None and args.pipeline is None and not torch.cuda.is_available():
+            fields.setdefault("device", "cuda")  # of another machine
     if args.dtype is not None:
         fields["dtype"] = torch.bfloat16
     if args.pipeline is None and args.activation_memory is not None:
@@ -190,16 +192,15 @@ def _make_optimizer(text: str, model: nn.Module) -> list[Optimizer]:
 
 
 def _show_step(step: PlannedStep) -> None:
-    end_us = max((span.end_us for span in step.spans), default=0)
     rows = []
     for lane in ("compute", "fetch", "drain", "update"):
         spans = [span for span in step.spans if span.lane == lane]
         busy = sum(span.end_us - span.start_us for span in spans)
-        share = f"{busy / end_us:.0%}" if end_us else ""
-        ends_at = max((span.end_us for span in spans), default=0)
+        share = f"{busy / step.step_us:.0%}" if step.step_us else ""
+        ends_at = max((span.end_us - step.begin_us for span in spans), default=0)
         rows.append([lane, str(len(spans)), time_text(busy), share, time_text(ends_at)])
     print()
-    show("one step, simulated", ["lane", "ops", "busy", "share", "ends at"], rows)
+    show("one steady step, simulated", ["lane", "ops", "busy", "share", "ends at"], rows)
     speeds = step.speeds
     print(
         f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s and "
@@ -209,8 +210,9 @@ def _show_step(step: PlannedStep) -> None:
     )
     times = step.times()
     print(
-        f"step {time_text(end_us)}; no schedule beats: update='auto' {time_text(_C.deferred_bound_us(times))}, "
-        f"'blocking' {time_text(_C.blocking_bound_us(times))}"
+        f"step {time_text(step.step_us)}; no schedule beats: drafts of all units, and update='backward', "
+        f"{time_text(_C.drafting_bound_us(times))}; update='auto' without drafts "
+        f"{time_text(_C.deferred_bound_us(times))}; 'blocking' {time_text(_C.blocking_bound_us(times))}"
     )
 
 

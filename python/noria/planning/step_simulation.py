@@ -25,8 +25,12 @@ class PlanSpeeds:
     measured: tuple[str, ...]
 
 
+_STEPS = 4
+"""How many steps are simulated one after another. The last one counts: what the first ones find is not steady yet."""
+
+
 class PlannedStep:
-    """Simulates a step in a steady state: the updates of the step before, then forward and backward as planned.
+    """Simulates steps of the plan, each with its updates where the update mode makes them. The last one counts.
 
     Compute is taken as two flops per weight and token in forward, and twice that in backward. Embeddings take none.
     This is right for models made of matrix products, and too little for attention over long sequences.
@@ -36,26 +40,66 @@ class PlannedStep:
         self.planned, self.speeds, self.tokens = planned, speeds, tokens
         self.ops: list[_C.Op] = []
         self.phases: list[str] = []
-        buffers = planned.buffers
-        trains = bool(planned.kernels)
-        for unit in self._forward_order():
-            if trains and unit.gradients:
-                accesses = [
-                    (buffers.intern("host:1", unit.index, 1, "held_gradient", unit.index), "read"),
-                    (buffers.intern("host:2", unit.index, 1, "optimizer_state", unit.index), "write"),
-                    (buffers.intern("host:0", unit.index, 1, "working_copy", unit.index), "write"),
-                ]
-                self._add("update", "update", "update", unit.index, self._update_bytes(unit), accesses)
-        for phase, each in planned.passes.items():
-            for op in each.ops:
-                accesses = [(access.buffer, access.mode) for access in op.accesses]
-                self._add(phase, op.lane, op.verb, op.unit, op.bytes, accesses)
-        self.waits = _C.derive(self.ops, buffers)
+        self._priorities: list[int] = []
+        self._order = {unit.index: place for place, unit in enumerate(self._forward_order())}
+        self._trained = [unit for unit in self._forward_order() if planned.kernels and unit.gradients]
+        self._first: list[int] = []  # by step: its first op
+        for step in range(_STEPS):
+            self._first.append(len(self.ops))
+            self._add_step(step)
+        self.waits = _C.derive(self.ops, planned.buffers)
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = [2 * us for us in forward_us]
         costs = _C.Costs(rates, {}, self._by_visit("forward", forward_us), self._by_visit("backward", backward_us))
-        self.spans = _C.simulate(self.ops, self.waits, costs)
+        spans = {span.op: span for span in _C.simulate(self.ops, self.waits, costs, self._priorities)}
+        ends = [
+            max((spans[op].end_us for op in ops if op in spans and spans[op].lane == "compute"), default=0)
+            for ops in (range(self._first[-2]), range(self._first[-1]), range(len(self.ops)))
+        ]
+        self.begin_us, self.end_us = ends[-2], ends[-1]
+        """When the last step begins and ends: its compute, from one step's end to the next."""
+        self.spans = [spans[op] for op in range(self._first[-1], len(self.ops)) if op in spans]
+        """The ops of the last step."""
+
+    @property
+    def step_us(self) -> int:
+        return self.end_us - self.begin_us
+
+    def _add_step(self, step: int) -> None:
+        mode = self.planned.policy.update
+        early = {unit.index for unit in self._trained} if mode == "backward" else self.planned.drafted
+        for phase, each in self.planned.passes.items():
+            left = Counter(op.unit for op in each.ops if op.verb == "drain" and op.unit in early)
+            for op in each.ops:
+                accesses = [(access.buffer, access.mode) for access in op.accesses]
+                self._add(phase, op.lane, op.verb, op.unit, op.bytes, accesses)
+                if op.verb != "drain" or op.unit not in left:
+                    continue
+                left[op.unit] -= 1
+                if left[op.unit] == 0:
+                    self._add_update(step, "update" if mode == "backward" else "draft", op.unit)
+        late = [unit for unit in self._trained if unit.index not in early]
+        held = [(self._buffer("host:1", "held_gradient", unit.index), "write") for unit in late]
+        self._add("step", "compute", "user", -1, 0, held)  # step() has been called
+        for unit in late:
+            self._add_update(step, "update", unit.index)
+        if mode == "blocking":
+            done = [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in late]
+            self._add("step", "compute", "user", -1, 0, done)
+
+    def _add_update(self, step: int, verb: str, unit: int) -> None:
+        accesses = [
+            (self._buffer("host:1", "held_gradient", unit), "read"),
+            (self._buffer("host:2", "optimizer_state", unit), "write"),
+            (self._buffer("host:0", "working_copy", unit), "write"),
+        ]
+        num_bytes = self._update_bytes(self.planned.units[unit], is_logged=verb == "draft")
+        priority = step * len(self.planned.units) + self._order[unit]
+        self._add("update", "update", verb, unit, num_bytes, accesses, priority)
+
+    def _buffer(self, place: str, purpose: str, unit: int) -> int:
+        return self.planned.buffers.intern(place, unit, 1, purpose, unit)
 
     def _multiplied(self) -> list[int]:
         """Returns, by unit, the number of weights that every token is multiplied with."""
@@ -69,7 +113,7 @@ class PlannedStep:
 
         Each module that uses the unit needs `us[unit]` in a pass. It may be visited several times, for a part of that.
         """
-        visits = Counter(op.unit for op in self.ops if op.verb == verb)
+        visits = Counter(op.unit for op in self.ops[self._first[-1] :] if op.verb == verb)
         users = Counter(unit for hook in self.planned.partition.hooks for unit in hook.needs)
         return [time * users[unit] / max(visits[unit], 1) for unit, time in enumerate(us)]
 
@@ -78,7 +122,7 @@ class PlannedStep:
         order |= dict.fromkeys(range(len(self.planned.units)))
         return [self.planned.units[index] for index in order]
 
-    def _update_bytes(self, unit: HomeUnit) -> int:
+    def _update_bytes(self, unit: HomeUnit, is_logged: bool) -> int:
         """Returns the bytes that the fused kernel reads and writes. It takes torch's update to be as large as AdamW."""
         count = sum(slot.parameter.numel() for slot in unit.parameters if slot.trainable)
         is_split = any(slot.has_master for slot in unit.parameters)
@@ -86,15 +130,23 @@ class PlannedStep:
         fallback = 26 if is_split else 28
         state_dtype = self.planned.policy.state_dtype
         each = max(rule.bytes_per_element(is_split, state_dtype) for rule in rules) if rules else fallback
-        return int(count * each)
+        return int(count * (each + is_logged))
 
     def _add(
-        self, phase: str, lane: str, verb: str, unit: int, num_bytes: int, accesses: list[tuple[int, str]]
+        self,
+        phase: str,
+        lane: str,
+        verb: str,
+        unit: int,
+        num_bytes: int,
+        accesses: list[tuple[int, str]],
+        priority: int = 0,
     ) -> None:
         """Adds an op. All versions start at 0 and are counted anew, because each pass was planned alone."""
         made = [_C.Access(buffer, 0, mode) for buffer, mode in accesses]
         self.ops.append(_C.Op(len(self.ops), lane, verb, unit, num_bytes, -1, made))
         self.phases.append(phase)
+        self._priorities.append(priority)
 
     def check(self) -> list[str]:
         """Returns what is wrong with the waits of the whole step, and of each pass with the planner's own versions.
@@ -114,6 +166,8 @@ class PlannedStep:
         for span in self.spans:
             phase = self.phases[span.op]
             name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
+            if span.lane == "update":
+                name = "update_us"
             if span.lane == "peer":
                 name = "peer_us"
             if name in sums:
