@@ -1,7 +1,8 @@
 """What does an update on the host cost, against torch's own, and against what memory allows?
 
-Every rule of the fused kernels, on fp32 and on split masters, in place and as drafts, with one thread and with more;
-AdamW with moments in bf16 and 8 bits too; torch.optim.AdamW, fused and foreach; and two loops without arithmetic,
+Every rule of the fused kernels, on fp32 and on split masters, with one thread and with more: as an update, as a draft,
+which can be undone, as the undo of a draft, and as a draft that is redone with another factor. AdamW with moments in
+bf16 and 8 bits too; torch.optim.AdamW, fused and foreach; and two loops without arithmetic,
 compiled for this machine: a read-modify-write of AdamW's bytes, which is the limit, and STREAM's triad. All take turns
 in one process, on memory of the same kind.
 
@@ -13,6 +14,7 @@ copy out. The two are processes that take turns.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import subprocess
@@ -27,6 +29,7 @@ import _common
 import _deepspeed
 import torch
 from noria import _C
+from noria.model.layout import SLOTS_PER_ELEMENT
 
 HERE = Path(__file__).resolve().parent
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
@@ -40,8 +43,19 @@ class Memory:
     def __init__(self, count: int) -> None:
         self.count = count
         self.arenas: list[Any] = []
-        self.own, self.spare = self._arrays(), self._arrays()
+        self.own = self._arrays()
+        self.log_size = (count, _C.num_undo_blocks(count), int(count * SLOTS_PER_ELEMENT))
+        self.log = self._tensor(torch.uint8, 0, _C.undo_log_bytes(*self.log_size))
+        self.masters, self.moments = self._floats(), (self._floats(), self._floats())  # for others
         self.gradient, self.half_gradient = self._floats(), self._halves()
+        self.gradient.normal_(std=1e-3)
+        self.half_gradient.copy_(self.gradient.bfloat16().view(torch.int16))
+
+    def renew(self) -> None:
+        """Gives moments the spread that they have in training. With the same gradient at each turn they would settle,
+        and a draft would have no exceptions."""
+        for name in "mv":
+            self.own[name].normal_(std=2.5e-4 if name == "m" else 1e-7).add_(0.0 if name == "m" else 1e-6)
 
     def _arrays(self) -> dict[str, torch.Tensor]:
         halves = {"working": self._halves(), "low": self._halves()}
@@ -62,7 +76,7 @@ class Memory:
     def _halves(self) -> torch.Tensor:
         return self._tensor(torch.int16, 0x3A83)  # 1e-3 in bf16
 
-    def job(self, rule: str, is_split: bool, is_draft: bool, factor: float = 1.0, state: str = "fp32") -> Any:
+    def job(self, rule: str, is_split: bool, factor: float = 1.0, state: str = "fp32") -> Any:
         masters = ("working", "low") if is_split else ("master",)
         moments = ("m", "v")[: MOMENTS[rule]]
 
@@ -73,37 +87,52 @@ class Memory:
                 found |= {f"{name}_scales": arrays[f"{name}_scales"].data_ptr() for name in moments}
             return _C.UnitArrays(**found, state=state)
 
-        scalars = _C.update_scalars(rule, 3, lr=1e-3, weight_decay=1e-2, momentum=0.9, factor=factor)
+        scalars = _C.update_scalars(rule, 30, lr=1e-3, weight_decay=1e-2, momentum=0.9, factor=factor)
         gradient = self.half_gradient if is_split else self.gradient
-        to = addresses(self.spare) if is_draft else None
         pieces = [(0, self.count, scalars)]
-        return _C.UpdateJob(rule, pieces, addresses(self.own), gradient=gradient.data_ptr(), to=to)
+        return _C.UpdateJob(rule, pieces, addresses(self.own), gradient=gradient.data_ptr())
 
 
 def noria_ways(memory: Memory, pool: Any) -> dict[str, Way]:
+    """The ways of one kind run in the order in which training runs them: a draft is redone or undone once."""
     ways: dict[str, Way] = {}
 
-    def add(name: str, job: Any) -> None:
-        ways[name] = (job.bytes, lambda: pool.submit(job).wait_passed())
+    def add(name: str, what: str, **kind: Any) -> None:
+        update, other = memory.job(**kind), memory.job(**kind, factor=0.5)
+        draft = update.drafting(memory.log.data_ptr(), *memory.log_size)
+        jobs = {
+            "update": (update, "update"),
+            "draft": (draft, "draft"),
+            "undo": (draft.undoing(), "undo"),
+            "second draft": (draft, "draft"),
+            "redo": (other.redoing(draft), "update"),
+        }
+        for way, (job, verb) in jobs.items():
+            ways[f"{name} {way}{what}"] = (job.bytes, functools.partial(_run, pool, job, verb))
 
     for rule in MOMENTS:
         for is_split in (False, True):
-            for is_draft in (False, True):
-                where = "draft" if is_draft else "in place"
-                add(f"{rule} {'split' if is_split else 'fp32'} {where}", memory.job(rule, is_split, is_draft))
+            add(f"{rule} {'split' if is_split else 'fp32'}", "", rule=rule, is_split=is_split)
     for state in ("bf16", "8bit"):
         for is_split in (False, True):
-            for is_draft in (False, True):
-                where = "draft" if is_draft else "in place"
-                name = f"adamw {'split' if is_split else 'fp32'} {where}, {state} moments"
-                add(name, memory.job("adamw", is_split, is_draft, state=state))
-    add("adamw split in place, clipped", memory.job("adamw", True, False, 0.5))
-    add("adamw split draft, clipped", memory.job("adamw", True, True, 0.5))
+            add(
+                f"adamw {'split' if is_split else 'fp32'}",
+                f", {state} moments",
+                rule="adamw",
+                is_split=is_split,
+                state=state,
+            )
+    clipped = memory.job("adamw", True, 0.5)
+    ways["adamw split update, clipped"] = (clipped.bytes, functools.partial(_run, pool, clipped, "update"))
     return ways
 
 
+def _run(pool: Any, job: Any, verb: str) -> None:
+    pool.submit(job, verb=verb).wait_passed()
+
+
 def torch_ways(memory: Memory) -> dict[str, Way]:
-    parameter = torch.nn.Parameter(memory.spare["master"])
+    parameter = torch.nn.Parameter(memory.masters)
     parameter.grad = memory.gradient
     ways: dict[str, Way] = {}
     for name in ("fused", "foreach"):
@@ -126,14 +155,14 @@ def limits(memory: Memory, num_threads: int) -> dict[str, Way]:
         addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
         return lambda: getattr(loops, name)(*addresses, count, threads)
 
-    own, spare = memory.own, memory.spare
+    own = memory.own
     return {
         "limit fp32": (28 * memory.count, call("rmw_fp32", own["master"], own["m"], own["v"], memory.gradient)),
         "limit split": (
             26 * memory.count,
             call("rmw_split", own["working"], own["low"], own["m"], own["v"], memory.half_gradient),
         ),
-        "triad": (16 * memory.count, call("triad", spare["master"], spare["m"], spare["v"])),
+        "triad": (16 * memory.count, call("triad", memory.masters, *memory.moments)),
     }
 
 
@@ -144,6 +173,7 @@ def measure(count: int, threads: int, rounds: int) -> tuple[dict[str, list[float
     ways = limits(memory, threads) | noria_ways(memory, pool) | torch_ways(memory)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
+        memory.renew()
         for name, (_, work) in ways.items():
             taken = _common.seconds(work)
             if number:
@@ -168,7 +198,7 @@ def measure(count: int, threads: int, rounds: int) -> tuple[dict[str, list[float
 def noria_child(count: int, rounds: int, threads: int) -> list[float]:
     """The same job in a process of its own."""
     memory, pool = Memory(count), _C.HostOptimizer(threads)
-    job = memory.job("adamw", True, False, 0.999)
+    job = memory.job("adamw", True, 0.999)
     times = [_common.seconds(lambda: pool.submit(job).wait_passed()) for _ in range(rounds + 2)]
     pool.close()
     return times[2:]
@@ -243,9 +273,12 @@ def main() -> int:
     }
     _common.Result("adamw", samples, summary, settings | ended).write(args, began)
     key = f"{args.threads[-1]} threads"
-    found = summary[key]["adamw split draft"]
-    rate, share = found["gparam_s"]["median"], found["share_of_limit"]["pairs"]
-    print(f"verdict: AdamW, split, as a draft: {rate:.2f} Gparam/s with {key}, {share:.2f} of what memory allows")
+    shares = {
+        way: summary[key][f"adamw split {way}"]["share_of_limit"]["pairs"]
+        for way in ("update", "draft", "undo", "redo")
+    }
+    told = ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
+    print(f"verdict: AdamW, split, with {key}, share of the memory limit: {told}")
     return 0
 
 
