@@ -197,10 +197,10 @@ void Drafts::note_written(UnitId unit) {
   drop(unit);
 }
 
-void Drafts::note_access(UnitId unit, bool writes) {
+void Drafts::note_access(UnitId unit) {
   if (!eager_[unit] || !eager_[unit]->is_draft()) return;
   drop(unit);
-  if (writes) eager_[unit].reset();  // more writes may follow without a call
+  eager_[unit].reset();  // a write to what is looked at now may come without a call
 }
 
 // ---- updates ------------------------------------------------------------------------------------------------------
@@ -218,7 +218,8 @@ void Drafts::update(UnitId unit, UpdateJob job, int priority) {
       std::equal(draft.job.pieces.begin(), draft.job.pieces.end(), job.pieces.begin(), has_same_scalars);
   const bool may_change = job.has_late_scales();  // the device may not know yet
   if (parts_.optimizer->recall(draft.ticket)) {   // an update without a log is cheaper
-    ++(as_expected && !may_change ? counts_.kept : counts_.dropped);
+    if (!as_expected) ++counts_.dropped;
+    else if (!may_change) ++counts_.kept;
     submit(unit, Verb::update, std::move(job), priority);
     return;
   }

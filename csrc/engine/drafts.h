@@ -95,7 +95,7 @@ class Drafts {
   }
   void drop_all();
   /// The home's weights and state of the unit are about to be looked at, or written.
-  void note_access(UnitId unit, bool writes);
+  void note_access(UnitId unit);
 
   /// See Engine::sum_gradients.
   std::vector<std::vector<double>> sums(std::vector<std::pair<UnitId, UpdateJob>> jobs);

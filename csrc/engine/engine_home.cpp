@@ -12,7 +12,7 @@ namespace noria {
 void Engine::access_home(UnitId unit, bool write_weights) {
   const Entry entry(gate_);
   updates_.run_deferred(unit);
-  drafts_.note_access(unit, write_weights);
+  drafts_.note_access(unit);
   const UnitFacts& facts = units_[unit].facts;
   Op op;
   op.lane = Lane::update;  // the calling thread runs it, not its stream: only waits order it

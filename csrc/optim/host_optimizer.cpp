@@ -247,6 +247,12 @@ void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)
 
 Bytes HostOptimizer::State::compute(UpdateJob& job) {
   const bool is_scaled = take_up_late_scales(job);
+  if (job.progress && job.task != UpdateTask::draft && !job.progress->has_begun) {
+    // The draft's waits have failed, so its log is of an earlier one.
+    if (job.task == UpdateTask::undo) return Bytes{0};
+    job.task = UpdateTask::update;
+    job.log = {};
+  }
   Bytes moved = job.bytes();
   if (job.task == UpdateTask::redo) {
     if (job.looks) ++(is_scaled ? job.looks->changed : job.looks->unchanged);

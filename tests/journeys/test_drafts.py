@@ -119,6 +119,12 @@ def test_hooks_that_write_gradients_while_the_last_backward_drafts(hostility):
     both(journey, kernel="fused", window=3, hostility=hostility, draft_memory="64MiB")
 
 
+def wait(side):
+    """Until all that can be drafted has been; the twin has no drafts to wait for."""
+    if side.is_wrapped:
+        wrapped_by(side.model).context.engine.idle()
+
+
 def other_rate(side, number):
     for group in side.optimizer.param_groups:
         group["lr"] *= 0.5
@@ -174,6 +180,19 @@ def kept_moment_edited(side, number):
         side.moment.mul_(0.5)
 
 
+def kept_moment_edited_early(side, number):
+    """Once before backward, which no draft has read yet, and once after."""
+    if number == 1:
+        side.moment = side.optimizer.state[side.model.blocks[2].expand.weight]["exp_avg"]
+    elif number > 1:
+        side.optimizer.zero_grad()
+        loss = loss_of(side.model, 90 + number)
+        side.moment.mul_(0.5)
+        loss.backward()
+        wait(side)
+        side.moment.mul_(0.5)
+
+
 def given_other_data(side, number):
     gradient = side.model.blocks[number % 5].expand.weight.grad
     gradient.data = gradient.detach() * 0.5
@@ -218,6 +237,7 @@ EDITS = [
     all_state_edited,
     state_dict_edited,
     kept_moment_edited,
+    kept_moment_edited_early,
     given_other_data,
     weights_written_twice,
     state_loaded,

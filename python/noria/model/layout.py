@@ -41,11 +41,13 @@ UNSUMMED = "unsummed gradients"
 """The purpose of the arena for whole gradients of one rank, which `model.no_sync()` needs."""
 
 GRADIENT_SCALES = "gradient scales"
+"""The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
+
 UNDO_LOGS = "undo logs"
+"""The purpose of the arena for what undoes drafts."""
 
 SLOTS_PER_ELEMENT = 1 / 32
 """How many old values an undo log can keep whole. In steady training 1 to 2 % of the elements need it."""
-"""The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
 
 AVERAGES = "averaged weights"
 """The purpose of the arena for averages of weights. A second one has a number behind it."""

@@ -20,7 +20,7 @@ class Budgets:
     host: int | None
     """For the home."""
     drafts: int | None
-    """For spare buffers."""
+    """For undo logs."""
     activations: int | None
     """For activations that blocks save and that stay on the device."""
 

@@ -61,7 +61,7 @@ def choose_drafts(
             chosen.append(index)
             taken += need
     if needs and not chosen and budgets.drafts is not None:
-        notes.append(f"there are no drafts: the smallest unit's take {format_bytes(min(needs.values()))}")
+        notes.append(f"there are no drafts: the smallest undo log takes {format_bytes(min(needs.values()))}")
     return frozenset(chosen)
 
 

@@ -22,7 +22,7 @@ __all__ = ["plan_optimizers"]
 def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid | None) -> WrapPlan:
     """Returns the plan of the wrapped models with these optimizers. It changes nothing.
 
-    There are no drafts: their spares would have to lie beside the weights, which are in the home already.
+    There are no drafts: the engine learns of undo logs when it is made.
 
     Args:
         planned: The plan of the wrap call, which had no optimizer.

@@ -8,8 +8,8 @@ __all__ = ["DraftPolicy"]
 
 _PATIENCE = 8  # drafts stop after this many steps that lost all of them, and begin after this many that had kept all
 _STOPPED = (
-    f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, or "
-    "hyperparameters changed between forward and step)"
+    f"drafts have stopped: in {_PATIENCE} steps none was kept (gradients were clipped or edited after backward, "
+    "hyperparameters changed between forward and step, or weights or state were used before the step)"
 )
 
 
@@ -24,8 +24,11 @@ class DraftPolicy:
         self._steps_that_would_keep = 0
 
     def judge(self, would_hold: bool) -> None:
-        """Decides after a step. `would_hold`: the step would have kept all drafts."""
-        if not self.context.plan.drafted:
+        """Decides after a step. `would_hold`: the step would have kept all drafts.
+
+        Ranks that share the model go on: their pools count at different times, and all must draft the same units.
+        """
+        if not self.context.plan.drafted or self.context.ranks is not None:
             return
         if not self.pay:
             self._steps_that_would_keep = self._steps_that_would_keep + 1 if would_hold else 0

@@ -47,7 +47,7 @@ class Drafts:
             return set()  # step() raises, unless the user corrects the group before
 
         def next_step(number: int, slot: HomeParameter, rule: FusedRule) -> int | None:
-            return self.steps.expect(slot, rule) if slot.unit in drafted else None
+            return self.steps.expect(slot, rule) if slot.trainable and slot.unit in drafted else None
 
         expected = self.fused.expected_pieces(next_step, self.norms.expected_factor)
         whole = {

@@ -126,12 +126,10 @@ class HomeState:
             self.run.require_consistent("a look at optimizer.state")
         if parameter is None:
             self.context.engine.updates.run_all_deferred()
+            for unit in self.context.plan.drafted:
+                self.context.engine.home.access_home(unit, False)  # the user may edit the state now
             if self.context.pool is not None:
                 self.context.pool.idle()
-            for unit in self.context.plan.drafted:
-                self.context.engine.home.access_home(
-                    unit, False
-                )  # the user may edit the state now, so its draft is dropped
         elif isinstance(parameter, nn.Parameter) and parameter in self.context.slot_of:
             self.context.engine.home.access_home(self.context.slot_of[parameter].unit, False)
 

@@ -158,6 +158,10 @@ class OptimizerShards:
                     self.state.shown.unsettled(slot.parameter)[key] = value
                     self.state.adopt(slot)
 
+        def before_read() -> None:
+            self.run.require_consistent("a save of optimizer state")
+            self.context.engine.home.access_home(slot.unit, False)
+
         return ShardTensor.of(
             slot.shape,
             slot.strides,
@@ -166,7 +170,7 @@ class OptimizerShards:
             count=slot.like.numel(),
             read=read,
             write=write,
-            before_read=lambda: self.run.require_consistent("a save of optimizer state"),
+            before_read=before_read,
             landing_dtype=landing,
             is_saved=is_saved,
         )

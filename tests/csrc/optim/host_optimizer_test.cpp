@@ -271,6 +271,22 @@ TEST(HostOptimizer, BlocksWithoutRoomInTheLogAreLeftForStep) {
   EXPECT_EQ(unit, twin);
 }
 
+// Threads race for the last slots; the lists of the blocks that have some must not overlap.
+TEST(HostOptimizer, BlocksThatRaceForTheLastSlotsShareNone) {
+  HostOptimizer optimizer(threads(4));
+  Drafted unit(2'000'000), before(2'000'000);
+  for (Drafted* each : {&unit, &before}) {
+    for (std::size_t i = 0; i < each->v.size(); i += 1 + i % 11) each->v[i] = 1e-12f;
+  }
+  for (int round = 0; round < 10; ++round) {
+    const UpdateJob draft = unit.draft();
+    optimizer.submit(label_of(Verb::draft, 1), draft, {})->wait_passed();
+    EXPECT_GT(draft.progress->num_left_out, 0u);
+    optimizer.submit(label_of(Verb::undo, 2), undo_of(draft), {})->wait_passed();
+    ASSERT_EQ(unit, before);
+  }
+}
+
 // Each of them leaves some chunks as they were and others changed.
 TEST(HostOptimizer, DraftThatBreaksOffTearsItsUnitAndSoDoItsUndoAndItsSettlement) {
   for (const std::string broken : {"draft", "undo", "redo"}) {
@@ -321,6 +337,16 @@ TEST(HostOptimizer, UndoOfADraftThatNeverBeganTearsNothing) {
   gate->fail(std::make_exception_ptr(MachineError("the drain broke")));
   EXPECT_THROW(undone->wait_passed(), MachineError);
   EXPECT_TRUE(optimizer.torn().empty());
+  // Nor does it touch anything if its wait for the draft was given up: the log is of an earlier draft, or of none.
+  const Drafted before(10'000);
+  optimizer.submit(label_of(Verb::undo, 3), undo_of(draft), {})->wait_passed();
+  EXPECT_EQ(unit, before);
+  UpdateJob redo = unit.job(6);
+  make_redo(redo, draft);
+  optimizer.submit(label_of(Verb::update, 4), redo, {})->wait_passed();
+  Drafted twin(10'000);
+  twin.update_by_hand(6);
+  EXPECT_EQ(unit, twin);
 }
 
 TEST(HostOptimizer, ChainOfUpdatesOfOneUnitRunsInOrder) {

@@ -79,7 +79,7 @@ class Drafting:
         self.notes: list[str] = []
         plan = SimpleNamespace(drafted=frozenset({0} if drafted else ()))
         engine = SimpleNamespace(updates=SimpleNamespace(draft_counts=lambda: dict(self.counts)))
-        context: Any = SimpleNamespace(plan=plan, engine=engine, notes=self.notes)
+        context: Any = SimpleNamespace(plan=plan, engine=engine, notes=self.notes, ranks=None)
         self.policy = DraftPolicy(context)
 
     def step(self, kind: str, would_hold: bool = False) -> bool:
