@@ -20,9 +20,9 @@
 // Threads: none of its own; the caller serialises.
 //
 // Note [Update lane]. The update lane is a pool, so only waits order its ops. Updates of one unit always conflict,
-// because each of them, and a draft, an undo or a load, writes the unit's state. So they form a chain, and a chain counts
-// as a lane when implied waits are dropped. The sums of a unit form another chain, because a draft need not wait for
-// them.
+// because each of them, and a draft, an undo or a load, writes the unit's state. So they form a chain, and a chain
+// counts as a lane when implied waits are dropped. The sums of a unit form another chain, because a draft need not wait
+// for them.
 #pragma once
 
 #include <cstdint>
