@@ -21,10 +21,7 @@ bool has_same_ranges(const UpdateJob& a, const UpdateJob& b) {
 }
 
 bool updates_the_same(const UpdateJob& a, const UpdateJob& b) {
-  const auto same_arrays = [](const UnitArrays& x, const UnitArrays& y) {
-    return x.master == y.master && x.working == y.working && x.low == y.low && x.m == y.m && x.v == y.v;
-  };
-  return a.rule == b.rule && same_arrays(a.arrays, b.arrays) && a.gradient == b.gradient && has_same_ranges(a, b) &&
+  return a.rule == b.rule && a.arrays == b.arrays && a.gradient == b.gradient && has_same_ranges(a, b) &&
          std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(), has_same_numbers);
 }
 
@@ -66,7 +63,7 @@ void Drafts::begin_scaling(UnitId unit, float divisor, float prefactor) {
 void Drafts::end_scaling(UnitId unit) {
   auto& early = eager_[unit];
   if (!early || !(early->ticket || early->is_recalled)) {
-    early.reset();
+    early.reset();  // what was expected is of a gradient that is not yet scaled
     return;
   }
   // From now on the gradient is as the draft has seen it, or will see it.
@@ -173,11 +170,9 @@ void Drafts::drop(UnitId unit) {
   const bool is_recalled = parts_.optimizer->recall(dropped.ticket);
   if (!dropped.is_draft()) return;
   ++(is_recalled ? counts_.dropped : counts_.undone);
-  if (!is_recalled) undo(unit, dropped.job);
+  // More urgent than any update: what comes next waits for it.
+  if (!is_recalled) submit(unit, Verb::undo, undo_of(dropped.job), -1);
 }
-
-// More urgent than any update: what comes next waits for it.
-void Drafts::undo(UnitId unit, UpdateJob draft) { submit(unit, Verb::undo, undo_of(std::move(draft)), -1); }
 
 void Drafts::drop_all() {
   for (UnitId unit : eager_.ids()) drop(unit);

@@ -116,7 +116,6 @@ class Drafts {
 
   void draft(UnitId unit, Early& made);
   Ticket sum(UnitId unit, UpdateJob job);
-  void undo(UnitId unit, UpdateJob draft);
   Ticket submit(UnitId unit, Verb verb, UpdateJob job, int priority);
   void recall_all();
   void note_priorities(const PassState& pass);

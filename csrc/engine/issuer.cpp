@@ -101,14 +101,9 @@ Version Issuer::version(BufferId buffer) const {
 }
 
 Version Issuer::next_version(BufferId buffer) {
-  set_version(buffer, version(buffer) + 1);
-  return version(buffer);
-}
-
-void Issuer::set_version(BufferId buffer, Version version) {
   const auto index = static_cast<std::size_t>(buffer.value);
   if (index >= versions_.size()) versions_.resize(index + 1, 0);
-  versions_[index] = version;
+  return ++versions_[index];
 }
 
 }  // namespace noria

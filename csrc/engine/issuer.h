@@ -57,7 +57,6 @@ class Issuer {
   Version version(BufferId buffer) const;
   /// Raises the version by one write and returns it.
   Version next_version(BufferId buffer);
-  void set_version(BufferId buffer, Version version);
 
   /// Returns the id that the next op will get.
   OpId next_op() const { return OpId(next_id_); }

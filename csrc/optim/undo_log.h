@@ -32,8 +32,6 @@ struct UndoLog {
   std::uint8_t* bytes = nullptr;
   std::uint32_t* slots = nullptr;
   std::uint32_t num_slots = 0;
-
-  bool operator==(const UndoLog&) const = default;
 };
 
 /// Returns how many blocks a parameter of so many elements has.

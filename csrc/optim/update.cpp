@@ -233,7 +233,7 @@ void check(const UpdateJob& job) {
   NORIA_INVARIANT(is_split == (arrays.low != nullptr) && is_split == (arrays.master == nullptr),
                   "an update is of an fp32 master, or of a working copy with its low bits");
   NORIA_INVARIANT(num_arrays(arrays.m) == (moments > 0 ? 1 : 0) && num_arrays(arrays.v) == (moments > 1 ? 1 : 0),
-                  "an update has as many moments as its rule keeps");
+                  "an update keeps the moments of its rule");
   for (const MomentArray* moment : {&arrays.m, &arrays.v}) {
     NORIA_INVARIANT(num_arrays(*moment) == 0 || format_of(*moment) == job.state_format(),
                     "the moments of an update have one format");

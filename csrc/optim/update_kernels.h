@@ -72,6 +72,8 @@ struct UnitArrays {
   std::uint16_t* low = nullptr;      // split: the low halves
   MomentArray m;                     // first moment, or momentum buffer
   MomentArray v;                     // second moment
+
+  bool operator==(const UnitArrays&) const = default;
 };
 
 /// How many elements of a parameter one block of an undo log covers, counted from the parameter's beginning.

@@ -53,11 +53,10 @@ class PlannedStep:
         backward_us = [2 * us for us in forward_us]
         costs = _C.Costs(rates, {}, self._by_visit("forward", forward_us), self._by_visit("backward", backward_us))
         spans = {span.op: span for span in _C.simulate(self.ops, self.waits, costs, self._priorities)}
-        ends = [
-            max((spans[op].end_us for op in ops if op in spans and spans[op].lane == "compute"), default=0)
-            for ops in (range(self._first[-2]), range(self._first[-1]), range(len(self.ops)))
-        ]
-        self.begin_us, self.end_us = ends[-2], ends[-1]
+        self.begin_us, self.end_us = (
+            max((spans[op].end_us for op in range(num_ops) if op in spans and spans[op].lane == "compute"), default=0)
+            for num_ops in (self._first[-1], len(self.ops))
+        )
         """When the last step begins and ends: its compute, from one step's end to the next."""
         self.spans = [spans[op] for op in range(self._first[-1], len(self.ops)) if op in spans]
         """The ops of the last step."""

@@ -75,9 +75,8 @@ class BareEngine final : public EngineCallbacks {
   void reset();
 
   // ---- the user's loop ----
-  /// Halves a held gradient on the stream, as a clip would; doubles it.
+  /// Halves a held gradient on the stream, as a clip would.
   void clip(std::size_t unit, std::size_t slot) { scale(unit, slot, 0.5F); }
-  void unclip(std::size_t unit, std::size_t slot) { scale(unit, slot, 2.0F); }
   /// From now on the user may write this held gradient, and the engine is not told.
   void keep(std::size_t unit, std::size_t slot);
   /// Mixes a held gradient into the unit's result on the stream, as logging it would.

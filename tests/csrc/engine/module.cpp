@@ -160,7 +160,6 @@ PYBIND11_MODULE(_bare_engine, m) {
       .def("write_home", &BareEngine::write_home, Release())
       .def("fail_next_update", &BareEngine::fail_next_update)
       .def("await_stream", &BareEngine::await_stream, Release())
-      .def("unclip", &BareEngine::unclip, Release())
       .def("keep", &BareEngine::keep)
       .def("look", &BareEngine::look, Release())
       .def("change_stream", &BareEngine::change_stream)

@@ -108,9 +108,6 @@ class Twin:
     def clip(self, unit: int, slot: int) -> None:
         self.held[unit][self.part(slot)] *= np.float32(0.5)
 
-    def unclip(self, unit: int, slot: int) -> None:
-        self.held[unit][self.part(slot)] *= np.float32(2)
-
     def keep(self, unit: int, slot: int) -> None:
         """Who can write it does not matter here."""
 

@@ -174,17 +174,15 @@ def two_steps() -> Loop:
 def drafting(
     end: list[Call],
     model: Model = THREE,
-    before: Sequence[Call] = (),
     rate: float = 0.05,
     pooled: set[int] | None = None,
 ) -> Loop:
-    """The second backward, which `before` precedes, is drafted; then comes `end`, and the step."""
+    """The second backward is drafted; then comes `end`, and the step."""
     loop = Loop(model)
     layers = list(range(len(model.layers)))
     for last in (False, True):
         loop.forward(layers)
         loop.call("expect_updates", rate)
-        loop.calls += before if last else []
         loop.backward(layers, loop.all_gradients(layers))
         if not last:
             loop.step(set(range(len(model.units))))
