@@ -220,6 +220,21 @@ def test_an_optimizer_that_is_made_after_wrap(make, monkeypatch):
         optimizer.step()
 
 
+def test_a_read_inside_of_a_pass_names_the_module_and_one_after_it_names_materialize():
+    model = Net()
+    noria.wrap(model, adamw(model.parameters()), device=DEVICE, window=2)
+    loss_of(model, 0).backward()
+    weight = model.blocks[3].expand.weight
+    reads = model.blocks[0].register_forward_hook(lambda *_: weight.sum() and None)
+    with refused('"blocks.3"', "call the module that holds it", error=RuntimeError):
+        loss_of(model, 1)
+    reads.remove()
+    loss_of(model, 2).backward()
+    with refused('"blocks.3"', "is evicted: use noria.materialize", error=RuntimeError) as caught:
+        weight.sum()
+    assert "call the module that holds it" not in str(caught.value)
+
+
 @pytest.mark.parametrize("make", [adamw, lambda held: torch.optim.LBFGS(held)], ids=["AdamW", "LBFGS"])
 def test_a_closure_that_writes_weights_is_not_taken_for_an_optimizer(make):
     model = Net()

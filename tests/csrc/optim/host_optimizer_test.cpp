@@ -189,7 +189,13 @@ TEST(HostOptimizer, RecallsAndUpdatesOnManyThreadsLeaveEachJobDoneOrUndone) {
   }
 }
 
-// A unit after two steps, and a log for drafts of the third.
+HostOptimizerOptions paced(std::shared_ptr<Pace> pace) {
+  HostOptimizerOptions options = threads(1);
+  options.pace = std::move(pace);
+  return options;
+}
+
+// A unit after five steps, and a log for drafts of the sixth.
 struct Drafted : Unit {
   explicit Drafted(std::size_t count) : Unit(count), memory(log_size(count) + 64) {
     for (std::size_t i = 0; i < count; ++i) g[i] = 1e-3f * static_cast<float>(i % 97) - 0.04f;
@@ -276,7 +282,8 @@ TEST(HostOptimizer, BlocksThatRaceForTheLastSlotsShareNone) {
   HostOptimizer optimizer(threads(4));
   Drafted unit(2'000'000), before(2'000'000);
   for (Drafted* each : {&unit, &before}) {
-    for (std::size_t i = 0; i < each->v.size(); i += 1 + i % 11) each->v[i] = 1e-12f;
+    // Kept as they are, and all different: a slot that two blocks had would show.
+    for (std::size_t i = 0; i < each->v.size(); i += 29) each->v[i] = 1e-15f * static_cast<float>(i + 1);
   }
   for (int round = 0; round < 10; ++round) {
     const UpdateJob draft = unit.draft();
@@ -288,12 +295,10 @@ TEST(HostOptimizer, BlocksThatRaceForTheLastSlotsShareNone) {
 }
 
 // Each of them leaves some chunks as they were and others changed.
-TEST(HostOptimizer, DraftThatBreaksOffTearsItsUnitAndSoDoItsUndoAndItsSettlement) {
+TEST(HostOptimizer, DraftThatBreaksOffTearsItsUnitAndSoDoItsUndoAndItsRedo) {
   for (const std::string broken : {"draft", "undo", "redo"}) {
-    HostOptimizerOptions options = threads(1);
     const auto pace = std::make_shared<SlowPace>(Hostility{});
-    options.pace = pace;
-    HostOptimizer optimizer(options);
+    HostOptimizer optimizer(paced(pace));
     Drafted unit(200'000);
     const UpdateJob draft = unit.draft();
     UpdateJob redo = unit.job(7);
@@ -314,10 +319,8 @@ TEST(HostOptimizer, DraftThatBreaksOffTearsItsUnitAndSoDoItsUndoAndItsSettlement
 
 // What waits for a draft that broke off does not run: the unit stays torn as it is.
 TEST(HostOptimizer, UndoOfADraftThatBrokeOffIsNotMade) {
-  HostOptimizerOptions options = threads(1);
   const auto pace = std::make_shared<SlowPace>(Hostility{});
-  options.pace = pace;
-  HostOptimizer optimizer(options);
+  HostOptimizer optimizer(paced(pace));
   Drafted unit(200'000);
   const UpdateJob draft = unit.draft();
   pace->break_next_update();
