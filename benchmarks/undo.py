@@ -25,7 +25,7 @@ import noria
 import torch
 import torch.nn.functional as F
 from noria import _C
-from noria.model.layout import SLOTS_PER_ELEMENT
+from noria.model.layout import SLOTS_PER_ELEMENT, UNDO_LOGS
 from noria.wrapped import wrapped_by
 from torch import nn
 
@@ -110,7 +110,9 @@ def run(
         model(inputs, targets).backward()
         context.engine.idle()
         if number > 1:
-            headers = [(ctypes.c_uint32 * 2).from_address(unit.undo_log_address) for unit in drafted]
+            headers = [
+                (ctypes.c_uint32 * 2).from_address(context.home.address(UNDO_LOGS, unit.index)) for unit in drafted
+            ]
             found.append(
                 [sum(header[0] for header in headers) / elements, sum(header[1] for header in headers) / blocks]
             )

@@ -43,6 +43,15 @@ void bind_updates(py::module_& m) {
       .def(
           "begin_step", [](const EngineUpdates& self) { self->begin_step(); }, NoGil())
       .def(
+          "give_undo_log",
+          [](const EngineUpdates& self, std::int32_t unit, std::int64_t address, std::int64_t num_elements,
+             std::int64_t num_blocks, std::int64_t num_slots) {
+            const UndoLogSize size{num_elements, num_blocks, num_slots};
+            self.engine().drafts()->give_log(UnitId(unit), undo_log_at(pointer(address), size));
+          },
+          py::arg("unit"), py::arg("address"), py::arg("num_elements"), py::arg("num_blocks"), py::arg("num_slots"),
+          NoGil())
+      .def(
           "expect_update",
           [](const EngineUpdates& self, std::int32_t unit, UpdateJob job) {
             self.engine().drafts()->expect(UnitId(unit), std::move(job));

@@ -31,16 +31,12 @@ struct ParameterSpec {
   std::int64_t scales;           // the address of its late scales; 0: it never has any
 };
 
-/// Holds address, elements, blocks and slots of an undo log.
-using UndoLogSpec = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
 /// Describes a unit as Python lays it out: sizes in bytes, and addresses in the home. An address is 0 if the home has
 /// no such part.
 struct UnitSpec {
   std::string name;
   std::int64_t weights, gradients;
   std::int64_t working, held;
-  UndoLogSpec undo_log;
   std::vector<ParameterSpec> parameters;
 };
 
@@ -73,9 +69,6 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
     unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     Bytes scales_start{id.value};
     unit.engine.scales = range(kScalesRegion, scales_start, Bytes{1}, Format::master, Purpose::gradient_scales);
-    if (const auto [log, num_elements, num_blocks, num_slots] = spec.undo_log; log != 0) {
-      unit.engine.undo_log = undo_log_at(pointer(log), {num_elements, num_blocks, num_slots});
-    }
     for (const ParameterSpec& each : spec.parameters) {
       auto* const scales = reinterpret_cast<float*>(pointer(each.scales));
       unit.parameters.push_back({each.parameter, each.name, each.dtype, each.offset, each.gradient_offset, scales});
@@ -188,11 +181,11 @@ void bind_torch_bridge(py::module_& m) {
            py::arg("gradient_offset"), py::arg("scales"));
   py::class_<UnitSpec>(m, "UnitSpec")
       .def(py::init([](std::string name, std::int64_t weights, std::int64_t gradients, std::int64_t working,
-                       std::int64_t held, const UndoLogSpec& undo_log, std::vector<ParameterSpec> parameters) {
-             return UnitSpec{std::move(name), weights, gradients, working, held, undo_log, std::move(parameters)};
+                       std::int64_t held, std::vector<ParameterSpec> parameters) {
+             return UnitSpec{std::move(name), weights, gradients, working, held, std::move(parameters)};
            }),
            py::kw_only(), py::arg("name"), py::arg("weights"), py::arg("gradients"), py::arg("working"),
-           py::arg("held"), py::arg("undo_log"), py::arg("parameters"));
+           py::arg("held"), py::arg("parameters"));
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(m, "SavedTensor");
   bind_bridge_autograd(m);
   bind_bridge_engine(m);

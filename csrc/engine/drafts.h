@@ -54,6 +54,8 @@ class Drafts {
         priority_(parts.units.size(), static_cast<int>(parts.units.size())) {}
 
   // ---- for callers of the engine ----
+  /// The unit may be drafted from now on.
+  void give_log(UnitId unit, const UndoLog& log) { parts_.units.log_drafts(unit, log); }
   /// Tells what `step` will ask for if nothing changes until then: an update, or the sums alone. The pool does it when
   /// the gradients have landed, if this backward is expected to be the last before a step. A draft needs a log. Does
   /// nothing if `is_read`.

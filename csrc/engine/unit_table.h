@@ -35,6 +35,8 @@ class UnitTable {
     units_[unit].unreduced = unreduced;
     units_[unit].unreduced_buffer = buffer;
   }
+  /// Drafts of the unit are logged here from now on.
+  void log_drafts(UnitId unit, const UndoLog& log) { units_[unit].undo_log = log; }
 
  private:
   UnitMap<EngineUnit> units_;

@@ -725,8 +725,7 @@ class ParameterSpec:
 class UnitSpec:
     """Describes a unit to TorchBridge: sizes in bytes, and addresses in the home.
 
-    `working` and `held` are 0 if the home has no such part. `undo_log`: address, elements, blocks and slots; the
-    address is 0 if the unit is never drafted.
+    `working` and `held` are 0 if the home has no such part.
     """
 
     def __init__(
@@ -737,7 +736,6 @@ class UnitSpec:
         gradients: int,
         working: int,
         held: int,
-        undo_log: tuple[int, int, int, int],
         parameters: Sequence[ParameterSpec],
     ) -> None: ...
 
@@ -823,6 +821,7 @@ class EngineUpdates:
 
     def set_update_callback(self, run_update: Callable[[int], None]) -> None: ...
     def begin_step(self) -> None: ...
+    def give_undo_log(self, unit: int, address: int, num_elements: int, num_blocks: int, num_slots: int) -> None: ...
     def expect_update(self, unit: int, job: UpdateJob) -> None: ...
     def update_on_pool(self, unit: int, job: UpdateJob, priority: int) -> None: ...
     def defer_update(self, unit: int) -> None: ...

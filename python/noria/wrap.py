@@ -317,8 +317,11 @@ def _take_late(
         is_more = any(wants_more(updater.param_groups, context.slot_of) for updater in updaters)
         planned = context.plan
         lines: list[Line] = ["more parameters to train"]
+        found = probe_limits(context.device)
+    free = min_over_ranks([found] if ranks is None else ranks.host.gather_objects(found))
+    with raised_by_all(met, "noria.wrap"):
         if not is_more:
-            planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid)
+            planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid, free)
             lines = [] if ranks is None else fingerprint(planned, updaters)
     if ranks is not None:
         ranks.agree(lines)

@@ -14,7 +14,7 @@ from noria.dist.stage_group import StageGroup
 from noria.forward.activations import Activations
 from noria.forward.module_hooks import ModuleHooks
 from noria.host.machine import machine
-from noria.model.layout import StatePlace
+from noria.model.layout import UNDO_LOGS, StatePlace
 from noria.model.optimizer_classes import look_up_overrides
 from noria.optimizer import facade
 from noria.pipeline.peer_cache import PeerCache
@@ -141,6 +141,13 @@ class Wrapped:
             engine.backward.set_backward_callback(weakly(self.drivers.begin_backward))
         if context.trace is not None:
             engine.set_trace(context.trace)
+        self._give_undo_logs()
+
+    def _give_undo_logs(self) -> None:
+        context = self.context
+        for unit in context.plan.drafted:
+            address = context.home.address(UNDO_LOGS, unit)
+            context.engine.updates.give_undo_log(unit, address, *context.units[unit].undo_log)
 
     def take_optimizer(self, optimizer: Optimizer, kernel: str, places: dict[tuple[int, str], StatePlace]) -> None:
         """Makes the optimizer's `step()` noria's from now on. `places`: the places of its state in the home."""
@@ -181,6 +188,7 @@ class Wrapped:
         for region in planned.regions:
             if not region.bytes and region.purpose in home.arenas:
                 self.late.give_back(region.purpose)  # plain masters, which are split now
+        self._give_undo_logs()
         for optimizer, kernel, places in zip(optimizers, planned.kernels, planned.states, strict=True):
             self.take_optimizer(optimizer, kernel, places)
 

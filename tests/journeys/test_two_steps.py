@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from noria.host.limits import Limit, probe_limits
+from noria.model.layout import UNDO_LOGS
 from noria.testing import assert_same_bits, on_machine
 from torch import nn
 
@@ -218,6 +219,21 @@ def test_a_list_of_optimizers_may_come_later():
     assert_same_bits(side.kept, twin.kept)
     assert_same_bits(side.model.state_dict(), twin.model.state_dict())
     assert_moved(side.model)
+
+
+def test_the_updates_of_a_later_optimizer_are_drafted():
+    def sides(draft_memory: Any) -> Side:
+        side = wrap_in_two_steps(pair(None)[1], adamw, kernel="fused", dtype=torch.bfloat16, draft_memory=draft_memory)
+        side.train(0, 4)
+        return side
+
+    side, twin = sides("64MiB"), sides(0)
+    assert_equal_sides(side, twin)
+    assert_moved(side.model)
+    report = noria.report(side.model)
+    assert report.drafts["kept"] > 0 and report.ledger_agrees
+    assert {row.purpose: row.taken for row in report.ledger}[UNDO_LOGS] > 0
+    assert noria.report(twin.model).drafts["kept"] == 0
 
 
 def test_a_later_optimizer_brings_its_state():

@@ -65,8 +65,6 @@ class Home:
             raise
         for unit in units:
             unit.working_address = self.address("working copies", unit.index)
-            if UNDO_LOGS in self.arenas and self.regions[UNDO_LOGS].sizes[unit.index]:
-                unit.undo_log_address = self.address(UNDO_LOGS, unit.index)
             unit.scales_address = self.address(GRADIENT_SCALES, unit.index)
             for purpose in ("held gradients", GRADIENT_RING):
                 if purpose in self.arenas and self.regions[purpose].sizes[unit.index]:

@@ -135,7 +135,6 @@ class HomeUnit:
     working_address: int = 0
     held_address: int = 0
     scales_address: int = 0
-    undo_log_address: int = 0  # 0 if the unit is never drafted
 
     @property
     def home_weights(self) -> int:
@@ -148,7 +147,10 @@ class HomeUnit:
 
     @property
     def undo_log(self) -> tuple[int, int, int]:
-        """Returns the elements at home, the blocks of all parameters, and the slots of the list of old values."""
+        """Returns the size of the unit's undo log.
+
+        That is the elements at home, the blocks of all parameters, and the slots of the list of old values.
+        """
         trainable = [slot for slot in self.parameters if slot.trainable]
         elements = self.home_gradients // trainable[0].dtype.itemsize if trainable else 0
         blocks = sum(_C.num_undo_blocks(slot.like.numel()) for slot in trainable)
@@ -162,7 +164,6 @@ class HomeUnit:
             gradients=self.gradients,
             working=self.working_address,
             held=self.held_address,
-            undo_log=(self.undo_log_address, *self.undo_log),
             parameters=[
                 _C.ParameterSpec(
                     parameter=slot.parameter,

@@ -11,7 +11,9 @@ import dataclasses
 from torch.optim import Optimizer
 
 from noria.dist.ranks import Grid
+from noria.host.limits import Free
 from noria.model.layout import Region
+from noria.planning.draft_choice import choose_drafts, undo_log_needs
 from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.wrap_plan import WrapPlan, masters_note
@@ -19,15 +21,14 @@ from noria.planning.wrap_plan import WrapPlan, masters_note
 __all__ = ["plan_optimizers"]
 
 
-def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid | None) -> WrapPlan:
+def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid | None, free: Free) -> WrapPlan:
     """Returns the plan of the wrapped models with these optimizers. It changes nothing.
-
-    There are no drafts: the engine learns of undo logs when it is made.
 
     Args:
         planned: The plan of the wrap call, which had no optimizer.
         optimizers: The optimizers that came later.
         grid: The grid of ranks that share the model.
+        free: The memory that is free now, beside the home.
 
     Returns:
         A plan with the same units. A region that differs from the one in `planned` took nothing before, or takes
@@ -43,25 +44,30 @@ def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid |
         kernels.check_shared()
     without_masters = masters_note(kernels, planned.partition, grid) if kernels.updates_bfloat16() else ""
     notes = [*kernels.fp32_states(), *filter(None, [without_masters])]
-    if policy.update == "auto" and kernels.fused and (planned.budgets.drafts or planned.device.type == "cuda"):
-        notes.append("there are no drafts: the optimizer came after noria.wrap(model), which kept no memory for them")
     states, state_bytes = state_places(kernels, notes)
+    if free.share is not None:  # without a home, as drafts are chosen
+        share = dataclasses.replace(free.share, free=free.share.free + planned.home_bytes)
+        free = dataclasses.replace(free, share=share)
+    draftable = undo_log_needs(kernels)
+    drafted = choose_drafts(kernels, draftable, state_bytes, planned.budgets, planned.device, free, notes)
     return dataclasses.replace(
         planned,
-        regions=_regions(planned, kernels, state_bytes),
+        regions=_regions(planned, kernels, drafted, state_bytes),
         kernels=kernels.by_optimizer,
         kernel_names=kernels.names(),
         fused=kernels.fused,
+        drafted=drafted,
+        draftable=draftable,
         states=states,
         unpredicted=notes,
         without_masters=without_masters,
     )
 
 
-def _regions(planned: WrapPlan, kernels: Kernels, state_bytes: int) -> list[Region]:
+def _regions(planned: WrapPlan, kernels: Kernels, drafted: frozenset[int], state_bytes: int) -> list[Region]:
     """Returns the arenas of the home. Plain masters stay where they are as long as torch updates some of them."""
     before = {region.purpose: region for region in planned.regions}
-    wanted = {region.purpose: region for region in home_regions(kernels, frozenset(), state_bytes)}
+    wanted = {region.purpose: region for region in home_regions(kernels, drafted, state_bytes)}
     if "masters" in wanted and wanted["masters"].bytes:
         for purpose in ("masters", "update scratch"):
             wanted[purpose] = before[purpose]
