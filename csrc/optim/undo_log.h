@@ -14,8 +14,8 @@
 // is.
 //
 // The list of a unit has a planned number of slots, one for each old value. If it is full, a block is left out: the
-// draft leaves the block as it is, and `step` updates it. In the first steps after a start many estimates are bad, and
-// many blocks are left out.
+// draft undoes what it has made of the block, and `step` updates it. In the first steps after a start many estimates
+// are bad, and many blocks are left out.
 #pragma once
 
 #include <cstddef>

@@ -100,7 +100,7 @@ struct UpdateKernels {
   /// Updates `count` elements.
   using Update = void (*)(const UnitArrays& arrays, const void* gradient, std::size_t count,
                           const UpdateScalars& scalars, const Rounding& rounding);
-  /// Updates at most kUndoBlock elements, and logs how to undo it. If the log has no room, leaves the block as it is.
+  /// Updates at most kUndoBlock elements, and logs how to undo it. If the log has no room, the block is as it was.
   /// Several threads may write blocks of one log.
   using Draft = void (*)(const UnitArrays& arrays, const void* gradient, std::size_t count,
                          const UpdateScalars& scalars, const Rounding& rounding, const UndoBlock& log);

@@ -292,7 +292,7 @@ def _take_rest(wrapped: Wrapped, met: Sequence[Ranks | StageGroup]) -> None:
 def _take_late(
     roots: list[nn.Module], given: list[Any], policy: Policy | None, policy_fields: dict[str, Any], has_mesh: bool
 ) -> None:
-    """Gives a wrapped model its optimizers. The home grows by their state; all else stays as it is."""
+    """Gives a wrapped model its optimizers. The home grows by their state and undo logs; all else stays as it is."""
     wrapped = wrapped_together(roots)
     context = wrapped.context
     ranks, met = context.ranks, [] if context.ranks is None else [context.ranks]
@@ -321,7 +321,8 @@ def _take_late(
     free = min_over_ranks([found] if ranks is None else ranks.host.gather_objects(found))
     with raised_by_all(met, "noria.wrap"):
         if not is_more:
-            planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid, free)
+            taken = sum(region.bytes for region in context.home.regions.values())
+            planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid, free, taken)
             lines = [] if ranks is None else fingerprint(planned, updaters)
     if ranks is not None:
         ranks.agree(lines)
@@ -331,7 +332,7 @@ def _take_late(
     if planned.without_masters:
         warnings.warn(f"noria.wrap: {planned.without_masters}", stacklevel=3)
     with plainly():
-        wrapped.add_optimizers(planned, updaters)
+        wrapped.add_optimizers(planned, updaters, free)
 
 
 def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:

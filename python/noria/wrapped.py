@@ -13,6 +13,7 @@ from noria._lists import as_list
 from noria.dist.stage_group import StageGroup
 from noria.forward.activations import Activations
 from noria.forward.module_hooks import ModuleHooks
+from noria.host.limits import Free
 from noria.host.machine import machine
 from noria.model.layout import UNDO_LOGS, StatePlace
 from noria.model.optimizer_classes import look_up_overrides
@@ -21,6 +22,7 @@ from noria.pipeline.peer_cache import PeerCache
 from noria.pipeline.peer_memory import PeerMemory
 from noria.pipeline.pipelining_compat import module_of
 from noria.pipeline.stage_adapter import StageAdapters
+from noria.planning.late_optimizers import new_regions
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
 from noria.runtime.context import Context
@@ -172,13 +174,13 @@ class Wrapped:
     def wrap_anew(self) -> None:
         self._anew(self)
 
-    def add_optimizers(self, planned: WrapPlan, optimizers: list[Optimizer]) -> None:
-        """Takes optimizers that were made after the model was wrapped. `planned`: by `plan_optimizers`.
+    def add_optimizers(self, planned: WrapPlan, optimizers: list[Optimizer], free: Free) -> None:
+        """Takes optimizers that were made after the model was wrapped. `planned`: by `plan_optimizers`, from `free`.
 
         Order: the memory comes first. If that raises, nothing has changed. Collective if ranks share the model.
         """
         context, home = self.context, self.context.home
-        self.late.take_all([each for each in planned.regions if each.bytes and each != home.regions[each.purpose]])
+        self.late.take_all(new_regions(context.plan, planned.regions), free)
         context.add_to_plan(planned)
         for slot in context.slots:
             if slot.has_master and slot.unit in planned.fused:

@@ -18,9 +18,11 @@ import noria
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from noria.host.home import Home
 from noria.host.limits import Limit, probe_limits
 from noria.model.layout import UNDO_LOGS
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE
@@ -142,8 +144,7 @@ def test_two_steps_give_the_bits_of_one(name, kernel, dtype):
     assert_equal_sides(two, one)
     assert noria.report(two.model).kernels == noria.report(one.model).kernels
     rows = [{(row.place, row.purpose): row.taken for row in noria.report(each.model).ledger} for each in (one, two)]
-    if DEVICE == "cpu":  # beside a CUDA device the side that was wrapped in one step has undo logs
-        assert rows[0] == rows[1]
+    assert rows[0] == rows[1]
     assert_moved(two.model)
 
 
@@ -234,6 +235,49 @@ def test_the_updates_of_a_later_optimizer_are_drafted():
     assert report.drafts["kept"] > 0 and report.ledger_agrees
     assert {row.purpose: row.taken for row in report.ledger}[UNDO_LOGS] > 0
     assert noria.report(twin.model).drafts["kept"] == 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_drafts_of_a_later_optimizer_take_what_is_left_and_no_more(dtype):
+    """By themselves they never make a budget too small. Masters are given back only when all else has been taken."""
+    for more in (0, 4096, 65536):
+        side = pair(None)[1]
+        policy = {"kernel": "fused", "dtype": dtype}
+        plain = noria.plan(side.model, device="cpu", **policy)
+        optimizer = adamw(side.model.parameters())
+        whole = noria.plan(side.model, optimizer, device="cpu", **policy)
+        before = {region.purpose: region for region in plain.regions}
+        new = [region.bytes for region in whole.regions if region.bytes and region != before[region.purpose]]
+        staging = noria._C.STAGING_BYTES if DEVICE != "cpu" else 0
+        budget = plain.home_bytes + sum(new) + more + staging
+        with on_machine(hostility=HOSTILE):
+            noria.wrap(side.model, device=DEVICE, window=2, host_memory=budget, **policy)
+        noria.wrap(side.model, optimizer)
+        logs = {row.purpose: row.taken for row in noria.report(side.model).ledger}.get(UNDO_LOGS, 0)
+        assert logs <= more + staging
+        loss_of(side.model, 0).backward()
+        optimizer.step()
+
+
+def test_memory_that_fails_late_can_be_asked_for_again(monkeypatch):
+    side = pair(None)[1]
+    noria.wrap(side.model, device=DEVICE, window=2, kernel="fused", draft_memory="64MiB")
+    optimizer = adamw(side.model.parameters())
+    map_, refusals = Home._map, [UNDO_LOGS]
+
+    def map_once_refused(self, region, backend):
+        if region.purpose in refusals:
+            refusals.remove(region.purpose)
+            raise noria._C.MachineError("no memory")
+        return map_(self, region, backend)
+
+    monkeypatch.setattr(Home, "_map", map_once_refused)
+    with pytest.raises(noria._C.MachineError, match="no memory"):
+        noria.wrap(side.model, optimizer)
+    noria.wrap(side.model, optimizer)
+    assert noria.report(side.model).ledger_agrees and UNDO_LOGS in {
+        row.purpose for row in noria.report(side.model).ledger
+    }
 
 
 def test_a_later_optimizer_brings_its_state():
@@ -333,11 +377,13 @@ def in_one_step_and_in_two(rank: int, size: int, kernel: str, dtype: torch.dtype
     one.optimizer = adamw(one.model.parameters())
     with on_machine(hostility=HOSTILE):
         noria.wrap(one.model, one.optimizer, device=DEVICE, kernel=kernel, dtype=dtype, window=2)
-    wrap_in_two_steps(two, adamw, kernel=kernel, dtype=dtype)
+    draft_memory = sum(wrapped_by(one.model).context.plan.draftable.values()) * 2 // 3  # of some units
+    wrap_in_two_steps(two, adamw, kernel=kernel, dtype=dtype, draft_memory=draft_memory)
     for each in (one, two):
         each.train(10 * rank, 10 * rank + 3)
     assert_equal_sides(two, one)
     assert noria.report(two.model).ledger_agrees
+    assert noria.report(two.model).drafts["kept"] > 0
     return {name: value.cpu() for name, value in two.kept.items()}  # the other process does not see the device
 
 

@@ -106,6 +106,11 @@ class HomeParameter:
         """Returns how many elements of the parameter this rank has at home."""
         return self.shard_ends[rank] - (self.shard_ends[rank - 1] if rank else 0)
 
+    @property
+    def most_elements(self) -> int:
+        """Returns how many elements the rank with the largest part has at home. So all ranks plan the same memory."""
+        return max(map(self.count_on, range(len(self.shard_ends))), default=self.like.numel())
+
     @staticmethod
     def flat(value: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor's elements in storage order."""
@@ -153,7 +158,7 @@ class HomeUnit:
         """
         trainable = [slot for slot in self.parameters if slot.trainable]
         elements = self.home_gradients // trainable[0].dtype.itemsize if trainable else 0
-        blocks = sum(_C.num_undo_blocks(slot.like.numel()) for slot in trainable)
+        blocks = sum(_C.num_undo_blocks(slot.most_elements) for slot in trainable)
         return elements, blocks, int(elements * SLOTS_PER_ELEMENT)
 
     def spec(self) -> _C.UnitSpec:

@@ -102,7 +102,8 @@ def scale_bytes(unit: HomeUnit, state_dtype: str) -> int:
     """
     if state_dtype != "8bit" or not unit.home_gradients:
         return 0
-    return aligned(max(4 * sum(slot.num_blocks for slot in unit.parameters), 1))
+    blocks = sum(-(-slot.most_elements // _C.STATE_BLOCK) for slot in unit.parameters if slot.trainable)
+    return aligned(max(4 * blocks, 1))
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ from noria.host.limits import Free, margin_of
 from noria.model.layout import HomeUnit
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets
-from noria.planning.home_regions import home_regions, undo_log_bytes
+from noria.planning.home_regions import undo_log_bytes
 from noria.planning.kernels import Kernels
 from noria.policy import format_bytes
 
-__all__ = ["choose_drafts", "undo_log_needs"]
+__all__ = ["choose_drafts", "left_for_drafts", "undo_log_needs"]
 
 
 def undo_log_needs(kernels: Kernels) -> dict[int, int]:
@@ -30,18 +30,23 @@ def undo_log_needs(kernels: Kernels) -> dict[int, int]:
 def choose_drafts(
     kernels: Kernels,
     needs: dict[int, int],
-    state_bytes: int,
-    budgets: Budgets,
+    budget: int | None,
+    left: int,
     device: torch.device,
-    free: Free,
     notes: list[str],
 ) -> frozenset[int]:
     """Chooses the units that get undo logs. `draft_memory` limits how many.
 
-    They are spread evenly over the model: the updates left for the next forward then come evenly too. `needs`: what
-    `undo_log_needs` returns; `state_bytes`: of the state that torch keeps.
+    They are spread evenly over the model: the updates left for the next forward then come evenly too.
+
+    Args:
+        kernels: Who updates.
+        needs: What `undo_log_needs` returns.
+        budget: The bytes of `draft_memory`. None: "auto".
+        left: The bytes that "auto" may take: what `left_for_drafts` returns.
+        device: Where layers compute.
+        notes: Gets a text if nothing is drafted that was asked for.
     """
-    budget = budgets.drafts
     if budget == 0 or not kernels.fused or (budget is None and device.type == "cpu"):
         return frozenset()
     if kernels.policy.update != "auto":
@@ -51,8 +56,8 @@ def choose_drafts(
     if kernels.policy.find_unused_parameters and any(unit.num_shards > 1 for unit in kernels.units):
         notes.append("there are no drafts: with find_unused_parameters=True other ranks may need the weights of before")
         return frozenset()
-    if budget is None:
-        budget = _left_for_drafts(kernels, state_bytes, budgets, free)
+    is_asked_for = budget is not None
+    budget = left if budget is None else budget
     share = min(budget / max(sum(needs.values()), 1), 1.0)
     chosen, taken, seen = [], 0, 0
     for index, need in needs.items():
@@ -60,7 +65,7 @@ def choose_drafts(
         if taken + need <= min(budget, share * seen + need / 2):
             chosen.append(index)
             taken += need
-    if needs and not chosen and budgets.drafts is not None:
+    if needs and not chosen and is_asked_for:
         notes.append(f"there are no drafts: the smallest undo log takes {format_bytes(min(needs.values()))}")
     return frozenset(chosen)
 
@@ -71,10 +76,13 @@ def _can_be_drafted(unit: HomeUnit, rules: tuple[FusedRule, ...], held: list[set
     return len(rules) == 1 and any(own <= parameters for parameters in held)
 
 
-def _left_for_drafts(kernels: Kernels, state_bytes: int, budgets: Budgets, free: Free) -> int:
-    """Returns the bytes of the host budget and of this machine that a home without drafts leaves."""
-    home = sum(region.bytes for region in home_regions(kernels, frozenset(), state_bytes))
-    left = [budgets.host - home] if budgets.host is not None else []
+def left_for_drafts(budgets: Budgets, free: Free, taken: int, more: int) -> int:
+    """Returns the bytes of the host budget and of this machine that are left for undo logs.
+
+    `taken`: bytes that the home has taken already. `more`: bytes that it will take besides undo logs. `free`: what is
+    free now.
+    """
+    left = [budgets.host - taken - more] if budgets.host is not None else []
     if free.share is not None:
-        left.append(free.share.free - margin_of(free.share.free) - home)
+        left.append(free.share.free - margin_of(free.share.free) - more)
     return max(min(left, default=0), 0)

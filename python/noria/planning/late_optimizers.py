@@ -1,6 +1,6 @@
 """Plans optimizers that are made after `noria.wrap(model)`: the home grows by what they need, and the rest stays.
 
-Units, window and held gradients were planned with the model. The optimizers add their moments and other state. Under a
+Units, window and held gradients were planned with the model. The optimizers add their state, and undo logs. Under a
 bfloat16 policy the masters, plain until then, become split where noria's kernels update.
 """
 
@@ -13,22 +13,25 @@ from torch.optim import Optimizer
 from noria.dist.ranks import Grid
 from noria.host.limits import Free
 from noria.model.layout import Region
-from noria.planning.draft_choice import choose_drafts, undo_log_needs
+from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.wrap_plan import WrapPlan, masters_note
 
-__all__ = ["plan_optimizers"]
+__all__ = ["new_regions", "plan_optimizers"]
 
 
-def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid | None, free: Free) -> WrapPlan:
+def plan_optimizers(
+    planned: WrapPlan, optimizers: list[Optimizer], grid: Grid | None, free: Free, taken: int
+) -> WrapPlan:
     """Returns the plan of the wrapped models with these optimizers. It changes nothing.
 
     Args:
         planned: The plan of the wrap call, which had no optimizer.
         optimizers: The optimizers that came later.
         grid: The grid of ranks that share the model.
-        free: The memory that is free now, beside the home.
+        free: The memory that is free now.
+        taken: The bytes that the home has taken already.
 
     Returns:
         A plan with the same units. A region that differs from the one in `planned` took nothing before, or takes
@@ -45,11 +48,10 @@ def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid |
     without_masters = masters_note(kernels, planned.partition, grid) if kernels.updates_bfloat16() else ""
     notes = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, notes)
-    if free.share is not None:  # without a home, as drafts are chosen
-        share = dataclasses.replace(free.share, free=free.share.free + planned.home_bytes)
-        free = dataclasses.replace(free, share=share)
-    draftable = undo_log_needs(kernels)
-    drafted = choose_drafts(kernels, draftable, state_bytes, planned.budgets, planned.device, free, notes)
+    draftable, budgets = undo_log_needs(kernels), planned.budgets
+    more = sum(region.bytes for region in new_regions(planned, _regions(planned, kernels, frozenset(), state_bytes)))
+    left = left_for_drafts(budgets, free, taken, more)
+    drafted = choose_drafts(kernels, draftable, budgets.drafts, left, planned.device, notes)
     return dataclasses.replace(
         planned,
         regions=_regions(planned, kernels, drafted, state_bytes),
@@ -62,6 +64,12 @@ def plan_optimizers(planned: WrapPlan, optimizers: list[Optimizer], grid: Grid |
         unpredicted=notes,
         without_masters=without_masters,
     )
+
+
+def new_regions(planned: WrapPlan, regions: list[Region]) -> list[Region]:
+    """Returns those that are yet to be taken."""
+    before = {region.purpose: region for region in planned.regions}
+    return [region for region in regions if region.bytes and region != before[region.purpose]]
 
 
 def _regions(planned: WrapPlan, kernels: Kernels, drafted: frozenset[int], state_bytes: int) -> list[Region]:

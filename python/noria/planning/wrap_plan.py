@@ -31,7 +31,7 @@ from noria.model.layout import (
 from noria.model.partition import Partition, partition, split_units
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
-from noria.planning.draft_choice import choose_drafts, undo_log_needs
+from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.policy import (
@@ -237,7 +237,9 @@ def make_plan(
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     draftable = undo_log_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
-    drafted = choose_drafts(kernels, draftable, state_bytes, budgets, device, free, unpredicted)
+    home = sum(region.bytes for region in home_regions(kernels, frozenset(), state_bytes))
+    left = left_for_drafts(budgets, free, 0, home)
+    drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
     if policy.update == "backward":
         ring = gradient_ring(parts, units)

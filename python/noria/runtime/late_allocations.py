@@ -25,16 +25,18 @@ class LateAllocations:
         Raises UsageError before it takes anything. `together`: ranks that share the model all take it, and all raise if
         one must; the call is then collective.
         """
-        self._refuse_too_much([region], together)
+        free = self._free(region) if together else min_over_ranks([probe_limits(self.context.device)])
+        self._refuse_too_much([region], free)
         return self._take(region)
 
-    def take_all(self, regions: Sequence[Region]) -> None:
-        """Takes memory for all of these purposes, or for none. Collective if ranks share the model.
+    def take_all(self, regions: Sequence[Region], free: Free) -> None:
+        """Takes memory for all of these purposes, or for none. `free`: the same on all ranks that share the model.
 
         Raises UsageError before it takes anything.
         """
-        self._refuse_too_much(regions, together=True)
+        self._refuse_too_much(regions, free)
         taken: list[str] = []
+        before = dict(self.context.home.regions)
         try:
             for region in regions:
                 self._take(region)
@@ -42,13 +44,13 @@ class LateAllocations:
         except BaseException:
             for purpose in taken:
                 self.give_back(purpose)
+            self.context.home.regions.update(before)  # some have no bytes yet
             raise
 
-    def _refuse_too_much(self, regions: Sequence[Region], together: bool) -> None:
+    def _refuse_too_much(self, regions: Sequence[Region], free: Free) -> None:
         budget = self.context.plan.budgets.host
         more = [(region.purpose, region.bytes) for region in regions]
         home = [(each.purpose, each.bytes) for each in self.context.home.regions.values()]
-        free = self._free(regions) if together else min_over_ranks([probe_limits(self.context.device)])
         if refusal := check_fits(home + more, budget, None) or check_fits(more, budget, free):
             raise refusal
 
@@ -69,10 +71,10 @@ class LateAllocations:
         self.context.home.leave(purpose)
         self.context.ledger.expect("host", purpose, 0)
 
-    def _free(self, regions: Sequence[Region]) -> Free:
+    def _free(self, region: Region) -> Free:
         """Returns the free memory. Ranks that share the model all ask before any takes, and get the same answer."""
         ranks, found = self.context.ranks, probe_limits(self.context.device)
         if ranks is None:
             return min_over_ranks([found])
-        self.sync.meet(f"take memory for {', '.join(region.purpose for region in regions)}")
+        self.sync.meet(f"take memory for {region.purpose}")
         return min_over_ranks(ranks.host.gather_objects(found))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noria import _C
 from noria.model.layout import HomeUnit, Region, Ring, describe_units
+from noria.model.moment_formats import scale_bytes
 from noria.model.partition import UnitSpec
 from torch import nn
 
@@ -29,14 +30,26 @@ def place(sizes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def described(tensors: list[tuple[int, torch.dtype, bool]]) -> HomeUnit:
+def described(tensors: list[tuple[int, torch.dtype, bool]], rank: int = 0, num_ranks: int = 1) -> HomeUnit:
     parameters = [
         nn.Parameter(torch.empty(count, dtype=dtype, device="meta"), requires_grad=trains)
         for count, dtype, trains in tensors
     ]
     names = [(f"p{number}",) for number in range(len(parameters))]
-    [unit] = describe_units([UnitSpec("unit", parameters, names, True, None)], None)
+    [unit] = describe_units([UnitSpec("unit", parameters, names, True, None)], None, rank, num_ranks)
     return unit
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.just(torch.float32), st.booleans()), min_size=1), st.integers(2, 4))
+def test_ranks_that_share_a_unit_plan_the_same_memory_for_logs_and_scales(tensors, num_ranks):
+    """Though one rank has parts of many parameters, and another one a part of one: each has blocks of its own."""
+    units = [described(tensors, rank, num_ranks) for rank in range(num_ranks)]
+    assert len({(unit.undo_log, scale_bytes(unit, "8bit")) for unit in units}) == 1
+    for unit in units:
+        parts = [slot.like.numel() for slot in unit.parameters if slot.trainable]
+        elements, blocks, _ = unit.undo_log
+        assert elements >= sum(parts) and blocks >= sum(_C.num_undo_blocks(part) for part in parts)
+        assert scale_bytes(unit, "8bit") >= 4 * sum(slot.num_blocks for slot in unit.parameters)
 
 
 @given(tensors)
