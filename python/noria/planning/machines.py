@@ -1,0 +1,123 @@
+"""Describes machines that a step is planned for: devices by name, and the speeds of their lanes.
+
+Peaks are those of dense bfloat16 products with sums in fp32, from NVIDIA's papers: the whitepapers on GA102 (RTX 3090),
+Ada (RTX 4090), RTX Blackwell (RTX 5090) and A100; the datasheets of H100 SXM, H200 SXM and HGX B200. The laptop has an
+RTX 4060: 24 of the 128 processors of an RTX 4090, at 8 lanes. Host memory is what two channels of DDR4 or DDR5 give to
+a desktop, and eight or more to a server; what a program gets of the H200's was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+
+from noria._errors import usage_error
+from noria.planning.step_simulation import PlanSpeeds
+
+__all__ = ["BOTH_WAYS", "DEVICES", "Device", "Machine", "device_named"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Describes a device.
+
+    - `memory_gib`: as the driver counts.
+    - `peak_tflops`: of dense bfloat16 products.
+    - `pcie`: generation and lanes of its link.
+    - `host_gib_s`: the memory of a host that such a device is often in.
+    """
+
+    memory_gib: float
+    peak_tflops: float
+    pcie: tuple[int, int]
+    host_gib_s: float
+
+    @property
+    def tflops(self) -> float:
+        """Returns what layers reach: 0.7 of the peak. This is an assumption."""
+        return 0.7 * self.peak_tflops
+
+    @property
+    def link_gib_s(self) -> float:
+        """Returns what copies reach each way, 0.83 of the raw rate. On PCIe 5 x16 51.3 GiB/s were measured, of 61.5."""
+        generation, lanes = self.pcie
+        raw_gb_s = {3: 8, 4: 16, 5: 32}[generation] * 128 / 130 / 8 * lanes
+        return 0.83 * raw_gb_s * 1e9 / (1 << 30)
+
+    @property
+    def free_bytes(self) -> int:
+        """Returns what the driver's context and torch's libraries leave. That they take 600 MiB is an assumption."""
+        return int(self.memory_gib * (1 << 30)) - (600 << 20)
+
+
+DEVICES: dict[str, Device] = {
+    "RTX 3090": Device(23.7, 71.2, (4, 16), 42),
+    "RTX 4090": Device(23.6, 165.2, (4, 16), 65),
+    "RTX 5090": Device(31.4, 209.5, (5, 16), 79),
+    "A100": Device(79.3, 312, (4, 16), 130),
+    "H100": Device(79.2, 989.4, (5, 16), 164),
+    "H200": Device(139.8, 989.4, (5, 16), 164),
+    "B200": Device(178.4, 2250, (5, 16), 300),
+    "8 GB laptop": Device(7.6, 31, (4, 8), 56),
+}
+
+BOTH_WAYS = 0.92
+"""What each way of a link keeps of its rate while the other copies too: 50.2 and 51.3 of 55 GB/s.
+(benchmarks/results/host_memory_h200_202611.json)"""
+
+# By format of the moments: GiB/s that one core updates with if the memory gives it, and GiB/s that it drafts with.
+# AdamW with split masters (benchmarks/results/adamw_amd-epyc_202611.json).
+_CORE_GIB_S = {"fp32": (43.0, 23.0), "bf16": (24.7, 11.0), "8bit": (7.6, 3.5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Describes what limits a step.
+
+    - `fetch`, `drain`: GiB/s of the link, each way alone.
+    - `tflops`: what layers reach.
+    - `host`: GiB/s of the host's memory. 0: not known, so it limits nothing.
+    - `update`: GiB/s of updates. None: `cores` and `host` say.
+    - `both_ways`: what each way of the link keeps while the other copies too.
+    - `measured`: the names of those that were measured now.
+    """
+
+    fetch: float
+    drain: float
+    tflops: float
+    host: float = 0.0
+    cores: int = 1
+    update: float | None = None
+    both_ways: float = 1.0
+    measured: tuple[str, ...] = ()
+
+    def speeds(self, drafts: bool, state_dtype: str) -> PlanSpeeds:
+        """Returns the speeds of its lanes. `drafts`: updates are drafts, which compute more."""
+        of_cores = self.cores * _CORE_GIB_S[state_dtype][drafts]
+        update = min(of_cores, self.host or of_cores) if self.update is None else self.update
+        both_ways = self.both_ways * (self.fetch + self.drain)
+        return PlanSpeeds(self.fetch, self.drain, update, self.tflops, self.host, both_ways, self.measured)
+
+
+def device_named(name: str) -> Device:
+    """Returns the device of this name, or of which this is a part. Case, spaces and the maker's name do not matter.
+
+    Raises UsageError if there is none.
+    """
+    known = {_plain(each): each for each in DEVICES}
+    wanted = _plain(name)
+    meant = [each for each in known if wanted == each] or [each for each in known if wanted and wanted in each]
+    if len(meant) == 1:
+        return DEVICES[known[meant[0]]]
+    near = difflib.get_close_matches(wanted, known, 1)
+    hint = f"did you mean {known[near[0]]}? " if near else ""
+    raise usage_error(
+        f"a device that noria knows ({', '.join(DEVICES)})",
+        f'"{name}"',
+        f"{hint}For any other leave --gpu out, and give --device-memory, --tflops, --fetch-gib-s and --drain-gib-s",
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())

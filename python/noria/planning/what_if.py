@@ -1,0 +1,145 @@
+"""Says what limits a planned step, and what would change it: simulates the same step on other machines and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from noria._errors import UsageError
+from noria.model.layout import GRADIENT_RING, UNDO_LOGS
+from noria.planning.machines import Machine
+from noria.planning.step_simulation import PlannedStep
+from noria.planning.wrap_plan import WrapPlan
+
+__all__ = ["Change", "Largest", "break_even_tokens", "changes", "compute_us", "largest_model", "simulated", "wall"]
+
+_HIDDEN = 1.05
+"""A step that takes this many times its compute hides all else."""
+_MOST_TOKENS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Describes the step after one change. `gain`: tokens per second over those of before."""
+
+    what: str
+    step_us: int
+    tokens: int
+    gain: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """Describes the largest model of this shape: as many equal blocks as host memory has room for."""
+
+    num_parameters: int
+    num_blocks: int
+    block: str
+
+
+def simulated(planned: WrapPlan, machine: Machine, tokens: int) -> PlannedStep:
+    """Simulates steps of the plan on a machine."""
+    return PlannedStep(planned, tokens, machine.speeds(bool(planned.drafted), planned.policy.state_dtype))
+
+
+def wall(step: PlannedStep) -> tuple[str, float]:
+    """Returns the resource that the step needs longest, and for which share of the step."""
+    times = step.times()
+    needs = {
+        "compute of the device": times.forward_us + times.backward_us,
+        "fetches over the link": times.forward_fetch_us + times.backward_fetch_us,
+        "drains over the link": times.drain_us,
+        "updates on the host": times.update_us,
+        "memory of the host": times.host_copies_us + times.host_updates_us,
+    }
+    name = max(needs, key=lambda each: needs[each])
+    return name, needs[name] / max(step.step_us, 1)
+
+
+def compute_us(step: PlannedStep) -> float:
+    """Returns the time of the layers alone, as if all of the model lay on the device."""
+    times = step.times()
+    return times.forward_us + times.backward_us
+
+
+def changes(
+    planned: WrapPlan, machine: Machine, tokens: int, plan_again: Callable[[dict[str, object]], WrapPlan]
+) -> list[Change]:
+    """Returns what single changes would give, the best first.
+
+    `plan_again`: plans the same model with these fields of the policy besides. It may raise UsageError.
+    """
+    policy = planned.policy
+    found: dict[str, PlannedStep] = {
+        "twice the tokens a step": simulated(planned, machine, 2 * tokens),
+        "a link twice as fast": simulated(
+            planned, dataclasses.replace(machine, fetch=2 * machine.fetch, drain=2 * machine.drain), tokens
+        ),
+        "host memory twice as fast": simulated(planned, dataclasses.replace(machine, host=2 * machine.host), tokens),
+        "twice the cores": simulated(planned, dataclasses.replace(machine, cores=2 * machine.cores), tokens),
+        "a device twice as fast": simulated(planned, dataclasses.replace(machine, tflops=2 * machine.tflops), tokens),
+    }
+    others: dict[str, dict[str, object]] = {}
+    if planned.fused:
+        others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
+        others |= {f'update="{each}"': {"update": each} for each in ("auto", "backward")}
+    others = {what: fields for what, fields in others.items() if not fields.items() <= vars(policy).items()}
+    if policy.host_memory != "auto" and set(planned.draftable) > planned.drafted:
+        missing = sum(size for unit, size in planned.draftable.items() if unit not in planned.drafted)
+        others["host memory for drafts of all units"] = {"host_memory": planned.home_bytes + missing}
+    for what, fields in others.items():
+        try:
+            found[what] = simulated(plan_again(fields), machine, tokens)
+        except UsageError:  # it does not fit, or noria cannot
+            continue
+    before = tokens / simulated(planned, machine, tokens).step_us
+    each = [
+        Change(what, step.step_us, step.tokens, step.tokens / step.step_us / before) for what, step in found.items()
+    ]
+    return sorted(each, key=lambda change: -change.gain)
+
+
+def break_even_tokens(planned: WrapPlan, machine: Machine) -> int | None:
+    """Returns from how many tokens a step on its compute hides all else, within 5 %. None if no number does."""
+
+    def hides(tokens: int) -> bool:
+        step = simulated(planned, machine, tokens)
+        return step.step_us <= _HIDDEN * compute_us(step)
+
+    too_few, enough = 1, 64
+    while not hides(enough):
+        too_few, enough = enough, 2 * enough
+        if enough > _MOST_TOKENS:
+            return None
+    while enough - too_few > max(1, enough // 100):
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if hides(middle) else (middle, enough)
+    return enough
+
+
+def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
+    """Returns the largest model of this shape whose home, without drafts, fits into so much host memory.
+
+    The device does not limit it: the window holds some blocks, however many there are. None if no block repeats.
+    """
+    alike = Counter((unit.weights, unit.gradients) for unit in planned.units if unit.is_block)
+    if not alike:
+        return None
+    (weights, gradients), num_blocks = alike.most_common(1)[0]
+    block = next(u for u in planned.units if u.is_block and (u.weights, u.gradients) == (weights, gradients))
+    regions = [region for region in planned.regions if region.purpose != UNDO_LOGS]
+    trained = sum(unit.gradients for unit in planned.units)
+    own = 0
+    for region in regions:
+        if len(region.sizes) == len(planned.units):
+            own += region.sizes[block.index]
+        elif region.purpose in ("optimizer state", GRADIENT_RING) and trained:  # not by unit
+            own += region.bytes * block.gradients // trained
+    rest = sum(region.bytes for region in regions) - num_blocks * own
+    most = (host_bytes - rest) // own
+    if most < 1:
+        return Largest(0, 0, block.name)
+    of_block = sum(slot.parameter.numel() for slot in block.parameters)
+    others = sum(slot.parameter.numel() for unit in planned.units for slot in unit.parameters) - num_blocks * of_block
+    return Largest(others + most * of_block, most, block.name)
