@@ -9,7 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from draw_trace import ROWS, colours_of, draw_bars, draw_legend, pyplot, quickest, read, step_starts
+from draw_trace import quickest, step_starts
+from noria.cli.picture import ROWS, colours_of, draw_bars, draw_legend, pyplot
+from noria.trace_file import read_trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -43,14 +45,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figure, panels = pyplot.subplots(2, 1, figsize=(13, 7.2), sharex=True, gridspec_kw={"hspace": 0.28})
+    figure, panels = pyplot().subplots(2, 1, figsize=(13, 7.2), sharex=True, gridspec_kw={"hspace": 0.28})
     with tempfile.TemporaryDirectory() as folder:
         for axes, (title, memory) in zip(panels, ROW_TITLES.items(), strict=True):
-            spans = read(traced(Path(folder), title, memory, args.blocks, args.steps))
+            spans = read_trace(traced(Path(folder), title, memory, args.blocks, args.steps))
             starts = step_starts(spans)[3:]  # the first steps are unlike the others
             begin_us, end_us = quickest(starts, 1)
             length_us = end_us - begin_us
-            shown = [s for s in spans if s.end_us > begin_us and s.start_us < end_us and s.lane in ROWS]
+            shown = [s for s in spans if s.end > begin_us and s.start < end_us and s.lane in ROWS]
             colour = colours_of(shown)
             draw_bars(axes, shown, begin_us, end_us, colour)
             for x in (0, length_us / 1e3):

@@ -24,14 +24,20 @@
 namespace noria {
 
 struct Costs {
-  std::map<Lane, double> bandwidth_gib_s;  // absent or 0: bytes take no time
+  std::map<Lane, double> bandwidth_gib_s;  // of a lane that is alone; absent or 0: bytes take no time
   std::map<Lane, double> latency_us;
   std::vector<double> forward_us;  // by unit
   std::vector<double> backward_us;
+  double both_ways_gib_s = 0;        // of fetches and drains together, while both run; 0: neither slows the other down
+  double host_gib_s = 0;             // of the host's memory, which fetches, drains and updates share; 0: no limit
+  double host_bytes_per_copied = 1;  // bytes of the host's memory that a copied byte reads or writes
 };
 
-/// Returns how long the op takes: a visit by its unit, an eviction 0, all else by latency and bandwidth of its lane.
+/// Returns how long the op takes alone: a visit by its unit, an eviction 0, all else by latency and bandwidth of its
+/// lane.
 double duration_us(const Op& op, const Costs& costs);
+double latency_us_of(const Op& op, const Costs& costs);
+double bandwidth_gib_s_of(Lane lane, const Costs& costs);
 
 struct StepTimes {
   double forward_us = 0, backward_us = 0, update_us = 0;

@@ -3,25 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <deque>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "base/errors.h"
 
 namespace noria {
 namespace {
 
-// An update that the pool may run next.
-struct Next {
-  std::size_t op;
-  double ready_us;
-  int priority;
-
-  bool comes_before(const Next& other, double now) const {
-    const bool is_ready = ready_us <= now, is_other_ready = other.ready_us <= now;
-    if (is_ready != is_other_ready) return is_ready;
-    return is_ready ? priority < other.priority : ready_us < other.ready_us;
-  }
-};
+// Less than this is left of an op that has ended; sums of floats miss by a little.
+constexpr double kNothingUs = 1e-6;
 
 class Simulation {
  public:
@@ -30,61 +23,134 @@ class Simulation {
         waits_(waits),
         costs_(costs),
         priorities_(priorities),
+        num_waits_(ops.size()),
+        waiters_(ops.size()),
         start_us_(ops.size()),
         end_us_(ops.size()) {
     NORIA_INVARIANT(waits.waits.size() == ops.size(), "the list of waits is not of these ops");
     NORIA_INVARIANT(priorities.empty() || priorities.size() == ops.size(), "priorities are by op");
+    for (std::size_t op = 0; op < ops.size(); ++op) queue(op);
   }
 
   std::vector<Span> run() {
-    for (std::size_t i = 0; i < ops_.size(); ++i) {
-      if (ops_[i].verb == Verb::evict) continue;
-      if (ops_[i].lane == Lane::update) pool_.push_back(i);
-      else begin(i, ready_us(i));
+    while (true) {
+      while (begin_next()) {
+      }
+      if (!pass_time()) break;
     }
-    while (!pool_.empty()) run_next_update();
     std::vector<Span> spans;
-    for (std::size_t i = 0; i < ops_.size(); ++i) {
-      if (ops_[i].verb != Verb::evict) spans.push_back(span_of(i));
+    for (std::size_t op = 0; op < ops_.size(); ++op) {
+      if (ops_[op].verb != Verb::evict) spans.push_back(span_of(op));
     }
     return spans;
   }
 
  private:
-  /// Returns when the waits of this op have ended. Runs updates until that is known.
-  double ready_us(std::size_t op) {
-    double ready = 0.0;
+  // What is left of an op: first its latency, then its bytes or its compute at full speed.
+  struct Running {
+    std::size_t op;
+    double latency_us, work_us;
+  };
+
+  void queue(std::size_t op) {
     for (const std::int64_t wait : waits_.waits[op]) {
       NORIA_INVARIANT(wait >= 0 && wait < static_cast<std::int64_t>(op), "an op waits for one that is issued later");
       const auto giver = static_cast<std::size_t>(wait);
-      while (is_pending(wait)) run_next_update();
-      ready = std::max(ready, end_us_[giver]);
+      if (ops_[giver].verb == Verb::evict) continue;
+      ++num_waits_[op];
+      waiters_[giver].push_back(op);
     }
-    return ready;
-  }
-
-  void begin(std::size_t op, double ready) {
-    double& free_us = free_us_.at(static_cast<std::size_t>(ops_[op].lane));
-    start_us_[op] = std::max(free_us, ready);
-    end_us_[op] = free_us = start_us_[op] + duration_us(ops_[op], costs_);
-  }
-
-  bool is_pending(std::int64_t op) const {
-    return std::find(pool_.begin(), pool_.end(), static_cast<std::size_t>(op)) != pool_.end();
-  }
-
-  void run_next_update() {
-    const double now = free_us_.at(static_cast<std::size_t>(Lane::update));
-    std::optional<Next> best;
-    for (const std::size_t op : pool_) {
-      const std::vector<std::int64_t>& waits = waits_.waits[op];
-      if (std::any_of(waits.begin(), waits.end(), [&](std::int64_t wait) { return is_pending(wait); })) continue;
-      const Next next{op, ready_us(op), priorities_.empty() ? 0 : priorities_[op]};
-      if (!best || next.comes_before(*best, now)) best = next;
-      if (priorities_.empty()) break;
+    if (ops_[op].verb == Verb::evict) return;
+    if (is_pooled(op)) {
+      if (num_waits_[op] == 0) pool_.emplace(priorities_[op], op);
+    } else {
+      queues_.at(index(op)).push_back(op);
     }
-    std::erase(pool_, best->op);
-    begin(best->op, best->ready_us);
+  }
+
+  // Updates with priorities. All other ops run in issue order.
+  bool is_pooled(std::size_t op) const { return ops_[op].lane == Lane::update && !priorities_.empty(); }
+  std::size_t index(std::size_t op) const { return static_cast<std::size_t>(ops_[op].lane); }
+
+  /// Begins what may begin now. Returns true if an op that takes no time has ended, so that more may begin.
+  bool begin_next() {
+    bool has_ended = false;
+    for (std::size_t lane = 0; lane < running_.size(); ++lane) {
+      if (running_.at(lane)) continue;
+      const std::optional<std::size_t> next = take(lane);
+      if (!next) continue;
+      start_us_[*next] = now_us_;
+      const double all_us = duration_us(ops_[*next], costs_), latency_us = latency_us_of(ops_[*next], costs_);
+      running_.at(lane) = Running{*next, latency_us, all_us - latency_us};
+      has_ended = end_if_done(lane) || has_ended;
+    }
+    return has_ended;
+  }
+
+  std::optional<std::size_t> take(std::size_t lane) {
+    if (lane == static_cast<std::size_t>(Lane::update) && !pool_.empty()) {
+      const std::size_t op = pool_.begin()->second;
+      pool_.erase(pool_.begin());
+      return op;
+    }
+    std::deque<std::size_t>& queue = queues_.at(lane);
+    if (queue.empty() || num_waits_[queue.front()] > 0) return std::nullopt;
+    const std::size_t op = queue.front();
+    queue.pop_front();
+    return op;
+  }
+
+  /// Returns false if nothing runs.
+  bool pass_time() {
+    const std::array<double, kNumLanes> speed = speeds();
+    std::optional<double> step_us;
+    for (std::size_t lane = 0; lane < running_.size(); ++lane) {
+      if (!running_.at(lane)) continue;
+      const Running& each = *running_.at(lane);
+      const double left_us = each.latency_us > 0 ? each.latency_us : each.work_us / speed.at(lane);
+      step_us = step_us ? std::min(*step_us, left_us) : left_us;
+    }
+    if (!step_us) return false;
+    now_us_ += *step_us;
+    for (std::size_t lane = 0; lane < running_.size(); ++lane) {
+      if (!running_.at(lane)) continue;
+      Running& each = *running_.at(lane);
+      if (each.latency_us > 0) each.latency_us -= *step_us;
+      else each.work_us -= *step_us * speed.at(lane);
+      if (each.latency_us < kNothingUs) each.latency_us = 0;
+      end_if_done(lane);
+    }
+    return true;
+  }
+
+  bool end_if_done(std::size_t lane) {
+    const Running& each = *running_.at(lane);
+    if (each.latency_us > 0 || each.work_us > kNothingUs) return false;
+    end_us_[each.op] = now_us_;
+    for (const std::size_t waiter : waiters_[each.op]) {
+      if (--num_waits_[waiter] == 0 && is_pooled(waiter)) pool_.emplace(priorities_[waiter], waiter);
+    }
+    running_.at(lane).reset();
+    return true;
+  }
+
+  /// Returns each lane's share of its full speed, as links and the host's memory allow now.
+  std::array<double, kNumLanes> speeds() const {
+    std::array<double, kNumLanes> share;
+    share.fill(1.0);
+    const auto gib_s = [&](Lane lane) {
+      const auto& running = running_.at(static_cast<std::size_t>(lane));
+      return running && running->latency_us <= 0 ? bandwidth_gib_s_of(lane, costs_) : 0.0;
+    };
+    const double fetch = gib_s(Lane::fetch), drain = gib_s(Lane::drain), update = gib_s(Lane::update);
+    double copies = 1.0, host = 1.0;
+    if (fetch > 0 && drain > 0 && costs_.both_ways_gib_s > 0)
+      copies = std::min(1.0, costs_.both_ways_gib_s / (fetch + drain));
+    const double wanted = costs_.host_bytes_per_copied * copies * (fetch + drain) + update;
+    if (costs_.host_gib_s > 0 && wanted > costs_.host_gib_s) host = costs_.host_gib_s / wanted;
+    share.at(static_cast<std::size_t>(Lane::fetch)) = share.at(static_cast<std::size_t>(Lane::drain)) = copies * host;
+    share.at(static_cast<std::size_t>(Lane::update)) = host;
+    return share;
   }
 
   Span span_of(std::size_t i) const {
@@ -105,9 +171,13 @@ class Simulation {
   const WaitList& waits_;
   const Costs& costs_;
   const std::vector<int>& priorities_;
+  std::vector<std::size_t> num_waits_;  // that have not ended
+  std::vector<std::vector<std::size_t>> waiters_;
   std::vector<double> start_us_, end_us_;
-  std::array<double, kNumLanes> free_us_{};
-  std::vector<std::size_t> pool_;  // updates that are issued and have not run, in issue order
+  std::array<std::deque<std::size_t>, kNumLanes> queues_;
+  std::set<std::pair<int, std::size_t>> pool_;  // updates that may run now, the next one first
+  std::array<std::optional<Running>, kNumLanes> running_;
+  double now_us_ = 0;
 };
 
 }  // namespace

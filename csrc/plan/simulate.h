@@ -1,4 +1,8 @@
 // Runs a plan in virtual time: each op starts when its lane is free and its waits have ended.
+//
+// Lanes that run at once may slow each other down. While a fetch and a drain run, both may be slower than alone. If
+// fetches, drains and updates together ask for more than the host's memory gives, each gets the same share of what it
+// asks for.
 #pragma once
 
 #include <vector>

@@ -374,6 +374,9 @@ class Costs:
         latency_us: Mapping[str, float] = {},
         forward_us: Sequence[float] = (),
         backward_us: Sequence[float] = (),
+        both_ways_gib_s: float = 0,
+        host_gib_s: float = 0,
+        host_bytes_per_copied: float = 1,
     ) -> None: ...
 
 class StepTimes:

@@ -13,7 +13,7 @@ from noria._errors import usage_error
 __all__ = ["TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class TracedSpan:
     """Describes one span of a trace. `givers`: the spans that this one waited for. Units: microseconds."""
 
@@ -29,6 +29,10 @@ class TracedSpan:
     @property
     def verb(self) -> str:
         return self.name.split(" ", 1)[0]
+
+    @property
+    def unit(self) -> str:
+        return self.name.partition(" ")[2]
 
 
 def read_trace(path: Path) -> list[TracedSpan]:
@@ -90,18 +94,19 @@ def whole_steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
     the last one.
     """
     compute = sorted(
-        (s for s in spans if s.lane == "compute" and s.verb in ("forward", "backward")), key=lambda s: s.start
+        (s for s in spans if s.lane == "compute" and s.verb in ("forward", "backward")), key=lambda s: (s.start, s.end)
     )
-    marks = sorted(span.start for span in spans if is_step(span))
-    ends = []
-    for each, later in zip(compute, [*compute[1:], None], strict=True):
-        if marks:
-            until = float("inf") if later is None else later.start
-            is_end = bisect.bisect_left(marks, each.end) < bisect.bisect_right(marks, until)
-        else:
-            is_end = each.verb == "backward" and (later is None or later.verb == "forward")
-        if is_end:
-            ends.append(each.end)
+    marks = [span.start for span in spans if is_step(span)]
+    if marks:
+        done = [span.end for span in compute]  # in order, because a lane runs one at a time
+        last = {bisect.bisect_right(done, mark) - 1 for mark in marks}
+        ends = [compute[number].end for number in sorted(last) if number >= 0]
+    else:
+        ends = [
+            each.end
+            for each, later in zip(compute, [*compute[1:], None], strict=True)
+            if each.verb == "backward" and (later is None or later.verb == "forward")
+        ]
     return list(itertools.pairwise(ends))
 
 

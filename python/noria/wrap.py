@@ -161,6 +161,14 @@ def plan(
     return make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
 
 
+def plan_elsewhere(model: nn.Module, optimizers: list[Optimizer], free_bytes: int, **policy_fields: Any) -> WrapPlan:
+    """As `plan`, for a CUDA device that is not here, with `free_bytes` free. `host_memory` limits the home."""
+    roots, updaters = _checked(model, optimizers or None)
+    policy = make_policy(None, policy_fields)
+    free = Free((free_bytes, free_bytes), None, None)
+    return make_plan(roots, updaters, policy, is_carried_out=False, free=free)
+
+
 def wrap(
     model: Any,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -1,9 +1,11 @@
 """The command line: plans without memory, diagnoses, traces summed up, and misuse answered in words."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import noria
 import pytest
@@ -11,7 +13,9 @@ import torch
 from noria import _C
 from noria.cli import main
 from noria.doctor import diagnose
+from noria.planning.machines import DEVICES, Machine, device_named
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 from noria.testing import on_machine
 from noria.trace_file import covered, read_trace
 from torch import nn
@@ -92,7 +96,7 @@ def test_plan_reads_a_config_of_transformers(capsys, tmp_path):
         )  # fmt: skip
         assert status == 0
         assert "51 units, 48 of them blocks" in out
-        assert "model.layers.47" in out
+        assert "model.layers.0-47 " in out and "model.layers.1 " not in out  # equal units share a line
         assert "low bits" in out
         assert out.endswith("every conflicting pair is ordered\n")
 
@@ -113,7 +117,7 @@ def test_plan_without_waits_is_found_wanting(capsys, factories, monkeypatch):
 def test_every_kind_of_wait_in_the_planned_step_is_missed_when_it_is_left_out(factories):
     model = Chain()
     planned = noria.plan(model, torch.optim.AdamW(model.parameters()), window=2, device="cpu")
-    step = PlannedStep(planned, 512, PlanSpeeds(2, 3, 5, 1, ()))
+    step = PlannedStep(planned, 512, PlanSpeeds(2, 3, 5, 1))
     assert step.check() == []
     pairs = {(step.ops[giver].verb, step.ops[i].verb) for i, on in enumerate(step.waits) for giver in on}
     assert {("update", "fetch"), ("fetch", "forward"), ("fetch", "backward"), ("backward", "drain")} <= pairs
@@ -131,7 +135,7 @@ def test_simulated_step_takes_the_time_of_its_bytes_and_is_never_shorter_than_th
     fetched = {name: each.fetched for name, each in planned.passes.items()}
     gradients = sum(unit.gradients for unit in planned.units)
     for fetch, drain, update, tflops in ((1e-3, 1, 1, 1), (1, 1e-3, 1, 1), (1, 1, 1e-3, 1), (1, 1, 1, 1e-6)):
-        step = PlannedStep(planned, 512, PlanSpeeds(fetch, drain, update, tflops, ()))
+        step = PlannedStep(planned, 512, PlanSpeeds(fetch, drain, update, tflops))
         times = step.times()
         ops = len(step.ops)  # each span is rounded to microseconds
         assert abs(times.forward_fetch_us - 1e6 * fetched["forward"] / (fetch * 2**30)) <= ops
@@ -151,7 +155,7 @@ def test_each_update_mode_has_a_simulated_step_of_its_own():
     model = Chain()
     weights = sum(p.numel() for block in model.blocks for p in block.parameters())
     whole_us, tflops = 1e6, 6 * 512 * weights / 1e6 / 1e6
-    speeds = PlanSpeeds(1e9, 1e9, 28 * sum(p.numel() for p in model.parameters()) / 2**30, tflops, ())
+    speeds = PlanSpeeds(1e9, 1e9, 28 * sum(p.numel() for p in model.parameters()) / 2**30, tflops)
     modes = {"drafts": {"draft_memory": "1GiB"}, "deferred": {"draft_memory": 0}} | {
         update: {"update": update} for update in ("backward", "blocking")
     }
@@ -183,7 +187,7 @@ def test_a_weight_that_two_modules_use_takes_its_time_in_each():
     model[2].weight = model[0].weight
     planned = noria.plan(model, torch.optim.AdamW(model.parameters()), device="cpu")
     assert len(planned.units) == 2
-    times = PlannedStep(planned, 512, PlanSpeeds(1, 1, 1, 1e-6, ())).times()
+    times = PlannedStep(planned, 512, PlanSpeeds(1, 1, 1, 1e-6)).times()
     product_us = 2 * 512 * 64 * 64 / 1e-6 / 1e6
     assert abs(times.forward_us - 3 * product_us) <= 3
     assert abs(times.backward_us - 6 * product_us) <= 3
@@ -208,6 +212,120 @@ def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(caps
     assert state_of("--model", "made_here:chain", "--state-dtype", "bf16") == [half, half]
     assert state_of("--model", "made_here:with_optimizer", "--optimizer", "AdamW") == [once, once]
     assert state_of("--model", "made_here:chain", "--optimizer", "none") == []
+
+
+# ---- other machines ------------------------------------------------------------------------------------------------
+
+
+def on_meta(num_blocks=12, width=512):
+    with torch.device("meta"):
+        return Chain(num_blocks, width)
+
+
+def planned_on_meta(num_blocks=12, **policy):
+    model = on_meta(num_blocks)
+    policy = {"device": "cpu", "kernel": "fused", **policy}
+    return noria.plan(model, torch.optim.AdamW(model.parameters()), **policy)
+
+
+def test_a_plan_for_another_machine_says_what_limits_it_and_what_would_help(capsys, factories, tmp_path):
+    factories.big = lambda: Chain(12, 512)
+    picture, trace = tmp_path / "wheel.svg", tmp_path / "trace.json"
+    status, out, _ = run(
+        capsys, "plan", "--model", "made_here:big", "--gpu", "rtx 4090", "--cores", 16, "--dram-gib-s", 70,
+        "--host-memory", "1GiB", "--tokens", 4096, "--picture", picture, "--trace", trace, "--check",
+    )  # fmt: skip
+    assert status == 0
+    for text in (
+        "blocks.0-11",
+        "cuda:0",
+        "tokens/s; ",
+        "the wall: ",
+        "break-even: from ",
+        "largest model",
+        "blocks like",
+    ):
+        assert text in out, text
+    gains = [float(line.split()[-2]) for line in out.splitlines() if line.endswith(" x")]
+    assert len(gains) > 5 and gains == sorted(gains, reverse=True)
+    assert picture.read_text().lstrip().startswith("<?xml")
+    status, out, _ = run(capsys, "trace", trace)
+    assert status == 0 and "3 whole steps" in out
+
+
+def test_a_model_that_the_host_cannot_hold_is_told_so_with_the_largest_that_it_can(capsys, factories):
+    factories.big = lambda: Chain(12, 512)
+    status, out, _ = run(capsys, "plan", "--model", "made_here:big", "--gpu", "RTX 3090", "--host-memory", "40MiB")
+    assert status == 1
+    assert "does not fit: noria expected host_memory of at least" in out
+    assert "largest model of this shape in 40MiB of host memory: " in out
+
+
+@pytest.mark.parametrize("policy", [{}, {"update": "backward"}, {"kernel": "torch"}, {"state_dtype": "8bit"}], ids=str)
+def test_the_largest_model_fits_and_one_block_more_does_not(policy):
+    budget = 64 << 20
+    found = largest_model(planned_on_meta(**policy), budget)
+    assert found.num_parameters == sum(p.numel() for p in on_meta(found.num_blocks).parameters())
+    slack = 4 if policy.get("update") == "backward" else 1  # its ring has slots for a quarter of the units, rounded
+    planned_on_meta(found.num_blocks - slack + 1, **policy, host_memory=budget)
+    with pytest.raises(noria.UsageError, match="host_memory of at least"):
+        planned_on_meta(found.num_blocks + slack, **policy, host_memory=budget)
+
+
+MACHINE = Machine(fetch=10, drain=10, tflops=1, host=20, cores=2, both_ways=0.9)
+
+
+def test_from_the_break_even_on_a_step_hides_all_but_its_compute():
+    planned = planned_on_meta(draft_memory="1GiB")
+    tokens = break_even_tokens(planned, MACHINE)
+    steps = [simulated(planned, MACHINE, number) for number in (tokens, tokens * 9 // 10)]
+    ratios = [step.step_us / compute_us(step) for step in steps]
+    assert ratios[0] <= 1.05 < ratios[1]
+
+
+@pytest.mark.parametrize(
+    ("slow", "named", "better"),
+    [
+        ({"tflops": 1e-3}, "compute of the device", "a device twice as fast"),
+        ({"fetch": 1e-2, "drain": 1e-2}, "fetches over the link", "a link twice as fast"),
+        ({"host": 1e-2}, "memory of the host", "host memory twice as fast"),
+    ],
+)
+def test_the_wall_is_what_is_slow_and_a_faster_one_helps_most(slow, named, better):
+    machine = dataclasses.replace(MACHINE, **slow)
+    planned = planned_on_meta(draft_memory="1GiB", window=3)
+    name, share = wall(simulated(planned, machine, 64))
+    assert name == named and 0.8 < share <= 1.01
+    all_changes = changes(planned, machine, 64, lambda fields: planned_on_meta(window=3, **fields))
+    gains = {each.what: each.gain for each in all_changes if "twice" in each.what and each.tokens == 64}
+    assert max(gains, key=gains.get) == better and gains.pop(better) > 1.6
+    assert all(0.99 < gain < 1.05 for gain in gains.values())
+
+
+def test_a_device_is_known_by_its_name_or_a_part_of_it():
+    for name in ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090"):
+        assert device_named(name) is DEVICES["RTX 4090"]
+    for device in DEVICES.values():
+        assert 0 < device.free_bytes < device.memory_gib * 2**30
+        assert 5 < device.link_gib_s < 60
+    assert device_named("H200").link_gib_s == pytest.approx(55.1e9 / 2**30, rel=0.06)  # measured
+
+
+def test_the_page_about_what_if_has_every_device():
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    for name, device in DEVICES.items():
+        generation, lanes = device.pcie
+        numbers = f"{device.memory_gib} | {device.peak_tflops} | PCIe {generation} x{lanes}"
+        assert f"| {name} | {numbers} | {device.link_gib_s:.1f} | {device.host_gib_s} |" in page, name
+
+
+def test_fewer_cores_update_no_faster_than_they_compute():
+    few, many = (dataclasses.replace(MACHINE, cores=cores, host=1000.0) for cores in (1, 100))
+    for state_dtype in ("fp32", "bf16", "8bit"):
+        update, draft = (few.speeds(drafts, state_dtype).update for drafts in (False, True))
+        assert draft < update < 50
+        assert many.speeds(False, state_dtype).update == min(100 * update, 1000)
+    assert dataclasses.replace(few, update=7.0).speeds(True, "fp32").update == 7.0
 
 
 @pytest.mark.parametrize(
@@ -245,7 +363,18 @@ def test_plan_takes_the_optimizer_from_the_factory_or_from_the_command_line(caps
             ["plan", "--model", "made_here:chain", "--pipeline", "2", "--length", "0"],
             "--length of 1 or more, but found 0.",
         ),
+        (["plan", "--model", "made_here:chain", "--gpu", "RTX 4090"], "--host-memory beside --gpu"),
+        (
+            ["plan", "--model", "made_here:chain", "--gpu", "RTX 409O", "--host-memory", "1GiB"],
+            "did you mean RTX 4090?",
+        ),
+        (["plan", "--model", "made_here:chain", "--gpu", "RTX", "--host-memory", "1GiB"], "a device that noria knows"),
+        (["plan", "--model", "made_here:chain", *SPEEDS, "--picture", "/tmp/wheel.txt"], "ends in .svg"),
+        (["plan", "--model", "made_here:chain", *SPEEDS, "--picture", "/nowhere/wheel.svg"], "can be written"),
+        (["plan", "--model", "made_here:chain", *SPEEDS, "--trace", "/nowhere/trace.json"], "can be written"),
         (["trace", "/nowhere.json"], "No such file"),
+        (["trace"], "neither"),
+        (["trace", "a.json", "--diff", "a.json", "b.json"], "both"),
     ],
 )
 def test_misuse_is_answered_with_expected_found_and_remedy_and_exit_code_2(capsys, factories, arguments, found):
@@ -378,3 +507,27 @@ def test_trace_refuses_what_is_no_trace_of_noria(capsys, tmp_path):
         status, _, err = run(capsys, "trace", path)
         assert status == 2
         assert "as noria writes it" in err
+
+
+def test_a_diff_names_the_ops_where_two_traces_part(capsys, tmp_path):
+    planned, other = planned_on_meta(window=3, draft_memory=0), noria.plan(nn.Linear(4, 4), device="cpu")
+    traces = {
+        "fast": PlannedStep(planned, 4096, PlanSpeeds(10, 10, 10, 1)),
+        "slow": PlannedStep(planned, 4096, PlanSpeeds(10, 1, 10, 1)),
+        "other": PlannedStep(other, 4096, PlanSpeeds(10, 1, 10, 1)),
+    }
+    paths = {name: tmp_path / f"{name}.json" for name in traces}
+    for name, step in traces.items():
+        paths[name].write_text(step.trace_json())
+    status, out, _ = run(capsys, "trace", "--diff", paths["fast"], paths["slow"])
+    assert status == 0
+    kinds, apart = out.split("ops that part most:")
+    rows = {line.split()[0]: line.split() for line in kinds.splitlines() if line.endswith("ms")}
+    fast, slow = (float(rows["drain"][column]) for column in (1, 3))
+    assert slow == pytest.approx(10 * fast, rel=0.05)
+    assert rows["forward"][1] == rows["forward"][3]
+    assert all("drain blocks" in line for line in apart.splitlines()[2:7])
+    assert "waits that part most:" in apart
+    assert "(+0.0%)" in run(capsys, "trace", "--diff", paths["fast"], paths["fast"])[1]
+    status, _, err = run(capsys, "trace", "--diff", paths["fast"], paths["other"])
+    assert status == 2 and "of the same model" in err

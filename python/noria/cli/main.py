@@ -16,6 +16,7 @@ from noria.cli.doctor import run_doctor
 from noria.cli.plan import run_plan
 from noria.cli.trace import run_trace
 from noria.pipeline.schedules import SCHEDULES
+from noria.planning.machines import DEVICES
 
 __all__ = ["main"]
 
@@ -63,7 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     for lane in ("fetch", "drain", "update"):
         speed.add_argument(f"--{lane}-gib-s", type=_positive, metavar="GIB/S")
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
-    speed.add_argument("--tokens", type=int, default=4096, help="of a step: batch x length (default 4096)")
+    speed.add_argument("--tokens", type=_number, default=4096, help="of a step: batch x length (default 4096)")
+    machine = plan.add_argument_group("another machine, and what if; the speeds above count before those of --gpu")
+    machine.add_argument("--gpu", metavar="NAME", help=f"{', '.join(DEVICES)}: its memory, link and compute")
+    machine.add_argument("--cores", type=_number, help="of its host, for updates (default: this machine's)")
+    machine.add_argument(
+        "--dram-gib-s", type=_positive, metavar="GIB/S", help="of its memory: copies and updates share it"
+    )
+    machine.add_argument("--picture", type=Path, metavar="FILE", help="draw the step: .svg, .png or .pdf")
+    machine.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the simulated steps, as a run writes a trace"
+    )
     line = plan.add_argument_group("a pipeline of stages: what blocks save, who lends what")
     line.add_argument("--pipeline", type=int, metavar="STAGES", help="as many ranks")
     line.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)}; default: 1f1b")
@@ -82,9 +93,19 @@ def _parser() -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="sum up a trace file that Policy.trace has written")
     trace.set_defaults(run=run_trace)
-    trace.add_argument("file", type=Path)
+    trace.add_argument("file", type=Path, nargs="?")
+    trace.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("PREDICTED", "MEASURED"), help="where two traces of the same model part"
+    )
     trace.add_argument("--waits", type=int, default=5, help="how many of the longest waits to show")
     return parser
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
 
 
 def _positive(text: str) -> float:

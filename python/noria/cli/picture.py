@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noria._errors import usage_error
+from noria.trace_file import TracedSpan
 
 if TYPE_CHECKING:
-    from noria.trace_file import TracedSpan
+    from noria.planning.step_simulation import PlannedStep
 
-__all__ = ["ROWS", "colours_of", "draw_bars", "draw_legend", "draw_wheel", "pyplot"]
+__all__ = ["ROWS", "colours_of", "draw_bars", "draw_legend", "draw_wheel", "pyplot", "spans_of"]
 
 ROWS = ["fetch", "compute", "drain", "update"]
 """The way of a unit, from top to bottom."""
@@ -76,6 +77,21 @@ def draw_legend(axes: Any, colour: dict[str, str], marked: str = "") -> None:
         where = (0.01 + 0.98 * (i + 0.5) / len(colour), 1.02)
         label = axes.text(*where, unit.rpartition(".")[2], transform=axes.transAxes, ha="center", bbox=box)
         label.set_color("white" if i in (0, len(colour) - 1) else "black")
+
+
+def spans_of(step: PlannedStep) -> list[TracedSpan]:
+    """Returns the simulated ops of all steps as a trace has them."""
+    names = [unit.name for unit in step.planned.units]
+    return [
+        TracedSpan(
+            span.lane,
+            f"{span.verb} {names[span.unit]}" if span.unit >= 0 else span.verb,
+            span.start_us,
+            span.end_us,
+            span.bytes,
+        )
+        for span in step.all_spans
+    ]
 
 
 def draw_wheel(path: Path, spans: Sequence[TracedSpan], begin_us: float, end_us: float, title: str) -> None:

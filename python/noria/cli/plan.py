@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noria import _C
-from noria._errors import usage_error
+from noria._errors import UsageError, usage_error
+from noria.cli.picture import draw_wheel, spans_of
 from noria.cli.tables import show, time_text
-from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.machines import BOTH_WAYS, Machine, device_named
+from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from noria.planning.machines import Device
+    from noria.planning.step_simulation import PlannedStep
     from noria.planning.wrap_plan import WrapPlan
 
 __all__ = ["run_plan"]
@@ -44,17 +48,110 @@ def run_plan(args: argparse.Namespace) -> int:
         fields["dtype"] = torch.bfloat16
     if args.pipeline is None and args.activation_memory is not None:
         raise usage_error("--pipeline beside --activation-memory", "none", "say how many stages there are")
+    if args.gpu is not None:
+        return _run_elsewhere(args, model, optimizers, fields)
     planned = plan(model, optimizers or None, **fields)
     if args.pipeline is not None:
         return _run_pipeline(args, model, planned)
     print(planned)
-    step = PlannedStep(planned, args.tokens, _speeds(args, planned))
+    step = simulated(planned, _machine(args, planned), args.tokens)
     _show_step(step)
+    return _finish(args, step)
+
+
+def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
+    """Writes the files that were asked for, and checks the step's waits. Returns the exit status."""
+    if args.trace is not None:
+        try:
+            args.trace.write_text(step.trace_json(), encoding="utf-8")
+        except OSError as error:
+            found = f"{args.trace}: {error.strerror}"
+            raise usage_error("a trace file that can be written", found, "choose another path") from None
+        print(f"written: {args.trace}")
+    if args.picture is not None:
+        tokens_s = 1e6 * step.tokens / max(step.step_us, 1)
+        title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s:.0f} tokens/s (simulated)"
+        draw_wheel(args.picture, spans_of(step), step.begin_us, step.end_us, title)
+        print(f"written: {args.picture}")
     if not args.check:
         return 0
     faults = step.check()
     print("\n".join(faults) if faults else "every conflicting pair is ordered")
     return 1 if faults else 0
+
+
+def _run_elsewhere(
+    args: argparse.Namespace, model: nn.Module, optimizers: list[Optimizer], fields: dict[str, Any]
+) -> int:
+    """Plans for a machine that is not here, and says what limits it."""
+    from noria.wrap import plan_elsewhere
+
+    if args.pipeline is not None:
+        raise usage_error("--pipeline or --gpu", "both", "plan a stage's device by itself")
+    if "host_memory" not in fields:
+        raise usage_error("--host-memory beside --gpu", "none", "say how much memory its host has for the home")
+    device = device_named(args.gpu)
+    fields.setdefault("device", "cuda")
+
+    def planned_with(more: dict[str, Any]) -> WrapPlan:
+        return plan_elsewhere(model, optimizers, device.free_bytes, **{**fields, **more})
+
+    try:
+        planned = planned_with({})
+    except UsageError as error:
+        try:
+            planned = planned_with({"host_memory": "auto"})
+        except UsageError:
+            raise error from None  # the host is not what is too small
+        print(planned)
+        print(f"does not fit: {error}")
+        _show_largest(planned, fields["host_memory"])
+        return 1
+    print(planned)
+    machine = _machine(args, planned, device)
+    step = simulated(planned, machine, args.tokens)
+    _show_step(step)
+    _show_limits(step, machine)
+    _show_largest(planned, fields["host_memory"])
+    columns = ["one change", "step", "tokens/s", "gain"]
+    rows = [
+        [change.what, time_text(change.step_us), f"{1e6 * change.tokens / change.step_us:.0f}", f"{change.gain:.2f} x"]
+        for change in changes(planned, machine, args.tokens, planned_with)
+    ]
+    print()
+    show("what one change would give", columns, rows)
+    return _finish(args, step)
+
+
+def _show_limits(step: PlannedStep, machine: Machine) -> None:
+    name, share = wall(step)
+    ideal_us = compute_us(step)
+    print(
+        f"{1e6 * step.tokens / step.step_us:.0f} tokens/s; {1e6 * step.tokens / ideal_us:.0f} if all lay on the device "
+        f"({ideal_us / step.step_us:.0%})"
+    )
+    print(f"the wall: {name}, {share:.0%} of the step")
+    tokens = break_even_tokens(step.planned, machine)
+    print(
+        "no number of tokens a step hides all else behind the compute"
+        if tokens is None
+        else f"break-even: from {tokens} tokens a step on, all else hides behind the compute, within 5 %"
+    )
+
+
+def _show_largest(planned: WrapPlan, host_memory: str | int) -> None:
+    from noria.policy import to_bytes
+
+    found = largest_model(planned, to_bytes(host_memory) or 0)
+    if found is None:
+        return
+    print(
+        f"largest model of this shape in {host_memory} of host memory: {found.num_parameters / 1e9:.2f} B parameters, "
+        f"{found.num_blocks} blocks like {found.block}"
+        + (", without drafts" if planned.drafted or planned.draftable else "")
+        if found.num_blocks
+        else f"not even one block like {found.block} fits into {host_memory} of host memory"
+    )
 
 
 def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan) -> int:
@@ -203,8 +300,9 @@ def _show_step(step: PlannedStep) -> None:
     show("one steady step, simulated", ["lane", "ops", "busy", "share", "ends at"], rows)
     speeds = step.speeds
     print(
-        f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s and "
-        f"{speeds.tflops:.3g} Tflop/s"
+        f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s"
+        + (f" of the host's {speeds.host:.1f}" if speeds.host else "")
+        + f" and {speeds.tflops:.3g} Tflop/s"
         + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
         + f", {step.tokens} tokens"
     )
@@ -216,13 +314,21 @@ def _show_step(step: PlannedStep) -> None:
     )
 
 
-def _speeds(args: argparse.Namespace, planned: WrapPlan) -> PlanSpeeds:
+def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None = None) -> Machine:
+    """Returns the machine that the arguments describe. Speeds that nothing says are measured here."""
     import torch
 
     from noria.doctor import measure_matmul_tflops, measure_speeds
 
     given = {"fetch": args.fetch_gib_s, "drain": args.drain_gib_s, "update": args.update_gib_s, "tflops": args.tflops}
-    missing = tuple(name for name, value in given.items() if value is None)
+    host, cores = args.dram_gib_s, args.cores or os.cpu_count() or 1
+    if device is not None:
+        of_device = {"fetch": device.link_gib_s, "drain": device.link_gib_s, "tflops": device.tflops}
+        given |= {name: value for name, value in of_device.items() if given[name] is None}
+        return Machine(**given, host=host or device.host_gib_s, cores=cores, both_ways=BOTH_WAYS)
+    missing = tuple(
+        name for name, value in given.items() if value is None and not (name == "update" and args.cores and host)
+    )
     if set(missing) - {"tflops"}:
         speeds = measure_speeds()
         given |= {name: getattr(speeds, name) for name in missing if name != "tflops"}
@@ -230,4 +336,4 @@ def _speeds(args: argparse.Namespace, planned: WrapPlan) -> PlanSpeeds:
         dtypes = {slot.dtype for unit in planned.units for slot in unit.parameters}
         dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         given["tflops"] = measure_matmul_tflops(planned.device, dtype)
-    return PlanSpeeds(**given, measured=missing)
+    return Machine(**given, host=host or 0.0, cores=cores, measured=missing)

@@ -1,9 +1,9 @@
 """Describes machines that a step is planned for: devices by name, and the speeds of their lanes.
 
-Peaks are those of dense bfloat16 products with sums in fp32, from NVIDIA's papers: the whitepapers on GA102 (RTX 3090),
-Ada (RTX 4090), RTX Blackwell (RTX 5090) and A100; the datasheets of H100 SXM, H200 SXM and HGX B200. The laptop has an
-RTX 4060: 24 of the 128 processors of an RTX 4090, at 8 lanes. Host memory is what two channels of DDR4 or DDR5 give to
-a desktop, and eight or more to a server; what a program gets of the H200's was measured.
+Peaks are those of dense bfloat16 products with sums in fp32. Sources: NVIDIA's whitepapers on GA102 (RTX 3090), Ada
+(RTX 4090), RTX Blackwell (RTX 5090) and A100. For H100, H200 and HGX B200 its datasheets. The laptop has an RTX 4060:
+24 of the 128 processors of an RTX 4090, at 8 lanes. Host memory is what two channels of DDR4 or DDR5 give to a desktop,
+and eight or more to a server. The H200's was measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Device:
 
     @property
     def link_gib_s(self) -> float:
-        """Returns what copies reach each way, 0.83 of the raw rate. On PCIe 5 x16 51.3 GiB/s were measured, of 61.5."""
+        """Returns what copies reach each way: 0.83 of the raw rate. An H200 was measured at 0.87."""
         generation, lanes = self.pcie
         raw_gb_s = {3: 8, 4: 16, 5: 32}[generation] * 128 / 130 / 8 * lanes
         return 0.83 * raw_gb_s * 1e9 / (1 << 30)
@@ -101,7 +101,7 @@ class Machine:
 
 
 def device_named(name: str) -> Device:
-    """Returns the device of this name, or of which this is a part. Case, spaces and the maker's name do not matter.
+    """Returns the device of this name, or of a name that has this part. Case and spaces do not matter.
 
     Raises UsageError if there is none.
     """

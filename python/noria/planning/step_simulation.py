@@ -16,13 +16,20 @@ __all__ = ["PlanSpeeds", "PlannedStep"]
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpeeds:
-    """Holds GiB/s of the lanes and Tflop/s of the device. `measured`: the names of those that were measured now."""
+    """Holds GiB/s of the lanes, each alone, and Tflop/s of the device.
+
+    - `host`: GiB/s of the host's memory, which copies and updates share. 0: no limit.
+    - `both_ways`: GiB/s of fetches and drains together, while both run. 0: neither slows the other down.
+    - `measured`: the names of those that were measured now.
+    """
 
     fetch: float
     drain: float
     update: float
     tflops: float
-    measured: tuple[str, ...]
+    host: float = 0.0
+    both_ways: float = 0.0
+    measured: tuple[str, ...] = ()
 
 
 _STEPS = 4
@@ -51,8 +58,10 @@ class PlannedStep:
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = [2 * us for us in forward_us]
-        costs = _C.Costs(rates, {}, self._by_visit("forward", forward_us), self._by_visit("backward", backward_us))
-        spans = {span.op: span for span in _C.simulate(self.ops, self.waits, costs, self._priorities)}
+        by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
+        self._costs = _C.Costs(rates, {}, *by_visit, speeds.both_ways, speeds.host, self._bytes_per_copied)
+        all_spans = _C.simulate(self.ops, self.waits, self._costs, self._priorities)
+        spans = {span.op: span for span in all_spans}
         self.begin_us, self.end_us = (
             max((spans[op].end_us for op in range(num_ops) if op in spans and spans[op].lane == "compute"), default=0)
             for num_ops in (self._first[-1], len(self.ops))
@@ -60,10 +69,24 @@ class PlannedStep:
         """When the last step begins and ends: its compute, from one step's end to the next."""
         self.spans = [spans[op] for op in range(self._first[-1], len(self.ops)) if op in spans]
         """The ops of the last step."""
+        self.all_spans = all_spans
+        """The ops of all steps."""
 
     @property
     def step_us(self) -> int:
         return self.end_us - self.begin_us
+
+    @property
+    def _bytes_per_copied(self) -> int:
+        """Returns how often a copied byte is read or written in the host's memory."""
+        return 2 if self.planned.device.type == "cpu" else 1  # there the device's memory is the host's
+
+    def trace_json(self) -> str:
+        """Returns the simulated steps as the JSON of a trace, like that of a run (`noria trace`, Perfetto)."""
+        trace = _C.Trace(len(self.all_spans))
+        for span in self.all_spans:
+            trace.add(span)
+        return trace.chrome_json([unit.name for unit in self.planned.units])
 
     def _add_step(self, step: int) -> None:
         mode = self.planned.policy.update
@@ -159,7 +182,7 @@ class PlannedStep:
         return faults
 
     def times(self) -> _C.StepTimes:
-        """Returns the time of each kind of op, from which bounds are computed."""
+        """Returns the time of each kind of op if it were alone, from which bounds are computed."""
         names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload", "peer")
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
@@ -170,11 +193,10 @@ class PlannedStep:
             if span.lane == "peer":
                 name = "peer_us"
             if name in sums:
-                sums[name] += span.end_us - span.start_us
-        # Updates run at the pace of the host's memory, and copies use that memory too. If it is the device's memory as
-        # well, each copy is both read and written there, so it counts twice.
-        times = 2 if self.planned.device.type == "cpu" else 1
-        copied = sum(span.bytes for span in self.spans if span.lane in ("fetch", "drain"))
-        sums["host_copies_us"] = times * copied / (self.speeds.update * (1 << 30)) * 1e6
-        sums["host_updates_us"] = sums["update_us"]
+                sums[name] += _C.duration_us(self.ops[span.op], self._costs)
+        if self.speeds.host:
+            copied = self._bytes_per_copied
+            for name, lanes, times in (("copies", ("fetch", "drain"), copied), ("updates", ("update",), 1)):
+                moved = times * sum(span.bytes for span in self.spans if span.lane in lanes)
+                sums[f"host_{name}_us"] = moved / (self.speeds.host * (1 << 30)) * 1e6
         return _C.StepTimes(**sums)

@@ -119,7 +119,7 @@ def break_even_tokens(planned: WrapPlan, machine: Machine) -> int | None:
 
 
 def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
-    """Returns the largest model of this shape whose home, without drafts, fits into so much host memory.
+    """Returns the largest model of this shape whose home, without drafts, fits into these bytes of host memory.
 
     The device does not limit it: the window holds some blocks, however many there are. None if no block repeats.
     """

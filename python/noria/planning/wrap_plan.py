@@ -148,9 +148,10 @@ class WrapPlan:
             f"{sum(unit.is_block for unit in self.units)} of them blocks; {format_bytes(weights)} of weights; "
             f"the window holds {self.arena_bytes / max(weights, 1):.0%} of them"
         ]
-        for unit in self.units:
-            what = f"gradients {format_bytes(unit.gradients)}" if unit.gradients else "frozen"
-            lines.append(f"  {unit.name:<40} weights {format_bytes(unit.weights):>10}  {what}")
+        for name, alike in _folded(self.units):
+            weights, gradients = sum(unit.weights for unit in alike), sum(unit.gradients for unit in alike)
+            what = f"gradients {format_bytes(gradients)}" if gradients else "frozen"
+            lines.append(f"  {name:<40} weights {format_bytes(weights):>10}  {what}")
         lines.append("memory:")
         lines += [f"  {place:<8} {purpose:<34} {format_bytes(amount):>10}" for place, purpose, amount in self.rows()]
         for name, planned in self.passes.items():
@@ -171,6 +172,30 @@ class WrapPlan:
             lines.append(f"drafts: of {drafted} {plural(drafted, 'unit')}, {format_bytes(logs)} of the above")
         lines += [f"note: {note}" for note in self.unpredicted]
         return "\n".join(lines)
+
+
+def _folded(units: list[HomeUnit]) -> list[tuple[str, list[HomeUnit]]]:
+    """Returns the units line by line, with a name. Equal units that are numbered one after another share a line."""
+    lines: list[list[HomeUnit]] = []
+    for unit in units:
+        if lines and _follows(unit, lines[-1][-1]):
+            lines[-1].append(unit)
+        else:
+            lines.append([unit])
+    names = [each[0].name if len(each) == 1 else f"{each[0].name}-{_number_of(each[-1])}" for each in lines]
+    return list(zip(names, lines, strict=True))
+
+
+def _follows(unit: HomeUnit, last: HomeUnit) -> bool:
+    number, before = _number_of(unit), _number_of(last)
+    is_next = number is not None and before is not None and number == before + 1
+    is_alike = (unit.weights, unit.gradients) == (last.weights, last.gradients)
+    return is_next and is_alike and unit.name.rpartition(".")[0] == last.name.rpartition(".")[0]
+
+
+def _number_of(unit: HomeUnit) -> int | None:
+    text = unit.name.rpartition(".")[2]
+    return int(text) if text.isdecimal() else None
 
 
 def make_plan(
@@ -200,7 +225,8 @@ def make_plan(
         UsageError: if the model cannot be wrapped like this, or does not fit.
     """
     device_bytes = to_bytes(policy.device_memory) if not isinstance(policy.device_memory, float) else None
-    device = compute_device(policy, is_elsewhere=not is_carried_out and device_bytes is not None)
+    is_sized = device_bytes is not None or (free is not None and free.device is not None)
+    device = compute_device(policy, is_elsewhere=not is_carried_out and is_sized)
     free = free or min_over_ranks([probe_limits(device)])
     if device.type == "cuda" and free.device is None and device_bytes is not None:
         free = Free((device_bytes, device_bytes), None, None)  # of another machine: this one's limits tell nothing

@@ -120,3 +120,64 @@ def test_a_ring_of_buckets_keeps_its_busiest_lane_busy(phase, num_cells, window,
     spans = _C.simulate(plan.ops, _C.derive(plan.ops, model.buffers), price)
     busiest = num_units * max(compute_us, move_us)
     assert busiest < max(span.end_us for span in spans) <= busiest + compute_us + 2 * move_us
+
+
+# ---- lanes that share ----------------------------------------------------------------------------------------------
+
+
+def ends_of(ops, price, waits=None):
+    spans = _C.simulate(ops, waits or [[] for _ in ops], price)
+    return [span.end_us for span in spans]
+
+
+def test_a_fetch_and_a_drain_at_once_share_what_the_link_gives_both_ways():
+    """2 GiB down and 1 GiB up, at 1 GiB/s each alone, 1.5 together: both run at 3/4 until the drain ends."""
+    ops = [_C.Op(0, "fetch", "fetch", 0, 2 * GIB), _C.Op(1, "drain", "drain", 0, GIB)]
+    alone = {"fetch": 1.0, "drain": 1.0}
+    assert ends_of(ops, _C.Costs(alone)) == [2_000_000, 1_000_000]
+    assert ends_of(ops, _C.Costs(alone, both_ways_gib_s=1.5)) == [2_333_333, 1_333_333]
+    assert ends_of(ops, _C.Costs(alone, both_ways_gib_s=1.5), [[], [0]]) == [2_000_000, 3_000_000]  # one at a time
+
+
+def test_copies_and_updates_share_the_memory_of_the_host():
+    """An update asks for 3 GiB/s and a fetch for 1, of 2 GiB/s: each gets half of that until the fetch ends."""
+    ops = [_C.Op(0, "fetch", "fetch", 0, GIB), _C.Op(1, "update", "update", 1, 6 * GIB)]
+    price = _C.Costs({"fetch": 1.0, "update": 3.0}, host_gib_s=2.0)
+    assert ends_of(ops, price) == [2_000_000, 3_500_000]  # 3 GiB until 2 s, then 2 GiB/s
+    # A copied byte is read and written: the fetch asks for 2, and all get 2/5.
+    price = _C.Costs({"fetch": 1.0, "update": 3.0}, host_gib_s=2.0, host_bytes_per_copied=2)
+    assert ends_of(ops, price) == [2_500_000, 4_000_000]
+    latency = _C.Costs({"fetch": 1.0, "update": 3.0}, {"fetch": 500_000.0}, host_gib_s=2.0)
+    assert ends_of(ops, latency)[0] == 2_500_000  # a latency takes no memory
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_lanes_that_share_take_no_more_than_there_is_and_never_less_time(data):
+    model = data.draw(models())
+    program = training(model, *data.draw(budgets(model)))
+    times = data.draw(st.lists(st.integers(0, 50), min_size=len(model.sizes), max_size=len(model.sizes)))
+    waits = _C.derive(program.ops, model.buffers)
+    rate = CELL / 10 * 1e6 / GIB
+    lanes = {"fetch": rate, "drain": rate, "update": rate}
+    host, both = (rate * data.draw(st.floats(0.3, 3)) for _ in range(2))
+    free = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times))
+    shared = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, both, host))
+    wide = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, 2 * rate, 3 * rate))
+    assert [(s.start_us, s.end_us) for s in wide] == [(s.start_us, s.end_us) for s in free]
+    rounding = len(free)
+    assert max(s.end_us for s in shared) >= max(s.end_us for s in free) - rounding
+    for of, most in ((("fetch", "drain"), max(both, rate)), (("fetch", "drain", "update"), host)):
+        spans = [span for span in shared if span.lane in of]
+        assert sum(span.bytes for span in spans) / GIB <= most * (covered(spans) + rounding) / 1e6
+    for span, op in zip(shared, program.ops, strict=True):
+        ends = [shared[wait].end_us for wait in waits[op.id]]
+        assert span.start_us >= max(ends, default=0) - 1
+
+
+def covered(spans):
+    total, reached = 0, 0
+    for span in sorted(spans, key=lambda span: span.start_us):
+        total += max(0, span.end_us - max(span.start_us, reached))
+        reached = max(reached, span.end_us)
+    return total
