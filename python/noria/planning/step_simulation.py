@@ -9,6 +9,7 @@ from torch import nn
 
 from noria import _C
 from noria.model.layout import HomeUnit
+from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import WrapPlan
 
 __all__ = ["PlanSpeeds", "PlannedStep"]
@@ -40,10 +41,13 @@ class PlannedStep:
     """Simulates steps of the plan, each with its updates where the update mode makes them. The last one counts.
 
     Compute is taken as two flops per weight and token in forward, and twice that in backward. Embeddings take none.
-    This is right for models made of matrix products, and too little for attention over long sequences.
+    This is right for models made of matrix products, and too little for attention over long sequences. With `measured`
+    the costs are those, and of `speeds` only what lanes share counts.
     """
 
-    def __init__(self, planned: WrapPlan, tokens: int, speeds: PlanSpeeds) -> None:
+    def __init__(
+        self, planned: WrapPlan, tokens: int, speeds: PlanSpeeds, measured: MeasuredCosts | None = None
+    ) -> None:
         self.planned, self.speeds, self.tokens = planned, speeds, tokens
         self.ops: list[_C.Op] = []
         self.phases: list[str] = []
@@ -55,11 +59,7 @@ class PlannedStep:
             self._first.append(len(self.ops))
             self._add_step(step)
         self.waits = _C.derive(self.ops, planned.buffers)
-        rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
-        forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
-        backward_us = [2 * us for us in forward_us]
-        by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
-        self._costs = _C.Costs(rates, {}, *by_visit, speeds.both_ways, speeds.host, self._bytes_per_copied)
+        self._costs = self._estimated() if measured is None else self._measured(measured)
         all_spans = _C.simulate(self.ops, self.waits, self._costs, self._priorities)
         spans = {span.op: span for span in all_spans}
         self.begin_us, self.end_us = (
@@ -71,6 +71,19 @@ class PlannedStep:
         """The ops of the last step."""
         self.all_spans = all_spans
         """The ops of all steps."""
+
+    def _estimated(self) -> _C.Costs:
+        speeds = self.speeds
+        rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
+        forward_us = [2 * self.tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
+        backward_us = [2 * us for us in forward_us]
+        by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
+        return _C.Costs(rates, {}, *by_visit, speeds.both_ways, speeds.host, self._bytes_per_copied)
+
+    def _measured(self, measured: MeasuredCosts) -> _C.Costs:
+        by_visit = measured.forward_us, measured.backward_us
+        shared = self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
+        return _C.Costs(measured.gib_s, measured.latency_us, *by_visit, *shared)
 
     @property
     def step_us(self) -> int:
