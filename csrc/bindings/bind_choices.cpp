@@ -78,8 +78,18 @@ void bind_costs(py::module_& m) {
   m.def(
       "simulate",
       [](const std::vector<Op>& ops, std::vector<std::vector<std::int64_t>> waits, const Costs& costs,
-         const std::vector<int>& priorities) { return simulate(ops, WaitList{std::move(waits)}, costs, priorities); },
-      py::arg("ops"), py::arg("waits"), py::arg("costs"), py::arg("priorities") = std::vector<int>(), Release());
+         const std::vector<int>& priorities, int ring_slots, const std::vector<std::int64_t>& takes,
+         const std::vector<std::int64_t>& gives) {
+        RingUse ring;
+        ring.num_slots = ring_slots;
+        if (ring_slots > 0) ring.changes.assign(ops.size(), RingUse::Change::none);
+        for (const std::int64_t op : takes) ring.changes.at(static_cast<std::size_t>(op)) = RingUse::Change::takes;
+        for (const std::int64_t op : gives) ring.changes.at(static_cast<std::size_t>(op)) = RingUse::Change::gives;
+        return simulate(ops, WaitList{std::move(waits)}, costs, priorities, ring);
+      },
+      py::arg("ops"), py::arg("waits"), py::arg("costs"), py::arg("priorities") = std::vector<int>(),
+      py::arg("ring_slots") = 0, py::arg("takes") = std::vector<std::int64_t>(),
+      py::arg("gives") = std::vector<std::int64_t>(), Release());
 }
 
 void bind_ways(py::module_& m) {

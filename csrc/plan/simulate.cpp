@@ -18,16 +18,20 @@ constexpr double kNothingUs = 1e-6;
 
 class Simulation {
  public:
-  Simulation(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs, const std::vector<int>& priorities)
+  Simulation(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs, const std::vector<int>& priorities,
+             const RingUse& ring)
       : ops_(ops),
         waits_(waits),
         costs_(costs),
         priorities_(priorities),
+        ring_(ring),
+        num_free_slots_(ring.num_slots),
         num_waits_(ops.size()),
         waiters_(ops.size()),
         start_us_(ops.size()),
         end_us_(ops.size()) {
     NORIA_INVARIANT(waits.waits.size() == ops.size(), "the list of waits is not of these ops");
+    NORIA_INVARIANT(ring.changes.empty() || ring.changes.size() == ops.size(), "changes of a ring are by op");
     NORIA_INVARIANT(priorities.empty() || priorities.size() == ops.size(), "priorities are by op");
     for (std::size_t op = 0; op < ops.size(); ++op) queue(op);
   }
@@ -38,6 +42,8 @@ class Simulation {
       }
       if (!pass_time()) break;
     }
+    const bool is_done = std::all_of(queues_.begin(), queues_.end(), [](const auto& queue) { return queue.empty(); });
+    NORIA_INVARIANT(is_done, "a simulated op waits for ever for a slot of the ring");
     std::vector<Span> spans;
     for (std::size_t op = 0; op < ops_.size(); ++op) {
       if (ops_[op].verb != Verb::evict) spans.push_back(span_of(op));
@@ -70,6 +76,9 @@ class Simulation {
 
   // Updates with priorities. All other ops run in issue order.
   bool is_pooled(std::size_t op) const { return ops_[op].lane == Lane::update && !priorities_.empty(); }
+  RingUse::Change changes(std::size_t op) const {
+    return ring_.changes.empty() ? RingUse::Change::none : ring_.changes[op];
+  }
   std::size_t index(std::size_t op) const { return static_cast<std::size_t>(ops_[op].lane); }
 
   /// Begins what may begin now. Returns true if an op that takes no time has ended, so that more may begin.
@@ -96,6 +105,10 @@ class Simulation {
     std::deque<std::size_t>& queue = queues_.at(lane);
     if (queue.empty() || num_waits_[queue.front()] > 0) return std::nullopt;
     const std::size_t op = queue.front();
+    if (changes(op) == RingUse::Change::takes) {
+      if (num_free_slots_ == 0) return std::nullopt;
+      --num_free_slots_;
+    }
     queue.pop_front();
     return op;
   }
@@ -127,6 +140,7 @@ class Simulation {
     const Running& each = *running_.at(lane);
     if (each.latency_us > 0 || each.work_us > kNothingUs) return false;
     end_us_[each.op] = now_us_;
+    if (changes(each.op) == RingUse::Change::gives) ++num_free_slots_;
     for (const std::size_t waiter : waiters_[each.op]) {
       if (--num_waits_[waiter] == 0 && is_pooled(waiter)) pool_.emplace(priorities_[waiter], waiter);
     }
@@ -171,6 +185,8 @@ class Simulation {
   const WaitList& waits_;
   const Costs& costs_;
   const std::vector<int>& priorities_;
+  const RingUse& ring_;
+  int num_free_slots_;
   std::vector<std::size_t> num_waits_;  // that have not ended
   std::vector<std::vector<std::size_t>> waiters_;
   std::vector<double> start_us_, end_us_;
@@ -183,8 +199,8 @@ class Simulation {
 }  // namespace
 
 std::vector<Span> simulate(const std::vector<Op>& ops, const WaitList& waits, const Costs& costs,
-                           const std::vector<int>& priorities) {
-  return Simulation(ops, waits, costs, priorities).run();
+                           const std::vector<int>& priorities, const RingUse& ring) {
+  return Simulation(ops, waits, costs, priorities, ring).run();
 }
 
 }  // namespace noria

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ class MeasuredCosts:
     """Holds what ops take if nothing makes them wait. Times are in microseconds.
 
     - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it.
-    - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does between two passes.
+    - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does before updates begin.
     """
 
     forward_us: list[float]
@@ -41,19 +42,18 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
     ends = {span.op: span.end_us for span in spans}
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: (span.start_us, span.end_us))
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
-    loops: list[float] = []
-    free_us, is_after_backward = None, False
+    free_us, is_backward = None, False
+    again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
     for span in compute:
-        if span.verb == "user":
-            continue  # it has no length
-        if free_us is not None:
+        if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
-            before = max(0, span.start_us - since)
-            if is_after_backward and span.verb == "forward":
-                loops.append(before)
-                before = 0
-            visits[span.verb, span.unit].append(before + span.end_us - span.start_us)
-        free_us, is_after_backward = span.end_us, span.verb == "backward"
+            took = span.end_us - min(since, span.start_us)
+            if is_backward and span.verb == "forward":
+                again[span.unit] += took
+            else:
+                visits[span.verb, span.unit].append(took + again.pop(span.unit, 0.0))
+        is_backward = span.verb == "backward" or (is_backward and span.verb != "user")
+        free_us = span.end_us
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for span in spans:
         if span.lane != "compute" and span.bytes:
@@ -67,8 +67,27 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
         of_visits("forward"),
         of_visits("backward"),
         {lane: 1e6 / us_per_byte / _GIB for lane, (_, us_per_byte) in fits.items() if us_per_byte > 0},
-        {lane: latency for lane, (latency, _) in fits.items()} | {"compute": median(loops) if loops else 0.0},
+        {lane: latency for lane, (latency, _) in fits.items()} | {"compute": _loop_us(spans)},
     )
+
+
+def _loop_us(spans: Sequence[_C.Span]) -> float:
+    """Returns how long the user's loop goes on after a backward until updates begin, or else until `step()` returns.
+
+    A backward is over when its gradients have landed.
+    """
+    marks = sorted(span.start_us for span in spans if span.verb == "user")
+    landed = sorted(span.end_us for span in spans if span.verb in ("backward", "drain"))
+    begun = sorted(span.start_us for span in spans if span.verb == "update")
+    found = []
+    for mark in marks:
+        number = bisect.bisect_right(landed, mark)
+        if number == 0:
+            continue
+        over = landed[number - 1]
+        first = bisect.bisect_left(begun, over)
+        found.append(min([mark, *begun[first : first + 1]]) - over)
+    return median(found) if found else 0.0
 
 
 def _fit(each: list[tuple[int, float]]) -> tuple[float, float]:

@@ -55,12 +55,15 @@ class PlannedStep:
         self._order = {unit.index: place for place, unit in enumerate(self._forward_order())}
         self._trained = [unit for unit in self._forward_order() if planned.kernels and unit.gradients]
         self._first: list[int] = []  # by step: its first op
+        self._takes: list[int] = []  # ops that take a slot of the gradient ring
+        self._gives: list[int] = []
         for step in range(_STEPS):
             self._first.append(len(self.ops))
             self._add_step(step)
         self.waits = _C.derive(self.ops, planned.buffers)
         self._costs = self._estimated() if measured is None else self._measured(measured)
-        all_spans = _C.simulate(self.ops, self.waits, self._costs, self._priorities)
+        ring = (0 if planned.ring is None else planned.ring.num_slots), self._takes, self._gives
+        all_spans = _C.simulate(self.ops, self.waits, self._costs, self._priorities, *ring)
         spans = {span.op: span for span in all_spans}
         self.begin_us, self.end_us = (
             max((spans[op].end_us for op in range(num_ops) if op in spans and spans[op].lane == "compute"), default=0)
@@ -108,6 +111,8 @@ class PlannedStep:
             left = Counter(op.unit for op in each.ops if op.verb == "drain" and op.unit in early)
             for op in each.ops:
                 accesses = [(access.buffer, access.mode) for access in op.accesses]
+                if op.verb == "drain" and self._is_in_ring(op.unit):
+                    self._takes.append(len(self.ops))
                 self._add(phase, op.lane, op.verb, op.unit, op.bytes, accesses)
                 if op.verb != "drain" or op.unit not in left:
                     continue
@@ -115,12 +120,17 @@ class PlannedStep:
                 if left[op.unit] == 0:
                     self._add_update(step, "update" if mode == "backward" else "draft", op.unit)
         late = [unit for unit in self._trained if unit.index not in early]
-        held = [(self._buffer("host:1", "held_gradient", unit.index), "write") for unit in late]
-        self._add("step", "compute", "user", -1, 0, held)  # step() has been called
+        # The loop goes on when all gradients have landed, and calls step(). Drafts have read theirs.
+        seen = self._trained if mode != "backward" else []
+        held = [
+            (self._buffer("host:1", "held_gradient", unit.index), "read" if unit.index in early else "write")
+            for unit in seen
+        ]
+        self._add("step", "compute", "user", -1, 0, held)
         for unit in late:
             self._add_update(step, "update", unit.index)
-        if mode == "blocking":
-            done = [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in late]
+        if mode == "blocking":  # the loop goes on, and fetches with it, when all is done
+            done = [(self._buffer("host:0", "working_copy", unit.index), "write") for unit in late]
             self._add("step", "compute", "user", -1, 0, done)
 
     def _add_update(self, step: int, verb: str, unit: int) -> None:
@@ -129,9 +139,16 @@ class PlannedStep:
             (self._buffer("host:2", "optimizer_state", unit), "write"),
             (self._buffer("host:0", "working_copy", unit), "write"),
         ]
+        if self._is_in_ring(unit):
+            self._gives.append(len(self.ops))
         num_bytes = self._update_bytes(self.planned.units[unit], is_logged=verb == "draft")
         priority = step * len(self.planned.units) + self._order[unit]
         self._add("update", "update", verb, unit, num_bytes, accesses, priority)
+
+    def _is_in_ring(self, unit: int) -> bool:
+        """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
+        ring = self.planned.ring
+        return ring is not None and ring.num_slots > 0 and not ring.region.sizes[unit]
 
     def _buffer(self, place: str, purpose: str, unit: int) -> int:
         return self.planned.buffers.intern(place, unit, 1, purpose, unit)

@@ -181,3 +181,22 @@ def covered(spans):
         total += max(0, span.end_us - max(span.start_us, reached))
         reached = max(reached, span.end_us)
     return total
+
+
+def test_an_op_that_takes_a_slot_of_the_ring_waits_until_one_is_given_back():
+    """Three drains of 1 s into a ring of two slots, and updates of 5 s: the third drain waits for the first update."""
+    drains = [_C.Op(number, "drain", "drain", number, GIB) for number in range(3)]
+    updates = [_C.Op(3 + number, "update", "update", number, 5 * GIB) for number in range(3)]
+    waits = [[], [], [], [0], [1], [2]]
+    price = _C.Costs({"drain": 1.0, "update": 1.0})
+
+    def starts(ring_slots, gives=(3, 4, 5)):
+        spans = _C.simulate(drains + updates, waits, price, [], ring_slots, [0, 1, 2] if ring_slots else [], gives)
+        return [span.start_us / 1e6 for span in spans]
+
+    assert starts(0, ()) == [0, 1, 2, 1, 6, 11]
+    assert starts(3) == [0, 1, 2, 1, 6, 11]
+    assert starts(2) == [0, 1, 6, 1, 6, 11]
+    assert starts(1) == [0, 6, 12, 1, 7, 13]
+    with pytest.raises(_C.InvariantError, match="waits for ever"):
+        starts(2, ())

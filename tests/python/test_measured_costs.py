@@ -1,0 +1,68 @@
+"""Costs that a trace tells: from them a simulated step takes what the traced one took."""
+
+import noria
+import pytest
+import torch
+from noria import _C
+from noria.planning.measured_costs import measured_costs
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from torch import nn
+
+GIB = 2**30
+
+
+def span(op, lane, verb, unit, start, end, num_bytes=0, waits=()):
+    return _C.Span(op, lane, verb, unit, start, end, num_bytes, list(waits))
+
+
+def test_a_visit_costs_what_follows_its_waits():
+    spans = [
+        span(0, "fetch", "fetch", 0, 0, 100, 1000),
+        span(1, "compute", "forward", 0, 110, 150, 0, [0]),
+        span(2, "fetch", "fetch", 1, 100, 300, 1000),
+        span(3, "compute", "forward", 1, 310, 360, 0, [2]),  # 10 us after its fetch
+        span(4, "compute", "forward", 0, 365, 400),  # of another pass: 5 us after the one before
+        span(5, "compute", "backward", 1, 400, 500),
+        span(6, "compute", "forward", 0, 505, 525),  # computed again, for its backward
+        span(7, "compute", "backward", 0, 525, 600),
+    ]
+    costs = measured_costs(spans, 3)
+    assert costs.forward_us == [40, 60, 0]
+    assert costs.backward_us == [100, 100, 0]
+
+
+def test_sizes_tell_latency_and_rate_and_one_size_a_rate_alone():
+    spans = [
+        span(n, "fetch", "fetch", 0, 0, 30 + size // 100, size) for n, size in enumerate((1000, 5000, 20000, 5000))
+    ]
+    costs = measured_costs([*spans, span(9, "drain", "drain", 0, 0, 50, 1000)], 1)
+    assert costs.latency_us["fetch"] == pytest.approx(30, abs=0.1)
+    assert costs.gib_s["fetch"] == pytest.approx(1e6 / 0.01 / GIB)
+    assert (costs.latency_us["drain"], costs.gib_s["drain"]) == (0, pytest.approx(1e6 / 0.05 / GIB))
+
+
+def test_the_loop_takes_the_time_from_landed_gradients_to_the_first_update_or_the_end_of_step():
+    landed = [span(0, "compute", "backward", 0, 0, 100), span(1, "drain", "drain", 0, 100, 150, 8)]
+    step = span(3, "compute", "user", -1, 400, 400)
+    assert measured_costs([*landed, step], 1).latency_us["compute"] == 250
+    update = span(2, "update", "update", 0, 200, 300, 8)
+    assert measured_costs([*landed, update, step], 1).latency_us["compute"] == 50
+    assert measured_costs([], 1).latency_us["compute"] == 0
+
+
+@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
+def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(update):
+    """What is measured in a simulated trace are the costs that it was simulated with."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    planned = noria.plan(
+        model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="fused", window=3, update=update
+    )
+    for speeds in (PlanSpeeds(0.1, 0.1, 0.1, 1e-4), PlanSpeeds(0.01, 0.1, 0.1, 1e-4), PlanSpeeds(0.1, 0.1, 0.02, 1e-4)):
+        step = PlannedStep(planned, 64, speeds)
+        costs = measured_costs(step.all_spans, len(planned.units))
+        again = PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), costs)
+        assert again.step_us == pytest.approx(step.step_us, rel=0.01)
+        slower = measured_costs(
+            PlannedStep(planned, 64, PlanSpeeds(0.001, 0.1, 0.1, 1e-4)).all_spans, len(planned.units)
+        )
+        assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
