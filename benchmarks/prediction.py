@@ -25,7 +25,7 @@ from noria.planning.measured_costs import measured_costs
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.testing import on_machine
 from noria.wrapped import wrapped_by
-from overlap import GIB, LATENCY_US, SETTINGS, Paced
+from overlap import SETTINGS, Paced, limits_of
 from overlap import Setting as Rates
 from torch import nn
 
@@ -90,26 +90,12 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def limits_of(rates: Rates, model: Chain) -> dict[str, tuple[float, float]]:
-    """By lane: GiB/s and microseconds, so that a step's copies and updates take the setting's share of F or B."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    forward_us, backward_us = (1e6 * sum(block.pace[number] for block in model.blocks) for number in (1, 2))
-
-    def bandwidth(num_bytes: float, wanted_us: float) -> float:
-        return num_bytes / GIB / (max(wanted_us - BLOCKS * LATENCY_US, wanted_us / 10) / 1e6)
-
-    return {
-        "fetch": (bandwidth(weights, rates.fetch * forward_us), LATENCY_US),
-        "drain": (bandwidth(weights, rates.drain * backward_us), LATENCY_US),
-        "update": (bandwidth(7 * weights, rates.update * forward_us), LATENCY_US),
-    }
-
-
 def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Chain(setting.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with on_machine(limits=limits_of(setting.rates, model), update_threads=1):
+    forward_us, backward_us = (1e6 * sum(block.pace[number] for block in model.blocks) for number in (1, 2))
+    with on_machine(limits=limits_of(setting.rates, model, forward_us, backward_us), update_threads=1):
         noria.wrap(model, optimizer, device="cpu", kernel="fused", trace=folder / "trace.json", **setting.policy)
     wrapped = wrapped_by(model)
     assert wrapped is not None
