@@ -30,13 +30,14 @@ void bind_costs(py::module_& m) {
   using ByLane = std::map<std::string, double>;
   py::class_<Costs>(m, "Costs")
       .def(py::init([](const ByLane& bandwidth_gib_s, const ByLane& latency_us, std::vector<double> forward_us,
-                       std::vector<double> backward_us, double both_ways_gib_s, double host_gib_s,
+                       std::vector<double> backward_us, double draft_gib_s, double both_ways_gib_s, double host_gib_s,
                        double host_bytes_per_copied) {
              Costs costs;
              for (const auto& [lane, value] : bandwidth_gib_s) costs.bandwidth_gib_s[parse_lane(lane)] = value;
              for (const auto& [lane, value] : latency_us) costs.latency_us[parse_lane(lane)] = value;
              costs.forward_us = std::move(forward_us);
              costs.backward_us = std::move(backward_us);
+             costs.draft_gib_s = draft_gib_s;
              costs.both_ways_gib_s = both_ways_gib_s;
              costs.host_gib_s = host_gib_s;
              costs.host_bytes_per_copied = host_bytes_per_copied;
@@ -44,7 +45,8 @@ void bind_costs(py::module_& m) {
            }),
            py::arg("bandwidth_gib_s") = ByLane(), py::arg("latency_us") = ByLane(),
            py::arg("forward_us") = std::vector<double>(), py::arg("backward_us") = std::vector<double>(),
-           py::arg("both_ways_gib_s") = 0, py::arg("host_gib_s") = 0, py::arg("host_bytes_per_copied") = 1);
+           py::arg("draft_gib_s") = 0, py::arg("both_ways_gib_s") = 0, py::arg("host_gib_s") = 0,
+           py::arg("host_bytes_per_copied") = 1);
 
   py::class_<StepTimes>(m, "StepTimes")
       .def(py::init([](double forward_us, double backward_us, double update_us, double forward_fetch_us,

@@ -20,7 +20,7 @@ double by_lane(const std::map<Lane, double>& values, Lane lane) {
 double duration_us(const Op& op, const Costs& costs) {
   if (op.verb == Verb::forward) return by_unit(costs.forward_us, op.unit);
   if (op.verb == Verb::backward) return by_unit(costs.backward_us, op.unit);
-  const double bandwidth_gib_s = bandwidth_gib_s_of(op.lane, costs);
+  const double bandwidth_gib_s = bandwidth_gib_s_of(op, costs);
   const double gib = static_cast<double>(op.bytes.count) / static_cast<double>(std::int64_t{1} << 30);
   const double bytes_us = op.verb != Verb::evict && bandwidth_gib_s > 0 ? 1e6 * gib / bandwidth_gib_s : 0.0;
   return latency_us_of(op, costs) + bytes_us;
@@ -31,7 +31,10 @@ double latency_us_of(const Op& op, const Costs& costs) {
   return has_none ? 0.0 : by_lane(costs.latency_us, op.lane);
 }
 
-double bandwidth_gib_s_of(Lane lane, const Costs& costs) { return by_lane(costs.bandwidth_gib_s, lane); }
+double bandwidth_gib_s_of(const Op& op, const Costs& costs) {
+  const bool has_own = op.verb == Verb::draft && costs.draft_gib_s > 0;
+  return has_own ? costs.draft_gib_s : by_lane(costs.bandwidth_gib_s, op.lane);
+}
 
 namespace {
 

@@ -28,6 +28,7 @@ struct Costs {
   std::map<Lane, double> latency_us;
   std::vector<double> forward_us;  // by unit
   std::vector<double> backward_us;
+  double draft_gib_s = 0;            // of drafts, which compute more; 0: as updates
   double both_ways_gib_s = 0;        // of fetches and drains together, while both run; 0: neither slows the other down
   double host_gib_s = 0;             // of the host's memory, which fetches, drains and updates share; 0: no limit
   double host_bytes_per_copied = 1;  // bytes of the host's memory that a copied byte reads or writes
@@ -37,7 +38,7 @@ struct Costs {
 /// lane.
 double duration_us(const Op& op, const Costs& costs);
 double latency_us_of(const Op& op, const Costs& costs);
-double bandwidth_gib_s_of(Lane lane, const Costs& costs);
+double bandwidth_gib_s_of(const Op& op, const Costs& costs);
 
 struct StepTimes {
   double forward_us = 0, backward_us = 0, update_us = 0;

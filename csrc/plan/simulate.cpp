@@ -67,6 +67,7 @@ class Simulation {
       waiters_[giver].push_back(op);
     }
     if (ops_[op].verb == Verb::evict) return;
+    NORIA_INVARIANT(!is_pooled(op) || changes(op) != RingUse::Change::takes, "an update takes no slot of the ring");
     if (is_pooled(op)) {
       if (num_waits_[op] == 0) pool_.emplace(priorities_[op], op);
     } else {
@@ -154,7 +155,7 @@ class Simulation {
     share.fill(1.0);
     const auto gib_s = [&](Lane lane) {
       const auto& running = running_.at(static_cast<std::size_t>(lane));
-      return running && running->latency_us <= 0 ? bandwidth_gib_s_of(lane, costs_) : 0.0;
+      return running && running->latency_us <= 0 ? bandwidth_gib_s_of(ops_[running->op], costs_) : 0.0;
     };
     const double fetch = gib_s(Lane::fetch), drain = gib_s(Lane::drain), update = gib_s(Lane::update);
     double copies = 1.0, host = 1.0;

@@ -374,6 +374,7 @@ class Costs:
         latency_us: Mapping[str, float] = {},
         forward_us: Sequence[float] = (),
         backward_us: Sequence[float] = (),
+        draft_gib_s: float = 0,
         both_ways_gib_s: float = 0,
         host_gib_s: float = 0,
         host_bytes_per_copied: float = 1,

@@ -111,5 +111,5 @@ def whole_steps(spans: list[TracedSpan]) -> list[tuple[float, float]]:
 
 
 def is_step(span: TracedSpan) -> bool:
-    """Returns True for the mark of a `step()`, which has no length."""
+    """Returns True for the mark of a `step()`. In a run it has no length; in a simulation it is the user's loop."""
     return span.lane == "compute" and span.verb == "user"

@@ -18,6 +18,7 @@ from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 from noria.testing import on_machine
 from noria.trace_file import covered, read_trace
+from noria.wrap import plan_elsewhere
 from torch import nn
 
 SPEEDS = ["--fetch-gib-s", "2", "--drain-gib-s", "3", "--update-gib-s", "5", "--tflops", "1", "--tokens", "512"]
@@ -272,6 +273,22 @@ def test_the_largest_model_fits_and_one_block_more_does_not(policy):
         planned_on_meta(found.num_blocks + slack, **policy, host_memory=budget)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here a plan is of the GPU that is here")
+def test_so_it_does_beside_a_gpu_where_copies_may_need_staging_memory():
+    def planned(num_blocks, host_memory):
+        model = on_meta(num_blocks)
+        return plan_elsewhere(
+            model, [torch.optim.AdamW(model.parameters())], 1 << 30, device="cuda", host_memory=host_memory
+        )
+
+    for budget in (128 << 20, 200 << 20, 331 << 20):
+        found = largest_model(planned(12, 1 << 30), budget)
+        least = planned(found.num_blocks, budget)
+        assert least.home_bytes + _C.STAGING_BYTES <= budget  # drafts have left room for it
+        with pytest.raises(noria.UsageError, match="host_memory of at least"):
+            planned(found.num_blocks + 1, budget)
+
+
 MACHINE = Machine(fetch=10, drain=10, tflops=1, host=20, cores=2, both_ways=0.9)
 
 
@@ -322,10 +339,30 @@ def test_the_page_about_what_if_has_every_device():
 def test_fewer_cores_update_no_faster_than_they_compute():
     few, many = (dataclasses.replace(MACHINE, cores=cores, host=1000.0) for cores in (1, 100))
     for state_dtype in ("fp32", "bf16", "8bit"):
-        update, draft = (few.speeds(drafts, state_dtype).update for drafts in (False, True))
-        assert draft < update < 50
-        assert many.speeds(False, state_dtype).update == min(100 * update, 1000)
-    assert dataclasses.replace(few, update=7.0).speeds(True, "fp32").update == 7.0
+        speeds = few.speeds(state_dtype)
+        assert speeds.draft < speeds.update < 50
+        assert many.speeds(state_dtype).update == min(100 * speeds.update, 1000)
+        assert dataclasses.replace(few, update=7.0).speeds(state_dtype).draft == 7.0
+
+
+@pytest.mark.parametrize("draft_memory", [0, 100_000, "1GiB"], ids=str)
+def test_the_bounds_are_those_of_every_mode_however_much_is_drafted(draft_memory):
+    """Cores are the limit, and drafts take them longer. Yet updates are no slower because other units are drafted."""
+    machine = dataclasses.replace(MACHINE, host=1000.0, cores=1)
+    drafting, plain = (simulated(planned_on_meta(draft_memory=each), machine, 64) for each in (draft_memory, 0))
+    assert _C.drafting_bound_us(drafting.times()) == _C.drafting_bound_us(plain.times())
+    backward = simulated(planned_on_meta(update="backward"), machine, 64)
+    assert _C.drafting_bound_us(drafting.times()) <= min(backward.step_us, drafting.step_us) + 2
+    rates = {span.verb: span.bytes / (span.end_us - span.start_us) for span in drafting.spans if span.lane == "update"}
+    wanted = {"update": 43.0, "draft": 23.0}
+    for verb, rate in rates.items():
+        assert rate * 1e6 / 2**30 == pytest.approx(wanted[verb], rel=0.05)
+
+
+def test_a_step_that_takes_no_time_is_printed_too(capsys, factories):
+    arguments = ["plan", "--model", "made_here:chain", "--gpu", "H100", "--host-memory", "1GiB", "--tokens", 1]
+    status, out, _ = run(capsys, *arguments, "--optimizer", "none")
+    assert status == 0 and "tokens/s" in out and "update=" not in out
 
 
 @pytest.mark.parametrize(
@@ -363,7 +400,9 @@ def test_fewer_cores_update_no_faster_than_they_compute():
             ["plan", "--model", "made_here:chain", "--pipeline", "2", "--length", "0"],
             "--length of 1 or more, but found 0.",
         ),
-        (["plan", "--model", "made_here:chain", "--gpu", "RTX 4090"], "--host-memory beside --gpu"),
+        (["plan", "--model", "made_here:chain", "--gpu", "RTX 4090"], "--host-memory with an amount"),
+        (["plan", "--model", "made_here:chain", "--gpu", "RTX 4090", "--host-memory", "auto"], "found auto"),
+        (["plan", "--model", "made_here:chain", "--pipeline", "2", "--picture", "a.svg"], "of one device"),
         (
             ["plan", "--model", "made_here:chain", "--gpu", "RTX 409O", "--host-memory", "1GiB"],
             "did you mean RTX 4090?",

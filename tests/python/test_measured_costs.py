@@ -31,6 +31,27 @@ def test_a_visit_costs_what_follows_its_waits():
     assert costs.backward_us == [100, 100, 0]
 
 
+def test_forwards_of_a_later_micro_batch_are_visits_of_their_own():
+    spans, now = [], 0
+    for verbs in 2 * [("forward", "backward")]:
+        for verb, units in zip(verbs, ((0, 1), (1, 0)), strict=True):
+            for unit in units:
+                took = 10 if verb == "forward" else 20
+                spans.append(span(len(spans), "compute", verb, unit, now, now + took))
+                now += took
+    costs = measured_costs([*spans, span(99, "compute", "user", -1, now, now)], 2)
+    assert (costs.forward_us, costs.backward_us) == ([10, 10], [20, 20])
+
+
+def test_sizes_that_are_alike_tell_no_latency():
+    """Though they seem to tell a negative one."""
+    for longer in (1100, 1800):
+        spans = [span(0, "fetch", "fetch", 0, 0, 1000, 924_672), span(1, "fetch", "fetch", 0, 0, longer, 957_696)]
+        costs = measured_costs(spans, 1)
+        took = [1e6 * size / costs.gib_s["fetch"] / GIB for size in (924_672, 957_696)]
+        assert costs.latency_us["fetch"] == 0 and sum(took) == pytest.approx(1000 + longer)
+
+
 def test_sizes_tell_latency_and_rate_and_one_size_a_rate_alone():
     spans = [
         span(n, "fetch", "fetch", 0, 0, 30 + size // 100, size) for n, size in enumerate((1000, 5000, 20000, 5000))

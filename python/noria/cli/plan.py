@@ -52,6 +52,8 @@ def run_plan(args: argparse.Namespace) -> int:
         return _run_elsewhere(args, model, optimizers, fields)
     planned = plan(model, optimizers or None, **fields)
     if args.pipeline is not None:
+        if args.picture is not None or args.trace is not None:
+            raise usage_error("--picture and --trace of one device", "--pipeline", "leave one of them out")
         return _run_pipeline(args, model, planned)
     print(planned)
     step = simulated(planned, _machine(args, planned), args.tokens)
@@ -69,8 +71,8 @@ def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
             raise usage_error("a trace file that can be written", found, "choose another path") from None
         print(f"written: {args.trace}")
     if args.picture is not None:
-        tokens_s = 1e6 * step.tokens / max(step.step_us, 1)
-        title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s:.0f} tokens/s (simulated)"
+        tokens_s = _tokens_s(step.tokens, step.step_us)
+        title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s} tokens/s (simulated)"
         draw_wheel(args.picture, spans_of(step), step.begin_us, step.end_us, title)
         print(f"written: {args.picture}")
     if not args.check:
@@ -88,8 +90,9 @@ def _run_elsewhere(
 
     if args.pipeline is not None:
         raise usage_error("--pipeline or --gpu", "both", "plan a stage's device by itself")
-    if "host_memory" not in fields:
-        raise usage_error("--host-memory beside --gpu", "none", "say how much memory its host has for the home")
+    if fields.get("host_memory", "auto") == "auto":
+        found = fields.get("host_memory", "none")
+        raise usage_error("--host-memory with an amount, beside --gpu", found, "say how much its host has for the home")
     device = device_named(args.gpu)
     fields.setdefault("device", "cuda")
 
@@ -115,7 +118,7 @@ def _run_elsewhere(
     _show_largest(planned, fields["host_memory"])
     columns = ["one change", "step", "tokens/s", "gain"]
     rows = [
-        [change.what, time_text(change.step_us), f"{1e6 * change.tokens / change.step_us:.0f}", f"{change.gain:.2f} x"]
+        [change.what, time_text(change.step_us), _tokens_s(change.tokens, change.step_us), f"{change.gain:.2f} x"]
         for change in changes(planned, machine, args.tokens, planned_with)
     ]
     print()
@@ -123,12 +126,16 @@ def _run_elsewhere(
     return _finish(args, step)
 
 
+def _tokens_s(tokens: int, us: float) -> str:
+    return f"{1e6 * tokens / max(us, 1):.0f}"
+
+
 def _show_limits(step: PlannedStep, machine: Machine) -> None:
     name, share = wall(step)
     ideal_us = compute_us(step)
     print(
-        f"{1e6 * step.tokens / step.step_us:.0f} tokens/s; {1e6 * step.tokens / ideal_us:.0f} if all lay on the device "
-        f"({ideal_us / step.step_us:.0%})"
+        f"{_tokens_s(step.tokens, step.step_us)} tokens/s; {_tokens_s(step.tokens, ideal_us)} if all lay on the device "
+        f"({ideal_us / max(step.step_us, 1):.0%})"
     )
     print(f"the wall: {name}, {share:.0%} of the step")
     tokens = break_even_tokens(step.planned, machine)
@@ -307,6 +314,9 @@ def _show_step(step: PlannedStep) -> None:
         + f", {step.tokens} tokens"
     )
     times = step.times()
+    if not step.planned.kernels:
+        print(f"step {time_text(step.step_us)}; no schedule beats {time_text(_C.drafting_bound_us(times))}")
+        return
     print(
         f"step {time_text(step.step_us)}; no schedule beats: drafts of all units, and update='backward', "
         f"{time_text(_C.drafting_bound_us(times))}; update='auto' without drafts "
@@ -326,9 +336,7 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
         of_device = {"fetch": device.link_gib_s, "drain": device.link_gib_s, "tflops": device.tflops}
         given |= {name: value for name, value in of_device.items() if given[name] is None}
         return Machine(**given, host=host or device.host_gib_s, cores=cores, both_ways=BOTH_WAYS)
-    missing = tuple(
-        name for name, value in given.items() if value is None and not (name == "update" and args.cores and host)
-    )
+    missing = tuple(name for name, value in given.items() if value is None and not (name == "update" and args.cores))
     if set(missing) - {"tflops"}:
         speeds = measure_speeds()
         given |= {name: getattr(speeds, name) for name in missing if name != "tflops"}

@@ -128,10 +128,11 @@ def _run_diff(predicted_path: Path, measured_path: Path, num_rows: int) -> int:
     columns = ["", "predicted", "measured", "predicted wait", "measured wait"]
     print()
     show("by kind of op, in a step", columns, rows)
+    names = [{name for name, _ in each.ops} for each in (predicted, measured)]
     only = [
-        f"only {who}: {', '.join(sorted({name for name, _ in mine.ops.keys() - other.ops.keys()})[:num_rows])}"
-        for who, mine, other in (("predicted", predicted, measured), ("measured", measured, predicted))
-        if mine.ops.keys() - other.ops.keys()
+        f"only {who}: {', '.join(sorted(mine - others)[:num_rows])}"
+        for who, mine, others in (("predicted", names[0], names[1]), ("measured", names[1], names[0]))
+        if mine - others
     ]
     for title, which in (("ops that part most", 0), ("waits that part most", 1)):
         apart = {op: measured.ops[op][which] - predicted.ops[op][which] for op in both}

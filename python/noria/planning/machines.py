@@ -92,12 +92,12 @@ class Machine:
     both_ways: float = 1.0
     measured: tuple[str, ...] = ()
 
-    def speeds(self, drafts: bool, state_dtype: str) -> PlanSpeeds:
-        """Returns the speeds of its lanes. `drafts`: updates are drafts, which compute more."""
-        of_cores = self.cores * _CORE_GIB_S[state_dtype][drafts]
-        update = min(of_cores, self.host or of_cores) if self.update is None else self.update
+    def speeds(self, state_dtype: str) -> PlanSpeeds:
+        """Returns the speeds of its lanes."""
+        of_cores = [self.cores * each for each in _CORE_GIB_S[state_dtype]]
+        update, draft = (min(each, self.host or each) if self.update is None else self.update for each in of_cores)
         both_ways = self.both_ways * (self.fetch + self.drain)
-        return PlanSpeeds(self.fetch, self.drain, update, self.tflops, self.host, both_ways, self.measured)
+        return PlanSpeeds(self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.measured)
 
 
 def device_named(name: str) -> Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import mean, median
 
@@ -20,7 +20,8 @@ class MeasuredCosts:
     """Holds what ops take if nothing makes them wait. Times are in microseconds.
 
     - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it.
-    - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does before updates begin.
+    - `gib_s`, `latency_us`: by lane; "draft" is apart from "update". The latency of "compute" is what the user's loop
+      does before updates begin.
     """
 
     forward_us: list[float]
@@ -35,6 +36,8 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
     A visit takes the time until its end from the moment when its lane was free and its weights were there. Copies and
     updates of several sizes tell a latency and a rate; of one size, a rate alone.
 
+    A trace does not say what updates by torch's code move, so they count as nothing here.
+
     Args:
         spans: of a run with a trace, in any order. Leave out the first steps, which are unlike the others.
         num_units: of the model.
@@ -44,20 +47,27 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     free_us, is_backward = None, False
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
+    open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
     for span in compute:
+        is_again = is_backward and span.verb == "forward" and open_visits[span.unit] > 0
         if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
             took = span.end_us - min(since, span.start_us)
-            if is_backward and span.verb == "forward":
+            if is_again:
                 again[span.unit] += took
             else:
                 visits[span.verb, span.unit].append(took + again.pop(span.unit, 0.0))
-        is_backward = span.verb == "backward" or (is_backward and span.verb != "user")
+        if span.verb == "user":
+            open_visits.clear()
+        elif not is_again:
+            open_visits[span.unit] += 1 if span.verb == "forward" else -1
+        is_backward = span.verb == "backward" or is_again
         free_us = span.end_us
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for span in spans:
         if span.lane != "compute" and span.bytes:
-            by_lane[span.lane].append((span.bytes, span.end_us - span.start_us))
+            lane = "draft" if span.verb == "draft" else span.lane
+            by_lane[lane].append((span.bytes, span.end_us - span.start_us))
     fits = {lane: _fit(each) for lane, each in by_lane.items()}
 
     def of_visits(verb: str) -> list[float]:
@@ -91,15 +101,18 @@ def _loop_us(spans: Sequence[_C.Span]) -> float:
 
 
 def _fit(each: list[tuple[int, float]]) -> tuple[float, float]:
-    """Returns the latency and the time of a byte, by least squares over the median of each size."""
+    """Returns the latency and the time of a byte, by least squares over the median of each size.
+
+    Sizes that are alike tell no latency, nor do times that a latency would have to be negative for.
+    """
     sizes: dict[int, list[float]] = defaultdict(list)
     for size, us in each:
         sizes[size].append(us)
     points = [(size, median(times)) for size, times in sizes.items()]
-    if len(points) == 1:
-        [(size, us)] = points
-        return 0.0, us / size
     middle, usual = mean(size for size, _ in points), mean(us for _, us in points)
-    spread = sum((size - middle) ** 2 for size, _ in points)
-    slope = max(sum((size - middle) * (us - usual) for size, us in points) / spread, 0.0)
-    return max(usual - slope * middle, 0.0), slope
+    if max(sizes) > 1.5 * min(sizes):
+        spread = sum((size - middle) ** 2 for size, _ in points)
+        slope = sum((size - middle) * (us - usual) for size, us in points) / spread
+        if slope > 0 and usual > slope * middle:
+            return usual - slope * middle, slope
+    return 0.0, usual / middle

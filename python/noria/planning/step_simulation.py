@@ -19,6 +19,7 @@ __all__ = ["PlanSpeeds", "PlannedStep"]
 class PlanSpeeds:
     """Holds GiB/s of the lanes, each alone, and Tflop/s of the device.
 
+    - `draft`: GiB/s of drafts, which compute more than updates. 0: as updates.
     - `host`: GiB/s of the host's memory, which copies and updates share. 0: no limit.
     - `both_ways`: GiB/s of fetches and drains together, while both run. 0: neither slows the other down.
     - `measured`: the names of those that were measured now.
@@ -28,6 +29,7 @@ class PlanSpeeds:
     drain: float
     update: float
     tflops: float
+    draft: float = 0.0
     host: float = 0.0
     both_ways: float = 0.0
     measured: tuple[str, ...] = ()
@@ -81,11 +83,11 @@ class PlannedStep:
         forward_us = [2 * self.tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = [2 * us for us in forward_us]
         by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
-        return _C.Costs(rates, {}, *by_visit, speeds.both_ways, speeds.host, self._bytes_per_copied)
+        return _C.Costs(rates, {}, *by_visit, speeds.draft, speeds.both_ways, speeds.host, self._bytes_per_copied)
 
     def _measured(self, measured: MeasuredCosts) -> _C.Costs:
         by_visit = measured.forward_us, measured.backward_us
-        shared = self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
+        shared = measured.gib_s.get("draft", 0.0), self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
         return _C.Costs(measured.gib_s, measured.latency_us, *by_visit, *shared)
 
     @property
@@ -109,8 +111,14 @@ class PlannedStep:
         early = {unit.index for unit in self._trained} if mode == "backward" else self.planned.drafted
         for phase, each in self.planned.passes.items():
             left = Counter(op.unit for op in each.ops if op.verb == "drain" and op.unit in early)
+            held_up = {"fetch", "compute"} if mode == "blocking" and phase == "forward" and step > 0 else set()
             for op in each.ops:
                 accesses = [(access.buffer, access.mode) for access in op.accesses]
+                if op.lane in held_up:  # its first op waits until step() has returned, and so until all is updated
+                    held_up.remove(op.lane)
+                    accesses += [
+                        (self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained
+                    ]
                 if op.verb == "drain" and self._is_in_ring(op.unit):
                     self._takes.append(len(self.ops))
                 self._add(phase, op.lane, op.verb, op.unit, op.bytes, accesses)
@@ -129,9 +137,6 @@ class PlannedStep:
         self._add("step", "compute", "user", -1, 0, held)
         for unit in late:
             self._add_update(step, "update", unit.index)
-        if mode == "blocking":  # the loop goes on, and fetches with it, when all is done
-            done = [(self._buffer("host:0", "working_copy", unit.index), "write") for unit in late]
-            self._add("step", "compute", "user", -1, 0, done)
 
     def _add_update(self, step: int, verb: str, unit: int) -> None:
         accesses = [
@@ -218,12 +223,13 @@ class PlannedStep:
         for span in self.spans:
             phase = self.phases[span.op]
             name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
-            if span.lane == "update":
-                name = "update_us"
             if span.lane == "peer":
                 name = "peer_us"
-            if name in sums:
+            if name in sums and span.lane != "update":
                 sums[name] += _C.duration_us(self.ops[span.op], self._costs)
+        for unit in self._trained:  # plain updates: no mode does less
+            num_bytes = self._update_bytes(unit, is_logged=False)
+            sums["update_us"] += _C.duration_us(_C.Op(0, "update", "update", unit.index, num_bytes), self._costs)
         if self.speeds.host:
             copied = self._bytes_per_copied
             for name, lanes, times in (("copies", ("fetch", "drain"), copied), ("updates", ("update",), 1)):

@@ -10,7 +10,7 @@ from noria._errors import UsageError
 from noria.model.layout import GRADIENT_RING, UNDO_LOGS
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
-from noria.planning.wrap_plan import WrapPlan
+from noria.planning.wrap_plan import WrapPlan, staging_bytes
 
 __all__ = ["Change", "Largest", "break_even_tokens", "changes", "compute_us", "largest_model", "simulated", "wall"]
 
@@ -40,7 +40,7 @@ class Largest:
 
 def simulated(planned: WrapPlan, machine: Machine, tokens: int) -> PlannedStep:
     """Simulates steps of the plan on a machine."""
-    return PlannedStep(planned, tokens, machine.speeds(bool(planned.drafted), planned.policy.state_dtype))
+    return PlannedStep(planned, tokens, machine.speeds(planned.policy.state_dtype))
 
 
 def wall(step: PlannedStep) -> tuple[str, float]:
@@ -76,10 +76,15 @@ def changes(
         "a link twice as fast": simulated(
             planned, dataclasses.replace(machine, fetch=2 * machine.fetch, drain=2 * machine.drain), tokens
         ),
-        "host memory twice as fast": simulated(planned, dataclasses.replace(machine, host=2 * machine.host), tokens),
-        "twice the cores": simulated(planned, dataclasses.replace(machine, cores=2 * machine.cores), tokens),
         "a device twice as fast": simulated(planned, dataclasses.replace(machine, tflops=2 * machine.tflops), tokens),
     }
+    if machine.update is None:  # else these say nothing about updates
+        host, cores = (
+            dataclasses.replace(machine, host=2 * machine.host),
+            dataclasses.replace(machine, cores=2 * machine.cores),
+        )
+        found["host memory twice as fast"] = simulated(planned, host, tokens)
+        found["twice the cores"] = simulated(planned, cores, tokens)
     others: dict[str, dict[str, object]] = {}
     if planned.fused:
         others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
@@ -87,15 +92,17 @@ def changes(
     others = {what: fields for what, fields in others.items() if not fields.items() <= vars(policy).items()}
     if policy.host_memory != "auto" and set(planned.draftable) > planned.drafted:
         missing = sum(size for unit, size in planned.draftable.items() if unit not in planned.drafted)
-        others["host memory for drafts of all units"] = {"host_memory": planned.home_bytes + missing}
+        needed = planned.home_bytes + missing + staging_bytes(planned.device)
+        others["host memory for drafts of all units"] = {"host_memory": needed}
     for what, fields in others.items():
         try:
             found[what] = simulated(plan_again(fields), machine, tokens)
         except UsageError:  # it does not fit, or noria cannot
             continue
-    before = tokens / simulated(planned, machine, tokens).step_us
+    before = tokens / max(simulated(planned, machine, tokens).step_us, 1)
     each = [
-        Change(what, step.step_us, step.tokens, step.tokens / step.step_us / before) for what, step in found.items()
+        Change(what, step.step_us, step.tokens, step.tokens / max(step.step_us, 1) / before)
+        for what, step in found.items()
     ]
     return sorted(each, key=lambda change: -change.gain)
 
@@ -137,7 +144,7 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
         elif region.purpose in ("optimizer state", GRADIENT_RING) and trained:  # not by unit
             own += region.bytes * block.gradients // trained
     rest = sum(region.bytes for region in regions) - num_blocks * own
-    most = (host_bytes - rest) // own
+    most = (host_bytes - staging_bytes(planned.device) - rest) // own
     if most < 1:
         return Largest(0, 0, block.name)
     of_block = sum(slot.parameter.numel() for slot in block.parameters)

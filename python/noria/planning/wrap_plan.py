@@ -42,7 +42,16 @@ from noria.policy import (
     to_bytes,
 )
 
-__all__ = ["LEAST_SAVED", "STAGING_RING", "WINDOW", "WrapPlan", "fingerprint", "make_plan", "masters_note"]
+__all__ = [
+    "LEAST_SAVED",
+    "STAGING_RING",
+    "WINDOW",
+    "WrapPlan",
+    "fingerprint",
+    "make_plan",
+    "masters_note",
+    "staging_bytes",
+]
 
 STAGING_RING = "staging ring"
 WINDOW = "window and gradient buffers"
@@ -264,7 +273,7 @@ def make_plan(
     draftable = undo_log_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
     home = sum(region.bytes for region in home_regions(kernels, frozenset(), state_bytes))
-    left = left_for_drafts(budgets, free, 0, home)
+    left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
     if policy.update == "backward":
@@ -501,14 +510,19 @@ def _device_split(
     return arena // _C.TENSOR_ALIGNMENT * _C.TENSOR_ALIGNMENT, window
 
 
+def staging_bytes(device: torch.device) -> int:
+    """Returns the bytes of host memory that copies need if the driver refuses to pin the home."""
+    return _C.STAGING_BYTES if device.type == "cuda" else 0
+
+
 def _check_host(planned: WrapPlan, is_carried_out: bool, free: Free) -> None:
     """Refuses a home that does not fit this machine.
 
     A model without memory may be planned for another machine: it gets a note instead.
     """
     rows = [(region.purpose, region.bytes) for region in planned.regions]
-    if planned.device.type == "cuda":
-        rows.append((STAGING_RING, _C.STAGING_BYTES))  # needed if the driver refuses to pin the home
+    if staging_bytes(planned.device):
+        rows.append((STAGING_RING, staging_bytes(planned.device)))
     budget = planned.budgets.host
     without_memory = not is_carried_out and any(
         slot.parameter.is_meta for unit in planned.units for slot in unit.parameters

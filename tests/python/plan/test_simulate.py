@@ -162,8 +162,8 @@ def test_lanes_that_share_take_no_more_than_there_is_and_never_less_time(data):
     lanes = {"fetch": rate, "drain": rate, "update": rate}
     host, both = (rate * data.draw(st.floats(0.3, 3)) for _ in range(2))
     free = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times))
-    shared = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, both, host))
-    wide = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, 2 * rate, 3 * rate))
+    shared = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, 0, both, host))
+    wide = _C.simulate(program.ops, waits, _C.Costs(lanes, {}, times, times, 0, 2 * rate, 3 * rate))
     assert [(s.start_us, s.end_us) for s in wide] == [(s.start_us, s.end_us) for s in free]
     rounding = len(free)
     assert max(s.end_us for s in shared) >= max(s.end_us for s in free) - rounding
@@ -200,3 +200,11 @@ def test_an_op_that_takes_a_slot_of_the_ring_waits_until_one_is_given_back():
     assert starts(1) == [0, 6, 12, 1, 7, 13]
     with pytest.raises(_C.InvariantError, match="waits for ever"):
         starts(2, ())
+    with pytest.raises(_C.InvariantError, match="takes no slot"):
+        _C.simulate(updates[:1], [[]], price, [0], 1, [0])
+
+
+def test_drafts_may_have_a_rate_of_their_own():
+    ops = [_C.Op(0, "update", "update", 0, GIB), _C.Op(1, "update", "draft", 1, GIB)]
+    assert ends_of(ops, _C.Costs({"update": 2.0})) == [500_000, 1_000_000]
+    assert ends_of(ops, _C.Costs({"update": 2.0}, draft_gib_s=1.0)) == [500_000, 1_500_000]
