@@ -10,7 +10,10 @@ from pathlib import Path
 
 from noria._errors import usage_error
 
-__all__ = ["TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
+__all__ = ["LANES", "TracedSpan", "covered", "is_step", "read_trace", "whole_steps"]
+
+
+LANES = ("compute", "fetch", "drain", "collect", "peer", "update")
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,9 +54,12 @@ def read_trace(path: Path) -> list[TracedSpan]:
         for event in events:
             if event["ph"] in ("s", "f"):
                 arrows.setdefault(event["id"], {})[event["ph"]] = (lanes[event["tid"]], event["ts"])
+        if any(not isinstance(span.name, str) or span.lane not in LANES for span in spans):
+            raise ValueError("a name or a lane")
+        sum(span.num_bytes + span.start + span.end for span in spans)  # all of them are numbers
     except OSError as error:
         raise usage_error("a trace file that can be read", f"{path}: {error.strerror}", "give Policy.trace's") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         remedy = 'give a file that noria wrote: noria.wrap(..., trace="trace.json")'
         raise usage_error("a trace in Chrome's JSON, as noria writes it", str(path), remedy) from None
     if not spans:

@@ -183,6 +183,18 @@ def test_a_plan_with_device_memory_is_of_a_gpu_elsewhere(capsys, factories):
     assert "cuda:0" not in out
 
 
+def test_modules_that_share_a_unit_take_the_time_of_their_own_weights():
+    """Two layers that are no blocks, and a head that has the embedding's weight."""
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(32, 16), "up": nn.Linear(16, 64, bias=False), "head": nn.Linear(16, 32)}
+    )
+    model["head"].weight = model["embed"].weight
+    planned = noria.plan(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    times = PlannedStep(planned, 512, PlanSpeeds(1, 1, 1, 1e-6)).times()
+    weights = 16 * 64 + 16 * 32 + 32
+    assert abs(times.forward_us - 2 * 512 * weights / 1e-6 / 1e6) <= 9
+
+
 def test_a_weight_that_two_modules_use_takes_its_time_in_each():
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     model[2].weight = model[0].weight
@@ -259,7 +271,7 @@ def test_a_model_that_the_host_cannot_hold_is_told_so_with_the_largest_that_it_c
     status, out, _ = run(capsys, "plan", "--model", "made_here:big", "--gpu", "RTX 3090", "--host-memory", "40MiB")
     assert status == 1
     assert "does not fit: noria expected host_memory of at least" in out
-    assert "largest model of this shape in 40MiB of host memory: " in out
+    assert "largest model of this shape in 40.0 MiB of host memory: " in out
 
 
 @pytest.mark.parametrize("policy", [{}, {"update": "backward"}, {"kernel": "torch"}, {"state_dtype": "8bit"}], ids=str)
@@ -412,6 +424,26 @@ def test_a_step_that_takes_no_time_is_printed_too(capsys, factories):
         (["plan", "--model", "made_here:chain", *SPEEDS, "--picture", "/nowhere/wheel.svg"], "can be written"),
         (["plan", "--model", "made_here:chain", *SPEEDS, "--trace", "/nowhere/trace.json"], "can be written"),
         (["trace", "/nowhere.json"], "No such file"),
+        (
+            ["plan", "--model", "made_here:chain", "--gpu", "H100", "--host-memory", "1GiB", "--device", "cpu"],
+            "leave --device out",
+        ),
+        (
+            [
+                "plan",
+                "--model",
+                "made_here:chain",
+                "--gpu",
+                "H100",
+                "--host-memory",
+                "1GiB",
+                "--device-memory",
+                "90GiB",
+            ],
+            "lower it",
+        ),
+        (["plan", "--model", "made_here:chain", "--gpu", "H100", "--host-memory", "lots"], "lots"),
+        (["plan", "--model", "made_here:chain", "--picture", "a.svg", "--trace", "a.svg"], "two files"),
         (["trace"], "neither"),
         (["trace", "a.json", "--diff", "a.json", "b.json"], "both"),
     ],
@@ -541,7 +573,14 @@ def test_trace_counts_steps_and_not_micro_batches(capsys, tmp_path):
 def test_trace_refuses_what_is_no_trace_of_noria(capsys, tmp_path):
     path = written(tmp_path, [])
     assert run(capsys, "trace", path)[0] == 2
-    for text in ("", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}'):
+    whole = json.loads(written(tmp_path, [(0, "fetch", "fetch", 0, 0, 1000, 1 << 20)]).read_text())
+    damaged = []
+    for key, value in (("name", None), ("dur", "long"), ("args", {"bytes": "many"})):
+        copied = json.loads(json.dumps(whole))
+        next(event for event in copied["traceEvents"] if event["ph"] == "X")[key] = value
+        damaged.append(json.dumps(copied))
+    damaged += [json.dumps(whole).replace('"fetch"', '"elevator"'), "[" * 100_000]
+    for text in (*damaged, "", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}'):
         path.write_text(text)
         status, _, err = run(capsys, "trace", path)
         assert status == 2

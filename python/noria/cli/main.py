@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer",
         default=None,
         metavar="NAME",
-        help='of torch.optim, with arguments if need be: AdamW (default), "SGD(momentum=0.9)"; none: inference',
+        help='of torch.optim, with arguments if need be: AdamW (default), "SGD(momentum=0.9)"; none: no updates',
     )
     policy = plan.add_argument_group("policy, as in noria.wrap")
     for name in ("device", "device-memory", "host-memory", "kernel", "state-dtype", "update"):
@@ -97,19 +97,19 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "--diff", nargs=2, type=Path, metavar=("PREDICTED", "MEASURED"), help="where two traces of the same model part"
     )
-    trace.add_argument("--waits", type=int, default=5, help="how many of the longest waits to show")
+    trace.add_argument("--waits", type=_number, default=5, help="how many of the longest waits to show")
     return parser
 
 
 def _number(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    if not 1 <= value <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 10**12")
     return value
 
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 1e-9 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1e-9 and 1e9")
     return value

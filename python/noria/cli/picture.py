@@ -12,7 +12,7 @@ from noria.trace_file import TracedSpan
 if TYPE_CHECKING:
     from noria.planning.step_simulation import PlannedStep
 
-__all__ = ["ROWS", "colours_of", "draw_bars", "draw_legend", "draw_wheel", "pyplot", "spans_of"]
+__all__ = ["ROWS", "check_picture", "colours_of", "draw_bars", "draw_legend", "draw_wheel", "pyplot", "spans_of"]
 
 ROWS = ["fetch", "compute", "drain", "update"]
 """The way of a unit, from top to bottom."""
@@ -94,11 +94,16 @@ def spans_of(step: PlannedStep) -> list[TracedSpan]:
     ]
 
 
-def draw_wheel(path: Path, spans: Sequence[TracedSpan], begin_us: float, end_us: float, title: str) -> None:
-    """Draws one step to an SVG or PNG file. Raises UsageError if it cannot be written."""
-    module = pyplot()
+def check_picture(path: Path) -> None:
+    """Raises UsageError if no picture can have this name."""
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise usage_error("a picture's name that ends in .svg, .png or .pdf", f'"{path}"', "name it so")
+
+
+def draw_wheel(path: Path, spans: Sequence[TracedSpan], begin_us: float, end_us: float, title: str) -> None:
+    """Draws one step to an SVG or PNG file. Raises UsageError if it cannot be written."""
+    check_picture(path)
+    module = pyplot()
     shown = [span for span in spans if span.end > begin_us and span.start < end_us and span.lane in ROWS]
     colour = colours_of(spans)
     figure, axes = module.subplots(figsize=(13, 4.2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from noria import _C
 from noria._errors import UsageError, usage_error
-from noria.cli.picture import draw_wheel, spans_of
+from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
 from noria.planning.machines import BOTH_WAYS, Machine, device_named
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
@@ -40,6 +40,8 @@ def run_plan(args: argparse.Namespace) -> int:
         for name in ("device", "device_memory", "host_memory", "kernel", "state_dtype", "update", "window", "units")
         if getattr(args, name) is not None
     }
+    if fields.get("host_memory", "").isdecimal():
+        fields["host_memory"] = int(fields["host_memory"])
     if "device_memory" in fields:
         fields["device_memory"] = _amount(fields["device_memory"])
         if args.tflops is not None and args.pipeline is None and not torch.cuda.is_available():
@@ -48,6 +50,10 @@ def run_plan(args: argparse.Namespace) -> int:
         fields["dtype"] = torch.bfloat16
     if args.pipeline is None and args.activation_memory is not None:
         raise usage_error("--pipeline beside --activation-memory", "none", "say how many stages there are")
+    if args.picture is not None:
+        check_picture(args.picture)
+        if args.picture == args.trace:
+            raise usage_error("--picture and --trace in two files", f"{args.trace} for both", "name another")
     if args.gpu is not None:
         return _run_elsewhere(args, model, optimizers, fields)
     planned = plan(model, optimizers or None, **fields)
@@ -86,6 +92,7 @@ def _run_elsewhere(
     args: argparse.Namespace, model: nn.Module, optimizers: list[Optimizer], fields: dict[str, Any]
 ) -> int:
     """Plans for a machine that is not here, and says what limits it."""
+    from noria.policy import format_bytes, to_bytes
     from noria.wrap import plan_elsewhere
 
     if args.pipeline is not None:
@@ -93,8 +100,14 @@ def _run_elsewhere(
     if fields.get("host_memory", "auto") == "auto":
         found = fields.get("host_memory", "none")
         raise usage_error("--host-memory with an amount, beside --gpu", found, "say how much its host has for the home")
+    host_bytes = to_bytes(fields["host_memory"])
     device = device_named(args.gpu)
-    fields.setdefault("device", "cuda")
+    if not str(fields.setdefault("device", "cuda")).startswith("cuda"):
+        raise usage_error('--device "cuda" beside --gpu', fields["device"], "leave --device out")
+    asked = to_bytes(fields.get("device_memory", "auto"), device.free_bytes) or 0
+    if asked > device.free_bytes:
+        found = f"{format_bytes(asked)}; {args.gpu} has {format_bytes(device.free_bytes)} free"
+        raise usage_error("--device-memory that the GPU has", found, "lower it, or leave --gpu out")
 
     def planned_with(more: dict[str, Any]) -> WrapPlan:
         return plan_elsewhere(model, optimizers, device.free_bytes, **{**fields, **more})
@@ -108,14 +121,14 @@ def _run_elsewhere(
             raise error from None  # the host is not what is too small
         print(planned)
         print(f"does not fit: {error}")
-        _show_largest(planned, fields["host_memory"])
+        _show_largest(planned, host_bytes)
         return 1
     print(planned)
     machine = _machine(args, planned, device)
     step = simulated(planned, machine, args.tokens)
     _show_step(step)
     _show_limits(step, machine)
-    _show_largest(planned, fields["host_memory"])
+    _show_largest(planned, host_bytes)
     columns = ["one change", "step", "tokens/s", "gain"]
     rows = [
         [change.what, time_text(change.step_us), _tokens_s(change.tokens, change.step_us), f"{change.gain:.2f} x"]
@@ -146,19 +159,18 @@ def _show_limits(step: PlannedStep, machine: Machine) -> None:
     )
 
 
-def _show_largest(planned: WrapPlan, host_memory: str | int) -> None:
-    from noria.policy import to_bytes
+def _show_largest(planned: WrapPlan, host_bytes: int | None) -> None:
+    from noria.policy import format_bytes
 
-    found = largest_model(planned, to_bytes(host_memory) or 0)
+    found = largest_model(planned, host_bytes or 0)
     if found is None:
         return
-    print(
-        f"largest model of this shape in {host_memory} of host memory: {found.num_parameters / 1e9:.2f} B parameters, "
-        f"{found.num_blocks} blocks like {found.block}"
-        + (", without drafts" if planned.drafted or planned.draftable else "")
-        if found.num_blocks
-        else f"not even one block like {found.block} fits into {host_memory} of host memory"
-    )
+    room = f"{format_bytes(host_bytes or 0)} of host memory"
+    if not found.num_blocks:
+        print(f"not even one block like {found.block} fits into {room}")
+        return
+    size = f"{found.num_parameters / 1e9:.2f} B parameters, {found.num_blocks} blocks like {found.block}"
+    print(f"largest model of this shape in {room}: {size}" + (", without drafts" if planned.draftable else ""))
 
 
 def _run_pipeline(args: argparse.Namespace, model: nn.Module, planned: WrapPlan) -> int:

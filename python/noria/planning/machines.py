@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 
 from noria._errors import usage_error
@@ -95,7 +96,7 @@ class Machine:
     def speeds(self, state_dtype: str) -> PlanSpeeds:
         """Returns the speeds of its lanes."""
         of_cores = [self.cores * each for each in _CORE_GIB_S[state_dtype]]
-        update, draft = (min(each, self.host or each) if self.update is None else self.update for each in of_cores)
+        update, draft = (min(each if self.update is None else self.update, self.host or math.inf) for each in of_cores)
         both_ways = self.both_ways * (self.fetch + self.drain)
         return PlanSpeeds(self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.measured)
 

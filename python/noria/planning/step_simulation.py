@@ -8,6 +8,7 @@ from collections import Counter
 from torch import nn
 
 from noria import _C
+from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import WrapPlan
@@ -159,20 +160,21 @@ class PlannedStep:
         return self.planned.buffers.intern(place, unit, 1, purpose, unit)
 
     def _multiplied(self) -> list[int]:
-        """Returns, by unit, the number of weights that every token is multiplied with."""
-        return [
-            0 if isinstance(spec.module, nn.Embedding | nn.EmbeddingBag) else sum(p.numel() for p in spec.parameters)
-            for spec in self.planned.partition.units
-        ]
+        """Returns, by unit, the number of weights that every token is multiplied with, in each module that has them."""
+        parts = self.planned.partition
+        unit_of = {parameter: unit for unit, spec in enumerate(parts.units) for parameter in spec.parameters}
+        counts = [0] * len(parts.units)
+        for module in dict.fromkeys(module for root in parts.roots for module in root.modules()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            for parameter in tensors_in(module.parameters(recurse=False)):
+                counts[unit_of[parameter]] += parameter.numel()
+        return counts
 
     def _by_visit(self, verb: str, us: list[float]) -> list[float]:
-        """Returns, by unit, the time of one visit.
-
-        Each module that uses the unit needs `us[unit]` in a pass. It may be visited several times, for a part of that.
-        """
+        """Returns, by unit, the time of one visit. All visits of a pass take `us[unit]`."""
         visits = Counter(op.unit for op in self.ops[self._first[-1] :] if op.verb == verb)
-        users = Counter(unit for hook in self.planned.partition.hooks for unit in hook.needs)
-        return [time * users[unit] / max(visits[unit], 1) for unit, time in enumerate(us)]
+        return [time / max(visits[unit], 1) for unit, time in enumerate(us)]
 
     def _forward_order(self) -> list[HomeUnit]:
         order = dict.fromkeys(unit for visit in self.planned.visits["forward"] for unit in visit.needs)
