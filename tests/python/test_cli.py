@@ -13,7 +13,7 @@ import torch
 from noria import _C
 from noria.cli import main
 from noria.doctor import diagnose
-from noria.planning.machines import DEVICES, Machine, device_named
+from noria.planning import machines
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 from noria.testing import on_machine
@@ -301,7 +301,7 @@ def test_so_it_does_beside_a_gpu_where_copies_may_need_staging_memory():
             planned(found.num_blocks + 1, budget)
 
 
-MACHINE = Machine(fetch=10, drain=10, tflops=1, host=20, cores=2, both_ways=0.9)
+MACHINE = machines.Machine(fetch=10, drain=10, tflops=1, host=20, cores=2, both_ways=0.9)
 
 
 def test_from_the_break_even_on_a_step_hides_all_but_its_compute():
@@ -333,16 +333,16 @@ def test_the_wall_is_what_is_slow_and_a_faster_one_helps_most(slow, named, bette
 
 def test_a_device_is_known_by_its_name_or_a_part_of_it():
     for name in ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090"):
-        assert device_named(name) is DEVICES["RTX 4090"]
-    for device in DEVICES.values():
+        assert machines.device_named(name) is machines.DEVICES["RTX 4090"]
+    for device in machines.DEVICES.values():
         assert 0 < device.free_bytes < device.memory_gib * 2**30
         assert 5 < device.link_gib_s < 60
-    assert device_named("H200").link_gib_s == pytest.approx(55.1e9 / 2**30, rel=0.06)  # measured
+    assert machines.device_named("H200").link_gib_s == pytest.approx(55.1e9 / 2**30, rel=0.06)  # measured
 
 
 def test_the_page_about_what_if_has_every_device():
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-    for name, device in DEVICES.items():
+    for name, device in machines.DEVICES.items():
         generation, lanes = device.pcie
         numbers = f"{device.memory_gib} | {device.peak_tflops} | PCIe {generation} x{lanes}"
         assert f"| {name} | {numbers} | {device.link_gib_s:.1f} | {device.host_gib_s} |" in page, name
