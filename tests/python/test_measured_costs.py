@@ -71,14 +71,19 @@ def test_the_loop_takes_the_time_from_landed_gradients_to_the_first_update_or_th
     assert measured_costs([], 1).latency_us["compute"] == 0
 
 
-@pytest.mark.parametrize("update", ["auto", "backward", "blocking"])
-def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(update):
+@pytest.mark.parametrize(
+    "policy", [{}, {"draft_memory": "1GiB"}, {"update": "backward"}, {"update": "blocking"}], ids=str
+)
+def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
     """What is measured in a simulated trace are the costs that it was simulated with."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
-    planned = noria.plan(
-        model, torch.optim.AdamW(model.parameters()), device="cpu", kernel="fused", window=3, update=update
-    )
-    for speeds in (PlanSpeeds(0.1, 0.1, 0.1, 1e-4), PlanSpeeds(0.01, 0.1, 0.1, 1e-4), PlanSpeeds(0.1, 0.1, 0.02, 1e-4)):
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = noria.plan(model, optimizer, device="cpu", kernel="fused", window=3, **policy)
+    for speeds in (
+        PlanSpeeds(0.1, 0.1, 0.1, 1e-4),
+        PlanSpeeds(0.01, 0.1, 0.1, 1e-4),
+        PlanSpeeds(0.1, 0.1, 0.05, 1e-4, draft=0.02),
+    ):
         step = PlannedStep(planned, 64, speeds)
         costs = measured_costs(step.all_spans, len(planned.units))
         again = PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), costs)

@@ -20,14 +20,15 @@ class MeasuredCosts:
     """Holds what ops take if nothing makes them wait. Times are in microseconds.
 
     - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it.
-    - `gib_s`, `latency_us`: by lane; "draft" is apart from "update". The latency of "compute" is what the user's loop
-      does before updates begin.
+    - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does before updates begin.
+    - `draft_gib_s`: of drafts. 0: there were none.
     """
 
     forward_us: list[float]
     backward_us: list[float]
     gib_s: dict[str, float]
     latency_us: dict[str, float]
+    draft_gib_s: float = 0.0
 
 
 def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
@@ -68,7 +69,12 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
         if span.lane != "compute" and span.bytes:
             lane = "draft" if span.verb == "draft" else span.lane
             by_lane[lane].append((span.bytes, span.end_us - span.start_us))
+    drafts = by_lane.pop("draft", [])
     fits = {lane: _fit(each) for lane, each in by_lane.items()}
+    draft_gib_s = 0.0
+    if drafts:
+        latency, _ = fits.setdefault("update", _fit(drafts))
+        draft_gib_s = 1e6 / max(median((us - latency) / size for size, us in drafts), 1e-9) / _GIB
 
     def of_visits(verb: str) -> list[float]:
         return [median(visits.get((verb, unit), [0.0])) for unit in range(num_units)]
@@ -78,6 +84,7 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
         of_visits("backward"),
         {lane: 1e6 / us_per_byte / _GIB for lane, (_, us_per_byte) in fits.items() if us_per_byte > 0},
         {lane: latency for lane, (latency, _) in fits.items()} | {"compute": _loop_us(spans)},
+        draft_gib_s,
     )
 
 

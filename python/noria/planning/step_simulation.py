@@ -88,7 +88,7 @@ class PlannedStep:
 
     def _measured(self, measured: MeasuredCosts) -> _C.Costs:
         by_visit = measured.forward_us, measured.backward_us
-        shared = measured.gib_s.get("draft", 0.0), self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
+        shared = measured.draft_gib_s, self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
         return _C.Costs(measured.gib_s, measured.latency_us, *by_visit, *shared)
 
     @property

@@ -1,0 +1,32 @@
+"""The benchmark of predictions runs, in each mode, and its settings are 24."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import prediction
+
+
+def test_there_are_24_settings_and_each_has_a_name_of_its_own():
+    assert len({case.name for case in prediction.CASES}) == len(prediction.CASES) == 24
+
+
+@pytest.mark.parametrize("name", ["balanced, drafts", "balanced, in backward", "update-bound, drafts, unequal units"])
+def test_a_setting_runs_within_its_memory_and_is_predicted(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "SETTLING", 2)
+    monkeypatch.setattr(prediction, "COSTS", 2)
+    [case] = [case for case in prediction.CASES if case.name == name]
+    threads = torch.get_num_threads()
+    try:
+        found = prediction.run(case, 2, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert found["is_within_plan"]
+    compute_us = 1e6 * sum(case.hidden) / prediction.WIDTH * (prediction.FORWARD_S + prediction.BACKWARD_S)
+    assert found["predicted_us"] >= compute_us and min(found["measured_us"]) >= compute_us
