@@ -720,8 +720,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     engine.home.raise_lost_writes()
     wrapped.sync.meet("unwrap")
     engine.updates.run_all_deferred()
-    for unit in context.plan.drafted:
-        engine.home.access_home(unit, False)  # undoes its draft
+    context.undo_drafts()
     engine.idle()
     held_back = {slot.index for slot in context.slots if engine.backward.is_held_back(slot.index)}
     if context.ranks is not None:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -22,11 +21,7 @@ def test_a_setting_runs_within_its_memory_and_is_predicted(name, tmp_path, monke
     monkeypatch.setattr(prediction, "SETTLING", 2)
     monkeypatch.setattr(prediction, "COSTS", 2)
     [case] = [case for case in prediction.CASES if case.name == name]
-    threads = torch.get_num_threads()
-    try:
-        found = prediction.run(case, 2, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
+    found = prediction.run(case, 2, tmp_path)
     assert found["is_within_plan"]
     compute_us = 1e6 * sum(case.hidden) / prediction.WIDTH * (prediction.FORWARD_S + prediction.BACKWARD_S)
     assert found["predicted_us"] >= compute_us and min(found["measured_us"]) >= compute_us

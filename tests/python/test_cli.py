@@ -323,9 +323,10 @@ def test_from_the_break_even_on_a_step_hides_all_but_its_compute():
 def test_the_wall_is_what_is_slow_and_a_faster_one_helps_most(slow, named, better):
     machine = dataclasses.replace(MACHINE, **slow)
     planned = planned_on_meta(draft_memory="1GiB", window=3)
-    name, share = wall(simulated(planned, machine, 64))
+    step = simulated(planned, machine, 64)
+    name, share = wall(step)
     assert name == named and 0.8 < share <= 1.01
-    all_changes = changes(planned, machine, 64, lambda fields: planned_on_meta(window=3, **fields))
+    all_changes = changes(step, machine, lambda fields: planned_on_meta(window=3, **fields))
     gains = {each.what: each.gain for each in all_changes if "twice" in each.what and each.tokens == 64}
     assert max(gains, key=gains.get) == better and gains.pop(better) > 1.6
     assert all(0.99 < gain < 1.05 for gain in gains.values())

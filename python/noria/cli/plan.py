@@ -132,7 +132,7 @@ def _run_elsewhere(
     columns = ["one change", "step", "tokens/s", "gain"]
     rows = [
         [change.what, time_text(change.step_us), _tokens_s(change.tokens, change.step_us), f"{change.gain:.2f} x"]
-        for change in changes(planned, machine, args.tokens, planned_with)
+        for change in changes(step, machine, planned_with)
     ]
     print()
     show("what one change would give", columns, rows)

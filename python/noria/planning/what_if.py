@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import GRADIENT_RING, UNDO_LOGS
@@ -31,7 +32,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """Describes the largest model of this shape: as many equal blocks as host memory has room for."""
+    """Describes the largest model of this shape that host memory holds. Only its number of blocks differs."""
 
     num_parameters: int
     num_blocks: int
@@ -63,28 +64,24 @@ def compute_us(step: PlannedStep) -> float:
     return times.forward_us + times.backward_us
 
 
-def changes(
-    planned: WrapPlan, machine: Machine, tokens: int, plan_again: Callable[[dict[str, object]], WrapPlan]
-) -> list[Change]:
-    """Returns what single changes would give, the best first.
+def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str, object]], WrapPlan]) -> list[Change]:
+    """Returns what single changes of `step` on `machine` would give, the best first.
 
     `plan_again`: plans the same model with these fields of the policy besides. It may raise UsageError.
     """
-    policy = planned.policy
-    found: dict[str, PlannedStep] = {
+    planned, policy, tokens = step.planned, step.planned.policy, step.tokens
+
+    def with_parts(**parts: Any) -> PlannedStep:
+        return simulated(planned, dataclasses.replace(machine, **parts), tokens)
+
+    found = {
         "twice the tokens a step": simulated(planned, machine, 2 * tokens),
-        "a link twice as fast": simulated(
-            planned, dataclasses.replace(machine, fetch=2 * machine.fetch, drain=2 * machine.drain), tokens
-        ),
-        "a device twice as fast": simulated(planned, dataclasses.replace(machine, tflops=2 * machine.tflops), tokens),
+        "a link twice as fast": with_parts(fetch=2 * machine.fetch, drain=2 * machine.drain),
+        "a device twice as fast": with_parts(tflops=2 * machine.tflops),
     }
     if machine.update is None:  # else these say nothing about updates
-        host, cores = (
-            dataclasses.replace(machine, host=2 * machine.host),
-            dataclasses.replace(machine, cores=2 * machine.cores),
-        )
-        found["host memory twice as fast"] = simulated(planned, host, tokens)
-        found["twice the cores"] = simulated(planned, cores, tokens)
+        found["host memory twice as fast"] = with_parts(host=2 * machine.host)
+        found["twice the cores"] = with_parts(cores=2 * machine.cores)
     others: dict[str, dict[str, object]] = {}
     if planned.fused:
         others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
@@ -99,10 +96,10 @@ def changes(
             found[what] = simulated(plan_again(fields), machine, tokens)
         except UsageError:  # it does not fit, or noria cannot
             continue
-    before = tokens / max(simulated(planned, machine, tokens).step_us, 1)
+    before = tokens / max(step.step_us, 1)
     each = [
-        Change(what, step.step_us, step.tokens, step.tokens / max(step.step_us, 1) / before)
-        for what, step in found.items()
+        Change(what, after.step_us, after.tokens, after.tokens / max(after.step_us, 1) / before)
+        for what, after in found.items()
     ]
     return sorted(each, key=lambda change: -change.gain)
 

@@ -97,6 +97,11 @@ class Context:
         known = self.slot_of
         return sorted({known[each].unit for each in tensors_in(module.parameters()) if each in known})
 
+    def undo_drafts(self) -> None:
+        """Undoes all drafts: the user may look at the home, or edit it, from now on."""
+        for unit in self.plan.drafted:
+            self.engine.home.access_home(unit, False)
+
     def write_trace(self) -> None:
         if self.trace is not None and self.policy.trace is not None:
             self.backend.stats("fetch")  # adds to the trace what the device has done by now

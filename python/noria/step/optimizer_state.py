@@ -126,8 +126,7 @@ class HomeState:
             self.run.require_consistent("a look at optimizer.state")
         if parameter is None:
             self.context.engine.updates.run_all_deferred()
-            for unit in self.context.plan.drafted:
-                self.context.engine.home.access_home(unit, False)  # the user may edit the state now
+            self.context.undo_drafts()
             if self.context.pool is not None:
                 self.context.pool.idle()
         elif isinstance(parameter, nn.Parameter) and parameter in self.context.slot_of:
