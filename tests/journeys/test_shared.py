@@ -306,7 +306,7 @@ def like_ddp(rank: int, size: int, name: str) -> None:
     if "window" in course.policy:
         assert report.peak_units <= course.policy["window"], str(report)
     if "draft_memory" in course.policy and course.model is Net:
-        assert report.drafts["kept"] > 0
+        assert any(report.drafts.values()), str(report)  # kept, or undone where something came before step()
     noria.unwrap(model, ours)
 
 
