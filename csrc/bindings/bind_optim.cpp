@@ -10,6 +10,7 @@
 #include "base/errors.h"
 #include "base/words.h"
 #include "bindings/lane_stats.h"
+#include "optim/device_optimizer.h"
 #include "optim/host_optimizer.h"
 #include "optim/moment_codes.h"
 #include "optim/split_master.h"
@@ -60,7 +61,8 @@ UpdatePiece make_piece(const Piece& piece) {
 }
 
 UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArrays& arrays, Address gradient,
-                   const std::string& task, bool sums, const std::vector<std::pair<Address, int>>& late_scales) {
+                   const std::string& task, bool sums, const std::vector<std::pair<Address, int>>& late_scales,
+                   const std::vector<Address>& gradients) {
   UpdateJob job;
   job.task = parse_task(task);
   if (sums) job.sums = std::make_shared<std::vector<double>>();
@@ -74,6 +76,11 @@ UpdateJob make_job(const std::string& rule, const Pieces& pieces, const UnitArra
   for (std::size_t i = 0; i < late_scales.size(); ++i) {
     job.pieces[i].late_scales = at<const float>(late_scales[i].first);
     job.pieces[i].num_late_scales = late_scales[i].second;
+  }
+  NORIA_INVARIANT(gradients.empty() || gradients.size() == pieces.size(), "gradients that lie apart are by piece");
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const std::int64_t before = job.pieces[i].offset * job.gradient_item_bytes();
+    job.pieces[i].gradient = at<const void>(gradients[i] - static_cast<Address>(before));
   }
   return job;
 }
@@ -129,8 +136,9 @@ void bind_kernels(py::module_& m) {
 
   py::class_<UpdateJob>(m, "UpdateJob")
       .def(py::init(&make_job), py::arg("rule"), py::arg("pieces"), py::arg("arrays"), py::kw_only(),
-           py::arg("gradient"), py::arg("task") = "update", py::arg("sums") = false,
-           py::arg("late_scales") = std::vector<std::pair<Address, int>>())
+           py::arg("gradient") = 0, py::arg("task") = "update", py::arg("sums") = false,
+           py::arg("late_scales") = std::vector<std::pair<Address, int>>(),
+           py::arg("gradients") = std::vector<Address>())
       .def_property_readonly("rule", [](const UpdateJob& job) { return to_string(job.rule); })
       .def_property_readonly("bytes", [](const UpdateJob& job) { return job.bytes().count; })
       .def_property_readonly("taken_sums",
@@ -141,7 +149,7 @@ void bind_kernels(py::module_& m) {
             check(job);
             std::vector<double> sums;
             for (const UpdatePiece& piece : job.pieces) {
-              sums.push_back(sum_of_squares(job, piece.offset, piece.count, instruction_set));
+              sums.push_back(sum_of_squares(job, piece, piece.offset, piece.count, instruction_set));
             }
             return sums;
           },
@@ -218,6 +226,11 @@ void bind_kernels(py::module_& m) {
 
 void bind_optim(py::module_& m) {
   bind_kernels(m);
+
+  py::class_<DeviceOptimizer>(m, "DeviceOptimizer")
+      .def(py::init(&make_host_device_optimizer))
+      .def("update", &DeviceOptimizer::update, py::arg("jobs"), Release())
+      .def("sums", &DeviceOptimizer::sums, py::arg("jobs"), Release());
 
   py::class_<HostOptimizer, std::shared_ptr<HostOptimizer>>(m, "HostOptimizer")
       .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(),

@@ -28,10 +28,6 @@
 namespace noria {
 namespace {
 
-// Elements per task: 0.6 to 1.8 MiB of traffic. That is far more than the cost of a task, and far less than a unit.
-constexpr std::int64_t kChunk = 64 * 1024;
-static_assert(kChunk % kStateBlock == 0);
-
 tbb::task_arena::constraints place_of(const HostOptimizerOptions& options) {
   tbb::task_arena::constraints place;
   const std::vector<tbb::numa_node_id> known = tbb::info::numa_nodes();
@@ -60,22 +56,6 @@ std::string text_of(const std::exception_ptr& error) {
     return known.what();
   } catch (...) {
     return "an error without a text";
-  }
-}
-
-struct Chunk {
-  std::size_t piece;
-  std::int64_t offset;
-  std::int64_t count;
-};
-
-void cut(const std::vector<UpdatePiece>& pieces, std::vector<Chunk>& chunks) {
-  chunks.clear();
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const UpdatePiece& piece = pieces[i];
-    for (std::int64_t done = 0; done < piece.count; done += kChunk) {
-      chunks.push_back({i, piece.offset + done, std::min(kChunk, piece.count - done)});
-    }
   }
 }
 
@@ -119,7 +99,7 @@ struct HostOptimizer::State {
   void choose_wanted(UpdateJob& job);
   /// Returns how many bytes it read and wrote.
   Bytes compute(UpdateJob& job);
-  void for_each_chunk(const std::function<void(const Chunk&)>& body);
+  void for_each_chunk(const std::function<void(const UpdateChunk&)>& body);
 
   const pid_t pid = getpid();
   const int num_threads;
@@ -133,7 +113,7 @@ struct HostOptimizer::State {
   // Only the serving thread uses these, and the tasks that it waits for.
   std::optional<tbb::global_control> more_threads;
   tbb::task_arena arena;
-  std::vector<Chunk> chunks;         // kept between jobs: it does not grow in a steady state
+  std::vector<UpdateChunk> chunks;   // kept between jobs: it does not grow in a steady state
   std::vector<double> sums;          // by chunk
   std::vector<std::size_t> numbers;  // by wanted piece, its number in the job; empty: all are wanted
   std::atomic<bool> begun = false;
@@ -232,7 +212,7 @@ void HostOptimizer::State::note_torn(const QueuedUpdate& update, bool has_begun)
   torn.emplace(update.label.unit, text_of(std::current_exception()));
 }
 
-void HostOptimizer::State::for_each_chunk(const std::function<void(const Chunk&)>& body) {
+void HostOptimizer::State::for_each_chunk(const std::function<void(const UpdateChunk&)>& body) {
   // TBB orders all this itself, but ThreadSanitizer cannot see into its library. So two atomics repeat the order.
   begun.store(true, std::memory_order_release);
   arena.execute([&] {
@@ -262,11 +242,11 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
     }
   }
   if (job.task == UpdateTask::draft) begin_draft(job);
-  cut(job.pieces, chunks);
+  cut_into_chunks(job.pieces, chunks);
   if (job.sums) sums.assign(chunks.size(), 0.0);
-  for_each_chunk([&](const Chunk& chunk) {
+  for_each_chunk([&](const UpdateChunk& chunk) {
     if (job.sums) {
-      sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, chunk.offset, chunk.count);
+      sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     }
     if (job.task == UpdateTask::sum) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);

@@ -15,6 +15,10 @@ namespace {
 constexpr std::size_t kBlock = 2048;
 static_assert(kUndoBlock <= kBlock && kUndoBlock % kStateBlock == 0);
 
+// Elements per task: 0.6 to 1.8 MiB of traffic. That is far more than the cost of a task, and far less than a unit.
+constexpr std::int64_t kChunk = 64 * 1024;
+static_assert(kChunk % kStateBlock == 0 && kChunk % kUndoBlock == 0);
+
 using NamedKernels = std::pair<std::string, const UpdateKernels*>;
 
 std::vector<NamedKernels> find_kernels() {
@@ -168,8 +172,7 @@ class Elements {
   }
   /// Returns the gradient as the rule sees it.
   const void* seen(const UpdateScalars& scalars, std::size_t begin, std::size_t size, Scaled& scaled) const {
-    const void* gradient =
-        static_cast<const std::byte*>(job_.gradient) + begin * static_cast<std::size_t>(job_.gradient_item_bytes());
+    const void* gradient = job_.gradient_at(piece_, begin);
     const auto change = [&](UpdateKernels::Scale by, float factor) {
       if (factor == 1.0f) return;
       by(gradient, scaled.of.data(), size, factor);
@@ -226,6 +229,16 @@ Bytes UpdateJob::bytes() const {
   return sum;
 }
 
+void cut_into_chunks(const std::vector<UpdatePiece>& pieces, std::vector<UpdateChunk>& chunks) {
+  chunks.clear();
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const UpdatePiece& piece = pieces[i];
+    for (std::int64_t done = 0; done < piece.count; done += kChunk) {
+      chunks.push_back({i, piece.offset + done, std::min(kChunk, piece.count - done)});
+    }
+  }
+}
+
 void check(const UpdateJob& job) {
   const int moments = num_moments(job.rule);
   const UnitArrays& arrays = job.arrays;
@@ -239,13 +252,14 @@ void check(const UpdateJob& job) {
                     "the moments of an update have one format");
     NORIA_INVARIANT((moment->scales != nullptr) == (moment->codes != nullptr), "codes have scales");
   }
-  NORIA_INVARIANT(job.gradient != nullptr, "an update lacks its gradient");
   const bool needs_log = job.task != UpdateTask::update && job.task != UpdateTask::sum;
   NORIA_INVARIANT(needs_log == job.has_log() && needs_log == (job.progress != nullptr),
                   "drafts have a log and a progress, other updates have none");
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (const UpdatePiece& piece : job.pieces) {
     NORIA_INVARIANT(piece.offset >= 0 && piece.count >= 0, "a piece of an update has no range");
+    NORIA_INVARIANT(piece.count == 0 || job.gradient != nullptr || piece.gradient != nullptr,
+                    "an update lacks its gradient");
     NORIA_INVARIANT(piece.num_late_scales <= kMostLateScales &&
                         (piece.num_late_scales < 1 || (piece.late_scales != nullptr && piece.scalars.prefactor == 1)) &&
                         (piece.num_late_scales < 2 || std::abs(piece.scalars.factor) == 1),
@@ -266,9 +280,9 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
+double sum_of_squares(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set) {
-  const auto* gradient = static_cast<const std::byte*>(job.gradient) + offset * job.gradient_item_bytes();
+  const std::byte* gradient = job.gradient_at(piece, static_cast<std::size_t>(offset));
   const auto sum = kernels_for(instruction_set).sum[static_cast<int>(format_of(job.arrays))];
   return sum(gradient, static_cast<std::size_t>(count));
 }

@@ -80,8 +80,10 @@ struct UpdatePiece {
   UpdateScalars scalars{};
   // If moments have fewer bits: all elements have numbers, and each parameter begins at a multiple of kStateBlock. An
   // element keeps its number however parameters are grouped into units.
-  std::uint64_t first = 0;             // the number of this piece's first element
-  std::int64_t first_block = 0;        // the index of its first scale in the unit's scales
+  std::uint64_t first = 0;       // the number of this piece's first element
+  std::int64_t first_block = 0;  // the index of its first scale in the unit's scales
+  // Its gradient lies apart from those of the other pieces; null: it does not. `offset` counts from here, too.
+  const void* gradient = nullptr;
   const float* late_scales = nullptr;  // see Note [Late scales]
   int num_late_scales = 0;
   // Of a job with an undo log: the scalars that the draft used, and the index of the piece's first block in the log.
@@ -90,6 +92,15 @@ struct UpdatePiece {
 };
 
 inline constexpr int kMostLateScales = 2;
+
+/// Describes a part of a piece, for one task. `offset` counts as `UpdatePiece::offset` does.
+struct UpdateChunk {
+  std::size_t piece;
+  std::int64_t offset;
+  std::int64_t count;
+};
+/// Sets `chunks` to the pieces in parts of equal size. A sum over a piece adds the sums of its parts, in this order.
+void cut_into_chunks(const std::vector<UpdatePiece>& pieces, std::vector<UpdateChunk>& chunks);
 
 /// Holds for each piece of the job, as submitted, the sum of the squares of its gradient before any factor. It is 0 if
 /// the piece was not wanted. Read it once the job's ticket has passed.
@@ -114,8 +125,8 @@ enum class UpdateTask : std::uint8_t {
   sum,    // of squares: reads the gradient alone; `arrays` tells its dtype
 };
 
-/// Describes a job. `gradient`: floats for whole masters, bf16 for split. Where a draft is undone, the gradient has the
-/// bytes that the draft has read.
+/// Describes a job. `gradient`: floats for whole masters, bf16 for split; null if each piece has its own. Where a draft
+/// is undone, the gradient has the bytes that the draft has read.
 struct UpdateJob {
   UpdateTask task = UpdateTask::update;
   UpdateRule rule = UpdateRule::adamw;
@@ -132,6 +143,11 @@ struct UpdateJob {
   bool has_log() const { return log.header != nullptr; }
   StateFormat state_format() const;  // fp32 if the rule keeps nothing
   std::int64_t gradient_item_bytes() const { return arrays.master != nullptr ? 4 : 2; }
+  /// Returns the address of the piece's gradient from element `at` on.
+  const std::byte* gradient_at(const UpdatePiece& piece, std::size_t at) const {
+    const void* base = piece.gradient != nullptr ? piece.gradient : gradient;
+    return static_cast<const std::byte*>(base) + at * static_cast<std::size_t>(gradient_item_bytes());
+  }
   Bytes gradient_bytes() const;
   /// Read plus written: AdamW 28 per element on whole masters, 26 on split ones with fp32 moments; with a log 1 more.
   Bytes bytes() const;
@@ -159,7 +175,7 @@ std::vector<std::string> instruction_sets();
 
 /// See UpdateKernels::Sum. `offset` and `count` are as for `update_elements`. The sum of a longer range is the sum of
 /// these sums, in order.
-double sum_of_squares(const UpdateJob& job, std::int64_t offset, std::int64_t count,
+double sum_of_squares(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset, std::int64_t count,
                       const std::string& instruction_set = "");
 
 /// Does the job's task to `count` elements of a piece. `offset` counts as `UpdatePiece::offset` does; if moments are

@@ -613,15 +613,17 @@ class UpdateJob:
         pieces: Sequence[tuple[int, int, UpdateScalars] | tuple[int, int, UpdateScalars, int, int]],
         arrays: UnitArrays,
         *,
-        gradient: int,
+        gradient: int = 0,
         task: str = "update",
         sums: bool = False,
         late_scales: Sequence[tuple[int, int]] = ...,
+        gradients: Sequence[int] = ...,
     ) -> None:
         """A piece is (offset, count, scalars), in elements. If moments are not fp32, the numbers of its first element
         and of that element's block of scales follow. `task`: "update", or "sum" for the sums of squares alone; `sums`:
         an update takes them too. `late_scales`: by piece, address and number of the fp32 factors of the gradient, read
-        when the job runs. Empty: no piece has any."""
+        when the job runs. Empty: no piece has any. `gradients`: by piece, the address of its gradient, if they lie
+        apart."""
     @property
     def rule(self) -> str: ...
     @property
@@ -654,6 +656,14 @@ def encode_moment(values: int, codes: int, scales: int, count: int, *, is_first:
 def decode_moment(codes: int, scales: int, values: int, count: int, *, is_first: bool) -> None: ...
 def split_master(master: int, high: int, low: int, count: int) -> None: ...
 def join_master(high: int, low: int, master: int, count: int) -> None: ...
+
+class DeviceOptimizer:
+    """Updates what lies on the device. A call returns when its work is done."""
+
+    def __init__(self) -> None: ...
+    def update(self, jobs: Sequence[UpdateJob]) -> None: ...
+    def sums(self, jobs: Sequence[UpdateJob]) -> list[list[float]]:
+        """Returns sums of squares, by job and piece."""
 
 class HostOptimizer:
     def __init__(
