@@ -32,6 +32,7 @@ void Backwards::before_forward(bool grad_enabled) {
 // ---- a backward begins ------------------------------------------------------------------------------------------
 
 void Backwards::backward_begins(HookId hook, bool inner) {
+  if (owners_.rest.is_on()) return;
   if (at::GradMode::is_enabled()) {
     throw UsageError("backward() without create_graph",
                      "create_graph=True, whose second backward would need weights that have left the device",
@@ -43,7 +44,7 @@ void Backwards::backward_begins(HookId hook, bool inner) {
 }
 
 variable_list Backwards::catch_gradient(int index, const variable_list& gradients) {
-  if (!owners_.catcher.is_wanted(index, gradients)) return gradients;
+  if (owners_.rest.is_on() || !owners_.catcher.is_wanted(index, gradients)) return gradients;
   arm();
   owners_.visits.visit_for_gradient(parts_.parameters[index].unit);
   return owners_.catcher.take(index, gradients);

@@ -20,6 +20,7 @@
 #include "bindings/home_view.h"
 #include "bindings/module_visits.h"
 #include "bindings/rank_audit.h"
+#include "bindings/rest.h"
 
 namespace noria {
 
@@ -33,6 +34,7 @@ struct BackwardOwners {
   BackwardClaims& claims;
   HomeView& home;
   RankAudit& audit;
+  Rest& rest;
 };
 
 class Backwards final : public AutogradEvents {

@@ -42,6 +42,7 @@ struct EngineBackward : BridgePart {};
 struct EngineSaved : BridgePart {};
 struct EngineCopies : BridgePart {};
 struct EngineStatistics : BridgePart {};
+struct EngineRest : BridgePart {};
 
 /// Binds a member function of one of the bridge's owners.
 template <class Part, class Owner, class Result, class... Arguments>
@@ -87,6 +88,6 @@ inline std::shared_ptr<pybind11::function> keep(pybind11::function callback) {
 
 void bind_bridge_autograd(pybind11::module_& m);  // hooks, gradients, home, ranks
 void bind_bridge_engine(pybind11::module_& m);    // updates, backward, statistics
-void bind_bridge_memory(pybind11::module_& m);    // saved, copies
+void bind_bridge_memory(pybind11::module_& m);    // saved, copies, rest
 
 }  // namespace noria

@@ -137,11 +137,50 @@ void bind_copies(py::module_& m) {
       .def("times_fetched", &times_fetched, NoGil());
 }
 
+// ---- units that stay on the device ------------------------------------------------------------------------------
+
+void bind_rest(py::module_& m) {
+  py::class_<EngineRest>(m, "EngineRest")
+      .def(
+          "set_callback",
+          [](const EngineRest& self, py::function look) {
+            self->rest().set_callback([kept = keep(std::move(look))](UnitId unit, bool write_weights) {
+              keep_python_errors([&] { (*kept)(unit.value, write_weights); });
+            });
+          },
+          py::arg("look"))
+      .def(
+          "set_asleep", [](const EngineRest& self, bool asleep) { self->set_asleep(asleep); }, py::arg("asleep"),
+          NoGil())
+      .def(
+          "set_on", [](const EngineRest& self, bool on) { self->set_resting(on); }, py::arg("on"), NoGil())
+      .def_property_readonly("is_on", [](const EngineRest& self) { return self->rest().is_on(); })
+      .def(
+          "show",
+          [](const EngineRest& self, std::int32_t unit, std::int64_t weights) {
+            self->rest().show(UnitId(unit), pointer(weights));
+          },
+          py::arg("unit"), py::arg("weights"))
+      .def("check", [](const EngineRest& self) { self->rest().check(); })
+      .def(
+          "hide", [](const EngineRest& self, std::int32_t unit) { self->rest().hide(UnitId(unit)); }, py::arg("unit"))
+      .def(
+          "is_shown", [](const EngineRest& self, std::int32_t unit) { return self->rest().is_shown(UnitId(unit)); },
+          py::arg("unit"))
+      .def(
+          "is_written", [](const EngineRest& self, std::int32_t unit) { return self->rest().is_written(UnitId(unit)); },
+          py::arg("unit"))
+      .def(
+          "is_told", [](const EngineRest& self, std::int32_t unit) { return self->rest().is_told(UnitId(unit)); },
+          py::arg("unit"));
+}
+
 }  // namespace
 
 void bind_bridge_memory(py::module_& m) {
   bind_saved(m);
   bind_copies(m);
+  bind_rest(m);
 }
 
 }  // namespace noria

@@ -159,6 +159,12 @@ void bind_torch_bridge(py::module_& m) {
                            like.strides(), callback);
       },
       py::arg("arena"), py::arg("offset"), py::arg("like"), py::arg("dtype"), py::arg("before_write"));
+  m.def(
+      "bytes_at",
+      [](std::int64_t address, std::int64_t num_bytes, const std::string& device) {
+        return tensor_over(pointer(address), num_bytes, c10::Device(device), at::kByte, {num_bytes}, {1});
+      },
+      py::arg("address"), py::arg("num_bytes"), py::arg("device"));
   m.attr("LAZY_COPIES") = uses_lazy_copies();
   m.def(
       "storage_of",
@@ -204,6 +210,7 @@ void bind_torch_bridge(py::module_& m) {
       .def_property_readonly("saved", part<EngineSaved>())
       .def_property_readonly("copies", part<EngineCopies>())
       .def_property_readonly("statistics", part<EngineStatistics>())
+      .def_property_readonly("rest", part<EngineRest>())
       .def("torn", [](TorchBridge& self) { return without_gil([&] { return self.engine().torn(); }); })
       .def(
           "mark_torn", [](TorchBridge& self, const std::string& why) { self.engine().mark_torn(why); }, py::arg("why"),
@@ -219,7 +226,6 @@ void bind_torch_bridge(py::module_& m) {
       .def(
           "omit_wait", [](TorchBridge& self, const std::string& kind) { self.engine().issuer()->hazards().omit(kind); },
           py::arg("kind"), NoGil())
-      .def("set_asleep", &TorchBridge::set_asleep, py::arg("asleep"), NoGil())
       .def("clear_callbacks", &TorchBridge::clear_callbacks)
       .def(
           "idle", [](TorchBridge& self) { self.engine().idle(); }, NoGil())

@@ -56,6 +56,10 @@ void GradientCatcher::refuse_foreign_hooks(int index) const {
                    "under DistributedDataParallel");
 }
 
+void GradientCatcher::drop_accumulators() {
+  for (Caught& each : caught_) each.accumulator.reset();
+}
+
 void GradientCatcher::refuse_captured() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || wanted->empty()) return;

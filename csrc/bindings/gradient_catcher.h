@@ -33,6 +33,8 @@ class GradientCatcher {
   void bind(const UnitMap<BridgedUnit>& units);
   /// Makes and hooks the AccumulateGrad nodes, on the current stream. Hooks call `events`.
   void make_accumulators(const AutogradEventsRef& events);
+  /// Lets the nodes go, and with them the hooks, once no graph has them. torch then makes others.
+  void drop_accumulators();
   /// Raises UsageError if the open backward returns gradients of parameters (torch.autograd.grad).
   void refuse_captured() const;
   bool has(const c10::Storage& storage) const;

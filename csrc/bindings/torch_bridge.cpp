@@ -43,10 +43,11 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
           [this](const c10::Storage& storage) { return storages_.is_attached(storage); }),
       home_(parts_, storages_),
       audit_(parts_),
+      rest_(parts_, storages_),
       claims_(parts_, views_),
       visits_(parts_, storages_, saved_, events_,
               {[this](bool grad_enabled) { backwards_.before_forward(grad_enabled); }, [this] { backwards_.arm(); }}),
-      backwards_(parts_, {storages_, saved_, views_, catcher_, visits_, claims_, home_, audit_}, events_),
+      backwards_(parts_, {storages_, saved_, views_, catcher_, visits_, claims_, home_, audit_, rest_}, events_),
       engine_(options, backend_, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
   if (parts_.is_shared) {
     for (UnitId unit : units.ids()) refuse_other_addresses(*backend_, units[unit].engine.held);
@@ -65,6 +66,7 @@ void TorchBridge::clear_callbacks() {
   run_update_ = {};
   more_home_ = {};
   claims_.set_callback({});
+  rest_.set_callback({});
   views_.set_rank_parts({});
 }
 
@@ -88,12 +90,25 @@ void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<
   backwards_.forget_failed();
   visits_.end_lone_pass();
   if (!write) raise_lost_writes();
+  for (const UnitId unit : units) rest_.look(unit, write);
   home_.open(units, shown, write);
 }
 
 void TorchBridge::access_home(UnitId unit, bool write_weights) {
   if (!write_weights) raise_lost_writes();
+  rest_.look(unit, write_weights);
   engine_.access_home(unit, write_weights);
+}
+
+void TorchBridge::set_resting(bool resting) {
+  backwards_.forget_failed();
+  visits_.end_lone_pass();
+  if (resting) {
+    engine_.sleep(parts_.current_stream());
+    catcher_.drop_accumulators();
+  }
+  rest_.set_on(resting);
+  if (!resting) engine_.wake();
 }
 
 void TorchBridge::close() {

@@ -10,6 +10,7 @@
 //   HomeView         the home as the user sees it
 //   RankAudit        what ranks that share the model compare
 //   SavedTensors     what autograd saves
+//   Rest             units that stay on the device, while the wheel stands still
 //
 // Ownership: owns all of these, the table of parameters, and the engine. Keeps the parameters alive.
 // Threads: hooks of one model run one at a time. They run on the launching thread, or on autograd's thread for the
@@ -27,6 +28,7 @@
 #include "base/living.h"
 #include "bindings/backwards.h"
 #include "bindings/bridge_parts.h"
+#include "bindings/rest.h"
 
 namespace noria {
 
@@ -48,6 +50,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   BackwardClaims& claims() { return claims_; }
   HomeView& home() { return home_; }
   RankAudit& audit() { return audit_; }
+  Rest& rest() { return rest_; }
 
   // ---- callbacks of the caller ----
   using MoreHome = std::function<std::pair<std::byte*, Bytes>(Bytes)>;
@@ -62,6 +65,9 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void begin_step();
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   void set_asleep(bool asleep) { asleep ? engine_.sleep(parts_.current_stream()) : engine_.wake(); }
+  /// Begins the rest: the engine sleeps, and hooks of autograd do nothing. Or ends it; if the device has no room for
+  /// the window, it throws MachineError, and the rest has ended.
+  void set_resting(bool resting);
   void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
   void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }
   /// As HomeView::open, once a pass that is over has ended.
@@ -99,6 +105,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   SavedTensors saved_;
   HomeView home_;
   RankAudit audit_;
+  Rest rest_;
   BackwardClaims claims_;
   ModuleVisits visits_;
   Backwards backwards_;

@@ -60,7 +60,8 @@ def asleep(model: Any) -> Iterator[None]:
         ...     values = {name: tensor.clone() for name, tensor in noria.weights(model)}
     """
     wrapped = wrapped_together(model)
-    with Sleep(wrapped.context, wrapped.run, wrapped.sync, has_stages=wrapped.peer_memory.stages is not None).asleep():
+    has_stages = wrapped.peer_memory.stages is not None
+    with Sleep(wrapped.context, wrapped.run, wrapped.sync, wrapped.rest, has_stages=has_stages).asleep():
         yield
 
 

@@ -68,10 +68,17 @@ def _observe(device: int, wanted: int, *_: int) -> None:
     try:
         for text in _texts(_RUNNING, device, wanted):
             warnings.warn(text, stacklevel=2)
+        for run in _on(_RUNNING, device):
+            for told in run.on_out_of_memory:
+                told()
     except Exception as error:  # a filter that turns warnings into errors
         print(error, file=sys.stderr)
 
 
+def _on(running: Iterable[RunState], device: int) -> list[RunState]:
+    return [run for run in running if not run.closed and (run.context.device.index or 0) == device]
+
+
 def _texts(running: Iterable[RunState], device: int, wanted: int) -> list[str]:
-    found = [run.context for run in running if not run.closed and (run.context.device.index or 0) == device]
+    found = [run.context for run in _on(running, device)]
     return [advice(each.plan, each.ledger.on(str(each.device)), wanted) for each in found]

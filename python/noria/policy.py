@@ -95,6 +95,14 @@ class Policy:
     window: str | int = "auto"
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
+    resident: str = "none"
+    """What of the model stays on the device for good.
+
+    - "none": units stream through the window, and updates run on the host.
+    - "all": nothing moves once each optimizer has made its first step. Weights, masters, moments and gradients lie on
+      the device, and updates run there. noria refuses this if `device_memory` cannot hold them. The home is kept, and
+      noria brings it up to date when it is looked at. With an optimizer this needs device="cpu"."""
+
     units: str | Sequence[type[nn.Module] | str] = "auto"
     """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").
 
@@ -207,6 +215,7 @@ class Policy:
         if self.draft_memory != 0 or isinstance(self.draft_memory, bool):
             _check_memory("draft_memory", self.draft_memory, fraction_allowed=False)
         _check_window(self.window)
+        _check_choice("resident", self.resident, ["none", "all"])
         _check_units(self.units)
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])

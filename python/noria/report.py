@@ -174,6 +174,8 @@ class Report:
     peak_lease_bytes: int
     peak_units: int
     resident: list[str]
+    at_rest: bool
+    """True if all of the model stays on the device, and nothing moves (resident="all")."""
     bound: Bound | None
     updates: UpdateTime | None  # None: no step yet
     advice: str | None  # options that would hide the updates which delay the step
@@ -201,6 +203,8 @@ class Report:
                 f"({d['changed']} had changed), {d['redone']} redone with other hyperparameters, "
                 f"{d['undone']} undone, {d['dropped']} dropped before they began"
             )
+        if self.at_rest:
+            lines.append("at rest: all of the model is on the device, and nothing moves; what follows is of before")
         lines.append("lanes:")
         for lane in self.lanes:
             stalls = ", ".join(f"{kind} {us / 1e3:.1f} ms" for kind, us in sorted(lane.stalled_us.items()))
@@ -336,7 +340,12 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
         unclaimed_fetches=engine.statistics.num_unclaimed_fetches,
         peak_lease_bytes=engine.statistics.peak_bytes,
         peak_units=engine.statistics.peak_units,
-        resident=[wrapped.context.units[unit].name for unit in engine.statistics.resident_units()],
+        resident=[
+            unit.name
+            for unit in wrapped.context.units
+            if wrapped.rest.is_on or unit.index in engine.statistics.resident_units()
+        ],
+        at_rest=wrapped.rest.is_on,
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,

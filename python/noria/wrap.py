@@ -62,6 +62,8 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _MORE_TRAINING = "training of more parameters"  # as errors name the call
 _MOMENTS = frozenset(PURPOSE_OF.values())
 
+_ANY = 1 << 62  # bytes: no limit
+
 _LIVE: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
@@ -249,6 +251,12 @@ def wrap(
             refuse_lost_trace(chosen)
             for stage in stages_of(model):
                 check_stage(stage, compute_device(chosen))
+            if chosen.resident == "all" and (pipeline is not None or stages_of(model)):
+                raise usage_error(
+                    'resident="all" with a model that is no stage of a pipeline',
+                    "a stage, which borrows and lends what its device has left",
+                    "leave resident out",
+                )
             if pipeline is not None and not updaters:
                 raise usage_error(
                     "an optimizer with stages=, for stages meet in its first step()",
@@ -354,6 +362,7 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     """
     context, ranks = wrapped.context, wrapped.context.ranks
     roots, met = context.partition.roots, [] if ranks is None else [ranks]
+    wrapped.rest.end()
     wrapped.sync.meet(_MORE_TRAINING)
     with raised_by_all(met, _MORE_TRAINING):
         updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
@@ -554,6 +563,8 @@ def _carry_out(
     policy, device, units = planned.policy, planned.device, planned.units
     pool = None
     capacity = planned.device_bytes
+    if planned.rests:  # an optimizer that comes later brings state
+        capacity = max(capacity, planned.budgets.device or _ANY)
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent
     met = [each for each in (ranks, stages) if each is not None]
@@ -714,13 +725,14 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.run.refuse_when_busy("noria.unwrap")
     wrapped.run.refuse_while_averaged("noria.unwrap")
     wrapped.run.refuse_asleep("noria.unwrap")
+    wrapped.rest.end()
     wrapped.reads.end()
     wrapped.run.recover()
     wrapped.run.require_consistent("noria.unwrap")
     engine.home.raise_lost_writes()
     wrapped.sync.meet("unwrap")
     engine.updates.run_all_deferred()
-    context.undo_drafts()
+    context.settle_units()
     engine.idle()
     held_back = {slot.index for slot in context.slots if engine.backward.is_held_back(slot.index)}
     if context.ranks is not None:

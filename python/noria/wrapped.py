@@ -36,6 +36,7 @@ from noria.runtime.module_state_dict import ModuleStateDicts
 from noria.runtime.moves import answer_moves, forget_moves
 from noria.runtime.no_parallel import allow_parallel, refuse_parallel
 from noria.runtime.rank_sync import RankSync
+from noria.runtime.rest import Rest
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
 from noria.runtime.weights import Weights
@@ -104,6 +105,7 @@ class Wrapped:
             after=self.reads.begin,
         )
         self.drivers = StepDrivers(context)
+        self.rest = Rest(context, run, self.drivers.have_stepped, self.drivers.watch_state)
         # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
         try:
             self.hooks = ModuleHooks(
@@ -113,6 +115,7 @@ class Wrapped:
                 self.reads,
                 self.boundary,
                 self.activations,
+                self.rest,
                 self.peer_memory.check,
                 self.drivers.expect,
                 weakly(self.wrap_anew),
@@ -164,6 +167,7 @@ class Wrapped:
             self.draft_policy,
             self.stages,
             self.boundary,
+            self.rest,
             weakly(self.wrap_anew),
         )
         arena = self.context.home.arenas.get("optimizer state")
@@ -180,6 +184,7 @@ class Wrapped:
         Order: the memory comes first. If that raises, nothing has changed. Collective if ranks share the model.
         """
         context, home = self.context, self.context.home
+        self.rest.end()
         self.late.take_all(new_regions(context.plan, planned.regions), free)
         context.add_to_plan(planned)
         for slot in context.slots:

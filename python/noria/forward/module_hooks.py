@@ -35,6 +35,7 @@ from noria.runtime.hooks import (
     remove_hooks,
 )
 from noria.runtime.load_tracker import LoadTracker
+from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
 from noria.torch_state import in_backward
@@ -124,6 +125,7 @@ class ModuleHooks:
         reads: HomeReads,
         step: StepBoundary,
         activations: Activations,
+        rest: Rest,
         check_peers: Callable[[], None],
         expect_updates: Callable[[], None],
         wrap_anew: Callable[[], None],
@@ -138,6 +140,7 @@ class ModuleHooks:
         self.reads = reads
         self.step = step
         self.activations = activations
+        self.rest = rest
         self._visits = context.engine.hooks
         self.keeps_alive: object = None
         self._check_peers = check_peers
@@ -211,6 +214,9 @@ class ModuleHooks:
             is_compiled = _is_compiled_around()
             if not is_compiled and self._has_wrapped_anew(module):
                 call_pre_hooks(module, args, kwargs)
+                return
+            if not self._entered_roots and self.rest.holds():
+                self._forget_inner_hooks()
                 return
             with self._entering:
                 self.forget_dead_forward(module)
@@ -402,6 +408,9 @@ class ModuleHooks:
             nonlocal compiled
             self.run.check_alive()
             self.loads.refuse_missing("a forward")
+            if self.rest.is_on:
+                self.rest.refresh_if_stale()
+                return
             if self._thread != get_ident():
                 self._enter_without_root()
             if module._compiled_call_impl is not compiled:
@@ -423,8 +432,8 @@ class ModuleHooks:
                 watch.suspend()
 
         def leave(module: nn.Module, args: object, output: object) -> None:
-            if self._thread != get_ident() and self._other_thread() is not None:
-                return  # this forward was refused
+            if self.rest.is_on or (self._thread != get_ident() and self._other_thread() is not None):
+                return  # in the second case this forward was refused
             chosen, is_suspended = entered.pop() if entered else (hook, False)
             if is_suspended:
                 watch.resume()
@@ -436,7 +445,8 @@ class ModuleHooks:
             return
 
         def inner(module: nn.Module, args: object, output: object) -> None:
-            visits.inner_outputs(hook, tensors_of(output))
+            if not self.rest.is_on:
+                visits.inner_outputs(hook, tensors_of(output))
 
         for module in spec.module.modules():
             if module is not spec.module and next(module.parameters(recurse=False), None) is not None:

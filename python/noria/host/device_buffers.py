@@ -22,10 +22,13 @@ class DeviceBuffers:
         self.taken: dict[str, int] = {}
         try:
             for purpose, size in planned.items():
-                self._take(purpose, lambda size=size: backend.allocate(size))  # type: ignore[misc]
+                self.take(purpose, size)
         except BaseException:
             self.close()
             raise
+
+    def take(self, purpose: str, size: int) -> None:
+        self._take(purpose, lambda: self._backend.allocate(size))
 
     def take_shared(self, purpose: str, size: int) -> int:
         """Takes memory that other processes may open. Returns its address."""

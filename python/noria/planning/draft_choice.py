@@ -47,7 +47,8 @@ def choose_drafts(
         device: Where layers compute.
         notes: Gets a text if nothing is drafted that was asked for.
     """
-    if budget == 0 or not kernels.fused or (budget is None and device.type == "cpu"):
+    has_use = device.type != "cpu" and kernels.policy.resident == "none"
+    if budget == 0 or not kernels.fused or (budget is None and not has_use):
         return frozenset()
     if kernels.policy.update != "auto":
         if budget is not None:

@@ -16,6 +16,7 @@ from noria.model.layout import Region
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
+from noria.planning.resident import refuse_if_not_resident
 from noria.planning.wrap_plan import WrapPlan, masters_note
 
 __all__ = ["new_regions", "plan_optimizers"]
@@ -52,9 +53,12 @@ def plan_optimizers(
     more = sum(region.bytes for region in new_regions(planned, _regions(planned, kernels, frozenset(), state_bytes)))
     left = left_for_drafts(budgets, free, taken, more)
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, planned.device, notes)
+    regions = _regions(planned, kernels, drafted, state_bytes)
+    if planned.rests:
+        refuse_if_not_resident(kernels, regions, budgets, grid, planned.device)
     return dataclasses.replace(
         planned,
-        regions=_regions(planned, kernels, drafted, state_bytes),
+        regions=regions,
         kernels=kernels.by_optimizer,
         kernel_names=kernels.names(),
         fused=kernels.fused,

@@ -34,6 +34,7 @@ from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
+from noria.planning.resident import refuse_if_not_resident, resident_rows
 from noria.policy import (
     Policy,
     compute_device,
@@ -109,6 +110,16 @@ class WrapPlan:
         return self.arena_bytes + sum(self.beside_the_arena().values())
 
     @property
+    def rests(self) -> bool:
+        """True if all of the model stays on the device once each optimizer has made its first step."""
+        return self.policy.resident == "all"
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device that noria takes then, in place of the arena."""
+        return sum(resident_rows(self.regions).values()) if self.rests else 0
+
+    @property
     def saved_room(self) -> int | None:
         """Most bytes on the device for activations that blocks save through noria. None: no limit."""
         return self.budgets.activations
@@ -169,6 +180,11 @@ class WrapPlan:
                 f"{name}: {visits} {plural(visits, 'visit')}, {fetches} {plural(fetches, 'fetch')}, "
                 f"{format_bytes(planned.fetched)}; at most {peak} {plural(peak, 'unit')} and "
                 f"{format_bytes(planned.peak)} leased at once"
+            )
+        if self.rests:
+            lines.append(
+                "from the second step on all of the model stays on the device, in "
+                f"{format_bytes(self.resident_bytes)} in place of the window: nothing moves, and updates run there"
             )
         if self.saved_room is not None:
             lines.append(
@@ -279,6 +295,8 @@ def make_plan(
     if policy.update == "backward":
         ring = gradient_ring(parts, units)
         regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
+    if policy.resident == "all":
+        refuse_if_not_resident(kernels, regions, budgets, grid, device)
     facts, table = _facts(units)
     forward, backward = _assumed_visits(parts, units)
     reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0

@@ -97,9 +97,9 @@ class Context:
         known = self.slot_of
         return sorted({known[each].unit for each in tensors_in(module.parameters()) if each in known})
 
-    def undo_drafts(self) -> None:
-        """Undoes all drafts: the user may look at the home, or edit it, from now on."""
-        for unit in self.plan.drafted:
+    def settle_units(self) -> None:
+        """Undoes all drafts, and brings all units home: the user may look at the home, or edit it, from now on."""
+        for unit in range(len(self.units)) if self.engine.rest.is_on else self.plan.drafted:
             self.engine.home.access_home(unit, False)
 
     def write_trace(self) -> None:

@@ -11,6 +11,7 @@ from noria._errors import usage_error
 from noria.planning.wrap_plan import WINDOW
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
+from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
 from noria.torch_state import await_device
 
@@ -20,8 +21,9 @@ __all__ = ["Sleep"]
 class Sleep:
     """Puts the engine of one wrap call to sleep, and wakes it."""
 
-    def __init__(self, context: Context, run: RunState, sync: RankSync, *, has_stages: bool) -> None:
+    def __init__(self, context: Context, run: RunState, sync: RankSync, rest: Rest, *, has_stages: bool) -> None:
         self._sync = sync
+        self._rest = rest
         self._has_stages = has_stages
         self._context = context
         self._run = run
@@ -38,17 +40,23 @@ class Sleep:
                 "one whose stages may have lent each other its device memory",
                 "unwrap it, and wrap it again afterwards",
             )
+        if self._rest.is_on:
+            with run.sleeping(self._rest.resume):
+                self._rest.suspend()
+                self._empty_cache()
+                yield
+            return
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
         await_device(context.device)  # kernels of the last pass may still read the window
         with run.sleeping(self._wake):
-            context.engine.set_asleep(True)
+            context.engine.rest.set_asleep(True)
             context.ledger.expect(str(context.device), WINDOW, 0)
             self._empty_cache()
             yield
 
     def _wake(self) -> None:
         self._empty_cache()
-        self._context.engine.set_asleep(False)
+        self._context.engine.rest.set_asleep(False)
         self._context.ledger.expect(str(self._context.device), WINDOW, self._context.plan.arena_bytes)
 
     def _empty_cache(self) -> None:

@@ -73,6 +73,10 @@ class RunState:
         """The callback that was registered last runs first."""
         self.on_close: list[Callable[[], None]] = []
         """Runs after the engine has ended. The callback that was registered last runs first."""
+        self.on_state_write: list[Callable[[int], None]] = []
+        """Runs before optimizer state of a unit is written at home, other than by an update."""
+        self.on_out_of_memory: list[Callable[[], None]] = []
+        """Runs when torch has found no memory on the device."""
         self._num_materialized = 0
         self._loading: list[object] = []
         self._is_averaged = False
@@ -244,6 +248,11 @@ class RunState:
                 act(*args, **kwargs)
 
         return call
+
+    def tell_state_write(self, unit: int) -> None:
+        """Call it before a write to optimizer state of this unit at home."""
+        for told in self.on_state_write:
+            told(unit)
 
     # ---- end ----
 

@@ -26,6 +26,7 @@ from noria.runtime.draft_policy import DraftPolicy
 from noria.runtime.home_reads import HomeReads
 from noria.runtime.load_tracker import LoadTracker
 from noria.runtime.rank_sync import RankSync
+from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
 from noria.runtime.weights import Weights
@@ -36,6 +37,7 @@ from noria.step.grad_norm import GradNorm
 from noria.step.host_kernels import HostKernels
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import ParamGroups, refuse_strangers, wants_more
+from noria.step.resident_step import ResidentStep
 from noria.step.sharded_state import OptimizerShards
 from noria.step.state_dict import load_state_dict, state_dict
 from noria.step.step_counts import StepCounts
@@ -59,6 +61,7 @@ class StepServices:
     draft_policy: DraftPolicy
     stages: StageAdapters
     boundary: StepBoundary
+    rest: Rest
     wrap_anew: Callable[[], None]
     """Plans again, for parameters of a new group that had no memory for gradients and updates."""
 
@@ -72,6 +75,15 @@ class StepDrivers(list["StepDriver"]):
 
     def groups(self) -> list[dict[str, Any]]:
         return [group for driver in self for group in driver.optimizer.param_groups]
+
+    def have_stepped(self) -> bool:
+        """Returns True if each optimizer has made a step, so that its state is there."""
+        return all(driver.num_steps > 0 for driver in self)
+
+    def watch_state(self) -> None:
+        """Has the next write to each state tensor at home told to `run`."""
+        for driver in self:
+            driver.watch_state()
 
     def run_update(self, unit: int) -> None:
         """Runs the deferred updates of a unit. The engine calls this when the unit is needed.
@@ -139,7 +151,8 @@ class StepDriver:
         self._torch_step = TorchStep(members, state, weights.masters)
         self._steps = steps = StepCounts(members, state, weights)
         self._fused = fused = HostKernels(members, state, steps, services.stages.scaling)
-        self._norms = norms = GradNorm(members, fused, run, services.sync)
+        self._resident = ResidentStep(members, state, fused, weights.masters, services.rest)
+        self._norms = norms = GradNorm(members, fused, run, services.sync, self._resident)
         self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
         self._backward_step = BackwardStep(
             members,
@@ -218,6 +231,8 @@ class StepDriver:
                 self.num_steps += 1
                 if refusal is not None:
                     raise refusal
+            elif self._rests():
+                self._step_at_rest()
             else:
                 self._begin()
         return loss
@@ -225,6 +240,26 @@ class StepDriver:
     def end_step(self) -> None:
         """Runs after each `step()` that has not raised, also one that a scaler has skipped."""
         self.services.boundary.end()
+
+    def _rests(self) -> bool:
+        """Returns True if the model is at rest. Ends the rest if state is missing, which a step at home makes."""
+        rest = self.services.rest
+        if rest.is_on and not self._resident.has_state():
+            rest.end()
+        return rest.is_on
+
+    def _step_at_rest(self) -> None:
+        norms, resident, rest = self._norms, self._resident, self.services.rest
+        self._members.check_options()
+        jobs = resident.jobs()
+        ready = self._fused.ready(jobs, norms.factor(jobs))
+        resident.update(ready)
+        slots = [slot for each in ready.values() for slot, _, _ in each]
+        self.context.engine.home.bump_versions([slot.index for slot in slots])
+        for unit in ready:
+            rest.note_version(unit)
+        norms.unscale(slots)
+        self.num_steps += 1
 
     def _begin(self) -> None:
         norms = self._norms
@@ -285,6 +320,9 @@ class StepDriver:
             self._torch_step.run(unit)
 
     # ---- state ----
+
+    def watch_state(self) -> None:
+        self._state.watch()
 
     def plain(self) -> dict[Any, Any]:
         """Returns the state as torch's optimizer keeps it: whole tensors in fp32, plus the low bits of the masters.

@@ -14,6 +14,7 @@ from noria.runtime.state import RunState
 from noria.step.collect_grads import take_foreign
 from noria.step.host_kernels import HostKernels
 from noria.step.param_groups import Jobs, ParamGroups
+from noria.step.resident_step import ResidentStep
 from noria.torch_state import await_device, plainly, refuse_inside_backward
 
 __all__ = ["GradNorm"]
@@ -23,12 +24,15 @@ class GradNorm:
     """Computes norms and clips for one optimizer. `grad_norm`: the norm that the last `step()` with `max_grad_norm`
     measured."""
 
-    def __init__(self, members: ParamGroups, fused: HostKernels, run: RunState, sync: RankSync) -> None:
+    def __init__(
+        self, members: ParamGroups, fused: HostKernels, run: RunState, sync: RankSync, resident: ResidentStep
+    ) -> None:
         self.run = run
         self.sync = sync
         self.members = members
         self.context = members.context
         self.fused = fused
+        self._resident = resident
         norm = self.context.policy.max_grad_norm
         self.max_grad_norm = None if norm is None else float(norm)
         self.grad_norm: torch.Tensor | None = None
@@ -51,7 +55,7 @@ class GradNorm:
             return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = True
         with plainly():
-            for slot in slots:
+            for slot in slots if not self._resident.rest.is_on else ():
                 take_foreign(self.context, slot)
             norm = self._norm(slots, max_norm)
             if error_if_nonfinite:
@@ -135,6 +139,8 @@ class GradNorm:
         """
         by_unit: dict[int, list[HomeParameter]] = {}
         order = list(slots)
+        if self._resident.rest.is_on:
+            return _root_of_sum(list(self._resident.sums(order).values()))
         is_late = False  # True: the device still multiplies gradients; sum jobs wait for that themselves
         for slot in order:
             is_late |= self.context.engine.gradients.apply_scales(slot.index)
@@ -151,7 +157,11 @@ class GradNorm:
                 self.context.engine.gradients.access_held(unit)
                 sums.update((slot.index, _sum_of_squares(self.context.home.held(slot))) for slot in members)
         sums = self.sync.combine(sums, f"clip {{}} to a norm of {max_norm}")
-        return torch.tensor(math.sqrt(sum(sums[slot.index] for slot in order)), dtype=torch.float32, device="cpu")
+        return _root_of_sum([sums[slot.index] for slot in order])
+
+
+def _root_of_sum(sums: list[float]) -> torch.Tensor:
+    return torch.tensor(math.sqrt(sum(sums)), dtype=torch.float32, device="cpu")
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> float:

@@ -99,6 +99,30 @@ class HostKernels:
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
             self.context.engine.updates.update_on_pool(unit, job, priority)
 
+    def jobs_at_rest(
+        self, unit: int, ready: Ready, gradients: list[int], address: Callable[[str, int], int]
+    ) -> list[_C.UpdateJob]:
+        """Counts the steps, and returns the updates of a unit that is at rest, one for each rule.
+
+        `gradients`: the address of each gradient. `address` returns that of a unit's part of an arena on the device.
+        """
+        jobs: dict[FusedRule, tuple[list[Piece], list[int]]] = {}
+        for (slot, rule, scalars), gradient in zip(ready, gradients, strict=True):
+            self.steps.count(slot, rule)
+            pieces, addresses = jobs.setdefault(rule, ([], []))
+            pieces.append(self._piece(slot, scalars))
+            addresses.append(gradient)
+        return [
+            _C.UpdateJob(rule.name, pieces, self.arrays(unit, rule, None, address), gradients=addresses)
+            for rule, (pieces, addresses) in jobs.items()
+        ]
+
+    def sum_job_at_rest(self, slot: HomeParameter, gradient: int) -> _C.UpdateJob:
+        """Returns a job that sums the squares of a gradient at this address."""
+        arrays = self.arrays(slot.unit, STATELESS, None)
+        pieces = [(0, slot.like.numel(), _NO_SCALARS)]
+        return _C.UpdateJob(STATELESS.name, pieces, arrays, gradients=[gradient], task="sum")
+
     def expected_pieces(
         self, step_of: Callable[[int, HomeParameter, FusedRule], int | None], factor: float
     ) -> dict[int, tuple[list[HomeParameter], list[Piece]]]:
@@ -130,29 +154,35 @@ class HostKernels:
             STATELESS.name, pieces, self.arrays(unit, STATELESS, None), gradient=held, task="sum", sums=True
         )
 
-    def arrays(self, unit: int, rule: FusedRule, outside: HomeParameter | None) -> _C.UnitArrays:
-        """Returns the addresses of the whole unit's arrays.
+    def arrays(
+        self,
+        unit: int,
+        rule: FusedRule,
+        outside: HomeParameter | None,
+        address: Callable[[str, int], int] | None = None,
+    ) -> _C.UnitArrays:
+        """Returns the addresses of the whole unit's arrays: at home, or where `address` says.
 
         `outside` is a parameter whose moments are separate tensors outside of the home. Their addresses are shifted
         back by the parameter's offset, so that the unit's offsets apply to them. Such a job touches only that
         parameter.
         """
-        home = self.context.home
+        at = self.context.home.address if address is None else address
         addresses = {}
         state_dtype = "fp32" if outside is not None else self.state.dtype
         for name, key in zip("mv", rule.keys, strict=False):
-            addresses[name] = home.address(PURPOSE_OF[key], unit)
+            addresses[name] = at(PURPOSE_OF[key], unit)
             if outside is not None:
                 value = self.state.shown.unsettled(outside.parameter)[key]
                 addresses[name] = (
                     value.data_ptr() - outside.home_offset // outside.dtype.itemsize * value.element_size()
                 )
             elif state_dtype == "8bit":
-                addresses[f"{name}_scales"] = home.address(PURPOSE_OF[SCALES_KEY[key]], unit)
-        working = home.address("working copies", unit)
+                addresses[f"{name}_scales"] = at(PURPOSE_OF[SCALES_KEY[key]], unit)
+        working = at("working copies", unit)
         if self.context.policy.dtype is None:
             return _C.UnitArrays(master=working, state=state_dtype, **addresses)
-        low = home.address("low bits", unit)
+        low = at("low bits", unit)
         return _C.UnitArrays(working=working, low=low, state=state_dtype, **addresses)
 
     def scalars(self, factor: float) -> Scalars:

@@ -126,7 +126,7 @@ class HomeState:
             self.run.require_consistent("a look at optimizer.state")
         if parameter is None:
             self.context.engine.updates.run_all_deferred()
-            self.context.undo_drafts()
+            self.context.settle_units()
             if self.context.pool is not None:
                 self.context.pool.idle()
         elif isinstance(parameter, nn.Parameter) and parameter in self.context.slot_of:
@@ -153,6 +153,7 @@ class HomeState:
                     self.placed[(slot.index, key)] = value
                     continue
                 value = value.clone()  # it views the same bytes in another way
+            self.run.tell_state_write(slot.unit)
             scales = None if place.is_floating_point() else self.moment(slot, SCALES_KEY[key])
             if scales is not None and value.is_floating_point():
                 encode(value, place, scales)
@@ -213,19 +214,24 @@ class HomeState:
         """
         if not self.is_planned(slot, key):
             return None
-        is_drafted = slot.unit in self.context.plan.drafted
-        told = self.run.while_open(self._drop_draft, slot.unit) if is_drafted else None
+        is_told = slot.unit in self.context.plan.drafted or self.context.plan.rests
+        told = self.run.while_open(self._before_write, slot.unit) if is_told else None
         home, purpose = self.context.home, PURPOSE_OF[key]
         if key not in MOMENT_OF:
             return home.scales(purpose, slot, told)
         return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
 
-    def _drop_draft(self, unit: int) -> None:
-        """Drops the unit's draft. Called at the first write to a tensor that views the unit's state.
-
-        The draft was computed before this edit.
+    def _before_write(self, unit: int) -> None:
+        """Drops the unit's draft, which was computed before this edit. Called at the first write to a tensor that views
+        the unit's state.
         """
         self.context.engine.home.access_home(unit, False)
+        self.run.tell_state_write(unit)
+
+    def watch(self) -> None:
+        """Has the next write to each tensor of the state at home told to `run`."""
+        for value in self.placed.values():
+            _C.watch(value)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
         return self.context.home.has(PURPOSE_OF[key], slot.unit)

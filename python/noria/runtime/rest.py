@@ -1,0 +1,274 @@
+"""Keeps the whole model on the device while nothing has to move: weights, masters and moments lie there for good.
+
+The device's memory then mirrors the home, arena by arena. Parameters are ordinary tensors of the device, autograd keeps
+gradients in `p.grad`, and `step()` updates in place. Each look at the home brings it up to date first, unit by unit.
+What a caller has written to the home is copied to the device before the next forward or step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from noria import _C
+from noria._errors import usage_error
+from noria.model.layout import AVERAGES, HomeUnit
+from noria.planning.resident import MIRRORED, purpose_on_device
+from noria.planning.wrap_plan import WINDOW
+from noria.runtime.context import Context
+from noria.runtime.state import RunState
+from noria.torch_state import await_device, plainly
+
+__all__ = ["Rest"]
+
+
+class Rest:
+    """Begins the rest at a forward, once the state of all optimizers is there, and ends it where the plan cannot hold.
+
+    A unit is *newer* if the device has what the home lacks, and *stale* if the home may have what the device lacks.
+    """
+
+    def __init__(
+        self, context: Context, run: RunState, can_update: Callable[[], bool], watch_state: Callable[[], None]
+    ) -> None:
+        """`can_update` tells whether all state exists that steps update, so that they can update on the device.
+
+        `watch_state` has the next write to each state tensor at home told to `run`.
+        """
+        self.context = context
+        self.run = run
+        self.is_on = False
+        self._can_update = can_update
+        self._watch_state = watch_state
+        self._is_wanted = context.plan.rests
+        self._has_seen_pass = False
+        self._purposes: list[str] = []
+        self._newer: set[int] = set()
+        self._stale: set[int] = set()
+        self._versions: dict[int, int] = {}  # by slot with a split master: its version when it was shown or updated
+        self._is_fresh = False  # True: no unit is stale or hidden
+        run.on_state_write.append(self._note_state_written)
+        run.on_out_of_memory.append(self.give_up)
+
+    # ---- begin and end ----
+
+    def holds(self) -> bool:
+        """Returns True if the model is at rest in the forward that begins now; begins or ends the rest if it is time.
+
+        Order: no pass is under way.
+        """
+        if self.is_on and (not self._is_wanted or self._has_averages()):
+            self.end()
+        if not self._is_wanted:
+            return False
+        if not self.is_on and self._may_begin():
+            self._begin()
+        self._has_seen_pass = True
+        if self.is_on:
+            self.refresh()
+        return self.is_on
+
+    def _may_begin(self) -> bool:
+        return (
+            self._has_seen_pass
+            and self._can_update()
+            and not self.run.loads.missing
+            and not self._has_averages()
+            and not self.context.engine.torn()
+        )
+
+    def _has_averages(self) -> bool:
+        return any(purpose.startswith(AVERAGES) for purpose in self.context.home.arenas)
+
+    def _begin(self) -> None:
+        context, device = self.context, str(self.context.device)
+        self._purposes = [purpose for purpose in MIRRORED if purpose in context.home.arenas]
+        self.run.settle_writes()
+        context.engine.home.raise_lost_writes()
+        context.engine.updates.run_all_deferred()
+        context.engine.idle()
+        self._keep_gradients()
+        await_device(context.device)
+        try:
+            context.engine.rest.set_on(True)
+            context.ledger.expect(device, WINDOW, 0)
+            self._take_memory()
+        except BaseException:
+            self._is_wanted = False
+            self._leave()
+            raise
+        context.engine.rest.set_callback(self._look)
+        self.is_on = True
+
+    def _keep_gradients(self) -> None:
+        """Gives gradients that are held at home memory of their own: autograd adds to them from now on."""
+        for slot in self.context.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and self.context.engine.gradients.gradient_is(slot.index) == "held":
+                kept = gradient.clone()
+                slot.parameter.grad = None
+                slot.parameter.grad = kept
+
+    def end(self) -> None:
+        """Brings everything home, and lets the wheel turn again. Does nothing if the model is not at rest."""
+        if not self.is_on:
+            return
+        self.suspend()
+        self.is_on = False
+        self._leave()
+
+    def suspend(self) -> None:
+        """Brings everything home, and gives the device's memory back until `resume`."""
+        for unit in self.context.units:
+            self._bring_home(unit)
+        await_device(self.context.device)
+        for unit in self.context.units:
+            self.context.engine.rest.hide(unit.index)
+        self._is_fresh = False
+        self._give_memory_back()
+
+    def resume(self) -> None:
+        """Takes the device's memory again, and shows all units there. Graphs of before `suspend` can go on."""
+        self._take_memory()
+        self._show_all()
+
+    def give_up(self) -> None:
+        """Ends the rest for good at the next forward: the device has no room for it."""
+        self._is_wanted = False
+
+    def _leave(self) -> None:
+        context = self.context
+        self._give_memory_back()
+        context.engine.rest.set_on(False)
+        context.ledger.expect(str(context.device), WINDOW, context.plan.arena_bytes)
+
+    def _take_memory(self) -> None:
+        context = self.context
+        self._newer.clear()
+        self._stale, self._is_fresh = {unit.index for unit in context.units}, False
+        for purpose in self._purposes:
+            size = context.home.regions[purpose].bytes
+            context.ledger.expect(str(context.device), purpose_on_device(purpose), size)
+            context.device_buffers.take(purpose_on_device(purpose), size)
+
+    def _give_memory_back(self) -> None:
+        context = self.context
+        for purpose in self._purposes:
+            if purpose_on_device(purpose) in context.device_buffers.taken:
+                context.device_buffers.free(purpose_on_device(purpose))
+            context.ledger.expect(str(context.device), purpose_on_device(purpose), 0)
+
+    # ---- home and device ----
+
+    def refresh(self) -> None:
+        """Copies to the device what has been written at home, and shows all units there.
+
+        Raises UsageError if the home is open, or if the user has given a parameter other data.
+        """
+        if self.run.is_materialized:
+            raise usage_error(
+                "a model whose weights are at home",
+                "a forward, a backward or optimizer.step() inside `with noria.materialize(...)`",
+                "leave the block before training goes on",
+            )
+        self.run.require_awake("a pass")
+        self.run.settle_writes()
+        self.run.require_consistent("a pass")
+        self.context.engine.rest.check()
+        if not self._is_fresh:
+            self._show_all()
+
+    def refresh_if_stale(self) -> None:
+        """As `refresh`, but quick if nothing has looked at the home since: each block calls this."""
+        if not self._is_fresh or self.run.is_materialized:
+            self.refresh()
+
+    def _show_all(self) -> None:
+        for unit in self.context.units:
+            if unit.index in self._stale:
+                self._copy(unit, to_device=True)
+                self._stale.discard(unit.index)
+            if not self.context.engine.rest.is_shown(unit.index):
+                self._show(unit)
+        self._watch_state()
+        self._is_fresh = True
+
+    def address(self, purpose: str, unit: int) -> int:
+        """Returns the address on the device of the unit's part of an arena, or 0 if there is no such arena."""
+        base = self.context.device_buffers.address(purpose_on_device(purpose))
+        return base + self.context.home.regions[purpose].offsets[unit] if base else 0
+
+    def note_newer(self, unit: int) -> None:
+        """A step updates the unit on the device."""
+        self._newer.add(unit)
+
+    def note_version(self, unit: int) -> None:
+        """A step has raised the versions of the unit's parameters."""
+        self._note_versions(self.context.units[unit])
+
+    def take_writes(self) -> None:
+        """Takes over what the user has written to parameters on the device. A split master loses its low bits."""
+        for unit in self.context.units:
+            self._take_writes(unit)
+
+    def _look(self, unit: int, write_weights: bool) -> None:
+        """Brings a unit home. The engine calls this before anything uses the unit's home.
+
+        `write_weights`: the caller changes the unit's home. Until the next forward or step, a use of its parameters
+        raises.
+        """
+        self._bring_home(self.context.units[unit])
+        self._is_fresh = False  # the caller may show the unit's home, and hide it again
+        if write_weights:
+            self._stale.add(unit)
+            self.context.engine.rest.hide(unit)
+
+    def _note_state_written(self, unit: int) -> None:
+        if not self.is_on:
+            return
+        self._bring_home(self.context.units[unit])
+        self._stale.add(unit)
+        self._is_fresh = False
+
+    def _bring_home(self, unit: HomeUnit) -> None:
+        self._take_writes(unit)
+        if unit.index in self._newer:
+            self._copy(unit, to_device=False)
+            self._newer.discard(unit.index)
+
+    def _take_writes(self, unit: HomeUnit) -> None:
+        rest = self.context.engine.rest
+        if unit.index in self._stale or not rest.is_written(unit.index):
+            return
+        self._newer.add(unit.index)
+        if rest.is_told(unit.index):
+            split = [slot for slot in unit.parameters if slot.is_split]
+            # `p.data.mul_()` raises no version: then all of them may have been written.
+            written = [slot for slot in split if slot.parameter._version != self._versions[slot.index]] or split
+            for slot in written:
+                self._part("low bits", unit.index, slot.home_offset, slot.like.numel() * 2).zero_()
+        self._show(unit)  # the next write is noticed anew
+
+    def _show(self, unit: HomeUnit) -> None:
+        self.context.engine.rest.show(unit.index, self.address("working copies", unit.index))
+        self._note_versions(unit)
+
+    def _note_versions(self, unit: HomeUnit) -> None:
+        self._versions.update({slot.index: slot.parameter._version for slot in unit.parameters if slot.is_split})
+
+    def _copy(self, unit: HomeUnit, *, to_device: bool) -> None:
+        home = self.context.home
+        with plainly(), torch.no_grad():
+            for purpose in self._purposes:
+                region = home.regions[purpose]
+                size = region.sizes[unit.index]
+                if not size:
+                    continue
+                like = torch.empty(size, dtype=torch.uint8, device="meta")
+                at_home = home.tensor(purpose, unit.index, 0, like, torch.uint8)
+                on_device = self._part(purpose, unit.index, 0, size)
+                on_device.copy_(at_home) if to_device else at_home.copy_(on_device)
+
+    def _part(self, purpose: str, unit: int, offset: int, size: int) -> torch.Tensor:
+        return _C.bytes_at(self.address(purpose, unit) + offset, size, str(self.context.device))

@@ -1,0 +1,106 @@
+"""Updates a model that is at rest: in place on the device, from the gradients that autograd keeps in `p.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from noria import _C
+from noria._errors import usage_error
+from noria.model.layout import HomeParameter
+from noria.model.update_rules import FusedRule, rule_of
+from noria.runtime.masters import Masters
+from noria.runtime.rest import Rest
+from noria.step.collect_grads import prepare_jobs
+from noria.step.host_kernels import HostKernels, Ready
+from noria.step.optimizer_state import HomeState
+from noria.step.param_groups import Jobs, ParamGroups
+from noria.torch_state import await_device
+
+__all__ = ["ResidentStep"]
+
+
+class ResidentStep:
+    """Makes the updates of one optimizer while the model is at rest."""
+
+    def __init__(
+        self, members: ParamGroups, state: HomeState, fused: HostKernels, masters: Masters, rest: Rest
+    ) -> None:
+        self.members = members
+        self.context = members.context
+        self.rest = rest
+        self._state = state
+        self._fused = fused
+        self._masters = masters
+        self._optimizer = _C.DeviceOptimizer()
+
+    def has_state(self) -> bool:
+        """Returns True if all parameters with a gradient have their state, in the home's places for it."""
+        for slot, rule in self._with_gradients():
+            values = dict.get(self._state.shown, slot.parameter) or {}
+            if any(values.get(key) is None or not self._state.is_planned(slot, key) for key in rule.keys):
+                return False
+        return True
+
+    def jobs(self) -> Jobs:
+        """Returns the parameters that have a gradient now, by unit and group."""
+        return prepare_jobs(
+            self.members, self._state, self._masters, lambda slot: slot.parameter.grad is not None, _refuse_gradient
+        )
+
+    def update(self, ready: dict[int, Ready]) -> None:
+        """Updates all units, and waits until that is done."""
+        self.rest.refresh()
+        self.rest.take_writes()
+        gradients = {unit: [_dense_gradient(slot) for slot, _, _ in each] for unit, each in ready.items()}
+        await_device(self.context.device)
+        jobs = []
+        try:  # from here on steps are counted
+            for unit, each in ready.items():
+                addresses = [gradient.data_ptr() for gradient in gradients[unit]]
+                jobs += self._fused.jobs_at_rest(unit, each, addresses, self.rest.address)
+                self.rest.note_newer(unit)
+            self._optimizer.update(jobs)
+        except BaseException:
+            self.context.engine.mark_torn("a step was interrupted")
+            raise
+
+    def sums(self, slots: list[HomeParameter]) -> dict[int, float]:
+        """Returns the sum of the squares of each gradient, by slot. It has the bits of the sum of a held gradient."""
+        await_device(self.context.device)
+        gradients = [_dense_gradient(slot) for slot in slots]
+        jobs = [
+            self._fused.sum_job_at_rest(slot, gradient.data_ptr())
+            for slot, gradient in zip(slots, gradients, strict=True)
+        ]
+        return {slot.index: found for slot, [found] in zip(slots, self._optimizer.sums(jobs), strict=True)}
+
+    def _with_gradients(self) -> Iterator[tuple[HomeParameter, FusedRule]]:
+        for group in self.members.optimizer.param_groups:
+            rule = rule_of(self.members.cls, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.context.slot_of:
+                    yield self.context.slot_of[parameter], rule
+
+
+def _refuse_gradient(slot: HomeParameter) -> None:
+    gradient = slot.parameter.grad
+    if not slot.trainable:
+        raise usage_error(
+            f'no gradient on "{slot.name}", frozen when it was wrapped',
+            "one in p.grad",
+            "unfreeze parameters between steps, by requires_grad_(True) or optimizer.add_param_group",
+        )
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
+
+
+def _dense_gradient(slot: HomeParameter) -> torch.Tensor:
+    """Returns the gradient in the parameter's own dtype, device and strides: itself, or a copy."""
+    gradient, parameter = slot.parameter.grad, slot.parameter
+    assert gradient is not None
+    is_alike = (gradient.dtype, gradient.device) == (slot.dtype, parameter.device)
+    if is_alike and gradient.stride() == slot.strides:
+        return gradient.detach()
+    return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=parameter.device).copy_(gradient)
