@@ -246,7 +246,8 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
   if (job.sums) sums.assign(chunks.size(), 0.0);
   for_each_chunk([&](const UpdateChunk& chunk) {
     if (job.sums) {
-      sums[static_cast<std::size_t>(&chunk - chunks.data())] = sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
+      sums[static_cast<std::size_t>(&chunk - chunks.data())] =
+          sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     }
     if (job.task == UpdateTask::sum) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
