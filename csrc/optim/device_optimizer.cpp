@@ -1,8 +1,8 @@
 #include "optim/device_optimizer.h"
 
-#include <tbb/blocked_range.h>
-#include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
+
+#include "optim/parallel.h"
 
 namespace noria {
 namespace {
@@ -51,11 +51,7 @@ class HostDeviceOptimizer final : public DeviceOptimizer {
       for (const UpdateChunk& chunk : cut) chunks.push_back({i, chunk.piece, chunk.offset, chunk.count});
     }
     if (sums != nullptr) sums->assign(chunks.size(), 0.0);
-    arena_.execute([&] {
-      tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
-        for (std::size_t i = range.begin(); i != range.end(); ++i) body(chunks[i], i);
-      });
-    });
+    for_each_number(arena_, chunks.size(), [&](std::size_t i) { body(chunks[i], i); });
     return chunks;
   }
 

@@ -1,9 +1,7 @@
 #include "optim/host_optimizer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
-#include <functional>
 #include <optional>
 #include <string>
 #include <thread>
@@ -12,10 +10,8 @@
 
 #include <unistd.h>
 
-#include <tbb/blocked_range.h>
 #include <tbb/global_control.h>
 #include <tbb/info.h>
-#include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
 #include "base/errors.h"
@@ -23,6 +19,7 @@
 #include "device/lane_ledger.h"
 #include "device/own_thread.h"
 #include "device/timing.h"
+#include "optim/parallel.h"
 #include "optim/update_queue.h"
 
 namespace noria {
@@ -99,7 +96,6 @@ struct HostOptimizer::State {
   void choose_wanted(UpdateJob& job);
   /// Returns how many bytes it read and wrote.
   Bytes compute(UpdateJob& job);
-  void for_each_chunk(const std::function<void(const UpdateChunk&)>& body);
 
   const pid_t pid = getpid();
   const int num_threads;
@@ -116,9 +112,7 @@ struct HostOptimizer::State {
   std::vector<UpdateChunk> chunks;   // kept between jobs: it does not grow in a steady state
   std::vector<double> sums;          // by chunk
   std::vector<std::size_t> numbers;  // by wanted piece, its number in the job; empty: all are wanted
-  std::atomic<bool> begun = false;
-  std::atomic<std::int64_t> num_ranges = 0;
-  std::int64_t free_ns = 0;  // when the job before this one was due to end; 0: it did not run
+  std::int64_t free_ns = 0;          // when the job before this one was due to end; 0: it did not run
 
   std::thread thread;
 };
@@ -212,19 +206,6 @@ void HostOptimizer::State::note_torn(const QueuedUpdate& update, bool has_begun)
   torn.emplace(update.label.unit, text_of(std::current_exception()));
 }
 
-void HostOptimizer::State::for_each_chunk(const std::function<void(const UpdateChunk&)>& body) {
-  // TBB orders all this itself, but ThreadSanitizer cannot see into its library. So two atomics repeat the order.
-  begun.store(true, std::memory_order_release);
-  arena.execute([&] {
-    tbb::parallel_for(tbb::blocked_range<std::size_t>(0, chunks.size()), [&](const auto& range) {
-      (void)begun.load(std::memory_order_acquire);
-      for (std::size_t i = range.begin(); i != range.end(); ++i) body(chunks[i]);
-      num_ranges.fetch_add(1, std::memory_order_release);
-    });
-  });
-  (void)num_ranges.load(std::memory_order_acquire);
-}
-
 Bytes HostOptimizer::State::compute(UpdateJob& job) {
   const bool is_scaled = take_up_late_scales(job);
   if (job.progress && job.task != UpdateTask::draft && !job.progress->has_begun) {
@@ -244,10 +225,10 @@ Bytes HostOptimizer::State::compute(UpdateJob& job) {
   if (job.task == UpdateTask::draft) begin_draft(job);
   cut_into_chunks(job.pieces, chunks);
   if (job.sums) sums.assign(chunks.size(), 0.0);
-  for_each_chunk([&](const UpdateChunk& chunk) {
+  for_each_number(arena, chunks.size(), [&](std::size_t i) {
+    const UpdateChunk& chunk = chunks[i];
     if (job.sums) {
-      sums[static_cast<std::size_t>(&chunk - chunks.data())] =
-          sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
+      sums[i] = sum_of_squares(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
     }
     if (job.task == UpdateTask::sum) return;
     update_elements(job, job.pieces[chunk.piece], chunk.offset, chunk.count);
