@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
@@ -326,6 +327,16 @@ void Engine::sleep(Stream stream) {
 void Engine::wake() {
   const Entry entry(gate_);
   leases_.take_again();
+}
+
+Bytes Engine::resize(Bytes arena) {
+  const Entry entry(gate_);
+  const Bytes least = smallest_budget(pass_.book.all_visits(), units_.facts()).arena;
+  arena = std::max(align_up(arena, kTensorAlignment), align_up(least, kTensorAlignment));
+  leases_.resize(arena);
+  options_.budget.arena = arena;
+  runner_.forget_all_plans();
+  return arena;
 }
 
 void Engine::idle() {

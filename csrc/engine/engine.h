@@ -176,6 +176,9 @@ class Engine {
   void sleep(Stream stream);
   /// Takes the window's memory again. Throws MachineError if the device has no room: call it again later.
   void wake();
+  /// Gives the window another size, before `wake`: as close to `arena` as all passes that are known allow. Returns that
+  /// size.
+  Bytes resize(Bytes arena);
 
   void set_trace(std::shared_ptr<Trace> trace);
   void idle();
@@ -212,7 +215,7 @@ class Engine {
   void run_all_deferred_locked() NORIA_REQUIRES(gate_);
 
   mutable CallGate gate_;
-  const EngineOptions options_;
+  EngineOptions options_;
   const std::shared_ptr<Backend> backend_;
   UnitTable units_ NORIA_GUARDED_BY(gate_);
   BufferTable buffers_ NORIA_GUARDED_BY(gate_);

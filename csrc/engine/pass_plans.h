@@ -28,6 +28,8 @@ class PassPlans {
   std::shared_ptr<const PassPlan> plan(std::vector<Visit> visits, std::vector<Visit> next);
   /// Does the same for this itinerary's visits from `position` on.
   std::shared_ptr<const PassPlan> plan_from(ItineraryId itinerary, std::int64_t position);
+  /// The budget has changed: all passes are planned anew.
+  void forget() { plans_.clear(); }
   /// Returns the visits expected after this itinerary. Units whose device copies will be stale by then are left out.
   std::vector<Visit> visits_after(ItineraryId itinerary) const;
 

@@ -72,6 +72,11 @@ class PassRunner {
   void prepare_next_forward();
   /// The home's weights have been written. The rest of an open pass is planned again.
   void forget_plan() { following_ = {}; }
+  /// The budget has changed. No pass is open.
+  void forget_all_plans() {
+    drop_prepared();
+    plans_.forget();
+  }
   /// See Engine::next_forward_order.
   std::vector<UnitId> next_forward_order() const;
   /// Returns the number of fetches made at `step` for a forward that did not come next. No pass counts them.

@@ -139,4 +139,12 @@ const std::vector<Visit>& ItineraryBook::visits(ItineraryId id) const { return a
 
 const Signature& ItineraryBook::signature(ItineraryId id) const { return at(id).signature; }
 
+std::vector<Visit> ItineraryBook::all_visits() const {
+  std::vector<Visit> visits;
+  for (const auto& [id, itinerary] : itineraries_) {
+    visits.insert(visits.end(), itinerary.visits.begin(), itinerary.visits.end());
+  }
+  return visits;
+}
+
 }  // namespace noria

@@ -70,6 +70,8 @@ class ItineraryBook {
   /// Both throw InvariantError if the itinerary is forgotten.
   const std::vector<Visit>& visits(ItineraryId id) const;
   const Signature& signature(ItineraryId id) const;
+  /// Returns the visits of all itineraries.
+  std::vector<Visit> all_visits() const;
   /// Returns the itineraries that were forgotten since the last call.
   std::vector<ItineraryId> take_forgotten();
   std::size_t size() const { return itineraries_.size(); }

@@ -31,6 +31,11 @@ void Leases::take_again() {
   if (arena_ == nullptr) arena_ = backend_->allocate(bytes_);
 }
 
+void Leases::resize(Bytes arena) {
+  NORIA_INVARIANT(arena_ == nullptr, "a window that is there changes its size");
+  bytes_ = arena;
+}
+
 std::byte* Leases::take(Bytes offset, Bytes bytes, bool is_weights) {
   NORIA_INVARIANT(arena_ != nullptr, "the window has been given up");
   const Bytes end = offset + bytes;

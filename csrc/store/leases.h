@@ -30,6 +30,8 @@ class Leases {
   /// Takes it again at its size, perhaps elsewhere. Throws MachineError if the device has no room; nothing has changed
   /// then. Does nothing if the arena is there.
   void take_again();
+  /// The arena has this size when it is taken again. Order: between `give_up` and `take_again`.
+  void resize(Bytes arena);
 
   bool is_taken() const { return arena_ != nullptr; }
 
