@@ -123,23 +123,33 @@ PARTS = ["forward", "backward", "step", "whole"]
 
 
 def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
-    """Seconds of each part of a step, by run."""
+    """Seconds of each part of a step, by run. On a GPU, if there is one."""
     torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def timed(work: Any) -> float:
+        def whole() -> None:
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return _common.seconds(whole)
+
     plain = GPT(GPTConfig(num_layers=3 if args.quick else 12, num_heads=8, width=512))
-    runs = {"plain": plain, "stays": copy.deepcopy(plain)}
+    runs = {"plain": copy.deepcopy(plain).to(device), "stays": plain}
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=name == "plain") for name, model in runs.items()
     }
-    noria.wrap(runs["stays"], optimizers["stays"], device="cpu", device_memory="4GiB", kernel="fused", resident="all")
+    noria.wrap(runs["stays"], optimizers["stays"], device=device, device_memory="4GiB", kernel="fused", resident="all")
     samples: dict[str, list[list[float]]] = {name: [] for name in runs}
     for number in range(args.pairs + 3):
-        tokens = torch.randint(0, 4096, (args.batch, 256))
+        tokens = torch.randint(0, 4096, (args.batch, 256)).to(device)
         for name in list(runs) if number % 2 else reversed(runs):
             taken: list[float] = []
             loss: list[torch.Tensor] = []
-            taken.append(_common.seconds(lambda name=name, loss=loss, at=tokens: loss.append(runs[name](at, at)[1])))
-            taken.append(_common.seconds(loss[0].backward))
-            taken.append(_common.seconds(lambda name=name: (optimizers[name].step(), optimizers[name].zero_grad())))
+            taken.append(timed(lambda name=name, loss=loss, at=tokens: loss.append(runs[name](at, at)[1])))
+            taken.append(timed(loss[0].backward))
+            taken.append(timed(lambda name=name: (optimizers[name].step(), optimizers[name].zero_grad())))
             if number >= 3:
                 samples[name].append([*taken, sum(taken)])
     report = noria.report(runs["stays"])

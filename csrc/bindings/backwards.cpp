@@ -17,11 +17,7 @@ using torch::autograd::variable_list;
 
 void Backwards::before_forward(bool grad_enabled) {
   owners_.home.refuse_open();
-  if (parts_.backend.is_captured(parts_.current_stream())) {
-    throw UsageError("a forward outside of torch.cuda.graph",
-                     "one that is captured: a graph would replay the addresses of weights that move",
-                     "train without CUDA graphs, or capture a model that is not wrapped");
-  }
+  parts_.refuse_capture();
   forget_failed();
   trains_ = std::this_thread::get_id();
   owners_.claims.before_forward();

@@ -144,8 +144,8 @@ void bind_rest(py::module_& m) {
       .def(
           "set_callback",
           [](const EngineRest& self, py::function look) {
-            self->rest().set_callback([kept = keep(std::move(look))](UnitId unit, bool write_weights) {
-              keep_python_errors([&] { (*kept)(unit.value, write_weights); });
+            self->rest().set_callback([kept = keep(std::move(look))](UnitId unit, bool write_weights, bool is_open) {
+              keep_python_errors([&] { (*kept)(unit.value, write_weights, is_open); });
             });
           },
           py::arg("look"))
@@ -153,7 +153,19 @@ void bind_rest(py::module_& m) {
           "set_asleep", [](const EngineRest& self, bool asleep) { self->set_asleep(asleep); }, py::arg("asleep"),
           NoGil())
       .def(
+          "resize", [](const EngineRest& self, std::int64_t arena) { return self.engine().resize(Bytes{arena}).count; },
+          py::arg("arena"), NoGil())
+      .def(
           "set_on", [](const EngineRest& self, bool on) { self->set_resting(on); }, py::arg("on"), NoGil())
+      .def(
+          "update", [](const EngineRest& self, const std::vector<UpdateJob>& jobs) { self->rest().update(jobs); },
+          py::arg("jobs"), NoGil())
+      .def(
+          "sum",
+          [](const EngineRest& self, const std::vector<UpdateJob>& jobs, std::int64_t sums) {
+            self->rest().sum(jobs, reinterpret_cast<double*>(sums));
+          },
+          py::arg("jobs"), py::arg("sums"), NoGil())
       .def_property_readonly("is_on", [](const EngineRest& self) { return self->rest().is_on(); })
       .def(
           "show",

@@ -15,6 +15,7 @@
 #include "device/cuda_runtime.h"
 #include "device/host_backend.h"
 #include "device/host_ticket.h"
+#include "device/kernel_images.h"
 #include "device/link_probe.h"
 #include "device/own_thread.h"
 #include "device/timing.h"
@@ -199,6 +200,7 @@ void bind_backend(py::module_& m) {
             return measure_link_gib_s(b, at(own), at(peers), Bytes{bytes}, link);
           },
           py::arg("own"), py::arg("peers"), py::arg("bytes"), py::arg("link"), Release())
+      .def("kernels_absent", &Backend::kernels_absent, Release())
       .def("idle", &Backend::idle, Release())
       .def("close", &Backend::close, Release())
       .def(
@@ -229,6 +231,7 @@ void bind_device(py::module_& m) {
   bind_shared_memory(m);
   bind_backend(m);
   m.attr("DEFAULT_STREAM") = Stream::of(nullptr).value();
+  m.def("has_kernel_images", [] { return !kernel_images().empty(); });
   m.def("begin_own_thread", &begin_own_thread, py::arg("name"));
   m.def("make_host_backend", &make_host, py::arg("capacity"), py::arg("pace") = py::none());
   py::class_<cuda::Runtime, std::shared_ptr<cuda::Runtime>>(m, "CudaRuntime")

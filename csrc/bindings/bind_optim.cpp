@@ -191,6 +191,15 @@ void bind_kernels(py::module_& m) {
         return undo_log_bytes({num_elements, num_blocks, num_slots}).count;
       },
       py::arg("num_elements"), py::arg("num_blocks"), py::arg("num_slots"));
+  m.def(
+      "num_update_chunks",
+      [](std::int64_t count) {
+        std::vector<UpdateChunk> chunks;
+        cut_into_chunks({UpdatePiece{.count = count}}, chunks);
+        return chunks.size();
+      },
+      py::arg("count"));
+  m.attr("SUM_SPAN") = kSumSpan;
   m.attr("STATE_BLOCK") = kStateBlock;
   m.attr("MOST_LATE_SCALES") = kMostLateScales;
   m.def(
@@ -226,11 +235,6 @@ void bind_kernels(py::module_& m) {
 
 void bind_optim(py::module_& m) {
   bind_kernels(m);
-
-  py::class_<DeviceOptimizer>(m, "DeviceOptimizer")
-      .def(py::init(&make_host_device_optimizer))
-      .def("update", &DeviceOptimizer::update, py::arg("jobs"), Release())
-      .def("sums", &DeviceOptimizer::sums, py::arg("jobs"), Release());
 
   py::class_<HostOptimizer, std::shared_ptr<HostOptimizer>>(m, "HostOptimizer")
       .def(py::init(&make_host_optimizer), py::arg("num_threads") = 0, py::kw_only(),

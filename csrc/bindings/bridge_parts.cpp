@@ -21,4 +21,11 @@ void BridgeParts::refuse_other_process() const {
                    "wrap inside the child, or let data loader workers leave the model alone");
 }
 
+void BridgeParts::refuse_capture() const {
+  if (!backend.is_captured(current_stream())) return;
+  throw UsageError("a forward outside of torch.cuda.graph",
+                   "one that is captured: a graph would replay the addresses of weights that move",
+                   "train without CUDA graphs, or capture a model that is not wrapped");
+}
+
 }  // namespace noria

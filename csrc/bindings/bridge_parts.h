@@ -27,6 +27,8 @@ struct BridgeParts {
   bool shows_gradients() const { return !updates_in_backward && !is_shared; }
   /// Returns the stream that the calling thread uses on the device.
   Stream current_stream() const;
+  /// Raises UsageError if the current stream's work is recorded for a CUDA graph.
+  void refuse_capture() const;
   bool is_own_process() const { return getpid() == process; }
   void refuse_other_process() const;
 };

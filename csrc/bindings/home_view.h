@@ -22,6 +22,7 @@ class HomeView {
   void open(const std::vector<UnitId>& units, const std::vector<std::byte*>& shown, bool write);
   /// Closes what has been opened since `num_open` returned `before`; nothing, if an interrupt came before that.
   void close(std::size_t before, bool write);
+  bool is_open(UnitId unit) const;
   std::size_t num_open() const { return open_.size(); }
   /// Returns true if something has asked for write access to the unit's parameters since the home was opened.
   bool is_written(UnitId unit) const { return storages_[unit].written(); }
@@ -33,8 +34,6 @@ class HomeView {
   void refuse_open() const;
 
  private:
-  bool is_open(UnitId unit) const;
-
   const BridgeParts& parts_;
   StorageBinding& storages_;
   std::vector<UnitId> open_;  // in order; a unit is in it once for each call of `open`, because materialize nests

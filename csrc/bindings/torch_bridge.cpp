@@ -43,7 +43,7 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
           [this](const c10::Storage& storage) { return storages_.is_attached(storage); }),
       home_(parts_, storages_),
       audit_(parts_),
-      rest_(parts_, storages_),
+      rest_(parts_, storages_, backend_),
       claims_(parts_, views_),
       visits_(parts_, storages_, saved_, events_,
               {[this](bool grad_enabled) { backwards_.before_forward(grad_enabled); }, [this] { backwards_.arm(); }}),
@@ -90,13 +90,13 @@ void TorchBridge::open_home(const std::vector<UnitId>& units, const std::vector<
   backwards_.forget_failed();
   visits_.end_lone_pass();
   if (!write) raise_lost_writes();
-  for (const UnitId unit : units) rest_.look(unit, write);
+  for (const UnitId unit : units) rest_.look(unit, write, home_.is_open(unit));
   home_.open(units, shown, write);
 }
 
 void TorchBridge::access_home(UnitId unit, bool write_weights) {
   if (!write_weights) raise_lost_writes();
-  rest_.look(unit, write_weights);
+  rest_.look(unit, write_weights, home_.is_open(unit));
   engine_.access_home(unit, write_weights);
 }
 
@@ -108,7 +108,6 @@ void TorchBridge::set_resting(bool resting) {
     catcher_.drop_accumulators();
   }
   rest_.set_on(resting);
-  if (!resting) engine_.wake();
 }
 
 void TorchBridge::close() {

@@ -65,8 +65,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   void begin_step();
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
   void set_asleep(bool asleep) { asleep ? engine_.sleep(parts_.current_stream()) : engine_.wake(); }
-  /// Begins the rest: the engine sleeps, and hooks of autograd do nothing. Or ends it; if the device has no room for
-  /// the window, it throws MachineError, and the rest has ended.
+  /// Begins the rest: the engine sleeps, and hooks of autograd do nothing. Or ends it; the engine still sleeps.
   void set_resting(bool resting);
   void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
   void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }

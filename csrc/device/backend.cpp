@@ -1,5 +1,7 @@
 #include "device/backend.h"
 
+#include "base/errors.h"
+
 namespace noria {
 
 Bytes Transfer::bytes() const {
@@ -7,6 +9,11 @@ Bytes Transfer::bytes() const {
   for (const CopySpan& copy : copies) total += copy.bytes;
   for (const auto& [memory, bytes] : poison) total += bytes;
   return total;
+}
+
+void Backend::launch(const std::string& name, std::int64_t /*num_threads*/, const std::vector<void*>& /*parameters*/,
+                     Stream /*stream*/) {
+  throw MachineError(name + " on " + this->name() + ": " + kernels_absent());
 }
 
 void wait_for_all(const std::vector<Ticket>& tickets) {

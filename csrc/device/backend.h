@@ -160,6 +160,14 @@ class Backend : public Living<Backend> {
   /// Returns for example "0000:3B:00.0"; empty if the device is the host.
   virtual std::string pci_bus_id() const { return {}; }
 
+  // ---- kernels ----
+  /// Returns why the device cannot run noria's kernels (kernels/update.cu); empty if it can. May load them.
+  virtual std::string kernels_absent() { return "the device is the host"; }
+  /// Launches a kernel by name on a stream, for `num_threads` elements. `parameters` point to its arguments, which are
+  /// copied. Throws MachineError if that fails.
+  virtual void launch(const std::string& name, std::int64_t num_threads, const std::vector<void*>& parameters,
+                      Stream stream);
+
   // ---- lanes ----
   /// Queues a transfer on the fetch, drain or peer lane, after `waits`. Does not synchronize. If a wait fails, the
   /// transfer is skipped and its own ticket fails with the same error. On the peer lane, exactly one side of each copy

@@ -34,6 +34,7 @@
 
 #include "base/errors.h"
 #include "base/mutex.h"
+#include "device/cuda_kernels.h"
 #include "device/cuda_links.h"
 #include "device/cuda_ticket.h"
 #include "device/cuda_times.h"
@@ -98,6 +99,9 @@ class CudaBackend final : public Backend {
   }
   void set_update_time(std::shared_ptr<UpdateTime> time) override { ledger_.set_update_time(std::move(time)); }
   void set_trace(std::shared_ptr<Trace> trace) override { ledger_.set_trace(std::move(trace)); }
+  std::string kernels_absent() override;
+  void launch(const std::string& name, std::int64_t num_threads, const std::vector<void*>& parameters,
+              Stream stream) override;
   bool is_captured(Stream stream) const override;
   bool pins() const override { return true; }
   bool poisons() const override { return options_.pace->poisons(); }
@@ -131,6 +135,7 @@ class CudaBackend final : public Backend {
 
   const CudaBackendOptions options_;
   const CudaDevice device_;
+  CudaKernels kernels_;
   const std::shared_ptr<EventPool> events_;
   LaneLedger ledger_;
   mutable CudaTimes times_;
@@ -196,6 +201,7 @@ auto holder(const Ranges& ranges, const std::byte* memory, Bytes bytes) {
 CudaBackend::CudaBackend(const CudaBackendOptions& options, std::shared_ptr<const cuda::Runtime> runtime)
     : options_(options),
       device_(std::move(runtime), options.device_index),
+      kernels_(device_),
       events_(std::make_shared<EventPool>(device_)),
       times_(device_, ledger_),
       fetch_(Lane::fetch, cuda::kHostToDevice),
@@ -609,6 +615,17 @@ void CudaBackend::hold_compute(cuda::StreamHandle stream, Verb verb) {
   auto held = std::make_unique<std::int64_t>(us);
   device_.check(device_->LaunchHostFunc(stream, &hold_stream, held.get()), "cudaLaunchHostFunc");
   (void)held.release();  // the stream owns it from now on
+}
+
+std::string CudaBackend::kernels_absent() {
+  OnDevice on(device_);
+  return kernels_.absent();
+}
+
+void CudaBackend::launch(const std::string& name, std::int64_t num_threads, const std::vector<void*>& parameters,
+                         Stream stream) {
+  OnDevice on(device_);
+  kernels_.launch(name, num_threads, parameters, native(stream));
 }
 
 bool CudaBackend::is_captured(Stream stream) const {

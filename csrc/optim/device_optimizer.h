@@ -1,13 +1,18 @@
 // DeviceOptimizer updates units whose weights, state and gradients lie on the device.
 //
-// Ownership: jobs point to memory of the device, which the caller keeps until a call returns.
-// Order: a call comes after all that the device does for these gradients, and returns when its work is done.
-// Threads: one call at a time. The bits are those of the host's pool (optim/host_optimizer.h).
+// Units: counts are in elements; addresses are device addresses.
+// Ownership: shares the backend. The caller keeps what jobs point to until the stream has finished the work of the
+//   call. On the host backend a call returns when the work is done.
+// Order: work runs in stream order.
+// Threads: one call at a time. The formulas are those of the host's pool (optim/host_optimizer.h). Tests on the CPU
+// find
+//   equal bits.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "device/backend.h"
 #include "optim/update.h"
 
 namespace noria {
@@ -16,16 +21,20 @@ class DeviceOptimizer {
  public:
   DeviceOptimizer() = default;
   virtual ~DeviceOptimizer() = default;
-  DeviceOptimizer(const DeviceOptimizer&) = delete;  // owns threads, or kernels
+  DeviceOptimizer(const DeviceOptimizer&) = delete;  // may own threads
   DeviceOptimizer& operator=(const DeviceOptimizer&) = delete;
 
-  /// Every job is an update. Throws InvariantError for a malformed one, before any has begun.
-  virtual void update(const std::vector<UpdateJob>& jobs) = 0;
-  /// Returns the sums of squares by job and piece.
-  virtual std::vector<std::vector<double>> sums(const std::vector<UpdateJob>& jobs) = 0;
+  /// Runs updates. Throws InvariantError for a malformed job, or one of another kind, before it starts any.
+  virtual void update(const std::vector<UpdateJob>& jobs, Stream stream) = 0;
+  /// Writes the sum of squares of chunk i to `sums[kSumSpan * i]`. Chunks are numbered through all jobs, in the order
+  /// of `cut_into_chunks`. `sums` has room for kSumSpan doubles a chunk; the others are scratch.
+  virtual void sum(const std::vector<UpdateJob>& jobs, double* sums, Stream stream) = 0;
 };
 
-/// The device is the host: all threads of the process update, for the calling thread waits.
-std::unique_ptr<DeviceOptimizer> make_host_device_optimizer();
+/// The number of partial sums that a device makes for one chunk. kernels/update.cu has the same number.
+inline constexpr std::size_t kSumSpan = 32;
+
+/// On the host backend all threads of the process share the work. Elsewhere kernels do it; see Backend::kernels_absent.
+std::unique_ptr<DeviceOptimizer> make_device_optimizer(std::shared_ptr<Backend> backend);
 
 }  // namespace noria

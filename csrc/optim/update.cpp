@@ -163,9 +163,7 @@ class Elements {
   std::uint64_t number(std::size_t at) const { return piece_.first + inside(at); }
   /// Returns how many elements from `at` on have numbers with the same upper half.
   std::size_t before_carry(std::size_t at) const { return (std::uint64_t{1} << 32) - (number(at) & 0xffffffffu); }
-  UnitArrays arrays(std::size_t at) const {
-    return noria::at(job_.arrays, at, static_cast<std::size_t>(piece_.first_block) + inside(at) / kStateBlock);
-  }
+  UnitArrays arrays(std::size_t at) const { return arrays_at(job_, piece_, static_cast<std::int64_t>(at)); }
   UndoBlock log_of(std::size_t at) const {
     const auto block = static_cast<std::size_t>(piece_.first_undo_block) + inside(at) / kUndoBlock;
     return {job_.log.bytes + at, job_.log.begins + block, job_.log.header, job_.log.slots, job_.log.num_slots};
@@ -193,6 +191,12 @@ class Elements {
 };
 
 }  // namespace
+
+UnitArrays arrays_at(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset) {
+  const auto inside = static_cast<std::size_t>(offset - piece.offset);
+  const std::size_t block = static_cast<std::size_t>(piece.first_block) + inside / kStateBlock;
+  return at(job.arrays, static_cast<std::size_t>(offset), block);
+}
 
 bool UpdateJob::has_late_scales() const {
   return std::any_of(pieces.begin(), pieces.end(), [](const UpdatePiece& piece) { return piece.num_late_scales > 0; });

@@ -166,6 +166,9 @@ void make_redo(UpdateJob& update, const UpdateJob& draft);
 /// job's waits have passed.
 bool take_up_late_scales(UpdateJob& job);
 
+/// Returns the arrays of a piece from element `offset` on, which counts as `UpdatePiece::offset` does.
+UnitArrays arrays_at(const UpdateJob& job, const UpdatePiece& piece, std::int64_t offset);
+
 /// Throws InvariantError for a malformed job: arrays that are missing or of another format, overlapping pieces.
 void check(const UpdateJob& job);
 

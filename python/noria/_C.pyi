@@ -156,6 +156,8 @@ class Backend:
     ) -> None: ...
     # Returns GiB/s, both ways together.
     def measure_link(self, own: int, peers: int, bytes: int, link: int) -> float: ...
+    def kernels_absent(self) -> str:
+        """Returns why the device cannot run noria's kernels; empty if it can. May load them."""
     def idle(self) -> None: ...
     def close(self) -> None: ...
     def stats(self, lane: str) -> LaneStats: ...
@@ -166,6 +168,9 @@ class Backend:
     def poisons(self) -> bool: ...
 
 class HostBackend(Backend): ...
+
+def has_kernel_images() -> bool:
+    """Returns True if this build has device code of noria's kernels."""
 
 def begin_own_thread(name: str) -> None: ...
 def make_host_backend(capacity: int, pace: Pace | None = ...) -> HostBackend: ...
@@ -649,21 +654,16 @@ class UpdateJob:
 # parameters, the slots for old values.
 def num_undo_blocks(count: int) -> int: ...
 def undo_log_bytes(num_elements: int, num_blocks: int, num_slots: int) -> int: ...
+def num_update_chunks(count: int) -> int:
+    """Returns in how many parts a sum of so many squares is taken."""
 
+SUM_SPAN: int
 STATE_BLOCK: int
 
 def encode_moment(values: int, codes: int, scales: int, count: int, *, is_first: bool) -> None: ...
 def decode_moment(codes: int, scales: int, values: int, count: int, *, is_first: bool) -> None: ...
 def split_master(master: int, high: int, low: int, count: int) -> None: ...
 def join_master(high: int, low: int, master: int, count: int) -> None: ...
-
-class DeviceOptimizer:
-    """Updates what lies on the device. A call returns when its work is done."""
-
-    def __init__(self) -> None: ...
-    def update(self, jobs: Sequence[UpdateJob]) -> None: ...
-    def sums(self, jobs: Sequence[UpdateJob]) -> list[list[float]]:
-        """Returns sums of squares, by job and piece."""
 
 class HostOptimizer:
     def __init__(
@@ -928,14 +928,22 @@ class EngineRest:
 
         False takes it again. Raises MachineError, and changes nothing, if the device has no room.
         """
+    def resize(self, arena: int) -> int:
+        """Gives the window about this size, while it is asleep. Returns the size; all known passes still fit."""
     def set_on(self, on: bool) -> None:
-        """True: the engine sleeps, and hooks of autograd do nothing. False takes the window's memory again."""
-    def set_callback(self, look: Callable[[int, bool], None]) -> None:
-        """`look` is called before a use of a unit's home, with True if its weights are about to be written there."""
+        """True: the engine sleeps, and hooks of autograd do nothing. After False the engine still sleeps."""
+    def set_callback(self, look: Callable[[int, bool, bool], None]) -> None:
+        """`look` is called before a use of a unit's home. It gets the unit, True if its weights are about to be written
+        there, and True if its parameters show the home now."""
     @property
     def is_on(self) -> bool: ...
     def show(self, unit: int, weights: int) -> None: ...
     def hide(self, unit: int) -> None: ...
+    def update(self, jobs: Sequence[UpdateJob]) -> None:
+        """Updates what lies on the device, in the order of the current stream. On the host it is done then."""
+    def sum(self, jobs: Sequence[UpdateJob], sums: int) -> None:
+        """Fills doubles of the device with sums of squares: each SUM_SPAN-th one is that of a chunk. The chunks of all
+        pieces follow each other (`num_update_chunks`)."""
     def check(self) -> None:
         """Raises UsageError if a parameter has left its storage, or trains though it was frozen at the wrap."""
     def is_shown(self, unit: int) -> bool: ...

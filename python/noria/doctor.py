@@ -305,6 +305,8 @@ def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
             "little lockable memory: if the driver refuses to pin the home, weights go through a staging ring and "
             "gradients cannot be held at all; raise it with `ulimit -l unlimited`"
         )
+    if not backends["cuda"].startswith("absent") and not _C.has_kernel_images():
+        missing.append('kernels for devices, for resident="all": build noria where there is an nvcc, 12.8 or newer')
     if _huge_pages() == "never":
         missing.append(
             "huge pages are off, so updates and copies walk more page tables: "

@@ -20,11 +20,11 @@ from noria.policy import format_bytes
 if TYPE_CHECKING:
     from noria.planning.wrap_plan import WrapPlan
 
+from noria.runtime.shrinking import room_for
 from noria.runtime.state import RunState
 
 __all__ = ["advice", "tell_when_full"]
 
-_FITS = 5 / 4  # times the failed request: memory is fragmented, and more requests follow
 _RUNNING: weakref.WeakSet[RunState] = weakref.WeakSet()
 _is_told: list[bool] = []
 
@@ -34,7 +34,12 @@ def advice(planned: WrapPlan, taken: int, wanted: int) -> str:
 
     `taken`: the bytes that noria has on the device. `wanted`: the bytes of the request that failed.
     """
-    left = taken - int(_FITS * wanted)
+    if planned.rests:
+        text = (
+            f"{planned.device} is out of memory for {format_bytes(wanted)}, with {format_bytes(taken)} of noria's on it"
+        )
+        return f'{text}; the model streams from the next forward on; resident="none" streams from the beginning'
+    left = taken - room_for(wanted)
     enough = 2 * left >> 20  # MiB
     text = (
         f"{planned.device} is out of memory for {format_bytes(wanted)}. noria has {format_bytes(taken)} of it for its "
@@ -70,7 +75,7 @@ def _observe(device: int, wanted: int, *_: int) -> None:
             warnings.warn(text, stacklevel=2)
         for run in _on(_RUNNING, device):
             for told in run.on_out_of_memory:
-                told()
+                told(wanted)
     except Exception as error:  # a filter that turns warnings into errors
         print(error, file=sys.stderr)
 

@@ -96,12 +96,13 @@ class Policy:
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
     resident: str = "none"
-    """What of the model stays on the device for good.
+    """Whether the model streams or stays on the device.
 
     - "none": units stream through the window, and updates run on the host.
-    - "all": nothing moves once each optimizer has made its first step. Weights, masters, moments and gradients lie on
-      the device, and updates run there. noria refuses this if `device_memory` cannot hold them. The home is kept, and
-      noria brings it up to date when it is looked at. With an optimizer this needs device="cpu"."""
+    - "all": from the first forward after each optimizer's first step, weights, masters, moments and gradients lie on
+      the device, and updates run there. noria refuses this if they do not fit into `device_memory`, or on CUDA into
+      half of it. The home stays allocated, and what a read of it needs is copied there first. On CUDA training needs
+      a noria that was built with nvcc."""
 
     units: str | Sequence[type[nn.Module] | str] = "auto"
     """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").

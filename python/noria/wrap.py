@@ -362,11 +362,11 @@ def _wrap_anew(wrapped: Wrapped, more: Sequence[Optimizer] = ()) -> None:
     """
     context, ranks = wrapped.context, wrapped.context.ranks
     roots, met = context.partition.roots, [] if ranks is None else [ranks]
-    wrapped.rest.end()
     wrapped.sync.meet(_MORE_TRAINING)
     with raised_by_all(met, _MORE_TRAINING):
         updaters = [*(driver.optimizer for driver in wrapped.drivers), *more]
         _refuse_anew(wrapped, updaters)
+        wrapped.rest.end()
         found = probe_limits(context.device)
         if found.device is not None:
             found = dataclasses.replace(found, device=(found.device[0] + context.plan.device_bytes, found.device[1]))
@@ -570,6 +570,8 @@ def _carry_out(
     met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
+        if planned.rests and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
+            raise usage_error('resident="all" on a device that runs noria\'s kernels', why, "leave resident out")
         awaits_optimizer = not updaters and any(unit.gradients for unit in units)
         if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
@@ -725,7 +727,7 @@ def _unwrap(roots: list[nn.Module], wrapped: Wrapped) -> None:
     wrapped.run.refuse_when_busy("noria.unwrap")
     wrapped.run.refuse_while_averaged("noria.unwrap")
     wrapped.run.refuse_asleep("noria.unwrap")
-    wrapped.rest.end()
+    wrapped.rest.end(wakes=False)
     wrapped.reads.end()
     wrapped.run.recover()
     wrapped.run.require_consistent("noria.unwrap")

@@ -37,6 +37,7 @@ from noria.runtime.moves import answer_moves, forget_moves
 from noria.runtime.no_parallel import allow_parallel, refuse_parallel
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.rest import Rest
+from noria.runtime.shrinking import Shrinking
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
 from noria.runtime.weights import Weights
@@ -116,6 +117,7 @@ class Wrapped:
                 self.boundary,
                 self.activations,
                 self.rest,
+                Shrinking(context, run, has_stages=stages is not None).act,
                 self.peer_memory.check,
                 self.drivers.expect,
                 weakly(self.wrap_anew),

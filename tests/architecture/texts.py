@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_FOLDERS = ("benchmarks", "csrc", "docs", "examples", "python", "tests", "tools")
-_SUFFIXES = (".cpp", ".h", ".inc", ".md", ".py", ".pyi", ".sh", ".supp", ".toml")
+_FOLDERS = ("benchmarks", "csrc", "docs", "examples", "kernels", "python", "tests", "tools")
+_SUFFIXES = (".cpp", ".cu", ".h", ".inc", ".md", ".py", ".pyi", ".sh", ".supp", ".toml")
 _OTHERS = (
     ".ci/run",
     "CHANGELOG.md",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +14,21 @@ import noria
 import pytest
 import torch
 import torch.distributed.checkpoint
+from noria import _C
 from noria.runtime.rest import Rest
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
+from tests.device import DEVICE
 from tests.journeys.pairs import OPTIMIZERS, Net, Side, adamw, loss_of, sgd, state_tensors
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.cpu_only("updates on the device come from its host")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not _C.has_kernel_images(), reason="this build has no kernels for devices: it had no nvcc"
+    ),
+]
 
 ROOM = "64MiB"
 MASTERS = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "masters"])
@@ -40,12 +49,12 @@ def sides(
 ) -> list[Side]:
     """One that streams through two units, and one at rest."""
     torch.manual_seed(0)
-    first = model()
+    first = model().cpu()
     made = []
     for each, own in ((first, {"window": 2}), (copy.deepcopy(first), {"resident": "all", "device_memory": ROOM})):
         made.append(Side(each, optimizer(each.parameters()) if optimizer else None, True))
         with on_machine(hostility={"seed": 7, "poison": True}):
-            noria.wrap(each, made[-1].optimizer, device="cpu", **{"kernel": "fused", **policy, **own})
+            noria.wrap(each, made[-1].optimizer, device=DEVICE, **{"kernel": "fused", **policy, **own})
     return made
 
 
@@ -100,7 +109,7 @@ def test_a_device_that_is_not_brought_up_to_date_has_other_bits(monkeypatch):
         side.train(2, 4)
 
     compare(journey)
-    monkeypatch.setattr(Rest, "_copy", lambda self, unit, to_device: None)
+    monkeypatch.setattr(Rest, "_copy", lambda self, unit, purposes, to_device: None)
     with pytest.raises(AssertionError):
         compare(journey)
 
@@ -134,7 +143,7 @@ def test_norias_own_clips_have_the_same_norms(policy, dtype):
 
 def test_a_scaler_unscales_and_skips():
     def journey(side: Side) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
         for number in range(6):
             loss = loss_of(side.model, number)
             scaler.scale(loss).backward()
@@ -237,7 +246,7 @@ def test_two_models_whose_backward_comes_after_both_forwards():
     states = []
     for pair, own in zip(pairs, ({"window": 2}, {"resident": "all", "device_memory": ROOM}), strict=True):
         side = Side(pair, adamw(pair.parameters()), True)
-        noria.wrap([pair.first, pair.second], side.optimizer, device="cpu", kernel="fused", **own)
+        noria.wrap([pair.first, pair.second], side.optimizer, device=DEVICE, kernel="fused", **own)
         journey(side)
         states.append({**pair.first.state_dict(), **{f"2 {k}": v for k, v in pair.second.state_dict().items()}})
     assert is_at_rest(pairs[1].first)
@@ -317,6 +326,137 @@ def test_writes_to_weights_on_the_device_stay():
     compare(journey)
 
 
+@MASTERS
+def test_a_write_to_state_and_one_to_a_weight_of_the_same_unit_both_count(dtype):
+    """As dormant neurons are made anew."""
+
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        loss_of(side.model, 0)
+        for parameter in side.model.blocks[0].parameters():
+            state = side.optimizer.state[parameter]
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                if not is_at_rest(side.model):
+                    stack.enter_context(noria.materialize(side.model))
+                state["exp_avg"].zero_()
+                parameter.fill_(3.0)  # no element has this value
+        side.train(3, 6)
+
+    compare(journey, dtype=dtype)
+
+
+def test_looks_between_a_forward_and_its_backward():
+    def journey(side: Side) -> None:
+        for number in range(4):
+            loss = loss_of(side.model, number)
+            torch.save(side.model.state_dict(), io.BytesIO())
+            with noria.materialize(side.model, read_only=True):
+                side.keep(f"weights {number}", side.model.head.weight)
+            loss.backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    compare(journey)
+
+
+@MASTERS
+def test_loads_inside_of_an_open_home(dtype):
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        saved = {key: value.clone() for key, value in side.model.state_dict().items()}
+        side.train(3, 5)
+        with torch.no_grad(), noria.materialize(side.model):
+            side.model.load_state_dict(saved)
+            side.model.head.bias.add_(1)
+            with noria.materialize(side.model.blocks[0]):
+                side.model.blocks[0].norm.weight.mul_(2)
+        side.train(5, 7)
+
+    compare(journey, dtype=dtype)
+
+
+def test_a_write_in_a_read_only_block_is_kept_and_told():
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        with (
+            pytest.raises(noria.UsageError, match="the write was kept"),
+            torch.no_grad(),
+            noria.materialize(side.model, read_only=True),
+        ):
+            side.model.head.bias.add_(1)
+        side.train(3, 5)
+
+    compare(journey)
+
+
+def test_momentum_that_is_turned_on_later_streams():
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        side.optimizer.param_groups[0]["momentum"] = 0.9
+        side.train(3, 6)
+
+    compare(journey, rests=False, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_drafts_that_wait_are_undone_before_it_begins():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Net(), Net()
+
+    torch.manual_seed(0)
+    pairs = [Pair().cpu()]
+    pairs.append(copy.deepcopy(pairs[0]))
+    found = []
+    for pair, own in zip(pairs, ({"window": 2}, {"resident": "all", "device_memory": ROOM}), strict=True):
+        optimizers = [adamw(each.parameters()) for each in (pair.first, pair.second)]
+        both = [pair.first, pair.second]
+        noria.wrap(both, optimizers, device=DEVICE, kernel="fused", draft_memory="64MiB", **own)
+        for number in range(4):
+            for model, optimizer in zip(both, optimizers, strict=True):
+                (loss_of(pair.first, number) + loss_of(pair.second, number)).backward()
+                optimizer.step()
+                loss_of(model, number)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        found.append({f"{n} {k}": v for n, each in enumerate(both) for k, v in each.state_dict().items()})
+    assert is_at_rest(pairs[1].first)
+    assert_same_bits(found[1], found[0])
+
+
+def test_nothing_of_it_outlives_the_model():
+    _, stays = sides()
+    stays.train(0, 3)
+    gone = weakref.ref(rest_of(stays.model))
+    backends = _C.living()["backends"]
+    stays.model = stays.optimizer = None
+    gc.collect()
+    assert gone() is None and _C.living()["backends"] == backends - 1
+
+
+def test_an_interrupted_sleep_loses_nothing(monkeypatch):
+    streams, stays = sides()
+    copied: list[int] = []
+
+    def interrupted(self: Rest, unit: Any, purposes: Any, *, to_device: bool) -> None:
+        copied.append(unit.index)
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        whole(self, unit, purposes, to_device=to_device)
+
+    whole = Rest._copy
+    for side in (streams, stays):
+        side.train(0, 4)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Rest, "_copy", interrupted)
+            with noria.asleep(side.model):
+                pass
+        side.train(4, 6)
+    assert len(copied) >= 3 and noria.report(stays.model).ledger_agrees
+    assert_same_bits(stays.kept, streams.kept)
+    assert_same_bits(stays.model.state_dict(), streams.model.state_dict())
+
+
 def test_a_written_split_master_becomes_what_is_shown():
     _, stays = sides(dtype=torch.bfloat16)
     stays.train(0, 3)
@@ -326,7 +466,7 @@ def test_a_written_split_master_becomes_what_is_shown():
     low = stays.optimizer.state_dict()["state"]
     number = [name for name, _ in stays.model.named_parameters()].index("head.bias")
     assert not low[number]["low_bits"].any() and low[number - 1]["low_bits"].any()
-    assert torch.equal(stays.model.state_dict()["head.bias"], shown)
+    assert torch.equal(stays.model.state_dict()["head.bias"], shown.cpu())
 
 
 @MASTERS
@@ -361,7 +501,6 @@ def test_unwrap_gives_the_current_values():
     for side in (streams, stays):
         side.train(0, 4)
         noria.unwrap(side.model, side.optimizer)
-        side.train(4, 6)
     assert_same_bits(stays.kept, streams.kept)
     assert_same_bits(stays.model.state_dict(), streams.model.state_dict())
 
@@ -473,7 +612,7 @@ def test_weights_for_others_and_sharded_state_are_current(tmp_path):
 def test_it_is_refused_where_not_all_can_stay(policy, found):
     model = Net()
     with pytest.raises(noria.UsageError) as error:
-        noria.wrap(model, adamw(model.parameters()), device="cpu", resident="all", **policy)
+        noria.wrap(model, adamw(model.parameters()), device=DEVICE, resident="all", **policy)
     assert found in str(error.value) and not noria.is_wrapped(model)
 
 
@@ -518,6 +657,6 @@ def test_a_step_that_breaks_off_is_known_as_torn(monkeypatch):
 
 def test_the_plan_and_the_report_say_so():
     _, stays = sides()
-    assert "stays on the device" in str(noria.plan(Net(), device="cpu", resident="all"))
+    assert "stays on the device" in str(noria.plan(Net(), device=DEVICE, resident="all"))
     stays.train(0, 3)
     assert "at rest" in str(noria.report(stays.model))

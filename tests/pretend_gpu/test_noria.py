@@ -10,7 +10,7 @@ import pytest
 import torch
 from noria.wrapped import wrapped_by
 
-from tests.journeys.pairs import Net, adamw
+from tests.journeys.pairs import Net, adamw, loss_of
 from tests.pretend_gpu.machine import machine
 
 MIB = 1 << 20
@@ -40,6 +40,38 @@ def test_a_forward_that_is_captured_for_a_graph_is_refused(model):
         model(batch)
     assert _pretend_gpu.end_capture(), "noria's calls have broken it"
     model(batch).square().mean().backward()
+
+
+def test_the_attempt_after_an_out_of_memory_error_runs_with_a_smaller_window():
+    """With the bits of a run that never had one; as accelerate's find_executable_batch_size tries again."""
+    losses: list[list[float]] = []
+    for is_full in (False, True):
+        torch.manual_seed(0)
+        with machine(memory=256 * MIB):
+            model = Net(width=1024)
+            optimizer = adamw(model.parameters())
+            noria.wrap(model, optimizer, device="cuda", draft_memory=0)
+            found: list[float] = []
+            for number in range(4):
+                if number == 2 and is_full:
+                    before = _taken(model)
+                    filler = torch.empty(256 * MIB - before - 8 * MIB, dtype=torch.uint8, device="cuda")
+                    loss = loss_of(model, number)
+                    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+                        torch.empty(12 * MIB, dtype=torch.uint8, device="cuda")
+                    del loss, filler
+                    optimizer.zero_grad()
+                loss = loss_of(model, number)
+                if number == 2 and is_full:
+                    assert before - _taken(model) >= 12 * MIB
+                    assert "the window has shrunk" in str(noria.report(model)) and noria.report(model).ledger_agrees
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            losses.append(found)
+            noria.unwrap(model, optimizer)
+    assert losses[0] == losses[1]
 
 
 def test_a_full_device_says_which_device_memory_would_do():

@@ -15,7 +15,8 @@ MIB = 1 << 20
 
 def told(taken, least, wanted, activations="keep"):
     policy = types.SimpleNamespace(activations=activations)
-    return advice(types.SimpleNamespace(device="cuda:0", least_device=least, policy=policy), taken, wanted)
+    plan = types.SimpleNamespace(device="cuda:0", least_device=least, policy=policy, rests=False)
+    return advice(plan, taken, wanted)
 
 
 def test_a_smaller_window_is_named_by_what_leaves_a_quarter_more_than_was_wanted():

@@ -126,11 +126,14 @@ class ModuleHooks:
         step: StepBoundary,
         activations: Activations,
         rest: Rest,
+        make_room: Callable[[], None],
         check_peers: Callable[[], None],
         expect_updates: Callable[[], None],
         wrap_anew: Callable[[], None],
     ) -> None:
-        """Installs the hooks. `check_peers` runs before a forward, `expect_updates` after one that may train.
+        """Installs the hooks. `make_room` and `check_peers` run before a forward.
+
+        `expect_updates` runs after one that may train.
 
         `wrap_anew` plans again for parameters that are no longer frozen. It replaces these hooks by others.
         """
@@ -143,6 +146,7 @@ class ModuleHooks:
         self.rest = rest
         self._visits = context.engine.hooks
         self.keeps_alive: object = None
+        self._make_room = make_room
         self._check_peers = check_peers
         self._expect_updates = expect_updates
         self._wrap_anew = wrap_anew
@@ -215,9 +219,11 @@ class ModuleHooks:
             if not is_compiled and self._has_wrapped_anew(module):
                 call_pre_hooks(module, args, kwargs)
                 return
-            if not self._entered_roots and self.rest.holds():
-                self._forget_inner_hooks()
-                return
+            if not self._entered_roots:
+                if self.rest.holds():
+                    self._forget_inner_hooks()
+                    return
+                self._make_room()
             with self._entering:
                 self.forget_dead_forward(module)
                 self._refuse_beside_another_thread()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.dist.ranks import Grid
 from noria.model.layout import Region
@@ -49,11 +50,11 @@ def refuse_if_not_resident(
         raise usage_error(f"{expected} alone, which shows weights at any time", 'reads="home" too', "leave reads out")
     if refusal := _refusal_of_updates(kernels, expected):
         raise refusal
-    if device.type != "cpu" and kernels.optimizers:
+    if device.type != "cpu" and kernels.optimizers and not _C.has_kernel_images():
         raise usage_error(
-            f'{expected} with an optimizer on device="cpu", whose memory the updates reach',
-            str(device),
-            f"leave {asked}",
+            f"{expected} in a build of noria with kernels for devices",
+            "one that was built without nvcc",
+            f"build noria where there is an nvcc, or leave {asked}",
         )
     if budgets.device is None:
         return

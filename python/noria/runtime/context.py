@@ -51,6 +51,10 @@ class Context:
         object.__setattr__(self, "plan", plan)
         self.notes.extend(plan.unpredicted)
 
+    def note_window(self, num_bytes: int) -> None:
+        """The window has another size from now on."""
+        object.__setattr__(self, "plan", dataclasses.replace(self.plan, arena_bytes=num_bytes))
+
     @functools.cached_property
     def policy(self) -> Policy:
         return self.plan.policy

@@ -1,32 +1,36 @@
-"""Keeps the whole model on the device while nothing has to move: weights, masters and moments lie there for good.
+"""Keeps the whole model on the device between steps: weights, low bits and moments. Gradients lie in torch's memory.
 
-The device's memory then mirrors the home, arena by arena. Parameters are ordinary tensors of the device, autograd keeps
-gradients in `p.grad`, and `step()` updates in place. Each look at the home brings it up to date first, unit by unit.
-What a caller has written to the home is copied to the device before the next forward or step.
+Device memory then has the layout of the home, arena by arena. Parameters are ordinary tensors of the device, and
+`step()` updates in place. Before anything reads a unit's home, noria copies the unit back from the device. What is
+written to the home is copied to the device before the next forward or step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from noria import _C
 from noria._errors import usage_error
 from noria.model.layout import AVERAGES, HomeUnit
+from noria.model.moment_formats import MOMENTS
 from noria.planning.resident import MIRRORED, purpose_on_device
 from noria.planning.wrap_plan import WINDOW
 from noria.runtime.context import Context
-from noria.runtime.state import RunState
+from noria.runtime.state import RunState, weakly
 from noria.torch_state import await_device, plainly
 
 __all__ = ["Rest"]
 
 
 class Rest:
-    """Begins the rest at a forward, once the state of all optimizers is there, and ends it where the plan cannot hold.
+    """Begins and ends the state in which the model stays on the device: the rest.
 
-    A unit is *newer* if the device has what the home lacks, and *stale* if the home may have what the device lacks.
+    `_newer` holds the units that only the device has up to date. `_stale` holds those that may be up to date only at
+    home.
+
+    Order: it begins at the start of a forward, before any block has run.
     """
 
     def __init__(
@@ -34,7 +38,7 @@ class Rest:
     ) -> None:
         """`can_update` tells whether all state exists that steps update, so that they can update on the device.
 
-        `watch_state` has the next write to each state tensor at home told to `run`.
+        `watch_state` makes the next write to each state tensor at home call `run.tell_state_write`.
         """
         self.context = context
         self.run = run
@@ -46,9 +50,12 @@ class Rest:
         self._purposes: list[str] = []
         self._newer: set[int] = set()
         self._stale: set[int] = set()
+        self._stale_state: set[int] = set()  # of these the moments alone
         self._versions: dict[int, int] = {}  # by slot with a split master: its version when it was shown or updated
         self._is_fresh = False  # True: no unit is stale or hidden
         run.on_state_write.append(self._note_state_written)
+        run.on_weight_write.append(self.note_written)
+        run.on_home_closed.append(self._show_again)
         run.on_out_of_memory.append(self.give_up)
 
     # ---- begin and end ----
@@ -82,50 +89,56 @@ class Rest:
         return any(purpose.startswith(AVERAGES) for purpose in self.context.home.arenas)
 
     def _begin(self) -> None:
-        context, device = self.context, str(self.context.device)
+        context = self.context
         self._purposes = [purpose for purpose in MIRRORED if purpose in context.home.arenas]
         self.run.settle_writes()
         context.engine.home.raise_lost_writes()
         context.engine.updates.run_all_deferred()
+        context.settle_units()  # drafts, whose undo would come over what is brought home later
         context.engine.idle()
         self._keep_gradients()
         await_device(context.device)
+        self._newer.clear()
+        self._forget_device()
         try:
             context.engine.rest.set_on(True)
-            context.ledger.expect(device, WINDOW, 0)
+            context.ledger.expect(str(context.device), WINDOW, 0)
             self._take_memory()
         except BaseException:
             self._is_wanted = False
             self._leave()
             raise
-        context.engine.rest.set_callback(self._look)
+        context.engine.rest.set_callback(weakly(self._look))
         self.is_on = True
 
     def _keep_gradients(self) -> None:
         """Gives gradients that are held at home memory of their own: autograd adds to them from now on."""
-        for slot in self.context.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and self.context.engine.gradients.gradient_is(slot.index) == "held":
-                kept = gradient.clone()
-                slot.parameter.grad = None
-                slot.parameter.grad = kept
+        with plainly():
+            for slot in self.context.slots:
+                gradient = slot.parameter.grad
+                if gradient is not None and self.context.engine.gradients.gradient_is(slot.index) == "held":
+                    slot.parameter.grad = gradient.clone()
 
-    def end(self) -> None:
-        """Brings everything home, and lets the wheel turn again. Does nothing if the model is not at rest."""
+    def end(self, *, wakes: bool = True) -> None:
+        """Brings everything home. Does nothing if the model is not at rest.
+
+        `wakes`: the wheel turns again. If the device has no room for the window, it raises MachineError, and the next
+        pass tries once more.
+        """
         if not self.is_on:
             return
         self.suspend()
         self.is_on = False
-        self._leave()
+        self._leave(wakes=wakes)
 
     def suspend(self) -> None:
         """Brings everything home, and gives the device's memory back until `resume`."""
         for unit in self.context.units:
             self._bring_home(unit)
         await_device(self.context.device)
+        self._forget_device()
         for unit in self.context.units:
             self.context.engine.rest.hide(unit.index)
-        self._is_fresh = False
         self._give_memory_back()
 
     def resume(self) -> None:
@@ -133,21 +146,40 @@ class Rest:
         self._take_memory()
         self._show_all()
 
-    def give_up(self) -> None:
+    def give_up(self, wanted: int = 0) -> None:
         """Ends the rest for good at the next forward: the device has no room for it."""
         self._is_wanted = False
 
-    def _leave(self) -> None:
-        context = self.context
+    def _leave(self, *, wakes: bool = True) -> None:
         self._give_memory_back()
-        context.engine.rest.set_on(False)
+        self.context.engine.rest.set_on(False)
+        if wakes:
+            self.run.wake_by(self._wake)
+
+    def _wake(self) -> None:
+        context = self.context
+        self._empty_cache()
+        context.engine.rest.set_asleep(False)
         context.ledger.expect(str(context.device), WINDOW, context.plan.arena_bytes)
 
+    def _empty_cache(self) -> None:
+        """Has torch give back device memory that no tensor uses."""
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forget_device(self) -> None:
+        """What the device has does not count any more."""
+        self._is_fresh = False
+        self._stale = {unit.index for unit in self.context.units}
+        self._stale_state.clear()
+
     def _take_memory(self) -> None:
+        """Takes what is missing: an earlier try may have been interrupted."""
         context = self.context
-        self._newer.clear()
-        self._stale, self._is_fresh = {unit.index for unit in context.units}, False
+        self._empty_cache()
         for purpose in self._purposes:
+            if purpose_on_device(purpose) in context.device_buffers.taken:
+                continue
             size = context.home.regions[purpose].bytes
             context.ledger.expect(str(context.device), purpose_on_device(purpose), size)
             context.device_buffers.take(purpose_on_device(purpose), size)
@@ -187,8 +219,11 @@ class Rest:
     def _show_all(self) -> None:
         for unit in self.context.units:
             if unit.index in self._stale:
-                self._copy(unit, to_device=True)
-                self._stale.discard(unit.index)
+                self._copy(unit, self._purposes, to_device=True)
+            elif unit.index in self._stale_state:
+                self._copy(unit, [purpose for purpose in self._purposes if purpose in MOMENTS], to_device=True)
+            self._stale.discard(unit.index)
+            self._stale_state.discard(unit.index)
             if not self.context.engine.rest.is_shown(unit.index):
                 self._show(unit)
         self._watch_state()
@@ -212,29 +247,44 @@ class Rest:
         for unit in self.context.units:
             self._take_writes(unit)
 
-    def _look(self, unit: int, write_weights: bool) -> None:
+    def _look(self, unit: int, write_weights: bool, is_open: bool) -> None:
         """Brings a unit home. The engine calls this before anything uses the unit's home.
 
         `write_weights`: the caller changes the unit's home. Until the next forward or step, a use of its parameters
-        raises.
+        raises. `is_open`: the parameters show the home already, so it is up to date, and they stay there.
         """
-        self._bring_home(self.context.units[unit])
+        if not is_open:
+            self._bring_home(self.context.units[unit])
         self._is_fresh = False  # the caller may show the unit's home, and hide it again
         if write_weights:
             self._stale.add(unit)
-            self.context.engine.rest.hide(unit)
+            if not is_open:
+                self.context.engine.rest.hide(unit)
+
+    def note_written(self, unit: int) -> None:
+        """The unit's home is about to be written, or may be. Its parameters stay as they are until the next pass."""
+        if self.is_on:
+            self._bring_home(self.context.units[unit])
+            self._stale.add(unit)
+            self._is_fresh = False
 
     def _note_state_written(self, unit: int) -> None:
-        if not self.is_on:
-            return
-        self._bring_home(self.context.units[unit])
-        self._stale.add(unit)
-        self._is_fresh = False
+        if self.is_on:
+            self._bring_home(self.context.units[unit])
+            self._stale_state.add(unit)
+            self._is_fresh = False
+
+    def _show_again(self) -> None:
+        """A block of noria.materialize has ended. A graph from before it may need the weights."""
+        if self.is_on and not self.context.engine.home.num_open():
+            self._show_all()
 
     def _bring_home(self, unit: HomeUnit) -> None:
         self._take_writes(unit)
         if unit.index in self._newer:
-            self._copy(unit, to_device=False)
+            has_state = unit.index not in self._stale_state  # else the home's moments are newer
+            purposes = [purpose for purpose in self._purposes if has_state or purpose not in MOMENTS]
+            self._copy(unit, purposes, to_device=False)
             self._newer.discard(unit.index)
 
     def _take_writes(self, unit: HomeUnit) -> None:
@@ -242,12 +292,12 @@ class Rest:
         if unit.index in self._stale or not rest.is_written(unit.index):
             return
         self._newer.add(unit.index)
-        if rest.is_told(unit.index):
-            split = [slot for slot in unit.parameters if slot.is_split]
-            # `p.data.mul_()` raises no version: then all of them may have been written.
-            written = [slot for slot in split if slot.parameter._version != self._versions[slot.index]] or split
-            for slot in written:
-                self._part("low bits", unit.index, slot.home_offset, slot.like.numel() * 2).zero_()
+        split = [slot for slot in unit.parameters if slot.is_split]
+        written = [slot for slot in split if slot.parameter._version != self._versions[slot.index]]
+        if not written and rest.is_told(unit.index):  # `p.data.mul_()` raises no version
+            written = split
+        for slot in written:
+            self._part("low bits", unit.index, slot.home_offset, slot.like.numel() * 2).zero_()
         self._show(unit)  # the next write is noticed anew
 
     def _show(self, unit: HomeUnit) -> None:
@@ -257,10 +307,10 @@ class Rest:
     def _note_versions(self, unit: HomeUnit) -> None:
         self._versions.update({slot.index: slot.parameter._version for slot in unit.parameters if slot.is_split})
 
-    def _copy(self, unit: HomeUnit, *, to_device: bool) -> None:
+    def _copy(self, unit: HomeUnit, purposes: Sequence[str], *, to_device: bool) -> None:
         home = self.context.home
         with plainly(), torch.no_grad():
-            for purpose in self._purposes:
+            for purpose in purposes:
                 region = home.regions[purpose]
                 size = region.sizes[unit.index]
                 if not size:

@@ -75,8 +75,12 @@ class RunState:
         """Runs after the engine has ended. The callback that was registered last runs first."""
         self.on_state_write: list[Callable[[int], None]] = []
         """Runs before optimizer state of a unit is written at home, other than by an update."""
-        self.on_out_of_memory: list[Callable[[], None]] = []
-        """Runs when torch has found no memory on the device."""
+        self.on_weight_write: list[Callable[[int], None]] = []
+        """Runs before a tensor that `state_dict()` has returned of a unit is written."""
+        self.on_home_closed: list[Callable[[], None]] = []
+        """Runs when a block of noria.materialize has closed the home."""
+        self.on_out_of_memory: list[Callable[[int], None]] = []
+        """Runs when torch has found no memory on the device, with the bytes that it wanted."""
         self._num_materialized = 0
         self._loading: list[object] = []
         self._is_averaged = False
@@ -137,6 +141,11 @@ class RunState:
             self._is_asleep = False
             if not self.closed:
                 self.require_awake("a pass")
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Calls `wake`. If it raises, the next pass or step calls it again."""
+        self._wake = wake
+        self.require_awake("a pass")
 
     def refuse_asleep(self, call: str) -> None:
         if self._is_asleep:
@@ -248,6 +257,14 @@ class RunState:
                 act(*args, **kwargs)
 
         return call
+
+    def tell_weight_write(self, unit: int) -> None:
+        for told in self.on_weight_write:
+            told(unit)
+
+    def tell_closed_home(self) -> None:
+        for told in self.on_home_closed:
+            told()
 
     def tell_state_write(self, unit: int) -> None:
         """Call it before a write to optimizer state of this unit at home."""

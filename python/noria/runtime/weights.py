@@ -103,7 +103,10 @@ class Weights:
 
     def _before_write(self, index: int) -> None:
         self.run.require_consistent("a write to weights", mends=True)
-        self.engine.home.access_home(self.context.slots[index].unit, True)
+        unit, rests = self.context.slots[index].unit, self.engine.rest.is_on
+        self.engine.home.access_home(unit, not rests)
+        if rests:  # what asks to write often only reads, as torch.save does
+            self.run.tell_weight_write(unit)
         self._await_edits()
         self._written_views.add(index)
 
@@ -176,6 +179,7 @@ class Weights:
             finally:
                 del self._before_materialize[num_before:]
                 self.engine.home.close_home(num_open, not read_only or bool(complaints))
+                self.run.tell_closed_home()
         if complaints:
             raise usage_error(
                 "no writes inside noria.materialize(..., read_only=True)",

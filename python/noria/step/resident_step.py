@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,7 @@ from noria.step.collect_grads import prepare_jobs
 from noria.step.host_kernels import HostKernels, Ready
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Jobs, ParamGroups
-from noria.torch_state import await_device
+from noria.torch_state import plainly
 
 __all__ = ["ResidentStep"]
 
@@ -33,48 +34,64 @@ class ResidentStep:
         self._state = state
         self._fused = fused
         self._masters = masters
-        self._optimizer = _C.DeviceOptimizer()
 
     def has_state(self) -> bool:
-        """Returns True if all parameters with a gradient have their state, in the home's places for it."""
+        """Returns True if all parameters with a gradient have their state. A step that streams makes what is missing.
+
+        If the plan has no place for some of it, the rest is given up.
+        """
+        has_all = True
         for slot, rule in self._with_gradients():
             values = dict.get(self._state.shown, slot.parameter) or {}
-            if any(values.get(key) is None or not self._state.is_planned(slot, key) for key in rule.keys):
+            has_all = has_all and all(values.get(key) is not None for key in rule.keys)
+            if not all(self._state.is_planned(slot, key) for key in rule.keys):
+                self.rest.give_up()
                 return False
-        return True
+        return has_all
 
     def jobs(self) -> Jobs:
         """Returns the parameters that have a gradient now, by unit and group."""
+        for slot, _ in self._with_gradients():
+            if slot.index in self._masters.loaded_low_bits:
+                self.rest.note_written(slot.unit)  # `confirm_low_bits` may correct them at home
         return prepare_jobs(
             self.members, self._state, self._masters, lambda slot: slot.parameter.grad is not None, _refuse_gradient
         )
 
     def update(self, ready: dict[int, Ready]) -> None:
-        """Updates all units, and waits until that is done."""
+        """Updates all units: on the host at once, on a device in the order of the current stream."""
         self.rest.refresh()
         self.rest.take_writes()
         gradients = {unit: [_dense_gradient(slot) for slot, _, _ in each] for unit, each in ready.items()}
-        await_device(self.context.device)
         jobs = []
         try:  # from here on steps are counted
             for unit, each in ready.items():
                 addresses = [gradient.data_ptr() for gradient in gradients[unit]]
                 jobs += self._fused.jobs_at_rest(unit, each, addresses, self.rest.address)
                 self.rest.note_newer(unit)
-            self._optimizer.update(jobs)
+            self.context.engine.rest.update(jobs)
         except BaseException:
             self.context.engine.mark_torn("a step was interrupted")
             raise
 
     def sums(self, slots: list[HomeParameter]) -> dict[int, float]:
         """Returns the sum of the squares of each gradient, by slot. It has the bits of the sum of a held gradient."""
-        await_device(self.context.device)
         gradients = [_dense_gradient(slot) for slot in slots]
         jobs = [
             self._fused.sum_job_at_rest(slot, gradient.data_ptr())
             for slot, gradient in zip(slots, gradients, strict=True)
         ]
-        return {slot.index: found for slot, [found] in zip(slots, self._optimizer.sums(jobs), strict=True)}
+        numbers = [_C.num_update_chunks(slot.like.numel()) for slot in slots]
+        device = self.context.device
+        with plainly():
+            sums = torch.zeros(sum(numbers) * _C.SUM_SPAN, dtype=torch.float64, device=device)
+            self.context.engine.rest.sum(jobs, sums.data_ptr())
+            of_chunks = iter(sums[:: _C.SUM_SPAN].tolist())
+        found = dict.fromkeys((slot.index for slot in slots), 0.0)
+        for slot, number in zip(slots, numbers, strict=True):
+            for each in itertools.islice(of_chunks, number):  # not `sum`, which compensates since Python 3.12
+                found[slot.index] += each
+        return found
 
     def _with_gradients(self) -> Iterator[tuple[HomeParameter, FusedRule]]:
         for group in self.members.optimizer.param_groups:
