@@ -6,8 +6,8 @@
 # Works in a copy of the tree and a fresh environment, with the torch of that Python, or with this one from the index.
 # The default is --torch 2.12.0, a CUDA build. No nvcc is in PATH, and no variable names a toolkit. It installs noria,
 # shows that nothing of a toolkit was used, and asks the doctor. It runs the contract suite over the fake runtime, which
-# the very module opens that users get. Then it configures anew with an nvcc 12.0 in PATH that fails: it must not be
-# called, and nothing may be built in another way. All in build/check_build.
+# the very module opens that users get. Then it configures anew with an nvcc 12.0 in PATH that fails. Kernels for devices
+# are left out then, and nothing is built in another way. All in build/check_build.
 set -eu -o pipefail
 cd "$(dirname "$0")/.."
 torch=2.12.0 beside=""
@@ -104,9 +104,9 @@ alone "$place/old:" bash -c 'command -v nvcc' >/dev/null || fail "the old nvcc i
 find build/current/ -maxdepth 1 -name CMakeCache.txt -delete # all tests of the machine are made again
 rm -rf build/current/CMakeFiles/[0-9]*
 alone "$place/old:" "${install[@]}" >"$place/old_nvcc.log" 2>&1 || fail "with an old nvcc: $place/old_nvcc.log"
-[ ! -e "$place/old/calls" ] || fail "the old nvcc was called: $(cat "$place/old/calls")"
+[ -e "$place/old/calls" ] || fail "the old nvcc was not asked for the kernels"
 grep -q "compiler identification" "$place/old_nvcc.log" || fail "nothing was configured anew: $place/old_nvcc.log"
 anew=$(compiled "$place/old_nvcc.log")
 [ "$anew" = 0 ] || fail "with an old nvcc $anew files are compiled in another way"
-told "an nvcc 12.0 that fails was not called, and changes nothing"
+told "an nvcc 12.0 that fails changes nothing: the kernels for devices are left out, as without one"
 echo "ok: $name"
