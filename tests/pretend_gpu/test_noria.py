@@ -8,6 +8,7 @@ import _pretend_gpu
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.wrapped import wrapped_by
 
 from tests.journeys.pairs import Net, adamw, loss_of
@@ -40,6 +41,27 @@ def test_a_forward_that_is_captured_for_a_graph_is_refused(model):
         model(batch)
     assert _pretend_gpu.end_capture(), "noria's calls have broken it"
     model(batch).square().mean().backward()
+
+
+@pytest.mark.skipif(not _C.has_kernel_images(), reason="this build has no kernels for devices: it had no nvcc")
+def test_a_step_of_a_model_that_stays_is_refused_in_a_capture():
+    """A graph would replay the step's number and learning rate."""
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device="cuda", resident="all")
+    for number in range(3):
+        loss_of(model, number).backward()
+        if number < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert noria.report(model).at_rest
+    side = torch.cuda.Stream()
+    _pretend_gpu.begin_capture(side.cuda_stream)
+    with torch.cuda.stream(side), pytest.raises(noria.UsageError, match=r"torch\.cuda\.graph"):
+        optimizer.step()
+    assert _pretend_gpu.end_capture(), "noria's calls have broken it"
+    optimizer.step()
+    noria.unwrap(model, optimizer)
 
 
 def test_the_attempt_after_an_out_of_memory_error_runs_with_a_smaller_window():
