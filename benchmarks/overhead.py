@@ -167,7 +167,7 @@ def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
-    """The median, and where 95 % of the medians lie of as many pairs drawn from these."""
+    """Returns the median, and an interval that holds 95 % of the medians of samples drawn from these ratios."""
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
     return {"median": median(ratios), "low": medians[100], "high": medians[-101]}

@@ -72,12 +72,12 @@ NORIA_EACH inline void update_one(const UnitArrays& arrays, const void* gradient
   Master::store(arrays, i, p);
 }
 
-// As UpdateKernels::Sum, for one of the 32 sums of one chunk.
+// As UpdateKernels::Sum, for one of the sums of one chunk.
 template <class Master>
 NORIA_EACH inline double sum_of(const void* gradients, std::size_t begin, std::size_t end) {
   const auto* from = static_cast<const typename Master::Gradient*>(gradients);
   double sum = 0.0;
-  for (std::size_t i = begin; i < end; i += 32) {
+  for (std::size_t i = begin; i < end; i += kSumSpan) {
     const auto g = static_cast<double>(Master::value(from[i]));
     sum += g * g;
   }
@@ -96,14 +96,14 @@ NORIA_EACH inline double sum_of(const void* gradients, std::size_t begin, std::s
   NORIA_UPDATE(name##_whole, Rule, Whole) \
   NORIA_UPDATE(name##_split, Rule, Split)
 
-// `sums`: 32 for each chunk of `chunk` elements.
-#define NORIA_SUM(name, Master)                                                                               \
-  NORIA_KERNEL(noria_sum_##name)(const void* gradients, std::size_t count, std::size_t chunk, double* sums) { \
-    const std::size_t num_sums = (count + chunk - 1) / chunk * 32;                                            \
-    for (std::size_t i = NORIA_THREAD; i < num_sums; i += NORIA_THREADS) {                                    \
-      const std::size_t begin = i / 32 * chunk;                                                               \
-      sums[i] = sum_of<Master>(gradients, begin + i % 32, begin + chunk < count ? begin + chunk : count);     \
-    }                                                                                                         \
+// `sums`: kSumSpan for each chunk of `chunk` elements.
+#define NORIA_SUM(name, Master)                                                                                 \
+  NORIA_KERNEL(noria_sum_##name)(const void* gradients, std::size_t count, std::size_t chunk, double* sums) {   \
+    const std::size_t num_sums = (count + chunk - 1) / chunk * kSumSpan;                                        \
+    for (std::size_t i = NORIA_THREAD; i < num_sums; i += NORIA_THREADS) {                                      \
+      const std::size_t begin = i / kSumSpan * chunk;                                                           \
+      sums[i] = sum_of<Master>(gradients, begin + i % kSumSpan, begin + chunk < count ? begin + chunk : count); \
+    }                                                                                                           \
   }
 
 #if NORIA_FLUSHES != 0
@@ -117,12 +117,12 @@ NORIA_UPDATES(lion, Lion)
 NORIA_SUM(whole, Whole)
 NORIA_SUM(split, Split)
 
-// Adds the 32 sums of each chunk, in order: the first of them becomes their sum.
+// Adds the sums of each chunk, in order: the first of them becomes their sum.
 NORIA_KERNEL(noria_add_sums)(double* sums, std::size_t num_chunks) {
   for (std::size_t i = NORIA_THREAD; i < num_chunks; i += NORIA_THREADS) {
     double sum = 0.0;
-    for (std::size_t lane = 0; lane < 32; ++lane) sum += sums[32 * i + lane];
-    sums[32 * i] = sum;
+    for (std::size_t lane = 0; lane < kSumSpan; ++lane) sum += sums[kSumSpan * i + lane];
+    sums[kSumSpan * i] = sum;
   }
 }
 #endif

@@ -173,7 +173,11 @@ void bind_rest(py::module_& m) {
             self->rest().show(UnitId(unit), pointer(weights));
           },
           py::arg("unit"), py::arg("weights"))
-      .def("check", [](const EngineRest& self) { self->rest().check(); })
+      .def("check",
+           [](const EngineRest& self) {
+             self->home().refuse_open();
+             self->rest().check();
+           })
       .def(
           "hide", [](const EngineRest& self, std::int32_t unit) { self->rest().hide(UnitId(unit)); }, py::arg("unit"))
       .def(

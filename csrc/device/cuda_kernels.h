@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,8 @@ namespace noria {
 
 class CudaKernels {
  public:
-  explicit CudaKernels(const CudaDevice& device) : device_(device) {}
+  explicit CudaKernels(const CudaDevice& device);
+  ~CudaKernels();
   CudaKernels(const CudaKernels&) = delete;  // others point into it
   CudaKernels& operator=(const CudaKernels&) = delete;
 
@@ -36,14 +38,14 @@ class CudaKernels {
 
  private:
   struct Driver;
-  static const Driver* driver(const std::string& runtime_path, std::string& why_not);
   std::string load() NORIA_REQUIRES(mutex_);
-  CUfunc_st* function(const std::string& name);
+  CUfunc_st* function(const std::string& name) NORIA_REQUIRES(mutex_);
 
   const CudaDevice& device_;
   Mutex mutex_;
   bool is_loaded_ NORIA_GUARDED_BY(mutex_) = false;
   std::string absent_ NORIA_GUARDED_BY(mutex_);
+  std::unique_ptr<const Driver> driver_ NORIA_GUARDED_BY(mutex_);
   std::vector<CUmod_st*> modules_ NORIA_GUARDED_BY(mutex_);
   std::map<std::string, CUfunc_st*> functions_ NORIA_GUARDED_BY(mutex_);
 };

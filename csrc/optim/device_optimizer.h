@@ -4,9 +4,9 @@
 // Ownership: shares the backend. The caller keeps what jobs point to until the stream has finished the work of the
 //   call. On the host backend a call returns when the work is done.
 // Order: work runs in stream order.
-// Threads: one call at a time. The formulas are those of the host's pool (optim/host_optimizer.h). Tests on the CPU
-// find
-//   equal bits.
+// Threads: one call at a time.
+//
+// The formulas are those of the host's pool (optim/host_optimizer.h). Tests on the CPU find equal bits.
 #pragma once
 
 #include <memory>
@@ -30,9 +30,6 @@ class DeviceOptimizer {
   /// of `cut_into_chunks`. `sums` has room for kSumSpan doubles a chunk; the others are scratch.
   virtual void sum(const std::vector<UpdateJob>& jobs, double* sums, Stream stream) = 0;
 };
-
-/// The number of partial sums that a device makes for one chunk. kernels/update.cu has the same number.
-inline constexpr std::size_t kSumSpan = 32;
 
 /// On the host backend all threads of the process share the work. Elsewhere kernels do it; see Backend::kernels_absent.
 std::unique_ptr<DeviceOptimizer> make_device_optimizer(std::shared_ptr<Backend> backend);

@@ -11,6 +11,9 @@
 
 namespace noria {
 
+/// How many sums are added up for a sum of squares.
+inline constexpr std::size_t kSumSpan = 32;
+
 /// Names the formula that turns a gradient into a new value (optim/update_rules.inc). SGD without momentum keeps no
 /// state, so it is a rule of its own.
 enum class UpdateRule : std::uint8_t { adamw, adam, sgd, sgd_momentum, lion };
@@ -111,7 +114,7 @@ struct UpdateKernels {
   /// nearest even. The two may be the same array.
   using Scale = void (*)(const void* gradient, void* scaled, std::size_t count, float factor);
 
-  /// Returns the sum of the squares, in double. Element i goes to sum i modulo 32, and the 32 sums are added in order.
+  /// Returns the sum of the squares, in double. Element i goes to sum i modulo kSumSpan, and these are added in order.
   /// Squares are exact, so every instruction set gives the same bits. If a square is not finite, the sum is not.
   using Sum = double (*)(const void* gradient, std::size_t count);
 

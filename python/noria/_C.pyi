@@ -945,7 +945,10 @@ class EngineRest:
         """Fills doubles of the device with sums of squares: each SUM_SPAN-th one is that of a chunk. The chunks of all
         pieces follow each other (`num_update_chunks`)."""
     def check(self) -> None:
-        """Raises UsageError if a parameter has left its storage, or trains though it was frozen at the wrap."""
+        """Raises UsageError if the home is open, or a CUDA graph is captured.
+
+        Also if a parameter has left its storage, or trains though it was frozen at the wrap.
+        """
     def is_shown(self, unit: int) -> bool: ...
     def is_written(self, unit: int) -> bool: ...
     def is_told(self, unit: int) -> bool: ...

@@ -14,7 +14,15 @@ import torch
 
 from noria._errors import usage_error
 
-__all__ = ["Autocast", "autocast_now", "await_device", "in_backward", "plainly", "refuse_inside_backward"]
+__all__ = [
+    "Autocast",
+    "autocast_now",
+    "await_device",
+    "empty_cache",
+    "in_backward",
+    "plainly",
+    "refuse_inside_backward",
+]
 
 Autocast = tuple[bool, torch.dtype]
 """True if autocast is on for a kind of device, and its dtype."""
@@ -42,6 +50,12 @@ def await_device(device: torch.device) -> None:
     """Blocks until a CUDA device has finished all queued work. For the CPU it does nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Has torch give back device memory that no tensor uses."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

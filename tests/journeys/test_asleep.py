@@ -8,7 +8,8 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.runtime.sleep import Sleep
+from noria.runtime import sleep
+from noria.runtime.context import Context
 from noria.testing import assert_same_bits
 from noria.wrapped import wrapped_by
 from torch import nn
@@ -171,14 +172,14 @@ def test_without_room_behind_the_block_nothing_is_lost_and_the_next_pass_tries_a
     sides = [wrap_side(new_side(optimizer=sgd), window=2, kernel="torch") for _ in range(2)]
     for side in sides:
         side.train(0, 2)
-    wakes, is_full = Sleep._wake, True
+    takes, is_full = sleep.take_window, True
 
-    def wake(self: Sleep) -> None:
+    def take(context: Context) -> None:
         if is_full:
             raise noria.MachineError("no room")
-        wakes(self)
+        takes(context)
 
-    monkeypatch.setattr(Sleep, "_wake", wake)
+    monkeypatch.setattr(sleep, "take_window", take)
     with pytest.raises(noria.MachineError, match="no room"), noria.asleep(sides[0].model):
         pass
     for act in (lambda: loss_of(sides[0].model, 2), sides[0].optimizer.step):

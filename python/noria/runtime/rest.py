@@ -7,19 +7,20 @@ written to the home is copied to the device before the next forward or step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from noria import _C
-from noria._errors import usage_error
 from noria.model.layout import AVERAGES, HomeUnit
 from noria.model.moment_formats import MOMENTS
 from noria.planning.resident import MIRRORED, purpose_on_device
 from noria.planning.wrap_plan import WINDOW
 from noria.runtime.context import Context
 from noria.runtime.state import RunState, weakly
-from noria.torch_state import await_device, plainly
+from noria.runtime.window import take_window
+from noria.torch_state import await_device, empty_cache, plainly
 
 __all__ = ["Rest"]
 
@@ -154,18 +155,7 @@ class Rest:
         self._give_memory_back()
         self.context.engine.rest.set_on(False)
         if wakes:
-            self.run.wake_by(self._wake)
-
-    def _wake(self) -> None:
-        context = self.context
-        self._empty_cache()
-        context.engine.rest.set_asleep(False)
-        context.ledger.expect(str(context.device), WINDOW, context.plan.arena_bytes)
-
-    def _empty_cache(self) -> None:
-        """Has torch give back device memory that no tensor uses."""
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self.run.wake_by(functools.partial(take_window, self.context))
 
     def _forget_device(self) -> None:
         """What the device has does not count any more."""
@@ -176,7 +166,7 @@ class Rest:
     def _take_memory(self) -> None:
         """Takes what is missing: an earlier try may have been interrupted."""
         context = self.context
-        self._empty_cache()
+        empty_cache(context.device)
         for purpose in self._purposes:
             if purpose_on_device(purpose) in context.device_buffers.taken:
                 continue
@@ -198,16 +188,10 @@ class Rest:
 
         Raises UsageError if the home is open, or if the user has given a parameter other data.
         """
-        if self.run.is_materialized:
-            raise usage_error(
-                "a model whose weights are at home",
-                "a forward, a backward or optimizer.step() inside `with noria.materialize(...)`",
-                "leave the block before training goes on",
-            )
+        self.context.engine.rest.check()
         self.run.require_awake("a pass")
         self.run.settle_writes()
         self.run.require_consistent("a pass")
-        self.context.engine.rest.check()
         if not self._is_fresh:
             self._show_all()
 
@@ -238,9 +222,10 @@ class Rest:
         """A step updates the unit on the device."""
         self._newer.add(unit)
 
-    def note_version(self, unit: int) -> None:
-        """A step has raised the versions of the unit's parameters."""
-        self._note_versions(self.context.units[unit])
+    def note_versions(self, unit: int) -> None:
+        """The unit's parameters have these versions without a write of the user's."""
+        split = (slot for slot in self.context.units[unit].parameters if slot.is_split)
+        self._versions.update({slot.index: slot.parameter._version for slot in split})
 
     def take_writes(self) -> None:
         """Takes over what the user has written to parameters on the device. A split master loses its low bits."""
@@ -263,15 +248,15 @@ class Rest:
 
     def note_written(self, unit: int) -> None:
         """The unit's home is about to be written, or may be. Its parameters stay as they are until the next pass."""
-        if self.is_on:
-            self._bring_home(self.context.units[unit])
-            self._stale.add(unit)
-            self._is_fresh = False
+        self._note_stale(unit, self._stale)
 
     def _note_state_written(self, unit: int) -> None:
+        self._note_stale(unit, self._stale_state)
+
+    def _note_stale(self, unit: int, stale: set[int]) -> None:
         if self.is_on:
             self._bring_home(self.context.units[unit])
-            self._stale_state.add(unit)
+            stale.add(unit)
             self._is_fresh = False
 
     def _show_again(self) -> None:
@@ -302,10 +287,7 @@ class Rest:
 
     def _show(self, unit: HomeUnit) -> None:
         self.context.engine.rest.show(unit.index, self.address("working copies", unit.index))
-        self._note_versions(unit)
-
-    def _note_versions(self, unit: HomeUnit) -> None:
-        self._versions.update({slot.index: slot.parameter._version for slot in unit.parameters if slot.is_split})
+        self.note_versions(unit.index)
 
     def _copy(self, unit: HomeUnit, purposes: Sequence[str], *, to_device: bool) -> None:
         home = self.context.home

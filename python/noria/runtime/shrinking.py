@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from noria.planning.wrap_plan import WINDOW
 from noria.policy import format_bytes
 from noria.runtime.context import Context
 from noria.runtime.state import RunState
+from noria.runtime.window import give_window_back, take_window
 from noria.torch_state import await_device
 
 __all__ = ["Shrinking", "room_for"]
@@ -41,11 +41,10 @@ class Shrinking:
             return
         before = context.plan.arena_bytes
         await_device(context.device)  # kernels of the last pass may still read the window
-        rest.set_asleep(True)
+        give_window_back(context)
         after = rest.resize(max(before - room_for(wanted), 0))
-        rest.set_asleep(False)
         context.note_window(after)
-        context.ledger.expect(str(context.device), WINDOW, after)
+        take_window(context)
         if after < before:
             context.notes.append(
                 f"{context.device} was out of memory for {format_bytes(wanted)}: the window has shrunk from "

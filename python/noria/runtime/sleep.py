@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
-import torch
-
 from noria._errors import usage_error
-from noria.planning.wrap_plan import WINDOW
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
-from noria.torch_state import await_device
+from noria.runtime.window import give_window_back, take_window
+from noria.torch_state import await_device, empty_cache
 
 __all__ = ["Sleep"]
 
@@ -43,23 +42,12 @@ class Sleep:
         if self._rest.is_on:
             with run.sleeping(self._rest.resume):
                 self._rest.suspend()
-                self._empty_cache()
+                empty_cache(context.device)
                 yield
             return
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
         await_device(context.device)  # kernels of the last pass may still read the window
-        with run.sleeping(self._wake):
-            context.engine.rest.set_asleep(True)
-            context.ledger.expect(str(context.device), WINDOW, 0)
-            self._empty_cache()
+        with run.sleeping(functools.partial(take_window, context)):
+            give_window_back(context)
+            empty_cache(context.device)
             yield
-
-    def _wake(self) -> None:
-        self._empty_cache()
-        self._context.engine.rest.set_asleep(False)
-        self._context.ledger.expect(str(self._context.device), WINDOW, self._context.plan.arena_bytes)
-
-    def _empty_cache(self) -> None:
-        """Has torch give back device memory that no tensor uses: of activations, or of what ran inside of the block."""
-        if self._context.device.type == "cuda":
-            torch.cuda.empty_cache()

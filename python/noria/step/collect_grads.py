@@ -15,25 +15,30 @@ from noria.runtime.masters import Masters
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Jobs, ParamGroups
 
-__all__ = ["prepare_jobs", "take_foreign", "take_gradients"]
+__all__ = ["prepare_jobs", "refuse_gradient", "take_foreign", "take_gradients"]
 
 
-def take_foreign(context: Context, slot: HomeParameter) -> None:
-    """Copies `p.grad` into the held gradient if the user has put a tensor there.
+def refuse_gradient(slot: HomeParameter) -> None:
+    """Raises UsageError if noria cannot update with `p.grad`.
 
-    Raises UsageError if the parameter was frozen when it was wrapped, or if the gradient is sparse.
+    The parameter was frozen when it was wrapped, or the gradient is sparse.
     """
-    if context.engine.gradients.gradient_is(slot.index) != "foreign":
-        return
+    gradient = slot.parameter.grad
     if not slot.trainable:
         raise usage_error(
             f'no gradient on "{slot.name}", frozen when it was wrapped',
             "one in p.grad",
             "unfreeze parameters between steps, by requires_grad_(True) or optimizer.add_param_group",
         )
-    gradient = slot.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
         raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
+
+
+def take_foreign(context: Context, slot: HomeParameter) -> None:
+    """Copies `p.grad` into the held gradient if the user has put a tensor there. Raises as `refuse_gradient`."""
+    if context.engine.gradients.gradient_is(slot.index) != "foreign":
+        return
+    refuse_gradient(slot)
     context.engine.gradients.take_foreign_gradient(slot.index)
 
 

@@ -257,7 +257,7 @@ class StepDriver:
         slots = [slot for each in ready.values() for slot, _, _ in each]
         self.context.engine.home.bump_versions([slot.index for slot in slots])
         for unit in ready:
-            rest.note_version(unit)
+            rest.note_versions(unit)
         norms.unscale(slots)
         self.num_steps += 1
 

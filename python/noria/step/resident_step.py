@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from noria import _C
-from noria._errors import usage_error
 from noria.model.layout import HomeParameter
 from noria.model.update_rules import FusedRule, rule_of
 from noria.runtime.masters import Masters
 from noria.runtime.rest import Rest
-from noria.step.collect_grads import prepare_jobs
+from noria.step.collect_grads import prepare_jobs, refuse_gradient
 from noria.step.host_kernels import HostKernels, Ready
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Jobs, ParamGroups
@@ -55,7 +54,7 @@ class ResidentStep:
             if slot.index in self._masters.loaded_low_bits:
                 self.rest.note_written(slot.unit)  # `confirm_low_bits` may correct them at home
         return prepare_jobs(
-            self.members, self._state, self._masters, lambda slot: slot.parameter.grad is not None, _refuse_gradient
+            self.members, self._state, self._masters, lambda slot: slot.parameter.grad is not None, refuse_gradient
         )
 
     def update(self, ready: dict[int, Ready]) -> None:
@@ -99,18 +98,6 @@ class ResidentStep:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self.context.slot_of:
                     yield self.context.slot_of[parameter], rule
-
-
-def _refuse_gradient(slot: HomeParameter) -> None:
-    gradient = slot.parameter.grad
-    if not slot.trainable:
-        raise usage_error(
-            f'no gradient on "{slot.name}", frozen when it was wrapped',
-            "one in p.grad",
-            "unfreeze parameters between steps, by requires_grad_(True) or optimizer.add_param_group",
-        )
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise usage_error(f'a dense gradient of "{slot.name}"', "a sparse one in p.grad", "give p.grad.to_dense()")
 
 
 def _dense_gradient(slot: HomeParameter) -> torch.Tensor:

@@ -58,7 +58,7 @@ std::vector<float> special_values() {
   return values;
 }
 
-// Every p, m, v and gradient of the special values together, and as many random ones.
+// Holds every combination of special values as p, m, v and gradient. As many random combinations follow.
 struct Arrays {
   explicit Arrays(bool is_split) : is_split(is_split) {
     const std::vector<float> special = special_values();

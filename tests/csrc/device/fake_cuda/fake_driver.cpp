@@ -75,7 +75,7 @@ CUfunc_st sum(Sum kernel, bool is_split) {
     const auto count = argument<std::size_t>(parameters, 1), chunk = argument<std::size_t>(parameters, 2);
     const auto sums = argument<double*>(parameters, 3);
     run(stream, [=] {
-      double* const written = reached(sums, (count + chunk - 1) / chunk * 32);
+      double* const written = reached(sums, (count + chunk - 1) / chunk * kSumSpan);
       const void* const read = reached_gradients(gradients, count, is_split);
       if (read != nullptr && written != nullptr) kernel(read, count, chunk, written);
     });
@@ -87,7 +87,7 @@ CUfunc_st add_sums() {
     const auto sums = argument<double*>(parameters, 0);
     const auto num_chunks = argument<std::size_t>(parameters, 1);
     run(stream, [=] {
-      if (double* const written = reached(sums, 32 * num_chunks)) noria_add_sums(written, num_chunks);
+      if (double* const written = reached(sums, kSumSpan * num_chunks)) noria_add_sums(written, num_chunks);
     });
   }};
 }
