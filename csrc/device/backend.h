@@ -201,8 +201,8 @@ class Backend : public Living<Backend> {
   virtual LaneStats counted(Lane lane) const = 0;
   /// Reports to `update_time`, from now on, when the compute lane works.
   virtual void set_update_time(std::shared_ptr<UpdateTime> update_time) = 0;
-  /// From now on the spans of fetch, drain, peer and collect ops go to `trace` (null: nowhere). The caller adds compute
-  /// spans itself.
+  /// From now on the spans of all ops but those of the user's loop go to `trace` (null: nowhere). A device's ops come
+  /// when their times are looked up.
   virtual void set_trace(std::shared_ptr<Trace> trace) = 0;
   /// Returns true if work launched on this stream is recorded for a CUDA graph, and not run.
   virtual bool is_captured(Stream /*stream*/) const { return false; }

@@ -1,6 +1,7 @@
 #include "device/lane_ledger.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "device/timing.h"
 
@@ -49,23 +50,26 @@ void LaneLedger::worked(const OpLabel& label, std::int64_t start_ns, std::int64_
 
 void LaneLedger::worked_in_part(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns) {
   worked(label, start_ns, end_ns, {}, 0);
+  const MutexLock lock(mutex_);
+  if (!row(label.lane).began_ns) row(label.lane).began_ns = start_ns;
 }
 
 void LaneLedger::transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
                              std::vector<OpId> waits, int num_ops) {
   worked(label, start_ns, end_ns, bytes, num_ops);
-  if (label.lane == Lane::compute) return;
   std::shared_ptr<Trace> trace;
+  std::int64_t began_ns = start_ns;
   {
     const MutexLock lock(mutex_);
     trace = trace_;
+    began_ns = std::exchange(row(label.lane).began_ns, std::nullopt).value_or(start_ns);
   }
-  if (!trace) return;
+  if (!trace || label.verb == Verb::user) return;
   // The trace counts from its own origin. So both clocks are read now, and the span is placed by its distance from now.
   const std::int64_t trace_now_us = trace->now_us();
   const std::int64_t now = now_ns();
   Span span{label.op, label.lane, label.verb, label.unit, 0, 0, bytes, std::move(waits)};
-  span.start_us = trace_now_us - (now - start_ns) / 1000;
+  span.start_us = trace_now_us - (now - began_ns) / 1000;
   span.end_us = trace_now_us - (now - end_ns) / 1000;
   trace->add(std::move(span));
 }

@@ -31,7 +31,8 @@ class LaneLedger {
   void stopped(Lane lane);
   /// Counts work of `num_ops` ops. Ignores probes.
   void worked(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes, int num_ops = 1);
-  /// Does `worked`, and adds a span to the trace. It adds no span for ops of the compute lane: the caller does that.
+  /// Does `worked`, and adds a span to the trace: for all ops but those of the user's loop. The span begins with the
+  /// op's first part.
   void transferred(const OpLabel& label, std::int64_t start_ns, std::int64_t end_ns, Bytes bytes,
                    std::vector<OpId> waits, int num_ops = 1);
   /// Counts a part of an op that was paused in the middle. The rest comes with `worked` or `transferred`.
@@ -57,6 +58,7 @@ class LaneLedger {
     std::int64_t num_ops = 0;
     Bytes bytes;
     std::map<std::pair<Verb, Verb>, std::int64_t> stalled_ns;
+    std::optional<std::int64_t> began_ns;  // the first part of an op that was paused
   };
   Row& row(Lane lane) NORIA_REQUIRES(mutex_) { return rows_[static_cast<std::size_t>(lane)]; }
   /// Returns the rows in which an op counts.

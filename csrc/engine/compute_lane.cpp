@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/trace.h"
 #include "device/timing.h"
 
 namespace noria {
@@ -38,7 +39,6 @@ void ComputeLane::issue(OpenVisit open) {
 void ComputeLane::await(Stream stream) {
   OpenVisit& open = *visit_;
   const std::int64_t before = clock_us();
-  for (const Ticket& ticket : open.waits) open.waited_on.push_back(ticket->label.op);
   backend_.wait(open.waits, stream, OpLabel{open.op.id, Lane::compute, open.op.verb, open.op.unit});
   open.waits.clear();
   stalled_us_ += clock_us() - before;
@@ -62,16 +62,6 @@ OpenVisit ComputeLane::end(Stream stream) {
   OpenVisit open = std::move(*visit_);
   visit_.reset();
   backend_.give(open.ticket, stream);
-  if (!trace_ || open.opened_us == 0) return open;
-  Span span;
-  span.op = open.op.id;
-  span.lane = Lane::compute;
-  span.verb = open.op.verb;
-  span.unit = open.op.unit;
-  span.end_us = trace_->now_us();
-  span.start_us = span.end_us - (clock_us() - open.opened_us);
-  span.waits = open.waited_on;
-  trace_->add(std::move(span));
   return open;
 }
 

@@ -13,7 +13,6 @@
 #include <optional>
 #include <vector>
 
-#include "base/trace.h"
 #include "device/backend.h"
 #include "engine/issuer.h"
 #include "plan/plan.h"
@@ -27,7 +26,6 @@ struct OpenVisit {
   bool is_recomputed = false;  // announced by a forward inside of backward: not yet the unit's backward visit
   std::int64_t opened_us = 0;  // 0: issued, not yet waited for
   std::vector<Ticket> waits;
-  std::vector<OpId> waited_on;  // for the trace
 };
 
 class ComputeLane {
@@ -63,7 +61,6 @@ class ComputeLane {
   void add_stall(std::int64_t us) { stalled_us_ += us; }
   /// Returns how long calling threads have waited in visits, since the lane was made.
   std::int64_t stalled_us() const { return stalled_us_; }
-  void set_trace(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
 
  private:
   void begin(OpenVisit& open);
@@ -74,7 +71,6 @@ class ComputeLane {
   std::optional<Stream> stream_;
   std::optional<OpenVisit> visit_;
   std::int64_t stalled_us_ = 0;
-  std::shared_ptr<Trace> trace_;
 };
 
 }  // namespace noria

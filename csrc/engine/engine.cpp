@@ -309,7 +309,6 @@ void Engine::set_trace(std::shared_ptr<Trace> trace) {
   backend_->set_trace(trace);
   if (optimizer_) optimizer_->set_trace(trace);
   if (activations_) activations_->set_trace(trace);
-  compute_.set_trace(trace);
   updates_.set_trace(trace);
   trace_ = std::move(trace);
 }
