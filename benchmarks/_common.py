@@ -22,9 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `examples`
 
+os.environ["NORIA_CACHE"] = ""  # no run starts with the costs of another one
+
 import torch
 import torch.multiprocessing as mp
-from noria.doctor import cpu_name, versions
+from noria.doctor import versions
+from noria.host.processor import cpu_name
 from rich.console import Console
 from rich.table import Table
 

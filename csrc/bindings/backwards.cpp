@@ -22,13 +22,13 @@ void Backwards::before_forward(bool grad_enabled) {
   trains_ = std::this_thread::get_id();
   owners_.claims.before_forward();
   // Makes the nodes here, on the training stream, so that autograd finds producer and consumer on one stream.
-  if (grad_enabled) owners_.catcher.make_accumulators(events_);
+  if (grad_enabled) owners_.catcher.make_accumulators(events_, owners_.rest);
 }
 
 // ---- a backward begins ------------------------------------------------------------------------------------------
 
 void Backwards::backward_begins(HookId hook, bool inner) {
-  if (owners_.rest.is_on()) return;
+  if (owners_.rest.is_whole()) return;
   if (at::GradMode::is_enabled()) {
     throw UsageError("backward() without create_graph",
                      "create_graph=True, whose second backward would need weights that have left the device",
@@ -40,9 +40,10 @@ void Backwards::backward_begins(HookId hook, bool inner) {
 }
 
 variable_list Backwards::catch_gradient(int index, const variable_list& gradients) {
-  if (owners_.rest.is_on() || !owners_.catcher.is_wanted(index, gradients)) return gradients;
+  const UnitId unit = parts_.parameters[index].unit;
+  if (owners_.rest.has(unit) || !owners_.catcher.is_wanted(index, gradients)) return gradients;
   arm();
-  owners_.visits.visit_for_gradient(parts_.parameters[index].unit);
+  owners_.visits.visit_for_gradient(unit);
   return owners_.catcher.take(index, gradients);
 }
 

@@ -156,7 +156,11 @@ void bind_rest(py::module_& m) {
           "resize", [](const EngineRest& self, std::int64_t arena) { return self.engine().resize(Bytes{arena}).count; },
           py::arg("arena"), NoGil())
       .def(
-          "set_on", [](const EngineRest& self, bool on) { self->set_resting(on); }, py::arg("on"), NoGil())
+          "set_units",
+          [](const EngineRest& self, const std::vector<std::int32_t>& units) {
+            self->set_resting({units.begin(), units.end()});
+          },
+          py::arg("units"), NoGil())
       .def(
           "update", [](const EngineRest& self, const std::vector<UpdateJob>& jobs) { self->rest().update(jobs); },
           py::arg("jobs"), NoGil())
@@ -166,7 +170,9 @@ void bind_rest(py::module_& m) {
             self->rest().sum(jobs, reinterpret_cast<double*>(sums));
           },
           py::arg("jobs"), py::arg("sums"), NoGil())
-      .def_property_readonly("is_on", [](const EngineRest& self) { return self->rest().is_on(); })
+      .def(
+          "has", [](const EngineRest& self, std::int32_t unit) { return self->rest().has(UnitId(unit)); },
+          py::arg("unit"))
       .def(
           "show",
           [](const EngineRest& self, std::int32_t unit, std::int64_t weights) {

@@ -30,7 +30,7 @@ void GradientCatcher::bind(const UnitMap<BridgedUnit>& units) {
   }
 }
 
-void GradientCatcher::make_accumulators(const AutogradEventsRef& events) {
+void GradientCatcher::make_accumulators(const AutogradEventsRef& events, const Rest& rest) {
   const Stream stream = parts_.current_stream();
   // A node waits at every gradient for the stream that it was made on, and torch warns. So a new stream needs new
   // nodes.
@@ -38,6 +38,7 @@ void GradientCatcher::make_accumulators(const AutogradEventsRef& events) {
   for (int index = 0; index < parts_.parameters.size(); ++index) {
     const BridgedParameter& facts = parts_.parameters[index].facts;
     if (!facts.may_have_gradient() || !facts.variable.requires_grad()) continue;
+    if (rest.has(parts_.parameters[index].unit)) continue;
     NodePtr& accumulator = caught(index).accumulator;
     if (is_elsewhere) accumulator.reset();
     NodePtr node = torch::autograd::impl::grad_accumulator(facts.variable);
@@ -56,8 +57,10 @@ void GradientCatcher::refuse_foreign_hooks(int index) const {
                    "under DistributedDataParallel");
 }
 
-void GradientCatcher::drop_accumulators() {
-  for (Caught& each : caught_) each.accumulator.reset();
+void GradientCatcher::drop_accumulators(const std::vector<UnitId>& units) {
+  for (const UnitId unit : units) {
+    for (const int index : parts_.parameters.of(unit)) caught(index).accumulator.reset();
+  }
 }
 
 void GradientCatcher::refuse_captured() const {

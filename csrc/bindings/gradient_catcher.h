@@ -19,6 +19,7 @@
 #include "bindings/bridge_parts.h"
 #include "bindings/grad_hooks.h"
 #include "bindings/gradient_views.h"
+#include "bindings/rest.h"
 #include "bindings/torch_compat.h"
 #include "bindings/unit_storage.h"
 #include "comm/collectives.h"
@@ -31,10 +32,10 @@ class GradientCatcher {
 
   /// Makes the storages of the buffers. They show nothing yet.
   void bind(const UnitMap<BridgedUnit>& units);
-  /// Makes and hooks the AccumulateGrad nodes, on the current stream. Hooks call `events`.
-  void make_accumulators(const AutogradEventsRef& events);
-  /// Lets the nodes go, and with them the hooks, once no graph has them. torch then makes others.
-  void drop_accumulators();
+  /// Makes and hooks the AccumulateGrad nodes of what streams, on the current stream. Hooks call `events`.
+  void make_accumulators(const AutogradEventsRef& events, const Rest& rest);
+  /// Lets the nodes of these units go, and with them the hooks, once no graph has them. torch then makes others.
+  void drop_accumulators(const std::vector<UnitId>& units);
   /// Raises UsageError if the open backward returns gradients of parameters (torch.autograd.grad).
   void refuse_captured() const;
   bool has(const c10::Storage& storage) const;

@@ -122,7 +122,8 @@ void ModuleVisits::announce(HookId id, Phase phase, bool recomputes) {
   const Hook& hook = hook_of(id);
   storages_.check(hook.needs);
   saved_.forget_dropped(parts_.engine);  // leftovers of the last visit must not block this one
-  parts_.engine.announce(id, hook.needs, phase, parts_.current_stream(), recomputes);
+  if (!rest_.is_on()) return parts_.engine.announce(id, hook.needs, phase, parts_.current_stream(), recomputes);
+  parts_.engine.announce(id, rest_.streaming(hook.needs), phase, parts_.current_stream(), recomputes);
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ bool ModuleVisits::is_announced_by(HookId outer, HookId inner) const {
 
 void ModuleVisits::announce_backward(HookId id, bool inner) {
   Hook& hook = hook_of(id);
-  hook.inner_was_first |= inner && !parts_.engine.is_visited(hook.needs);
+  hook.inner_was_first |= inner && !parts_.engine.is_visited(rest_.streaming(hook.needs));
   announce(id, Phase::backward);
 }
 

@@ -1,7 +1,9 @@
 // ModuleVisits turns the hooks of modules into visits: it announces which units a module uses now, in forward and in
 // backward.
 //
-// Ownership: borrows the bridge's parts, the storages and the saved tensors.
+// Units at rest are on the device anyway: no visit names them.
+//
+// Ownership: borrows the bridge's parts, the storages, the saved tensors and the rest.
 // Order: a module's `enter` comes before its `leave`. A recomputation may stop early and leave modules entered.
 // Threads: as TorchBridge's hooks.
 #pragma once
@@ -16,6 +18,7 @@
 
 #include "bindings/bridge_parts.h"
 #include "bindings/grad_hooks.h"
+#include "bindings/rest.h"
 #include "bindings/saved_tensors.h"
 #include "bindings/storage_binding.h"
 
@@ -29,11 +32,12 @@ class ModuleVisits {
     std::function<void()> arm;                              // this thread is in a backward
   };
 
-  ModuleVisits(const BridgeParts& parts, StorageBinding& storages, SavedTensors& saved, AutogradEventsRef events,
-               Upward upward)
+  ModuleVisits(const BridgeParts& parts, StorageBinding& storages, SavedTensors& saved, const Rest& rest,
+               AutogradEventsRef events, Upward upward)
       : parts_(parts),
         storages_(storages),
         saved_(saved),
+        rest_(rest),
         events_(std::move(events)),
         upward_(std::move(upward)) {}
 
@@ -86,6 +90,7 @@ class ModuleVisits {
   const BridgeParts& parts_;
   StorageBinding& storages_;
   SavedTensors& saved_;
+  const Rest& rest_;
   const AutogradEventsRef events_;
   const Upward upward_;
   std::vector<Hook> hooks_;

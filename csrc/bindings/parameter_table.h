@@ -62,6 +62,7 @@ class ParameterTable {
   const std::vector<int>& of(UnitId unit) const { return of_[unit]; }
   const std::string& unit_name(UnitId unit) const { return names_[unit]; }
   UnitIds units() const { return names_.ids(); }
+  std::size_t num_units() const { return names_.size(); }
 
  private:
   std::vector<Parameter> parameters_;

@@ -45,7 +45,7 @@ TorchBridge::TorchBridge(EngineOptions options, std::shared_ptr<Backend> backend
       audit_(parts_),
       rest_(parts_, storages_, backend_),
       claims_(parts_, views_),
-      visits_(parts_, storages_, saved_, events_,
+      visits_(parts_, storages_, saved_, rest_, events_,
               {[this](bool grad_enabled) { backwards_.before_forward(grad_enabled); }, [this] { backwards_.arm(); }}),
       backwards_(parts_, {storages_, saved_, views_, catcher_, visits_, claims_, home_, audit_, rest_}, events_),
       engine_(options, backend_, engine_units(units), std::move(buffers), *this, std::move(optimizer)) {
@@ -100,14 +100,16 @@ void TorchBridge::access_home(UnitId unit, bool write_weights) {
   engine_.access_home(unit, write_weights);
 }
 
-void TorchBridge::set_resting(bool resting) {
+void TorchBridge::set_asleep(bool asleep) {
+  if (!asleep) return engine_.wake();
   backwards_.forget_failed();
   visits_.end_lone_pass();
-  if (resting) {
-    engine_.sleep(parts_.current_stream());
-    catcher_.drop_accumulators();
-  }
-  rest_.set_on(resting);
+  engine_.sleep(parts_.current_stream());
+}
+
+void TorchBridge::set_resting(const std::vector<UnitId>& units) {
+  catcher_.drop_accumulators(units);
+  rest_.set_units(units);
 }
 
 void TorchBridge::close() {

@@ -10,7 +10,7 @@
 //   HomeView         the home as the user sees it
 //   RankAudit        what ranks that share the model compare
 //   SavedTensors     what autograd saves
-//   Rest             units that stay on the device, while the wheel stands still
+//   Rest             units that stay on the device
 //
 // Ownership: owns all of these, the table of parameters, and the engine. Keeps the parameters alive.
 // Threads: hooks of one model run one at a time. They run on the launching thread, or on autograd's thread for the
@@ -64,9 +64,9 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   at::Tensor unpack(const SavedTensor& saved) { return saved_.unpack(engine_, saved, parts_.current_stream()); }
   void begin_step();
   std::vector<std::vector<double>> sum_gradients(std::vector<std::pair<UnitId, UpdateJob>> jobs);
-  void set_asleep(bool asleep) { asleep ? engine_.sleep(parts_.current_stream()) : engine_.wake(); }
-  /// Begins the rest: the engine sleeps, and hooks of autograd do nothing. Or ends it; the engine still sleeps.
-  void set_resting(bool resting);
+  void set_asleep(bool asleep);
+  /// These units are at rest from now on, and no others. Order: the engine sleeps, so no copy of them is in the window.
+  void set_resting(const std::vector<UnitId>& units);
   void hold_all(const UnitMap<std::byte*>& held) { engine_.hold_all(held, parts_.current_stream()); }
   void hold_unreduced(const UnitMap<std::byte*>& memory) { engine_.hold_unreduced(memory, parts_.current_stream()); }
   /// As HomeView::open, once a pass that is over has ended.

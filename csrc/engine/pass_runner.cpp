@@ -62,7 +62,10 @@ void PassRunner::begin_phase(const Signature& signature, std::optional<Itinerary
 void PassRunner::announce(HookId hook, const std::vector<UnitId>& needs, Phase phase, Stream stream, bool recomputes) {
   NORIA_INVARIANT(pass_.phase.has_value(), "a visit was announced outside of a pass");
   BackwardUpdates* const backward = owners_.backward;
-  if (owners_.compute.is_visited(needs)) {
+  const OpenVisit* const before = owners_.compute.visit();
+  const bool goes_on = needs.empty() ? before != nullptr && before->visit.hook == hook  // a visit of units at rest
+                                     : owners_.compute.is_visited(needs);
+  if (goes_on) {
     if (recomputes) return;
     OpenVisit& open = *owners_.compute.visit();
     const bool is_use = backward != nullptr && hook != open.visit.hook && backward->count_use(needs);

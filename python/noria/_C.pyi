@@ -918,7 +918,7 @@ class PassStats(TypedDict):
     unplanned_visits: int
 
 class EngineRest:
-    """Stops the wheel: gives the window's memory back, and shows units in memory of the device that its owner fills.
+    """Keeps units in memory of the device that its owner fills, and gives the window's memory back.
 
     A part of a TorchBridge, which it keeps alive.
     """
@@ -930,13 +930,16 @@ class EngineRest:
         """
     def resize(self, arena: int) -> int:
         """Gives the window about this size, while it is asleep. Returns the size; all known passes still fit."""
-    def set_on(self, on: bool) -> None:
-        """True: the engine sleeps, and hooks of autograd do nothing. After False the engine still sleeps."""
+    def set_units(self, units: Sequence[int]) -> None:
+        """These units are at rest from now on, and no others: no visit names them, and autograd keeps their gradients.
+
+        Order: the engine is asleep.
+        """
+    def has(self, unit: int) -> bool:
+        """Returns True if the unit is at rest."""
     def set_callback(self, look: Callable[[int, bool, bool], None]) -> None:
-        """`look` is called before a use of a unit's home. It gets the unit, True if its weights are about to be written
-        there, and True if its parameters show the home now."""
-    @property
-    def is_on(self) -> bool: ...
+        """`look` is called before a use of the home of a unit at rest. It gets the unit, True if its weights are about
+        to be written there, and True if its parameters show the home now."""
     def show(self, unit: int, weights: int) -> None: ...
     def hide(self, unit: int) -> None: ...
     def update(self, jobs: Sequence[UpdateJob]) -> None:

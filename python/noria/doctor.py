@@ -23,13 +23,13 @@ import torch
 from noria import _C
 from noria._version import __version__
 from noria.host.limits import Limit, host_limits, margin_of, num_numa_nodes, pinning_limit, tightest
+from noria.host.processor import cpu_name
 from noria.policy import format_bytes
 from noria.torch_state import await_device
 
 __all__ = [
     "Doctor",
     "Speeds",
-    "cpu_name",
     "diagnose",
     "host_memory_gib_s",
     "measure_matmul_tflops",
@@ -112,17 +112,6 @@ def _what_it_allows(gib_s: float) -> str:
 
 
 # ---- facts --------------------------------------------------------------------------------------------------------
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model"):
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

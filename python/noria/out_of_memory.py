@@ -34,11 +34,11 @@ def advice(planned: WrapPlan, taken: int, wanted: int) -> str:
 
     `taken`: the bytes that noria has on the device. `wanted`: the bytes of the request that failed.
     """
-    if planned.rests:
+    if planned.stays:
         text = (
             f"{planned.device} is out of memory for {format_bytes(wanted)}, with {format_bytes(taken)} of noria's on it"
         )
-        return f'{text}; the model streams from the next forward on; resident="none" streams from the beginning'
+        return f'{text}; all units stream from the next forward on; resident="none" streams from the beginning'
     left = taken - room_for(wanted)
     enough = 2 * left >> 20  # MiB
     text = (

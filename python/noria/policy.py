@@ -95,14 +95,19 @@ class Policy:
     window: str | int = "auto"
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
-    resident: str = "none"
-    """Whether the model streams or stays on the device.
+    resident: str | int = "none"
+    """Which units stay on the device, and which stream.
 
-    - "none": units stream through the window, and updates run on the host.
+    - "none": all units stream through the window, and updates run on the host.
     - "all": from the first forward after each optimizer's first step, weights, masters, moments and gradients lie on
-      the device, and updates run there. noria refuses this if they do not fit into `device_memory`, or on CUDA into
-      half of it. The home stays allocated, and what a read of it needs is copied there first. On CUDA training needs
-      a noria that was built with nvcc."""
+      the device, and updates run there.
+    - "24GiB", or bytes: as "all", for as many units as this much device memory holds, with masters and moments. They
+      are spread evenly over the model. The others stream.
+    - "auto": as many as make the step the shortest. noria simulates that with the costs that it measures in the first
+      steps, or that an earlier run has kept. If units cannot stay, all stream.
+
+    noria refuses what does not fit into `device_memory`, or on CUDA into half of it. The home stays allocated, and what
+    a read of it needs is copied there first. On CUDA training needs a noria that was built with nvcc."""
 
     units: str | Sequence[type[nn.Module] | str] = "auto"
     """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").
@@ -216,7 +221,8 @@ class Policy:
         if self.draft_memory != 0 or isinstance(self.draft_memory, bool):
             _check_memory("draft_memory", self.draft_memory, fraction_allowed=False)
         _check_window(self.window)
-        _check_choice("resident", self.resident, ["none", "all"])
+        if self.resident not in ("none", "all", "auto"):
+            _check_resident(self.resident)
         _check_units(self.units)
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
@@ -330,6 +336,16 @@ def _check_memory(name: str, value: object, *, fraction_allowed: bool) -> None:
             return
         raise usage_error(expected, found, f'a float is not a number of GiB: write {name}="8GiB"')
     raise usage_error(expected, found, f'write {name}="8GiB", or leave it out')
+
+
+def _check_resident(value: object) -> None:
+    expected = 'resident="none", "all", "auto", text such as "8GiB", or bytes as an int'
+    if isinstance(value, float):
+        raise usage_error(expected, f"resident={value!r}", 'write resident="8GiB", or leave it out')
+    try:
+        _check_memory("resident", value, fraction_allowed=False)
+    except UsageError:
+        raise usage_error(expected, f"resident={value!r}", 'write resident="8GiB", or leave it out') from None
 
 
 def _check_window(value: object) -> None:

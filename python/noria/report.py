@@ -10,6 +10,8 @@ from torch import nn
 from noria import _C
 from noria.doctor import host_memory_gib_s as measured_gib_s
 from noria.pipeline.peer_memory import Loan
+from noria.planning.cost_table import COLUMNS, aligned, cost_rows, rates_text
+from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import STAGING_RING, WINDOW
 from noria.policy import format_bytes, plural
 from noria.wrapped import Wrapped, wrapped_together
@@ -174,11 +176,17 @@ class Report:
     peak_lease_bytes: int
     peak_units: int
     resident: list[str]
-    at_rest: bool
-    """True if all of the model stays on the device, and nothing moves (resident="all")."""
+    at_rest: list[str]
+    """The units that stay on the device with their optimizer's state (`resident`)."""
     bound: Bound | None
     updates: UpdateTime | None  # None: no step yet
     advice: str | None  # options that would hide the updates which delay the step
+    costs: MeasuredCosts | None
+    """What ops take, measured in some of the first steps of this run, or kept by an earlier one. None: not yet."""
+    costs_measured: str
+    """When that was, and with which inputs."""
+    cost_rows: list[list[str]]
+    """The costs of units as a table; see planning/cost_table.py."""
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +212,11 @@ class Report:
                 f"{d['undone']} undone, {d['dropped']} dropped before they began"
             )
         if self.at_rest:
-            lines.append("at rest: all of the model is on the device, and nothing moves; what follows is of before")
+            lines.append(
+                "at rest: all of the model is on the device, and nothing moves; what follows is of before"
+                if len(self.at_rest) == self.num_units
+                else f"at rest: {len(self.at_rest)} of these units are on the device, and do not move"
+            )
         lines.append("lanes:")
         for lane in self.lanes:
             stalls = ", ".join(f"{kind} {us / 1e3:.1f} ms" for kind, us in sorted(lane.stalled_us.items()))
@@ -271,6 +283,10 @@ class Report:
                 f"updates {u.total_us / 1e3:.1f} ms a step: {u.behind_backward_us / 1e3:.1f} behind backward, "
                 f"{u.behind_forward_us / 1e3:.1f} behind forward, {u.exposed_us / 1e3:.1f} exposed"
             )
+        if self.costs is not None:
+            lines.append(f"costs, measured {self.costs_measured}:")
+            lines += aligned(COLUMNS, self.cost_rows)
+            lines += [f"  {line}" for line in rates_text(self.costs)]
         if self.advice is not None:
             lines.append(f"advice: {self.advice}")
         lines += [f"note: {note}" for note in self.notes]
@@ -343,12 +359,15 @@ def report(model: nn.Module, *, write_trace: bool = True, host_memory_gib_s: flo
         resident=[
             unit.name
             for unit in wrapped.context.units
-            if wrapped.rest.is_on or unit.index in engine.statistics.resident_units()
+            if wrapped.rest.has(unit.index) or unit.index in engine.statistics.resident_units()
         ],
-        at_rest=wrapped.rest.is_on,
+        at_rest=[unit.name for unit in wrapped.rest.units if wrapped.rest.is_on],
         bound=bound,
         updates=updates,
         advice=_advice(wrapped, sums, bound, updates) if bound and updates else None,
+        costs=(known := wrapped.recorder.known).costs,
+        costs_measured=known.measured,
+        cost_rows=cost_rows(wrapped.context.units, known.costs) if known.costs is not None else [],
         notes=[*wrapped.context.notes, *wrapped.context.home.notes, *wrapped.peer_memory.notes],
     )
 
@@ -403,7 +422,8 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
     times = {name: measured[name] for names in _LIMITS.values() for name in names}
-    all_drafted = len(wrapped.context.plan.drafted) == len([unit for unit in wrapped.context.units if unit.gradients])
+    streaming = [unit for unit in wrapped.context.units if unit.gradients and not wrapped.rest.has(unit.index)]
+    all_drafted = len(wrapped.context.plan.drafted) == len(streaming)
     mode = wrapped.context.policy.update
     if mode == "auto":
         mode = "drafts" if all_drafted else "deferred"

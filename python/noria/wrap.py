@@ -39,8 +39,10 @@ from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
 from noria.out_of_memory import tell_when_full
 from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
+from noria.planning.cost_cache import load_costs
+from noria.planning.decisions import choose_by_costs, without_idle_logs
 from noria.planning.late_optimizers import plan_optimizers
-from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan
+from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan, with_stays
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
 from noria.runtime.context import Context
 from noria.runtime.hooks import compiler_config_of, refuse_cuda_graphs
@@ -251,9 +253,12 @@ def wrap(
             refuse_lost_trace(chosen)
             for stage in stages_of(model):
                 check_stage(stage, compute_device(chosen))
-            if chosen.resident == "all" and (pipeline is not None or stages_of(model)):
+            is_stage = pipeline is not None or bool(stages_of(model))
+            if is_stage and chosen.resident == "auto":
+                chosen = dataclasses.replace(chosen, resident="none")
+            if is_stage and chosen.resident != "none":
                 raise usage_error(
-                    'resident="all" with a model that is no stage of a pipeline',
+                    f'resident="{chosen.resident}" with a model that is no stage of a pipeline',
                     "a stage, which borrows and lends what its device has left",
                     "leave resident out",
                 )
@@ -561,17 +566,22 @@ def _carry_out(
     shows, on rank 0 if ranks share the model.
     """
     policy, device, units = planned.policy, planned.device, planned.units
+    known = load_costs(planned)
+    if policy.resident == "auto" and known.costs is not None:
+        planned = without_idle_logs(choose_by_costs(planned, known.costs))
     pool = None
     capacity = planned.device_bytes
-    if planned.rests:  # an optimizer that comes later brings state
+    if policy.resident != "none":  # what stays comes later, and an optimizer that comes later brings state
         capacity = max(capacity, planned.budgets.device or _ANY)
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent
     met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
-        if planned.rests and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
-            raise usage_error('resident="all" on a device that runs noria\'s kernels', why, "leave resident out")
+        if planned.stays and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
+            if policy.resident != "auto":
+                raise usage_error("resident on a device that runs noria's kernels", why, "leave resident out")
+            planned = with_stays(planned, frozenset())
         awaits_optimizer = not updaters and any(unit.gradients for unit in units)
         if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))
@@ -592,7 +602,7 @@ def _carry_out(
     buffers = [each for root in roots for each in _buffers_of(root)]
     missing = [value.is_meta for _, value in values] + [buffer.is_meta for _, _, _, buffer in buffers]
     if ranks is not None:
-        missing = ranks.word_of_first(missing)
+        missing, known = ranks.word_of_first((missing, known))
     engine = _C.TorchBridge(
         units=[unit.spec() for unit in units],
         backend=backend,
@@ -615,7 +625,7 @@ def _carry_out(
     if home.staged:
         context.ledger.expect("host", STAGING_RING, _C.STAGING_BYTES)
     try:
-        wrapped = Wrapped(context, stages, _wrap_anew)
+        wrapped = Wrapped(context, stages, known, _wrap_anew)
     except BaseException:
         for slot, value in values:
             slot.parameter.data = value

@@ -12,6 +12,7 @@ from noria._errors import usage_error
 from noria._lists import as_list
 from noria.dist.stage_group import StageGroup
 from noria.forward.activations import Activations
+from noria.forward.cost_recorder import CostRecorder
 from noria.forward.module_hooks import ModuleHooks
 from noria.host.limits import Free
 from noria.host.machine import machine
@@ -22,6 +23,8 @@ from noria.pipeline.peer_cache import PeerCache
 from noria.pipeline.peer_memory import PeerMemory
 from noria.pipeline.pipelining_compat import module_of
 from noria.pipeline.stage_adapter import StageAdapters
+from noria.planning.cost_cache import KnownCosts
+from noria.planning.decisions import choose_by_costs
 from noria.planning.late_optimizers import new_regions
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
@@ -41,6 +44,7 @@ from noria.runtime.shrinking import Shrinking
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
 from noria.runtime.weights import Weights
+from noria.runtime.window import resize_window
 from noria.step.driver import StepDriver, StepDrivers, StepServices
 from noria.step.sharded_norms import ShardedNorms
 
@@ -83,8 +87,11 @@ class Wrapped:
     Ownership: the hooks of its models keep it alive.
     """
 
-    def __init__(self, context: Context, stages: StageGroup | None, anew: Callable[[Wrapped], object]) -> None:
-        """`anew` wraps the same models and optimizers again, because more parameters are trained now."""
+    def __init__(
+        self, context: Context, stages: StageGroup | None, known: KnownCosts, anew: Callable[[Wrapped], object]
+    ) -> None:
+        """`known`: costs that an earlier run has kept. `anew` wraps the same models and optimizers again, because more
+        parameters are trained now."""
         self.context = context
         self._anew = anew
         self.machine = machine()  # for a home that is taken later
@@ -100,9 +107,10 @@ class Wrapped:
         self.stages = StageAdapters(context, run, self.accumulation)
         peer_cache = PeerCache(context, self.peer_memory)
         self.activations = Activations(context, late, peer_cache)
+        self.recorder = CostRecorder(context, self.sync, known, weakly(self._decide))
         self.boundary = StepBoundary(
             every=[self.reads.end, self.stages.begin_step, self.peer_memory.begin_step],
-            once=[peer_cache.begin_step, self.activations.begin_step],
+            once=[peer_cache.begin_step, self.activations.begin_step, self.recorder.begin_step],
             after=self.reads.begin,
         )
         self.drivers = StepDrivers(context)
@@ -117,6 +125,7 @@ class Wrapped:
                 self.boundary,
                 self.activations,
                 self.rest,
+                self.recorder.leave,
                 Shrinking(context, run, has_stages=stages is not None).act,
                 self.peer_memory.check,
                 self.drivers.expect,
@@ -149,6 +158,12 @@ class Wrapped:
         if context.trace is not None:
             engine.set_trace(context.trace)
         self._give_undo_logs()
+
+    def _decide(self) -> None:
+        """Costs are known now: chooses what stays on the device, if nothing has been chosen yet."""
+        plan, costs = self.context.plan, self.recorder.known.costs
+        if plan.policy.resident == "auto" and not plan.stays and costs is not None:
+            self.rest.adopt(choose_by_costs(plan, costs))
 
     def _give_undo_logs(self) -> None:
         context = self.context
@@ -188,7 +203,10 @@ class Wrapped:
         context, home = self.context, self.context.home
         self.rest.end()
         self.late.take_all(new_regions(context.plan, planned.regions), free)
+        arena_before = context.plan.arena_bytes
         context.add_to_plan(planned)
+        if planned.arena_bytes != arena_before:  # other units stay: their state has come
+            resize_window(context, self.run, planned.arena_bytes)
         for slot in context.slots:
             if slot.has_master and slot.unit in planned.fused:
                 master = self.weights.masters.whole(slot)

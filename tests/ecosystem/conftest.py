@@ -9,6 +9,7 @@ os.environ |= {
     "WANDB_MODE": "disabled",
     "TOKENIZERS_PARALLELISM": "false",
     "ACCELERATE_USE_CPU": "true",
+    "NORIA_CACHE": "",
 }
 
 import pytest

@@ -19,6 +19,7 @@ from typing import Any
 import noria
 import pytest
 import torch
+from noria import _C
 from noria.wrapped import wrapped_by
 from torch import nn
 
@@ -161,7 +162,26 @@ def waits_now_and_then(side: Side) -> None:
         side.optimizer.zero_grad()
 
 
-WITHOUT_GRADIENTS: tuple[Journey, ...] = (plain, evaluates, edits_weights, looks_at_weights, schedules, loads)
+def runs_out_of_memory(side: Side) -> None:
+    """As after an error of torch's: the window shrinks, and what stays streams."""
+    for number in range(STEPS):
+        backward(side, number)
+        step(side, number)
+        wrapped = wrapped_by(side.model)
+        if wrapped is not None and number % 2:
+            for told in wrapped.run.on_out_of_memory:
+                told(1 << 12)
+
+
+WITHOUT_GRADIENTS: tuple[Journey, ...] = (
+    plain,
+    evaluates,
+    edits_weights,
+    looks_at_weights,
+    schedules,
+    loads,
+    runs_out_of_memory,
+)
 JOURNEYS: tuple[Journey, ...] = (
     *WITHOUT_GRADIENTS,
     clips,
@@ -218,6 +238,9 @@ def drawn(seed: int) -> Draw:
     }
     journeys = WITHOUT_GRADIENTS if policy["update"] == "backward" else JOURNEYS
     optimizer = draw.choice(tuple(OPTIMIZERS))
+    may_stay = policy["kernel"] == "fused" and policy["update"] != "backward" and policy["activations"] == "keep"
+    if may_stay and (DEVICE == "cpu" or _C.has_kernel_images()):
+        policy["resident"] = draw.choice(("none", "all", "auto", "8KiB", "40KiB", "100KiB"))
     return Draw(draw.choice(journeys), optimizer, policy, hostility, machine)
 
 
@@ -262,4 +285,5 @@ def test_draws_hold_every_journey_and_every_kind_of_machine():
     assert {draw.optimizer for draw in draws} == set(OPTIMIZERS)
     assert {draw.machine["lazy"] for draw in draws} == {True, False}
     assert {draw.policy["update"] for draw in draws} == {"auto", "backward", "blocking"}
+    assert {draw.policy.get("resident") for draw in draws} >= {"all", "8KiB", "40KiB", "100KiB"}
     assert drawn(7) == drawn(7)

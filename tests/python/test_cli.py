@@ -266,6 +266,21 @@ def test_a_plan_for_another_machine_says_what_limits_it_and_what_would_help(caps
     assert status == 0 and "3 whole steps" in out
 
 
+def test_units_that_stay_are_planned_for_another_machine_too(capsys, factories):
+    factories.big = lambda: Chain(12, 512)
+    common = ("plan", "--model", "made_here:big", "--gpu", "H100", "--host-memory", "1GiB", "--tokens", 64)
+    times = []
+    for more in ((), ("--device-memory", "60MiB"), ("--device-memory", "60MiB", "--resident", "auto")):
+        status, out, _ = run(capsys, *common, *more)
+        assert status == 0
+        [text] = [line for line in out.splitlines() if line.startswith("step ")]
+        times.append(float(text.split()[1]))
+        assert ("of these stay on the device" in out) == ("--resident" in more)
+    assert times[2] < 0.9 * times[1]
+    status, out, _ = run(capsys, *common, "--resident", "all")
+    assert status == 0 and "all of the model stays on the device" in out
+
+
 def test_a_model_that_the_host_cannot_hold_is_told_so_with_the_largest_that_it_can(capsys, factories):
     factories.big = lambda: Chain(12, 512)
     status, out, _ = run(capsys, "plan", "--model", "made_here:big", "--gpu", "RTX 3090", "--host-memory", "40MiB")
@@ -345,7 +360,8 @@ def test_the_page_about_what_if_has_every_device():
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     for name, device in machines.DEVICES.items():
         generation, lanes = device.pcie
-        numbers = f"{device.memory_gib} | {device.peak_tflops} | PCIe {generation} x{lanes}"
+        memory = f"{device.memory_gib} | {device.memory_gb_s}"
+        numbers = f"{memory} | {device.peak_tflops} | PCIe {generation} x{lanes}"
         assert f"| {name} | {numbers} | {device.link_gib_s:.1f} | {device.host_gib_s} |" in page, name
 
 

@@ -92,3 +92,50 @@ def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
             PlannedStep(planned, 64, PlanSpeeds(0.001, 0.1, 0.1, 1e-4)).all_spans, len(planned.units)
         )
         assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
+
+
+def test_ops_of_the_same_visit_are_one_visit():
+    spans = [
+        span(0, "compute", "user", -1, 0, 0),
+        span(1, "compute", "forward", 0, 0, 40),
+        span(2, "compute", "forward", 0, 45, 60),  # goes on as another op
+        span(3, "compute", "backward", 0, 60, 100),
+    ]
+    costs = measured_costs(spans, 1)
+    assert (costs.forward_us, costs.backward_us) == ([60], [40])
+
+
+def test_hooks_take_the_time_from_the_end_of_all_waits_to_the_visit():
+    spans = [
+        span(0, "compute", "user", -1, 0, 0),
+        span(1, "compute", "forward", 0, 10, 40),
+        span(2, "fetch", "fetch", 1, 0, 90, 1000),
+        span(3, "compute", "forward", 1, 100, 160, 0, [2]),
+    ]
+    assert measured_costs(spans, 2).hooks_us == 10
+
+
+def simulated_copies(both_ways, host=0.0):
+    """Spans of copies that overlap more or less, from the simulator, which knows what lanes share."""
+    ops, table = [], _C.BufferTable()
+    state = _C.Access(table.intern("host:2", 0, 1, "optimizer_state", 0), 0, "write")
+    for number in range(60):
+        ops.append(_C.Op(len(ops), "fetch", "fetch", 0, (number % 7 + 1) << 20, -1, []))
+        if number % 3 == 0:
+            ops.append(_C.Op(len(ops), "drain", "drain", 0, (number % 5 + 1) << 20, -1, []))
+        if number % 4 == 0 and host:
+            ops.append(_C.Op(len(ops), "update", "update", 0, 256 << 20, -1, [state]))
+    waits = _C.derive(ops, table)
+    costs = _C.Costs({"fetch": 2.0, "drain": 2.0, "update": 8.0}, {}, [0.0], [0.0], 0, both_ways, host, 1)
+    return _C.simulate(ops, waits, costs)
+
+
+def test_a_shared_link_is_seen():
+    assert measured_costs(simulated_copies(3.0), 1).both_ways_gib_s == pytest.approx(3.0, rel=0.02)
+    assert measured_costs(simulated_copies(0), 1).both_ways_gib_s == 0
+
+
+def test_memory_that_copies_and_updates_share_is_seen():
+    found = measured_costs(simulated_copies(0, host=6.0), 1)
+    assert found.host_gib_s == pytest.approx(6.0, rel=0.1)
+    assert measured_costs(simulated_copies(0, host=100.0), 1).host_gib_s == 0

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def told(taken, least, wanted, activations="keep"):
     policy = types.SimpleNamespace(activations=activations)
-    plan = types.SimpleNamespace(device="cuda:0", least_device=least, policy=policy, rests=False)
+    plan = types.SimpleNamespace(device="cuda:0", least_device=least, policy=policy, stays=frozenset())
     return advice(plan, taken, wanted)
 
 

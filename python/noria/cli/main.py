@@ -58,13 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("device", "device-memory", "host-memory", "kernel", "state-dtype", "update"):
         policy.add_argument(f"--{name}")
     policy.add_argument("--window", type=int)
+    policy.add_argument("--resident", help='units that stay on the device: all, an amount such as "24GiB", or auto')
     policy.add_argument("--dtype", choices=["bf16", "bfloat16"], help="default: the model's own")
     policy.add_argument("--units", action="append", metavar="PATTERN", help='name pattern, such as "*.layers.*"')
-    speed = plan.add_argument_group("speeds, for the simulated step; default: this machine's, measured quickly")
+    speed = plan.add_argument_group(
+        "speeds, for the simulated step; without any: the costs that a run of this model has measured on this machine, "
+        "else this machine's speeds, measured quickly"
+    )
     for lane in ("fetch", "drain", "update"):
         speed.add_argument(f"--{lane}-gib-s", type=_positive, metavar="GIB/S")
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
-    speed.add_argument("--tokens", type=_number, default=4096, help="of a step: batch x length (default 4096)")
+    speed.add_argument("--tokens", type=_number, help="of a step: batch x length (default 4096)")
     machine = plan.add_argument_group("another machine, and what if; the speeds above count before those of --gpu")
     machine.add_argument("--gpu", metavar="NAME", help=f"{', '.join(DEVICES)}: its memory, link and compute")
     machine.add_argument("--cores", type=_number, help="of its host, for updates (default: this machine's)")

@@ -15,7 +15,11 @@ from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
+from noria.planning.cost_cache import KnownCosts, load_costs
+from noria.planning.cost_table import COLUMNS, cost_rows, rates_text
+from noria.planning.decisions import choose_by_costs, with_best_stays, without_idle_logs
 from noria.planning.machines import BOTH_WAYS, Machine, device_named
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
 
 if TYPE_CHECKING:
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from noria.planning.machines import Device
-    from noria.planning.step_simulation import PlannedStep
     from noria.planning.wrap_plan import WrapPlan
 
 __all__ = ["run_plan"]
@@ -37,7 +40,17 @@ def run_plan(args: argparse.Namespace) -> int:
     model, optimizers = _model_and_optimizers(args)
     fields: dict[str, Any] = {
         name: getattr(args, name)
-        for name in ("device", "device_memory", "host_memory", "kernel", "state_dtype", "update", "window", "units")
+        for name in (
+            "device",
+            "device_memory",
+            "host_memory",
+            "kernel",
+            "state_dtype",
+            "update",
+            "window",
+            "units",
+            "resident",
+        )
         if getattr(args, name) is not None
     }
     if fields.get("host_memory", "").isdecimal():
@@ -61,10 +74,26 @@ def run_plan(args: argparse.Namespace) -> int:
         if args.picture is not None or args.trace is not None:
             raise usage_error("--picture and --trace of one device", "--pipeline", "leave one of them out")
         return _run_pipeline(args, model, planned)
+    speeds = (args.tokens, args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s)
+    known = KnownCosts() if any(each is not None for each in (*speeds, args.cores)) else load_costs(planned)
+    if planned.policy.resident == "auto" and known.costs is not None:
+        planned = without_idle_logs(choose_by_costs(planned, known.costs))
     print(planned)
-    step = simulated(planned, _machine(args, planned), args.tokens)
+    if known.note:
+        print(f"note: {known.note}")
+    if known.costs is None:
+        step = simulated(planned, _machine(args, planned), _tokens(args))
+    else:
+        print()
+        show(f"costs, measured {known.measured}", COLUMNS, cost_rows(planned.units, known.costs))
+        print("\n".join(rates_text(known.costs)))
+        step = PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), known.costs)
     _show_step(step)
     return _finish(args, step)
+
+
+def _tokens(args: argparse.Namespace) -> int:
+    return 4096 if args.tokens is None else int(args.tokens)
 
 
 def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
@@ -77,8 +106,10 @@ def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
             raise usage_error("a trace file that can be written", found, "choose another path") from None
         print(f"written: {args.trace}")
     if args.picture is not None:
-        tokens_s = _tokens_s(step.tokens, step.step_us)
-        title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s} tokens/s (simulated)"
+        title = f"{time_text(step.step_us)} a step (simulated)"
+        if step.tokens:
+            tokens_s = _tokens_s(step.tokens, step.step_us)
+            title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s} tokens/s (simulated)"
         draw_wheel(args.picture, spans_of(step), step.begin_us, step.end_us, title)
         print(f"written: {args.picture}")
     if not args.check:
@@ -110,7 +141,12 @@ def _run_elsewhere(
         raise usage_error("--device-memory that the GPU has", found, "lower it, or leave --gpu out")
 
     def planned_with(more: dict[str, Any]) -> WrapPlan:
-        return plan_elsewhere(model, optimizers, device.free_bytes, **{**fields, **more})
+        planned = plan_elsewhere(model, optimizers, device.free_bytes, **{**fields, **more})
+        if planned.policy.resident != "auto":
+            return planned
+        machine = _machine(args, planned, device)
+        best = with_best_stays(planned, lambda each: simulated(each, machine, _tokens(args)).step_us)
+        return without_idle_logs(best)
 
     try:
         planned = planned_with({})
@@ -125,7 +161,7 @@ def _run_elsewhere(
         return 1
     print(planned)
     machine = _machine(args, planned, device)
-    step = simulated(planned, machine, args.tokens)
+    step = simulated(planned, machine, _tokens(args))
     _show_step(step)
     _show_limits(step, machine)
     _show_largest(planned, host_bytes)
@@ -318,13 +354,14 @@ def _show_step(step: PlannedStep) -> None:
     print()
     show("one steady step, simulated", ["lane", "ops", "busy", "share", "ends at"], rows)
     speeds = step.speeds
-    print(
-        f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s"
-        + (f" of the host's {speeds.host:.1f}" if speeds.host else "")
-        + f" and {speeds.tflops:.3g} Tflop/s"
-        + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
-        + f", {step.tokens} tokens"
-    )
+    if step.measured is None:
+        print(
+            f"at fetch {speeds.fetch:.1f}, drain {speeds.drain:.1f}, update {speeds.update:.1f} GiB/s"
+            + (f" of the host's {speeds.host:.1f}" if speeds.host else "")
+            + f" and {speeds.tflops:.3g} Tflop/s"
+            + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
+            + f", {step.tokens} tokens"
+        )
     times = step.times()
     if not step.planned.kernels:
         print(f"step {time_text(step.step_us)}; no schedule beats {time_text(_C.drafting_bound_us(times))}")
@@ -347,7 +384,8 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
     if device is not None:
         of_device = {"fetch": device.link_gib_s, "drain": device.link_gib_s, "tflops": device.tflops}
         given |= {name: value for name, value in of_device.items() if given[name] is None}
-        return Machine(**given, host=host or device.host_gib_s, cores=cores, both_ways=BOTH_WAYS)
+        host = host or device.host_gib_s
+        return Machine(**given, host=host, cores=cores, both_ways=BOTH_WAYS, device=device.update_gib_s)
     missing = tuple(name for name, value in given.items() if value is None and not (name == "update" and args.cores))
     if set(missing) - {"tflops"}:
         speeds = measure_speeds()

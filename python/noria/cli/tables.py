@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from noria.planning.cost_table import aligned
+
 __all__ = ["show", "time_text"]
 
 
@@ -22,14 +24,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
             table.add_row(*row)
         Console().print(table)
         return
-    print(f"{title}:")
-    head = [[*columns]] if any(columns) else []
-    widths = [max(len(row[i]) for row in [*head, *cells]) for i in range(len(columns))]
-    for row in [*head, *cells]:
-        line = row[0].ljust(widths[0]) + "".join(
-            f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)
-        )
-        print(f"  {line.rstrip()}")
+    print("\n".join([f"{title}:", *aligned(columns, cells)]))
 
 
 def time_text(us: float) -> str:

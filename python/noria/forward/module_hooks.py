@@ -126,12 +126,14 @@ class ModuleHooks:
         step: StepBoundary,
         activations: Activations,
         rest: Rest,
+        on_leave: Callable[[HookSpec, object, list[torch.Tensor]], None],
         make_room: Callable[[], None],
         check_peers: Callable[[], None],
         expect_updates: Callable[[], None],
         wrap_anew: Callable[[], None],
     ) -> None:
-        """Installs the hooks. `make_room` and `check_peers` run before a forward.
+        """Installs the hooks. `make_room` and `check_peers` run before a forward. `on_leave` runs when a module has
+        returned, with its inputs and outputs.
 
         `expect_updates` runs after one that may train.
 
@@ -146,6 +148,7 @@ class ModuleHooks:
         self.rest = rest
         self._visits = context.engine.hooks
         self.keeps_alive: object = None
+        self._on_leave = on_leave
         self._make_room = make_room
         self._check_peers = check_peers
         self._expect_updates = expect_updates
@@ -220,7 +223,8 @@ class ModuleHooks:
                 call_pre_hooks(module, args, kwargs)
                 return
             if not self._entered_roots:
-                if self.rest.holds():
+                self.rest.begin_forward()
+                if self.rest.stands_still:
                     self._forget_inner_hooks()
                     return
                 self._make_room()
@@ -416,6 +420,7 @@ class ModuleHooks:
             self.loads.refuse_missing("a forward")
             if self.rest.is_on:
                 self.rest.refresh_if_stale()
+            if self.rest.stands_still:
                 return
             if self._thread != get_ident():
                 self._enter_without_root()
@@ -438,12 +443,14 @@ class ModuleHooks:
                 watch.suspend()
 
         def leave(module: nn.Module, args: object, output: object) -> None:
-            if self.rest.is_on or (self._thread != get_ident() and self._other_thread() is not None):
+            if self.rest.stands_still or (self._thread != get_ident() and self._other_thread() is not None):
                 return  # in the second case this forward was refused
             chosen, is_suspended = entered.pop() if entered else (hook, False)
             if is_suspended:
                 watch.resume()
-            leave_visit(chosen, tensors_of(output))
+            outputs = tensors_of(output)
+            self._on_leave(spec, args, outputs)
+            leave_visit(chosen, outputs)
 
         self._handles.append(spec.module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True))
         self._handles.append(spec.module.register_forward_hook(Hook(leave), always_call=True))
@@ -451,7 +458,7 @@ class ModuleHooks:
             return
 
         def inner(module: nn.Module, args: object, output: object) -> None:
-            if not self.rest.is_on:
+            if not self.rest.stands_still:
                 visits.inner_outputs(hook, tensors_of(output))
 
         for module in spec.module.modules():

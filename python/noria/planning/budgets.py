@@ -16,13 +16,15 @@ class Budgets:
     """Holds amounts in bytes. None: the policy sets no limit."""
 
     device: int | None
-    """For noria and, on CUDA, for activations. The window takes half of it there."""
+    """For noria and, on CUDA, for activations."""
     host: int | None
     """For the home."""
     drafts: int | None
     """For undo logs."""
     activations: int | None
     """For activations that blocks save and that stay on the device."""
+    shares: int = 1
+    """How many shares of `device` there are; noria has one. On CUDA torch has another one, for activations."""
 
     @staticmethod
     def of(policy: Policy, free: Free, units: list[HomeUnit]) -> Budgets:
@@ -34,7 +36,8 @@ class Budgets:
         activations = to_bytes(policy.activation_memory)
         if activations is None and policy.activations == "auto" and free.device is not None and device is not None:
             activations = device // 4
-        return Budgets(device, to_bytes(policy.host_memory), to_bytes(policy.draft_memory), activations)
+        shares = 1 if free.device is None else 2
+        return Budgets(device, to_bytes(policy.host_memory), to_bytes(policy.draft_memory), activations, shares)
 
 
 def resident_bytes(units: list[HomeUnit]) -> int:

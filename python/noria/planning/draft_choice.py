@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from noria.host.limits import Free, margin_of
@@ -10,20 +12,23 @@ from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets
 from noria.planning.home_regions import undo_log_bytes
 from noria.planning.kernels import Kernels
+from noria.planning.spread import spread_evenly
 from noria.policy import format_bytes
 
 __all__ = ["choose_drafts", "left_for_drafts", "undo_log_needs"]
 
 
-def undo_log_needs(kernels: Kernels) -> dict[int, int]:
-    """Returns, by index of a unit that can be drafted, the bytes of its undo log."""
+def undo_log_needs(kernels: Kernels, stays: Container[int]) -> dict[int, int]:
+    """Returns, by index of a unit that can be drafted, the bytes of its undo log. `stays`: units that stay are not."""
     if kernels.policy.update != "auto":
         return {}
     held = kernels.held()
     return {
         unit.index: undo_log_bytes(unit)
         for unit in kernels.units
-        if unit.index in kernels.fused and _can_be_drafted(unit, kernels.fused[unit.index], held)
+        if unit.index in kernels.fused
+        and unit.index not in stays
+        and _can_be_drafted(unit, kernels.fused[unit.index], held)
     }
 
 
@@ -47,7 +52,7 @@ def choose_drafts(
         device: Where layers compute.
         notes: Gets a text if nothing is drafted that was asked for.
     """
-    has_use = device.type != "cpu" and kernels.policy.resident == "none"
+    has_use = device.type != "cpu"
     if budget == 0 or not kernels.fused or (budget is None and not has_use):
         return frozenset()
     if kernels.policy.update != "auto":
@@ -59,13 +64,7 @@ def choose_drafts(
         return frozenset()
     is_asked_for = budget is not None
     budget = left if budget is None else budget
-    share = min(budget / max(sum(needs.values()), 1), 1.0)
-    chosen, taken, seen = [], 0, 0
-    for index, need in needs.items():
-        seen += need
-        if taken + need <= min(budget, share * seen + need / 2):
-            chosen.append(index)
-            taken += need
+    chosen = spread_evenly(needs, budget)
     if needs and not chosen and is_asked_for:
         notes.append(f"there are no drafts: the smallest undo log takes {format_bytes(min(needs.values()))}")
     return frozenset(chosen)

@@ -16,8 +16,8 @@ from noria.model.layout import Region
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
-from noria.planning.resident import refuse_if_not_resident
-from noria.planning.wrap_plan import WrapPlan, masters_note
+from noria.planning.resident import bytes_to_stay, choose_stays
+from noria.planning.wrap_plan import WrapPlan, masters_note, with_stays
 
 __all__ = ["new_regions", "plan_optimizers"]
 
@@ -49,25 +49,28 @@ def plan_optimizers(
     without_masters = masters_note(kernels, planned.partition, grid) if kernels.updates_bfloat16() else ""
     notes = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, notes)
-    draftable, budgets = undo_log_needs(kernels), planned.budgets
-    more = sum(region.bytes for region in new_regions(planned, _regions(planned, kernels, frozenset(), state_bytes)))
+    budgets, first = planned.budgets, _regions(planned, kernels, frozenset(), state_bytes)
+    may_stay = bytes_to_stay(kernels, first, grid, planned.device)
+    stays = choose_stays(kernels, may_stay, first, budgets, planned.device, notes)
+    draftable = undo_log_needs(kernels, stays)
+    more = sum(region.bytes for region in new_regions(planned, first))
     left = left_for_drafts(budgets, free, taken, more)
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, planned.device, notes)
     regions = _regions(planned, kernels, drafted, state_bytes)
-    if planned.rests:
-        refuse_if_not_resident(kernels, regions, budgets, grid, planned.device)
-    return dataclasses.replace(
+    grown = dataclasses.replace(
         planned,
         regions=regions,
         kernels=kernels.by_optimizer,
         kernel_names=kernels.names(),
         fused=kernels.fused,
+        may_stay=may_stay,
         drafted=drafted,
         draftable=draftable,
         states=states,
         unpredicted=notes,
         without_masters=without_masters,
     )
+    return with_stays(grown, stays) if stays or planned.stays else grown
 
 
 def new_regions(planned: WrapPlan, regions: list[Region]) -> list[Region]:

@@ -25,12 +25,14 @@ class Device:
 
     - `memory_gib`: as the driver counts.
     - `peak_tflops`: of dense bfloat16 products.
+    - `memory_gb_s`: of its memory, in 10^9 bytes a second.
     - `pcie`: generation and lanes of its link.
     - `host_gib_s`: the memory of a host that such a device is often in.
     """
 
     memory_gib: float
     peak_tflops: float
+    memory_gb_s: float
     pcie: tuple[int, int]
     host_gib_s: float
 
@@ -47,20 +49,25 @@ class Device:
         return 0.83 * raw_gb_s * 1e9 / (1 << 30)
 
     @property
+    def update_gib_s(self) -> float:
+        """Returns what updates on the device reach: 0.8 of its memory's rate. This is an assumption."""
+        return 0.8 * self.memory_gb_s * 1e9 / (1 << 30)
+
+    @property
     def free_bytes(self) -> int:
         """Returns what the driver's context and torch's libraries leave. That they take 600 MiB is an assumption."""
         return int(self.memory_gib * (1 << 30)) - (600 << 20)
 
 
 DEVICES: dict[str, Device] = {
-    "RTX 3090": Device(23.7, 71.2, (4, 16), 42),
-    "RTX 4090": Device(23.6, 165.2, (4, 16), 65),
-    "RTX 5090": Device(31.4, 209.5, (5, 16), 79),
-    "A100": Device(79.3, 312, (4, 16), 130),
-    "H100": Device(79.2, 989.4, (5, 16), 164),
-    "H200": Device(139.8, 989.4, (5, 16), 164),
-    "B200": Device(178.4, 2250, (5, 16), 300),
-    "8 GB laptop": Device(7.6, 31, (4, 8), 56),
+    "RTX 3090": Device(23.7, 71.2, 936, (4, 16), 42),
+    "RTX 4090": Device(23.6, 165.2, 1008, (4, 16), 65),
+    "RTX 5090": Device(31.4, 209.5, 1792, (5, 16), 79),
+    "A100": Device(79.3, 312, 2039, (4, 16), 130),
+    "H100": Device(79.2, 989.4, 3350, (5, 16), 164),
+    "H200": Device(139.8, 989.4, 4800, (5, 16), 164),
+    "B200": Device(178.4, 2250, 8000, (5, 16), 300),
+    "8 GB laptop": Device(7.6, 31, 256, (4, 8), 56),
 }
 
 BOTH_WAYS = 0.92
@@ -79,6 +86,7 @@ class Machine:
     - `fetch`, `drain`: GiB/s of the link, each way alone.
     - `tflops`: what layers reach.
     - `host`: GiB/s of the host's memory. 0: not known, so it limits nothing.
+    - `device`: GiB/s of updates on the device. 0: they take no time.
     - `update`: GiB/s of updates. None: `cores` and `host` say.
     - `both_ways`: what each way of the link keeps while the other copies too.
     - `measured`: the names of those that were measured now.
@@ -91,6 +99,7 @@ class Machine:
     cores: int = 1
     update: float | None = None
     both_ways: float = 1.0
+    device: float = 0.0
     measured: tuple[str, ...] = ()
 
     def speeds(self, state_dtype: str) -> PlanSpeeds:
@@ -98,7 +107,8 @@ class Machine:
         of_cores = [self.cores * each for each in _CORE_GIB_S[state_dtype]]
         update, draft = (min(each if self.update is None else self.update, self.host or math.inf) for each in of_cores)
         both_ways = self.both_ways * (self.fetch + self.drain)
-        return PlanSpeeds(self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.measured)
+        rates = (self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.device)
+        return PlanSpeeds(*rates, self.measured)
 
 
 def device_named(name: str) -> Device:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
+from typing import Any
 
 from noria import _C
 
-__all__ = ["MeasuredCosts", "measured_costs"]
+__all__ = ["MeasuredCosts", "measured_costs", "slowest"]
 
 _GIB = 1 << 30
+_SLOWS = 0.9
+"""Two lanes share something if one is slower than this share of its own rate while the other works."""
+_ENOUGH = 0.1
+"""Of a lane's time: less tells nothing about a rate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +27,14 @@ class MeasuredCosts:
     - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it.
     - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does before updates begin.
     - `draft_gib_s`: of drafts. 0: there were none.
+    - `both_ways_gib_s`: of fetches and drains together, while both run. 0: neither slows the other down.
+    - `host_gib_s`: of the host's memory, while copies and updates run. 0: they do not slow each other down.
+    - `device_update_gib_s`: of updates on the device. 0: not measured.
+    - `hooks_us`: what hooks and launches add to a visit. It is a part of `forward_us` and `backward_us`.
+    - `saved`: bytes that one forward of a unit keeps for its backward. Empty: not measured.
+    - `saved_by`: the same, by operator, over all units.
+    - `backwards`: how many backwards a step has.
+    - `workspace`: bytes on the device that torch had at most, beside what it keeps from one step to the next.
     """
 
     forward_us: list[float]
@@ -29,9 +42,47 @@ class MeasuredCosts:
     gib_s: dict[str, float]
     latency_us: dict[str, float]
     draft_gib_s: float = 0.0
+    both_ways_gib_s: float = 0.0
+    host_gib_s: float = 0.0
+    device_update_gib_s: float = 0.0
+    hooks_us: float = 0.0
+    saved: list[int] = dataclasses.field(default_factory=list)
+    saved_by: dict[str, int] = dataclasses.field(default_factory=dict)
+    workspace: int = 0
+    backwards: int = 1
 
 
-def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
+def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
+    """Returns the longest times and the lowest rates of several ranks. They wait for each other in every visit."""
+
+    def longest(name: str) -> list[Any]:
+        return [max(of_unit) for of_unit in zip(*(getattr(costs, name) for costs in each), strict=True)]
+
+    def by_key(name: str, choose: Callable[[Iterable[Any]], Any]) -> dict[str, Any]:
+        found = [getattr(costs, name) for costs in each]
+        return {key: choose(its[key] for its in found if key in its) for key in sorted(set().union(*found))}
+
+    def lowest(name: str) -> float:
+        return min((rate for costs in each if (rate := getattr(costs, name))), default=0.0)
+
+    return MeasuredCosts(
+        longest("forward_us"),
+        longest("backward_us"),
+        by_key("gib_s", min),
+        by_key("latency_us", max),
+        lowest("draft_gib_s"),
+        lowest("both_ways_gib_s"),
+        lowest("host_gib_s"),
+        lowest("device_update_gib_s"),
+        max(costs.hooks_us for costs in each),
+        longest("saved") if all(costs.saved for costs in each) else [],
+        by_key("saved_by", max),
+        max(costs.workspace for costs in each),
+        max(costs.backwards for costs in each),
+    )
+
+
+def measured_costs(spans: Sequence[_C.Span], num_units: int, bytes_per_copied: int = 1) -> MeasuredCosts:
     """Returns the medians over a trace.
 
     A visit takes the time until its end from the moment when its lane was free and its weights were there. Copies and
@@ -42,11 +93,14 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
     Args:
         spans: of a run with a trace, in any order. Leave out the first steps, which are unlike the others.
         num_units: of the model.
+        bytes_per_copied: how often a copied byte is read or written in the host's memory.
     """
     ends = {span.op: span.end_us for span in spans}
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: (span.start_us, span.end_us))
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
-    free_us, is_backward = None, False
+    hooks: list[float] = []
+    free_us, is_backward, num_backwards = None, False, 0
+    last: tuple[str, int] | None = None
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
     open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
     for span in compute:
@@ -54,15 +108,20 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
         if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
             took = span.end_us - min(since, span.start_us)
+            hooks.append(max(span.start_us - since, 0))
             if is_again:
                 again[span.unit] += took
+            elif last == (span.verb, span.unit):  # the same visit goes on, as another op
+                visits[span.verb, span.unit][-1] += took
             else:
                 visits[span.verb, span.unit].append(took + again.pop(span.unit, 0.0))
         if span.verb == "user":
             open_visits.clear()
         elif not is_again:
             open_visits[span.unit] += 1 if span.verb == "forward" else -1
+        num_backwards += span.verb == "backward" and not is_backward
         is_backward = span.verb == "backward" or is_again
+        last = None if free_us is None or is_again else (span.verb, span.unit)
         free_us = span.end_us
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for span in spans:
@@ -79,13 +138,78 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int) -> MeasuredCosts:
     def of_visits(verb: str) -> list[float]:
         return [median(visits.get((verb, unit), [0.0])) for unit in range(num_units)]
 
+    fetches, drains = ([span for span in spans if span.lane == lane and span.bytes] for lane in ("fetch", "drain"))
+    both_ways = [_rate_beside(fetches, drains, fits), _rate_beside(drains, fetches, fits)]
+    updates = _rate_beside(_most_of([s for s in spans if s.lane == "update" and s.bytes]), fetches + drains, fits)
     return MeasuredCosts(
         of_visits("forward"),
         of_visits("backward"),
         {lane: 1e6 / us_per_byte / _GIB for lane, (_, us_per_byte) in fits.items() if us_per_byte > 0},
         {lane: latency for lane, (latency, _) in fits.items()} | {"compute": _loop_us(spans)},
         draft_gib_s,
+        sum(each for each, _ in both_ways) if any(is_slower for _, is_slower in both_ways) else 0.0,
+        updates[0] + bytes_per_copied * _rate_of(fetches + drains) if updates[1] else 0.0,
+        hooks_us=median(hooks) if hooks else 0.0,
+        backwards=max(round(num_backwards / max(sum(span.verb == "user" for span in compute), 1)), 1),
     )
+
+
+def _rate_beside(
+    own: Sequence[_C.Span], others: Sequence[_C.Span], fits: dict[str, tuple[float, float]]
+) -> tuple[float, bool]:
+    """Returns the rate of ops while others run, in GiB/s, and whether it is lower than alone.
+
+    Each op moves its bytes at one rate while none of the others runs, and at another one while some do. Both come from
+    least squares over all ops.
+    """
+    busy = _merged(others)
+    starts = [start for start, _ in busy]
+    before = [0.0]  # busy time before each of the intervals
+    for start, end in busy:
+        before.append(before[-1] + end - start)
+
+    def busy_until(us: float) -> float:
+        number = bisect.bisect_right(starts, us)
+        return before[number] - max(0.0, busy[number - 1][1] - us) if number else 0.0
+
+    aa = ab = bb = ay = by = 0.0
+    for span in own:
+        together = busy_until(span.end_us) - busy_until(span.start_us)
+        alone = max(span.end_us - span.start_us - together - fits.get(span.lane, (0.0, 0.0))[0], 0.0)
+        aa, ab, bb = aa + alone * alone, ab + alone * together, bb + together * together
+        ay, by = ay + alone * span.bytes, by + together * span.bytes
+    determinant = aa * bb - ab * ab
+    if min(aa, bb) < _ENOUGH**2 * max(aa, bb) or determinant <= _ENOUGH**2 * aa * bb:
+        return _rate_of(own), False  # always alone, never alone, or always for the same share of the time
+    rate_alone, rate_together = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
+    if rate_together <= 0 or rate_together >= _SLOWS * rate_alone:
+        return _rate_of(own), False
+    return rate_together * 1e6 / _GIB, True
+
+
+def _most_of(spans: Sequence[_C.Span]) -> list[_C.Span]:
+    """Returns the spans of the verb that takes most of the time: updates and drafts have rates of their own."""
+    by_verb: dict[str, list[_C.Span]] = defaultdict(list)
+    for span in spans:
+        by_verb[span.verb].append(span)
+    return max(by_verb.values(), key=lambda each: sum(span.end_us - span.start_us for span in each), default=[])
+
+
+def _rate_of(spans: Sequence[_C.Span]) -> float:
+    """Returns GiB/s while at least one of the spans runs. 0: there are none."""
+    busy_us = sum(end - start for start, end in _merged(spans))
+    return sum(span.bytes for span in spans) / busy_us * 1e6 / _GIB if busy_us else 0.0
+
+
+def _merged(spans: Iterable[_C.Span]) -> list[tuple[int, int]]:
+    """Returns the intervals in which at least one of the spans runs, in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _loop_us(spans: Sequence[_C.Span]) -> float:

@@ -1,90 +1,138 @@
-"""Says whether all of a model can stay on the device, with its optimizer's state, and what that takes."""
+"""Chooses the units that stay on the device with their optimizer's state, and says what that takes."""
 
 from __future__ import annotations
+
+from collections.abc import Container, Iterable
 
 import torch
 
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.dist.ranks import Grid
-from noria.model.layout import Region
+from noria.model.layout import HomeUnit, Region
 from noria.model.moment_formats import MOMENTS
 from noria.planning.budgets import Budgets
 from noria.planning.kernels import Kernels
-from noria.policy import format_bytes
+from noria.planning.spread import spread_evenly
+from noria.policy import format_bytes, to_bytes
 
-__all__ = ["MIRRORED", "purpose_on_device", "refuse_if_not_resident", "resident_rows"]
+__all__ = ["MIRRORED", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirror_of", "mirrors_of"]
 
 MIRRORED = ("working copies", "low bits", *MOMENTS)
-"""The arenas of the home that lie on the device too, if all of the model stays there."""
+"""The arenas of the home whose parts lie on the device too, for units that stay there."""
 
 
-def purpose_on_device(purpose: str) -> str:
-    """Returns the name in the ledger of an arena's mirror on the device."""
-    return f"{purpose} that stay"
+def mirror_of(region: Region, stays: Container[int]) -> Region:
+    """Returns the arena on the device for the parts of these units in an arena of the home."""
+    sizes = [size if unit in stays else 0 for unit, size in enumerate(region.sizes)]
+    return Region.of(f"{region.purpose} that stay", sizes)
 
 
-def resident_rows(regions: list[Region]) -> dict[str, int]:
-    """Returns the bytes that noria takes on the device if all of the model stays there, by purpose."""
+def mirrors_of(regions: Iterable[Region], stays: Container[int]) -> list[Region]:
+    """Returns all arenas on the device for units that stay there."""
+    return [mirror_of(region, stays) for region in regions if region.purpose in MIRRORED]
+
+
+def bytes_to_stay(kernels: Kernels, regions: list[Region], grid: Grid | None, device: torch.device) -> dict[int, int]:
+    """Returns the bytes on the device that each unit takes if it stays, by index. Units that cannot stay are missing.
+
+    Raises UsageError if the policy asks for units that stay, and none can. With "auto" none is there then.
+    """
+    policy = kernels.policy
+    if (refusal := _refusal_of_policy(kernels, grid, device)) is not None:
+        if policy.resident in ("none", "auto"):
+            return {}
+        raise refusal
+    mirrored = [region for region in regions if region.purpose in MIRRORED]
     return {
-        purpose_on_device(region.purpose): region.bytes
-        for region in regions
-        if region.purpose in MIRRORED and region.bytes
+        unit.index: sum(region.sizes[unit.index] for region in mirrored)
+        for unit in kernels.units
+        if _can_stay(kernels, unit)
     }
 
 
-def refuse_if_not_resident(
-    kernels: Kernels, regions: list[Region], budgets: Budgets, grid: Grid | None, device: torch.device
-) -> None:
-    """Raises UsageError if not all of the model can stay on the device. On CUDA torch has half of its memory."""
+def choose_stays(
+    kernels: Kernels,
+    may_stay: dict[int, int],
+    regions: list[Region],
+    budgets: Budgets,
+    device: torch.device,
+    notes: list[str],
+) -> frozenset[int]:
+    """Returns the units that stay on the device, by the policy's `resident`. With "auto" none: costs come first.
+
+    Of an amount, units are spread evenly over the model: while one that stays computes, the next that streams is
+    fetched. `notes` gets a text if none stays.
+
+    Raises UsageError if "all" is asked for and not all can stay, or if all would, and the device has no room.
+    """
     policy = kernels.policy
-    expected, asked = 'resident="all"', 'resident="none", which streams'
+    if policy.resident in ("none", "auto"):
+        return frozenset()
+    if policy.resident == "all":
+        stays = frozenset(unit.index for unit in kernels.units)
+        if strange := sorted(stays - set(may_stay)):
+            raise usage_error(
+                'resident="all" with updates by noria\'s own kernels',
+                f'"{kernels.units[strange[0]].name}", which torch updates on the host',
+                "choose AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
+            )
+    else:
+        stays = frozenset(spread_evenly(may_stay, to_bytes(policy.resident) or 0))
+        if not stays:
+            least = min(may_stay.values(), default=0)
+            why = f"the smallest unit takes {format_bytes(least)} there" if may_stay else "torch updates all of them"
+            notes.append(f"no unit stays on the device: {why}")
+    if budgets.device is not None and len(stays) == len(kernels.units):
+        _refuse_what_does_not_fit(kernels, regions, stays, budgets)
+    return stays
+
+
+def _refusal_of_policy(kernels: Kernels, grid: Grid | None, device: torch.device) -> UsageError | None:
+    policy = kernels.policy
+    expected, asked = f'resident="{policy.resident}"', 'resident="none", which streams'
     if grid is not None:
-        raise usage_error(f"{expected} with a model that this rank has alone", "ranks that share it", f"leave {asked}")
+        return usage_error(f"{expected} with a model that this rank has alone", "ranks that share it", f"leave {asked}")
     if policy.update == "backward":
-        raise usage_error(f'{expected} with update="auto" or "blocking"', 'update="backward"', "choose one of the two")
+        return usage_error(f'{expected} with update="auto" or "blocking"', 'update="backward"', "choose one of the two")
     if policy.activations != "keep":
         found = f'activations="{policy.activations}"'
-        raise usage_error(f'{expected} with activations="keep"', found, "choose one of the two")
+        return usage_error(f'{expected} with activations="keep"', found, "choose one of the two")
     if policy.reads == "home":
-        raise usage_error(f"{expected} alone, which shows weights at any time", 'reads="home" too', "leave reads out")
-    if refusal := _refusal_of_updates(kernels, expected):
-        raise refusal
+        return usage_error(f"{expected} alone, which shows weights at any time", 'reads="home" too', "leave reads out")
+    if policy.state_dtype != "fp32" and kernels.optimizers:
+        found = f'state_dtype="{policy.state_dtype}"'
+        return usage_error(f'{expected} with state_dtype="fp32"', found, "choose one of the two")
     if device.type != "cpu" and kernels.optimizers and not _C.has_kernel_images():
-        raise usage_error(
+        return usage_error(
             f"{expected} in a build of noria with kernels for devices",
             "one that was built without nvcc",
             f"build noria where there is an nvcc, or leave {asked}",
         )
-    if budgets.device is None:
-        return
-    shares = 1 if device.type == "cpu" else 2
-    own = sum(resident_rows(regions).values())
-    gradients = sum(unit.gradients for unit in kernels.units)
-    needed = shares * (own + gradients)
-    if budgets.device < needed:
-        raise usage_error(
-            f"device_memory of at least {format_bytes(needed)} ({needed} bytes) for {expected}: {format_bytes(own)} of "
-            f"weights and state, {format_bytes(gradients)} of gradients"
-            + (", the same again for activations" * (shares > 1)),
-            format_bytes(budgets.device),
-            f"raise device_memory, or say {asked}",
-        )
-
-
-def _refusal_of_updates(kernels: Kernels, expected: str) -> UsageError | None:
-    if kernels.policy.state_dtype != "fp32" and kernels.optimizers:
-        found = f'state_dtype="{kernels.policy.state_dtype}"'
-        return usage_error(f'{expected} with state_dtype="fp32"', found, "choose one of the two")
-    held = set().union(*kernels.held()) if kernels.optimizers else set()
-    for unit in kernels.units:
-        if unit.index in kernels.fused or not any(
-            slot.trainable and slot.parameter in held for slot in unit.parameters
-        ):
-            continue
-        return usage_error(
-            f"{expected} with updates by noria's own kernels",
-            f'"{unit.name}", which torch updates on the host',
-            "choose AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
-        )
     return None
+
+
+def _refuse_what_does_not_fit(kernels: Kernels, regions: list[Region], stays: Container[int], budgets: Budgets) -> None:
+    shares, budget = budgets.shares, budgets.device or 0
+    own = sum(mirror.bytes for mirror in mirrors_of(regions, stays))
+    gradients = gradient_bytes(kernels.units, stays)
+    needed = shares * (own + gradients)
+    if budget < needed:
+        raise usage_error(
+            f'device_memory of at least {format_bytes(needed)} ({needed} bytes) for resident="all": '
+            f"{format_bytes(own)} of weights and state, {format_bytes(gradients)} of gradients"
+            + (", the same again for activations" * (shares > 1)),
+            format_bytes(budget),
+            'raise device_memory, or say resident="none", which streams',
+        )
+
+
+def gradient_bytes(units: list[HomeUnit], stays: Container[int]) -> int:
+    """Returns the bytes of the gradients of units that stay. They lie in torch's memory."""
+    return sum(unit.gradients for unit in units if unit.index in stays)
+
+
+def _can_stay(kernels: Kernels, unit: HomeUnit) -> bool:
+    """Returns True if noria's own kernels can update all that is trained in the unit, or if nothing is."""
+    held = set().union(*kernels.held()) if kernels.optimizers else set()
+    return unit.index in kernels.fused or not any(slot.trainable and slot.parameter in held for slot in unit.parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+import torch
 from torch import nn
 
 from noria import _C
@@ -13,7 +14,7 @@ from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import WrapPlan
 
-__all__ = ["PlanSpeeds", "PlannedStep"]
+__all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PlanSpeeds:
 
     - `draft`: GiB/s of drafts, which compute more than updates. 0: as updates.
     - `host`: GiB/s of the host's memory, which copies and updates share. 0: no limit.
+    - `device`: GiB/s of updates on the device. 0: they take no time.
     - `both_ways`: GiB/s of fetches and drains together, while both run. 0: neither slows the other down.
     - `measured`: the names of those that were measured now.
     """
@@ -33,7 +35,13 @@ class PlanSpeeds:
     draft: float = 0.0
     host: float = 0.0
     both_ways: float = 0.0
+    device: float = 0.0
     measured: tuple[str, ...] = ()
+
+
+def bytes_per_copied(device: torch.device) -> int:
+    """Returns how often a copied byte is read or written in the host's memory."""
+    return 2 if device.type == "cpu" else 1  # there the device's memory is the host's
 
 
 _STEPS = 4
@@ -45,18 +53,20 @@ class PlannedStep:
 
     Compute is taken as two flops per weight and token in forward, and twice that in backward. Embeddings take none.
     This is right for models made of matrix products, and too little for attention over long sequences. With `measured`
-    the costs are those, and of `speeds` only what lanes share counts.
+    the costs are those. Of `speeds` only what lanes share counts, if it was not measured.
     """
 
     def __init__(
         self, planned: WrapPlan, tokens: int, speeds: PlanSpeeds, measured: MeasuredCosts | None = None
     ) -> None:
-        self.planned, self.speeds, self.tokens = planned, speeds, tokens
+        self.planned, self.speeds, self.tokens, self.measured = planned, speeds, tokens, measured
         self.ops: list[_C.Op] = []
         self.phases: list[str] = []
         self._priorities: list[int] = []
         self._order = {unit.index: place for place, unit in enumerate(self._forward_order())}
-        self._trained = [unit for unit in self._forward_order() if planned.kernels and unit.gradients]
+        trained = [unit for unit in self._forward_order() if planned.kernels and unit.gradients]
+        self._trained = [unit for unit in trained if unit.index not in planned.stays]
+        self._at_rest = [unit for unit in trained if unit.index in planned.stays]
         self._first: list[int] = []  # by step: its first op
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
@@ -80,7 +90,7 @@ class PlannedStep:
 
     def _estimated(self) -> _C.Costs:
         speeds = self.speeds
-        rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update}
+        rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update, "compute": speeds.device}
         forward_us = [2 * self.tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = [2 * us for us in forward_us]
         by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
@@ -88,8 +98,11 @@ class PlannedStep:
 
     def _measured(self, measured: MeasuredCosts) -> _C.Costs:
         by_visit = measured.forward_us, measured.backward_us
-        shared = measured.draft_gib_s, self.speeds.both_ways, self.speeds.host, self._bytes_per_copied
-        return _C.Costs(measured.gib_s, measured.latency_us, *by_visit, *shared)
+        both_ways = measured.both_ways_gib_s or self.speeds.both_ways
+        host = measured.host_gib_s or self.speeds.host
+        shared = measured.draft_gib_s, both_ways, host, self._bytes_per_copied
+        rates = measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
+        return _C.Costs(rates, measured.latency_us, *by_visit, *shared)
 
     @property
     def step_us(self) -> int:
@@ -97,8 +110,7 @@ class PlannedStep:
 
     @property
     def _bytes_per_copied(self) -> int:
-        """Returns how often a copied byte is read or written in the host's memory."""
-        return 2 if self.planned.device.type == "cpu" else 1  # there the device's memory is the host's
+        return bytes_per_copied(self.planned.device)
 
     def trace_json(self) -> str:
         """Returns the simulated steps as the JSON of a trace, like that of a run (`noria trace`, Perfetto)."""
@@ -122,7 +134,10 @@ class PlannedStep:
                     ]
                 if op.verb == "drain" and self._is_in_ring(op.unit):
                     self._takes.append(len(self.ops))
-                self._add(phase, op.lane, op.verb, op.unit, op.bytes, accesses)
+                number = op.unit
+                if op.verb in ("forward", "backward"):  # perhaps of a unit that stays, which the op does not name
+                    number = self.planned.visits[phase][op.visit].needs[-1]
+                self._add(phase, op.lane, op.verb, number, op.bytes, accesses)
                 if op.verb != "drain" or op.unit not in left:
                     continue
                 left[op.unit] -= 1
@@ -138,6 +153,8 @@ class PlannedStep:
         self._add("step", "compute", "user", -1, 0, held)
         for unit in late:
             self._add_update(step, "update", unit.index)
+        for unit in self._at_rest:
+            self._add("step", "compute", "update", unit.index, self._update_bytes(unit, is_logged=False), [])
 
     def _add_update(self, step: int, verb: str, unit: int) -> None:
         accesses = [
@@ -227,14 +244,16 @@ class PlannedStep:
             name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
             if span.lane == "peer":
                 name = "peer_us"
+            elif span.lane == "compute" and span.verb == "update":
+                name = "backward_us"
             if name in sums and span.lane != "update":
                 sums[name] += _C.duration_us(self.ops[span.op], self._costs)
         for unit in self._trained:  # plain updates: no mode does less
             num_bytes = self._update_bytes(unit, is_logged=False)
             sums["update_us"] += _C.duration_us(_C.Op(0, "update", "update", unit.index, num_bytes), self._costs)
-        if self.speeds.host:
+        if host := self.speeds.host or (0.0 if self.measured is None else self.measured.host_gib_s):
             copied = self._bytes_per_copied
             for name, lanes, times in (("copies", ("fetch", "drain"), copied), ("updates", ("update",), 1)):
                 moved = times * sum(span.bytes for span in self.spans if span.lane in lanes)
-                sums[f"host_{name}_us"] = moved / (self.speeds.host * (1 << 30)) * 1e6
+                sums[f"host_{name}_us"] = moved / (host * (1 << 30)) * 1e6
         return _C.StepTimes(**sums)

@@ -9,6 +9,7 @@ from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import GRADIENT_RING, UNDO_LOGS
+from noria.planning.decisions import room_for_stays
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
 from noria.planning.wrap_plan import WrapPlan, staging_bytes
@@ -48,7 +49,7 @@ def wall(step: PlannedStep) -> tuple[str, float]:
     """Returns the resource that the step needs longest, and for which share of the step."""
     times = step.times()
     needs = {
-        "compute of the device": times.forward_us + times.backward_us,
+        "compute of the device": compute_us(step),
         "fetches over the link": times.forward_fetch_us + times.backward_fetch_us,
         "drains over the link": times.drain_us,
         "updates on the host": times.update_us,
@@ -87,6 +88,8 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
         others |= {f'state_dtype="{each}"': {"state_dtype": each} for each in ("bf16", "8bit")}
         others |= {f'update="{each}"': {"update": each} for each in ("auto", "backward")}
     others = {what: fields for what, fields in others.items() if not fields.items() <= vars(policy).items()}
+    if policy.resident == "none" and (room_for_stays(planned) >> 30):
+        others['resident="auto"'] = {"resident": "auto"}
     if policy.host_memory != "auto" and set(planned.draftable) > planned.drafted:
         missing = sum(size for unit, size in planned.draftable.items() if unit not in planned.drafted)
         needed = planned.home_bytes + missing + staging_bytes(planned.device)

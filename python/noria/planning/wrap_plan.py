@@ -34,7 +34,7 @@ from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
-from noria.planning.resident import refuse_if_not_resident, resident_rows
+from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes, mirrors_of
 from noria.policy import (
     Policy,
     compute_device,
@@ -49,9 +49,11 @@ __all__ = [
     "WINDOW",
     "WrapPlan",
     "fingerprint",
+    "folded",
     "make_plan",
     "masters_note",
     "staging_bytes",
+    "with_stays",
 ]
 
 STAGING_RING = "staging ring"
@@ -79,6 +81,10 @@ class WrapPlan:
     """The same as text for people."""
     fused: dict[int, tuple[FusedRule, ...]]
     """By index of a unit that noria's kernels update: the rules that may update it."""
+    stays: frozenset[int]
+    """Indices of the units that stay on the device, with their state, once each optimizer has made its first step."""
+    may_stay: dict[int, int]
+    """By index of a unit that may stay: the bytes that it takes on the device."""
     drafted: frozenset[int]
     """Indices of the units that have undo logs, and so may be drafted."""
     draftable: dict[int, int]
@@ -110,14 +116,14 @@ class WrapPlan:
         return self.arena_bytes + sum(self.beside_the_arena().values())
 
     @property
-    def rests(self) -> bool:
-        """True if all of the model stays on the device once each optimizer has made its first step."""
-        return self.policy.resident == "all"
+    def stands_still(self) -> bool:
+        """True if all units stay, so that nothing moves then and there is no window."""
+        return len(self.stays) == len(self.units)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device that noria takes then, in place of the arena."""
-        return sum(resident_rows(self.regions).values()) if self.rests else 0
+        """Bytes on the device that noria takes for what stays."""
+        return sum(mirror.bytes for mirror in mirrors_of(self.regions, self.stays))
 
     @property
     def saved_room(self) -> int | None:
@@ -168,7 +174,7 @@ class WrapPlan:
             f"{sum(unit.is_block for unit in self.units)} of them blocks; {format_bytes(weights)} of weights; "
             f"the window holds {self.arena_bytes / max(weights, 1):.0%} of them"
         ]
-        for name, alike in _folded(self.units):
+        for name, alike in folded(self.units):
             weights, gradients = sum(unit.weights for unit in alike), sum(unit.gradients for unit in alike)
             what = f"gradients {format_bytes(gradients)}" if gradients else "frozen"
             lines.append(f"  {name:<40} weights {format_bytes(weights):>10}  {what}")
@@ -181,10 +187,16 @@ class WrapPlan:
                 f"{format_bytes(planned.fetched)}; at most {peak} {plural(peak, 'unit')} and "
                 f"{format_bytes(planned.peak)} leased at once"
             )
-        if self.rests:
+        if self.stands_still:
             lines.append(
                 "from the second step on all of the model stays on the device, in "
                 f"{format_bytes(self.resident_bytes)} in place of the window: nothing moves, and updates run there"
+            )
+        elif self.stays:
+            units = f"{len(self.stays)} {plural(len(self.stays), 'unit')}"
+            lines.append(
+                f"from the second step on {units} of these stay on the device, in {format_bytes(self.resident_bytes)} "
+                "beside the window, and are updated there; the passes above are those of the others"
             )
         if self.saved_room is not None:
             lines.append(
@@ -199,7 +211,7 @@ class WrapPlan:
         return "\n".join(lines)
 
 
-def _folded(units: list[HomeUnit]) -> list[tuple[str, list[HomeUnit]]]:
+def folded(units: list[HomeUnit]) -> list[tuple[str, list[HomeUnit]]]:
     """Returns the units line by line, with a name. Equal units that are numbered one after another share a line."""
     lines: list[list[HomeUnit]] = []
     for unit in units:
@@ -286,23 +298,23 @@ def make_plan(
     ring: Ring | None = None
     without_masters = masters_note(kernels, parts, grid) if kernels.updates_bfloat16() else ""
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
-    draftable = undo_log_needs(kernels)
     states, state_bytes = state_places(kernels, unpredicted)
-    home = sum(region.bytes for region in home_regions(kernels, frozenset(), state_bytes))
+    first = home_regions(kernels, frozenset(), state_bytes)
+    may_stay = bytes_to_stay(kernels, first, grid, device)
+    stays = choose_stays(kernels, may_stay, first, budgets, device, unpredicted)
+    draftable = undo_log_needs(kernels, stays)
+    home = sum(region.bytes for region in first)
     left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
     regions = home_regions(kernels, drafted, state_bytes)
     if policy.update == "backward":
         ring = gradient_ring(parts, units)
         regions = [ring.region if region.purpose == "held gradients" else region for region in regions]
-    if policy.resident == "all":
-        refuse_if_not_resident(kernels, regions, budgets, grid, device)
-    facts, table = _facts(units)
+    table = _C.BufferTable()
+    facts = _facts(units, table)
     forward, backward = _assumed_visits(parts, units)
     reduce_bytes = _reduce_bytes(units) if grid is not None and policy.reduce_dtype is not None else 0
     assist_bytes = 0 if grid is None else _assist_bytes(units, grid.num_shards)
-    other_bytes = reduce_bytes + assist_bytes
-    arena, window = _device_split(policy, budgets, free, units, facts, forward + backward, other_bytes)
     least_arena, _ = _C.smallest_budget(forward + backward, facts)
     result = WrapPlan(
         policy,
@@ -311,11 +323,13 @@ def make_plan(
         parts,
         units,
         regions,
-        arena,
-        window,
+        0,
+        0,
         kernels.by_optimizer,
         kernels.names(),
         kernels.fused,
+        frozenset(),
+        may_stay,
         drafted,
         draftable,
         states,
@@ -327,15 +341,43 @@ def make_plan(
         reduce_bytes,
         assist_bytes,
         without_masters,
-        least_device=least_arena + other_bytes,
+        least_device=least_arena + reduce_bytes + assist_bytes,
     )
+    result = with_stays(result, stays)
     _check_host(result, is_carried_out, free)
-    entry: list[tuple[int, int]] = []
-    for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
-        request = _C.PlanRequest(visits, arena, window, after, entry, f"device:{device.index or 0}")
-        planned = result.passes[name] = _C.plan_pass(request, facts, table)
-        entry = list(planned.exit)
     return result
+
+
+def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
+    """Returns the plan in which these units stay on the device, and the others have the window beside them.
+
+    Raises UsageError if the device has no room for both.
+    """
+    facts, table = _facts(planned.units, planned.buffers), planned.buffers
+    forward, backward = planned.visits["forward"], planned.visits["backward"]
+    beside = sum(planned.beside_the_arena().values())
+    if len(stays) < len(planned.units):  # else there is no window then
+        beside += sum(mirror.bytes for mirror in mirrors_of(planned.regions, stays))
+        beside += gradient_bytes(planned.units, stays)
+    arena, window = _device_split(planned.policy, planned.budgets, planned.units, facts, forward + backward, beside)
+    passes: dict[str, _C.PassPlan] = {}
+    entry: list[tuple[int, int]] = []
+    forward, backward = _without(stays, forward), _without(stays, backward)
+    for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
+        place = f"device:{planned.device.index or 0}"
+        request = _C.PlanRequest(visits, arena, window, after, entry, place)
+        passes[name] = _C.plan_pass(request, facts, table)
+        entry = list(passes[name].exit)
+    draftable = {unit: size for unit, size in planned.draftable.items() if unit not in stays}
+    return dataclasses.replace(
+        planned,
+        arena_bytes=arena,
+        window=window,
+        passes=passes,
+        stays=stays,
+        drafted=planned.drafted - stays,
+        draftable=draftable,
+    )
 
 
 def _units_of(
@@ -430,15 +472,27 @@ def fingerprint(planned: WrapPlan, optimizers: list[Optimizer]) -> list[Line]:
     return lines
 
 
-def _facts(units: list[HomeUnit]) -> tuple[list[_C.UnitFacts], _C.BufferTable]:
-    table = _C.BufferTable()
+def _facts(units: list[HomeUnit], table: _C.BufferTable) -> list[_C.UnitFacts]:
     facts = []
     for unit in units:
         working = table.intern("host:0", unit.index, 1, "working_copy", unit.index)
         held = table.intern("host:1", unit.index, 1, "held_gradient", unit.index)
         state = table.intern("host:2", unit.index, 1, "optimizer_state", unit.index)
         facts.append(_C.UnitFacts(unit.name, unit.weights, unit.gradients, working, held, state))
-    return facts, table
+    return facts
+
+
+def _without(stays: frozenset[int], visits: list[_C.Visit]) -> list[_C.Visit]:
+    """Returns the visits once these units stay: they take no place in the window, and bring no gradients there."""
+    return [
+        _C.Visit(
+            visit.hook,
+            visit.phase,
+            [unit for unit in visit.needs if unit not in stays],
+            [unit for unit in visit.gradients if unit not in stays],
+        )
+        for visit in visits
+    ]
 
 
 def _assumed_visits(parts: Partition, units: list[HomeUnit]) -> tuple[list[_C.Visit], list[_C.Visit]]:
@@ -491,7 +545,6 @@ def _forward_order(parts: Partition) -> list[int]:
 def _device_split(
     policy: Policy,
     budgets: Budgets,
-    free: Free,
     units: list[HomeUnit],
     facts: list[_C.UnitFacts],
     visits: list[_C.Visit],
@@ -511,14 +564,15 @@ def _device_split(
     if window:
         leased = sorted((unit.weights for unit in units), reverse=True)[:window]
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
-    # On CUDA half is left to activations, which torch's allocator takes. The ledger shows only noria's half.
-    shares, budget = 1 if free.device is None else 2, budgets.device
+    # What is left to activations, torch's allocator takes. The ledger shows only noria's share.
+    shares, budget = budgets.shares, budgets.device
     if budget is not None:
         needed = shares * (least_arena + other_bytes)
         if budget < needed:
             largest = max(facts, key=lambda unit: unit.weights + unit.gradients)
             raise usage_error(
                 f"device_memory of at least {format_bytes(needed)} ({needed} bytes)"
+                + (f', with resident="{policy.resident}"' if policy.resident != "none" else "")
                 + (", half of it for activations" if shares > 1 else ""),
                 f"{format_bytes(budget)}; the largest unit is {largest.name}",
                 "raise device_memory, or name smaller units",

@@ -1,6 +1,7 @@
 """Holds what one `wrap` call made: plan, home, engine, backend. Other parts read it and never assign to it.
 
-Only the plan may grow, once: by optimizers that are made after the model was wrapped (`add_to_plan`).
+Only the plan may be replaced. Optimizers may come after the model (`add_to_plan`), the window may get another size, and
+other units may stay on the device.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Context:
         """Puts a plan in the place of the first one, with the same units: optimizers have come after the model."""
         object.__setattr__(self, "plan", plan)
         self.notes.extend(plan.unpredicted)
+
+    def replace_plan(self, plan: WrapPlan) -> None:
+        """Puts a plan in the place of another one, with the same home: other units stay on the device."""
+        object.__setattr__(self, "plan", plan)
 
     def note_window(self, num_bytes: int) -> None:
         """The window has another size from now on."""
@@ -103,7 +108,7 @@ class Context:
 
     def settle_units(self) -> None:
         """Undoes all drafts, and brings all units home: the user may look at the home, or edit it, from now on."""
-        for unit in range(len(self.units)) if self.engine.rest.is_on else self.plan.drafted:
+        for unit in sorted(self.plan.drafted | {unit for unit in self.plan.stays if self.engine.rest.has(unit)}):
             self.engine.home.access_home(unit, False)
 
     def write_trace(self) -> None:

@@ -1,32 +1,32 @@
-"""Keeps the whole model on the device between steps: weights, low bits and moments. Gradients lie in torch's memory.
+"""Keeps units on the device between steps: weights, low bits and moments. Gradients lie in torch's memory.
 
-Device memory then has the layout of the home, arena by arena. Parameters are ordinary tensors of the device, and
-`step()` updates in place. Before anything reads a unit's home, noria copies the unit back from the device. What is
-written to the home is copied to the device before the next forward or step.
+Their parameters are ordinary tensors of the device, and `step()` updates in place. Before anything reads a unit's home,
+noria copies the unit back from the device. What is written to the home is copied to the device before the next forward
+or step. The other units stream. If there are none, the engine sleeps: the wheel stands still.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from noria import _C
-from noria.model.layout import AVERAGES, HomeUnit
+from noria.model.layout import AVERAGES, HomeUnit, Region
 from noria.model.moment_formats import MOMENTS
-from noria.planning.resident import MIRRORED, purpose_on_device
-from noria.planning.wrap_plan import WINDOW
+from noria.planning.resident import MIRRORED, mirror_of
+from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.context import Context
 from noria.runtime.state import RunState, weakly
-from noria.runtime.window import take_window
+from noria.runtime.window import give_window_back, resize_window, take_window
 from noria.torch_state import await_device, empty_cache, plainly
 
 __all__ = ["Rest"]
 
 
 class Rest:
-    """Begins and ends the state in which the model stays on the device: the rest.
+    """Begins and ends the state in which `units` stay on the device: the rest.
 
     `_newer` holds the units that only the device has up to date. `_stale` holds those that may be up to date only at
     home.
@@ -44,11 +44,14 @@ class Rest:
         self.context = context
         self.run = run
         self.is_on = False
+        self.units: list[HomeUnit] = []
+        """Those that are at rest while `is_on`."""
+        self._mirrors: dict[str, Region] = {}
         self._can_update = can_update
         self._watch_state = watch_state
-        self._is_wanted = context.plan.rests
+        self._is_given_up = False
+        self._adopted: WrapPlan | None = None
         self._has_seen_pass = False
-        self._purposes: list[str] = []
         self._newer: set[int] = set()
         self._stale: set[int] = set()
         self._stale_state: set[int] = set()  # of these the moments alone
@@ -59,23 +62,50 @@ class Rest:
         run.on_home_closed.append(self._show_again)
         run.on_out_of_memory.append(self.give_up)
 
+    @property
+    def stands_still(self) -> bool:
+        """True if all units are at rest, so that nothing moves."""
+        return self.is_on and len(self.units) == len(self.context.units)
+
+    def has(self, unit: int) -> bool:
+        """Returns True if the unit is at rest."""
+        return self.is_on and self.context.engine.rest.has(unit)
+
     # ---- begin and end ----
 
-    def holds(self) -> bool:
-        """Returns True if the model is at rest in the forward that begins now; begins or ends the rest if it is time.
+    def begin_forward(self) -> None:
+        """Begins or ends the rest if it is time, and makes the units at rest ready for the forward that begins now.
 
         Order: no pass is under way.
         """
-        if self.is_on and (not self._is_wanted or self._has_averages()):
+        if self._adopted is not None and not self._has_averages():
+            self._take_up(self._adopted)
+        is_wanted = bool(self.context.plan.stays) and not self._is_given_up
+        if self.is_on and (not is_wanted or self._has_averages()):
             self.end()
-        if not self._is_wanted:
-            return False
+        if not is_wanted:
+            return
         if not self.is_on and self._may_begin():
             self._begin()
         self._has_seen_pass = True
         if self.is_on:
             self.refresh()
-        return self.is_on
+
+    def adopt(self, plan: WrapPlan) -> None:
+        """From the next forward on the units of this plan stay. The window gets its size."""
+        if plan.stays and not self._is_given_up:
+            self._adopted = plan
+
+    def _take_up(self, plan: WrapPlan) -> None:
+        self._adopted = None
+        context = self.context
+        self.end()
+        context.settle_units()  # drafts of units that stay from now on
+        before = context.plan.arena_bytes
+        context.replace_plan(plan)
+        context.notes.append(f'resident="auto": {len(plan.stays)} of {len(context.units)} units stay on the device')
+        if not plan.stands_still and plan.arena_bytes != before:
+            resize_window(context, self.run, plan.arena_bytes)
 
     def _may_begin(self) -> bool:
         return (
@@ -91,7 +121,9 @@ class Rest:
 
     def _begin(self) -> None:
         context = self.context
-        self._purposes = [purpose for purpose in MIRRORED if purpose in context.home.arenas]
+        self.units = [context.units[unit] for unit in sorted(context.plan.stays)]
+        homes = [context.home.regions[purpose] for purpose in MIRRORED if purpose in context.home.arenas]
+        self._mirrors = {region.purpose: mirror_of(region, context.plan.stays) for region in homes}
         self.run.settle_writes()
         context.engine.home.raise_lost_writes()
         context.engine.updates.run_all_deferred()
@@ -102,11 +134,13 @@ class Rest:
         self._newer.clear()
         self._forget_device()
         try:
-            context.engine.rest.set_on(True)
-            context.ledger.expect(str(context.device), WINDOW, 0)
+            give_window_back(context)
+            context.engine.rest.set_units([unit.index for unit in self.units])
             self._take_memory()
+            if len(self.units) < len(context.units):
+                take_window(context)
         except BaseException:
-            self._is_wanted = False
+            self._is_given_up = True
             self._leave()
             raise
         context.engine.rest.set_callback(weakly(self._look))
@@ -115,7 +149,7 @@ class Rest:
     def _keep_gradients(self) -> None:
         """Gives gradients that are held at home memory of their own: autograd adds to them from now on."""
         with plainly():
-            for slot in self.context.slots:
+            for slot in (slot for unit in self.units for slot in unit.parameters):
                 gradient = slot.parameter.grad
                 if gradient is not None and self.context.engine.gradients.gradient_is(slot.index) == "held":
                     slot.parameter.grad = gradient.clone()
@@ -129,62 +163,68 @@ class Rest:
         if not self.is_on:
             return
         self.suspend()
+        if not self.stands_still:
+            self.run.wake_later(functools.partial(take_window, self.context))
+            give_window_back(self.context)
         self.is_on = False
         self._leave(wakes=wakes)
 
     def suspend(self) -> None:
         """Brings everything home, and gives the device's memory back until `resume`."""
-        for unit in self.context.units:
+        for unit in self.units:
             self._bring_home(unit)
         await_device(self.context.device)
         self._forget_device()
-        for unit in self.context.units:
+        for unit in self.units:
             self.context.engine.rest.hide(unit.index)
         self._give_memory_back()
 
     def resume(self) -> None:
-        """Takes the device's memory again, and shows all units there. Graphs of before `suspend` can go on."""
+        """Takes the device's memory again, and shows the units there. Graphs of before `suspend` can go on."""
         self._take_memory()
         self._show_all()
 
     def give_up(self, wanted: int = 0) -> None:
         """Ends the rest for good at the next forward: the device has no room for it."""
-        self._is_wanted = False
+        self._is_given_up = True
 
     def _leave(self, *, wakes: bool = True) -> None:
         self._give_memory_back()
-        self.context.engine.rest.set_on(False)
+        self.context.engine.rest.set_units([])
         if wakes:
             self.run.wake_by(functools.partial(take_window, self.context))
 
     def _forget_device(self) -> None:
         """What the device has does not count any more."""
         self._is_fresh = False
-        self._stale = {unit.index for unit in self.context.units}
+        self._stale = {unit.index for unit in self.units}
         self._stale_state.clear()
 
     def _take_memory(self) -> None:
         """Takes what is missing: an earlier try may have been interrupted."""
         context = self.context
-        empty_cache(context.device)
-        for purpose in self._purposes:
-            if purpose_on_device(purpose) in context.device_buffers.taken:
-                continue
-            size = context.home.regions[purpose].bytes
-            context.ledger.expect(str(context.device), purpose_on_device(purpose), size)
-            context.device_buffers.take(purpose_on_device(purpose), size)
+        missing = [
+            mirror
+            for mirror in self._mirrors.values()
+            if mirror.bytes and mirror.purpose not in context.device_buffers.taken
+        ]
+        if missing:
+            empty_cache(context.device)
+        for mirror in missing:
+            context.ledger.expect(str(context.device), mirror.purpose, mirror.bytes)
+            context.device_buffers.take(mirror.purpose, mirror.bytes)
 
     def _give_memory_back(self) -> None:
         context = self.context
-        for purpose in self._purposes:
-            if purpose_on_device(purpose) in context.device_buffers.taken:
-                context.device_buffers.free(purpose_on_device(purpose))
-            context.ledger.expect(str(context.device), purpose_on_device(purpose), 0)
+        for mirror in self._mirrors.values():
+            if mirror.purpose in context.device_buffers.taken:
+                context.device_buffers.free(mirror.purpose)
+            context.ledger.expect(str(context.device), mirror.purpose, 0)
 
     # ---- home and device ----
 
     def refresh(self) -> None:
-        """Copies to the device what has been written at home, and shows all units there.
+        """Copies to the device what has been written at home, and shows the units there.
 
         Raises UsageError if the home is open, or if the user has given a parameter other data.
         """
@@ -193,6 +233,7 @@ class Rest:
         self.run.settle_writes()
         self.run.require_consistent("a pass")
         if not self._is_fresh:
+            self._take_memory()
             self._show_all()
 
     def refresh_if_stale(self) -> None:
@@ -201,11 +242,11 @@ class Rest:
             self.refresh()
 
     def _show_all(self) -> None:
-        for unit in self.context.units:
+        for unit in self.units:
             if unit.index in self._stale:
-                self._copy(unit, self._purposes, to_device=True)
+                self._copy(unit, self._mirrors, to_device=True)
             elif unit.index in self._stale_state:
-                self._copy(unit, [purpose for purpose in self._purposes if purpose in MOMENTS], to_device=True)
+                self._copy(unit, [purpose for purpose in self._mirrors if purpose in MOMENTS], to_device=True)
             self._stale.discard(unit.index)
             self._stale_state.discard(unit.index)
             if not self.context.engine.rest.is_shown(unit.index):
@@ -215,8 +256,9 @@ class Rest:
 
     def address(self, purpose: str, unit: int) -> int:
         """Returns the address on the device of the unit's part of an arena, or 0 if there is no such arena."""
-        base = self.context.device_buffers.address(purpose_on_device(purpose))
-        return base + self.context.home.regions[purpose].offsets[unit] if base else 0
+        mirror = self._mirrors.get(purpose)
+        base = 0 if mirror is None else self.context.device_buffers.address(mirror.purpose)
+        return base + mirror.offsets[unit] if mirror is not None and base else 0
 
     def note_newer(self, unit: int) -> None:
         """A step updates the unit on the device."""
@@ -229,7 +271,7 @@ class Rest:
 
     def take_writes(self) -> None:
         """Takes over what the user has written to parameters on the device. A split master loses its low bits."""
-        for unit in self.context.units:
+        for unit in self.units:
             self._take_writes(unit)
 
     def _look(self, unit: int, write_weights: bool, is_open: bool) -> None:
@@ -254,7 +296,7 @@ class Rest:
         self._note_stale(unit, self._stale_state)
 
     def _note_stale(self, unit: int, stale: set[int]) -> None:
-        if self.is_on:
+        if self.has(unit):
             self._bring_home(self.context.units[unit])
             stale.add(unit)
             self._is_fresh = False
@@ -268,7 +310,7 @@ class Rest:
         self._take_writes(unit)
         if unit.index in self._newer:
             has_state = unit.index not in self._stale_state  # else the home's moments are newer
-            purposes = [purpose for purpose in self._purposes if has_state or purpose not in MOMENTS]
+            purposes = [purpose for purpose in self._mirrors if has_state or purpose not in MOMENTS]
             self._copy(unit, purposes, to_device=False)
             self._newer.discard(unit.index)
 
@@ -289,7 +331,7 @@ class Rest:
         self.context.engine.rest.show(unit.index, self.address("working copies", unit.index))
         self.note_versions(unit.index)
 
-    def _copy(self, unit: HomeUnit, purposes: Sequence[str], *, to_device: bool) -> None:
+    def _copy(self, unit: HomeUnit, purposes: Iterable[str], *, to_device: bool) -> None:
         home = self.context.home
         with plainly(), torch.no_grad():
             for purpose in purposes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from noria.policy import format_bytes
 from noria.runtime.context import Context
 from noria.runtime.state import RunState
-from noria.runtime.window import give_window_back, take_window
-from noria.torch_state import await_device
+from noria.runtime.window import resize_window
 
 __all__ = ["Shrinking", "room_for"]
 
@@ -26,25 +25,23 @@ class Shrinking:
 
     def __init__(self, context: Context, run: RunState, *, has_stages: bool) -> None:
         self._context = context
+        self._run = run
         self._may = context.ranks is None and not has_stages
         self._wanted = 0
         run.on_out_of_memory.append(self._note)
 
     def _note(self, wanted: int) -> None:
-        self._wanted = max(self._wanted, wanted)
+        if not any(self._context.engine.rest.has(unit) for unit in self._context.plan.stays):
+            self._wanted = max(self._wanted, wanted)  # else the rest ends, which gives more
 
     def act(self) -> None:
         """Order: no pass is under way."""
         wanted, self._wanted = self._wanted, 0
-        context, rest = self._context, self._context.engine.rest
-        if not wanted or not self._may or rest.is_on:  # at rest there is no window: the rest ends first
+        context = self._context
+        if not wanted or not self._may:
             return
         before = context.plan.arena_bytes
-        await_device(context.device)  # kernels of the last pass may still read the window
-        give_window_back(context)
-        after = rest.resize(max(before - room_for(wanted), 0))
-        context.note_window(after)
-        take_window(context)
+        after = resize_window(context, self._run, max(before - room_for(wanted), 0))
         if after < before:
             context.notes.append(
                 f"{context.device} was out of memory for {format_bytes(wanted)}: the window has shrunk from "

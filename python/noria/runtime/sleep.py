@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 from noria._errors import usage_error
@@ -39,15 +38,18 @@ class Sleep:
                 "one whose stages may have lent each other its device memory",
                 "unwrap it, and wrap it again afterwards",
             )
-        if self._rest.is_on:
-            with run.sleeping(self._rest.resume):
-                self._rest.suspend()
-                empty_cache(context.device)
-                yield
-            return
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
         await_device(context.device)  # kernels of the last pass may still read the window
-        with run.sleeping(functools.partial(take_window, context)):
-            give_window_back(context)
+        with run.sleeping(self._wake):
+            if self._rest.is_on:
+                self._rest.suspend()
+            if not self._rest.stands_still:
+                give_window_back(context)
             empty_cache(context.device)
             yield
+
+    def _wake(self) -> None:
+        if not self._rest.stands_still:
+            take_window(self._context)
+        if self._rest.is_on:
+            self._rest.resume()

@@ -144,8 +144,12 @@ class RunState:
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Calls `wake`. If it raises, the next pass or step calls it again."""
-        self._wake = wake
+        self.wake_later(wake)
         self.require_awake("a pass")
+
+    def wake_later(self, wake: Callable[[], None]) -> None:
+        """The next pass or step calls `wake`."""
+        self._wake = wake
 
     def refuse_asleep(self, call: str) -> None:
         if self._is_asleep:

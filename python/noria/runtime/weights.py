@@ -103,7 +103,8 @@ class Weights:
 
     def _before_write(self, index: int) -> None:
         self.run.require_consistent("a write to weights", mends=True)
-        unit, rests = self.context.slots[index].unit, self.engine.rest.is_on
+        unit = self.context.slots[index].unit
+        rests = self.engine.rest.has(unit)
         self.engine.home.access_home(unit, not rests)
         if rests:  # what asks to write often only reads, as torch.save does
             self.run.tell_weight_write(unit)

@@ -43,13 +43,13 @@ def take_foreign(context: Context, slot: HomeParameter) -> None:
 
 
 def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> Jobs:
-    """Returns the parameters that have a gradient now, by unit and group.
+    """Returns the parameters that stream and have a gradient now, by unit and group.
 
     It also prepares what their updates read: gradients that the user put into `p.grad` move to the home.
     """
 
     def takes(slot: HomeParameter) -> bool:
-        return slot.parameter.grad is not None
+        return slot.parameter.grad is not None and not members.context.engine.rest.has(slot.unit)
 
     def take(slot: HomeParameter) -> None:
         take_foreign(members.context, slot)

@@ -66,7 +66,7 @@ class Drafts:
     def _expect_sums(self, told: set[int]) -> None:
         by_unit: dict[int, list[HomeParameter]] = {}
         for slot in self.members.slots():
-            if slot.trainable and slot.unit not in told:
+            if slot.trainable and slot.unit not in told and not self.context.engine.rest.has(slot.unit):
                 by_unit.setdefault(slot.unit, []).append(slot)
         for unit, slots in by_unit.items():
             self.context.engine.updates.expect_update(unit, self.fused.sum_job(unit, slots))

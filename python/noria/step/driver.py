@@ -36,7 +36,7 @@ from noria.step.drafts import Drafts
 from noria.step.grad_norm import GradNorm
 from noria.step.host_kernels import HostKernels
 from noria.step.optimizer_state import HomeState
-from noria.step.param_groups import ParamGroups, refuse_strangers, wants_more
+from noria.step.param_groups import Jobs, ParamGroups, refuse_strangers, wants_more
 from noria.step.resident_step import ResidentStep
 from noria.step.sharded_state import OptimizerShards
 from noria.step.state_dict import load_state_dict, state_dict
@@ -231,8 +231,6 @@ class StepDriver:
                 self.num_steps += 1
                 if refusal is not None:
                     raise refusal
-            elif self._rests():
-                self._step_at_rest()
             else:
                 self._begin()
         return loss
@@ -241,56 +239,53 @@ class StepDriver:
         """Runs after each `step()` that has not raised, also one that a scaler has skipped."""
         self.services.boundary.end()
 
-    def _rests(self) -> bool:
-        """Returns True if the model is at rest. Ends the rest if state is missing, which a step at home makes."""
-        rest = self.services.rest
-        if rest.is_on and not self._resident.has_state():
-            rest.end()
-        return rest.is_on
-
-    def _step_at_rest(self) -> None:
-        norms, resident, rest = self._norms, self._resident, self.services.rest
-        self._members.check_options()
-        jobs = resident.jobs()
-        ready = self._fused.ready(jobs, norms.factor(jobs))
-        resident.update(ready)
-        slots = [slot for each in ready.values() for slot, _, _ in each]
-        self.context.engine.home.bump_versions([slot.index for slot in slots])
-        for unit in ready:
-            rest.note_versions(unit)
-        norms.unscale(slots)
-        self.num_steps += 1
-
     def _begin(self) -> None:
-        norms = self._norms
+        norms, rest, updates = self._norms, self.services.rest, self.context.engine.updates
+        if rest.is_on and not self._resident.has_state():
+            rest.end()  # a step at home makes what is missing
         self._members.check_options()
         self._fused.number_elements()
         if norms.max_grad_norm is not None and not self.takes_factor():
             norms.grad_norm = norms.clip_at_step(norms.max_grad_norm)
         jobs = take_gradients(self._members, self._state, self.services.weights.masters)
-        factor, expected = norms.factor(jobs), norms.expected_factor
-        ready = self._fused.ready(jobs, factor)
-        engine, updates = self.context.engine, self.context.engine.updates
-        updates.begin_step()
-        order = [unit for unit in updates.next_forward_order() if unit in jobs]
-        slots = [slot for groups in jobs.values() for _, members in groups for slot in members]
-        updated = [slot.index for slot in slots]
-        for unit in order:
-            updates.run_deferred(unit)  # an update of an earlier step, if no forward has run since
+        at_rest = self._resident.jobs() if rest.is_on else {}
+        factor, expected = norms.factor(jobs | at_rest), norms.expected_factor
+        ready = self._fused.ready(jobs | at_rest, factor)  # puts state that the user has given into the home
+        if at_rest:
+            rest.refresh()
+            rest.take_writes()
+        streams = not rest.stands_still
+        order = self._begin_updates(jobs) if streams else []
+        if at_rest:
+            self._resident.update({unit: ready.pop(unit) for unit in at_rest})
         for priority, unit in enumerate(order):
             if unit in ready:
                 self._fused.submit(unit, ready[unit], priority)
             else:
                 self._torch_step.defer(unit, jobs[unit])
-        engine.home.bump_versions(updated)
+        slots = [slot for groups in (jobs | at_rest).values() for _, members in groups for slot in members]
+        updated = [slot.index for slot in slots]
+        self.context.engine.home.bump_versions(updated)
         self._members.note_step(updated)
-        try:
-            updates.end_step(self.context.policy.update == "blocking")
-        finally:
-            engine.gradients.guard_gradients()  # the pool still reads some, also if an update by torch raised
+        for unit in at_rest:
+            rest.note_versions(unit)
+        if streams:
+            try:
+                updates.end_step(self.context.policy.update == "blocking")
+            finally:
+                self.context.engine.gradients.guard_gradients()  # the pool still reads some, also after an error
         norms.unscale(slots)
         self.services.draft_policy.judge(would_hold=norms.max_grad_norm is not None and factor == expected)
         self.num_steps += 1
+
+    def _begin_updates(self, jobs: Jobs) -> list[int]:
+        """Tells the engine that updates begin. Returns the units in the order in which the next forward needs them."""
+        updates = self.context.engine.updates
+        updates.begin_step()
+        order = [unit for unit in updates.next_forward_order() if unit in jobs]
+        for unit in order:
+            updates.run_deferred(unit)  # an update of an earlier step, if no forward has run since
+        return order
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         self.services.reads.end()

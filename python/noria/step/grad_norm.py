@@ -55,8 +55,9 @@ class GradNorm:
             return self._clip_by_torch(max_norm, norm_type, error_if_nonfinite)
         self.wants_sums = True
         with plainly():
-            for slot in slots if not self._resident.rest.is_on else ():
-                take_foreign(self.context, slot)
+            for slot in slots:
+                if not self._resident.rest.has(slot.unit):
+                    take_foreign(self.context, slot)
             norm = self._norm(slots, max_norm)
             if error_if_nonfinite:
                 _refuse_nonfinite(norm, norm_type)
@@ -139,13 +140,15 @@ class GradNorm:
         """
         by_unit: dict[int, list[HomeParameter]] = {}
         order = list(slots)
-        if self._resident.rest.is_on:
-            return _root_of_sum(list(self._resident.sums(order).values()))
+        resting = [slot for slot in order if self._resident.rest.has(slot.unit)]
+        at_rest = self._resident.sums(resting) if resting else {}
         is_late = False  # True: the device still multiplies gradients; sum jobs wait for that themselves
         for slot in order:
+            if slot.index in at_rest:
+                continue
             is_late |= self.context.engine.gradients.apply_scales(slot.index)
             by_unit.setdefault(slot.unit, []).append(slot)
-        sums = dict.fromkeys((slot.index for slot in order), 0.0)  # in the same order on all ranks
+        sums = dict.fromkeys((slot.index for slot in order), 0.0) | at_rest  # in the same order on all ranks
         fused = {unit: members for unit, members in by_unit.items() if self.members.fuses(unit)}
         jobs = [(unit, self.fused.sum_job(unit, members)) for unit, members in fused.items()]
         for members, found in zip(fused.values(), self.context.engine.gradients.sum_gradients(jobs), strict=True):

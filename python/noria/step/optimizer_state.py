@@ -214,7 +214,9 @@ class HomeState:
         """
         if not self.is_planned(slot, key):
             return None
-        is_told = slot.unit in self.context.plan.drafted or self.context.plan.rests
+        plan = self.context.plan
+        may_stay = plan.stays if plan.policy.resident != "auto" else plan.may_stay
+        is_told = slot.unit in plan.drafted or slot.unit in may_stay
         told = self.run.while_open(self._before_write, slot.unit) if is_told else None
         home, purpose = self.context.home, PURPOSE_OF[key]
         if key not in MOMENT_OF:

@@ -1,4 +1,4 @@
-"""Updates a model that is at rest: in place on the device, from the gradients that autograd keeps in `p.grad`."""
+"""Updates units that are at rest: in place on the device, from the gradients that autograd keeps in `p.grad`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ResidentStep"]
 
 
 class ResidentStep:
-    """Makes the updates of one optimizer while the model is at rest."""
+    """Makes one optimizer's updates of the units that are at rest."""
 
     def __init__(
         self, members: ParamGroups, state: HomeState, fused: HostKernels, masters: Masters, rest: Rest
@@ -49,18 +49,14 @@ class ResidentStep:
         return has_all
 
     def jobs(self) -> Jobs:
-        """Returns the parameters that have a gradient now, by unit and group."""
+        """Returns the parameters at rest that have a gradient now, by unit and group."""
         for slot, _ in self._with_gradients():
             if slot.index in self._masters.loaded_low_bits:
                 self.rest.note_written(slot.unit)  # `confirm_low_bits` may correct them at home
-        return prepare_jobs(
-            self.members, self._state, self._masters, lambda slot: slot.parameter.grad is not None, refuse_gradient
-        )
+        return prepare_jobs(self.members, self._state, self._masters, self._has_gradient, refuse_gradient)
 
     def update(self, ready: dict[int, Ready]) -> None:
-        """Updates all units: on the host at once, on a device in the order of the current stream."""
-        self.rest.refresh()
-        self.rest.take_writes()
+        """Updates these units: on the host at once, on a device in the order of the current stream."""
         gradients = {unit: [_dense_gradient(slot) for slot, _, _ in each] for unit, each in ready.items()}
         jobs = []
         try:  # from here on steps are counted
@@ -96,8 +92,12 @@ class ResidentStep:
         for group in self.members.optimizer.param_groups:
             rule = rule_of(self.members.cls, group)
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self.context.slot_of:
-                    yield self.context.slot_of[parameter], rule
+                slot = self.context.slot_of.get(parameter)
+                if slot is not None and self._has_gradient(slot):
+                    yield slot, rule
+
+    def _has_gradient(self, slot: HomeParameter) -> bool:
+        return slot.parameter.grad is not None and self.rest.has(slot.unit)
 
 
 def _dense_gradient(slot: HomeParameter) -> torch.Tensor:

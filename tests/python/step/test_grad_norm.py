@@ -56,7 +56,7 @@ class Call:
         kernels: Any = SimpleNamespace(sum_job=lambda unit, slots: slots)
         run: Any = SimpleNamespace(recover=lambda: self.heard.append("recover"))
         sync: Any = SimpleNamespace(combine=self.combine)
-        streams: Any = SimpleNamespace(rest=SimpleNamespace(is_on=False))
+        streams: Any = SimpleNamespace(rest=SimpleNamespace(has=lambda unit: False))
         self.norms = GradNorm(members, kernels, run, sync, streams)
 
     def combine(self, parts: dict[int, float], what: str) -> dict[int, float]:

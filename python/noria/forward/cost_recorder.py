@@ -1,0 +1,132 @@
+"""Measures what ops cost in some of the first steps, and keeps that for the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from noria import _C
+from noria.forward.device_rate import device_update_gib_s
+from noria.forward.operator_watch import tensors_of
+from noria.forward.saved_bytes import SavedBytes
+from noria.model.partition import HookSpec
+from noria.planning.cost_cache import KnownCosts, save_costs
+from noria.planning.measured_costs import measured_costs, slowest
+from noria.planning.step_simulation import bytes_per_copied
+from noria.runtime.context import Context
+from noria.runtime.rank_sync import RankSync
+from noria.torch_state import in_backward
+
+__all__ = ["CostRecorder"]
+
+_SKIPPED = 2
+"""The first steps are unlike the others: passes are learned, and memory is taken."""
+_TRACED = 5
+_SPANS = 1 << 16
+
+
+class CostRecorder:
+    """Traces some of the first steps. `known` has what it has measured; before that, what an earlier run had.
+
+    Ranks that share the model tell each other what they have measured, so all have the same costs.
+    """
+
+    def __init__(self, context: Context, sync: RankSync, known: KnownCosts, on_measured: Callable[[], None]) -> None:
+        """`on_measured` runs once, when this run has measured: at the beginning of a `step()`."""
+        self.context = context
+        self._on_measured = on_measured
+        self.known = known
+        self._sync = sync
+        self._num_steps = 0
+        self._since_us = 0
+        self._trace: _C.Trace | None = None
+        self._saved: SavedBytes | None = None  # while a step's forwards are counted
+        self._counted = SavedBytes(slot.parameter for slot in context.slots)
+        self._inputs = ""
+        if known.note:
+            context.notes.append(known.note)
+
+    def begin_step(self) -> None:
+        """A `step()` begins, the first one after a forward that may train."""
+        self._num_steps += 1
+        if self._num_steps == _SKIPPED + 1:
+            self._begin()
+        elif self._trace is not None:
+            self._saved = None
+            if self._num_steps == _SKIPPED + 1 + _TRACED:
+                self._end()
+
+    def stop(self) -> None:
+        """Stops measuring for good."""
+        self._num_steps = max(self._num_steps, _SKIPPED + 1)
+        self._saved = None
+        if self._trace is not None:
+            self._trace = None
+            self.context.engine.set_trace(self.context.trace)
+
+    def leave(self, spec: HookSpec, args: object, outputs: list[torch.Tensor]) -> None:
+        """Runs when a forward of a module has ended."""
+        if self._saved is None or in_backward() or not torch.is_grad_enabled():
+            return
+        if not self._inputs:
+            self._inputs = ", ".join(str(list(each.shape)) for each in tensors_of(args)[:1])
+        try:
+            self._saved.count(spec.needs[-1], outputs)
+        except Exception:  # a measurement must not end a training
+            self._saved = None
+
+    def _begin(self) -> None:
+        context = self.context
+        if context.plan.stays:  # no visit names these units, so others would seem to take their time
+            self.stop()
+            return
+        self._trace = context.trace or _C.Trace(_SPANS)
+        if context.trace is None:
+            context.engine.set_trace(self._trace)
+        self._since_us = self._trace.now_us
+        self._saved = self._counted
+
+    def _end(self) -> None:
+        context, trace = self.context, self._trace
+        assert trace is not None
+        context.backend.stats("fetch")  # adds to the trace what the device has done by now
+        spans = [span for span in trace.spans() if span.start_us >= self._since_us]
+        self.stop()
+        costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device))
+        costs = dataclasses.replace(costs, **self._memory(), device_update_gib_s=self._device_update_gib_s())
+        if context.ranks is not None:
+            self._sync.meet("tell what ops cost")
+            costs = slowest(context.ranks.host.gather_objects(costs))
+        self.known = KnownCosts(costs, f"in this run, inputs of {self._inputs}")
+        is_first = context.ranks is None or context.ranks.rank == 0
+        if is_first and (note := save_costs(context.plan, costs, self._inputs)):
+            context.notes.append(note)
+        self._on_measured()
+
+    def _device_update_gib_s(self) -> float:
+        if self.context.policy.resident == "auto":
+            return device_update_gib_s(self.context)
+        return 0.0 if self.known.costs is None else self.known.costs.device_update_gib_s
+
+    def _memory(self) -> dict[str, Any]:
+        """Returns what is known of activations and of torch's own memory, as fields of MeasuredCosts."""
+        context = self.context
+        num_units, saved = len(context.units), dict(self._counted.by_unit)
+        if context.policy.activations != "keep":  # what the engine moves, or a checkpoint has packed, is not in a graph
+            by_hook = context.engine.saved.saved_by_module() if context.plan.least_saved is not None else {}
+            hooks = context.partition.hooks
+            for hook, (_, num_bytes, _, _) in by_hook.items():
+                if hook < len(hooks) and hooks[hook].needs:
+                    saved[hooks[hook].needs[-1]] = num_bytes
+        peak = 0
+        if context.device.type == "cuda":
+            now = torch.cuda.memory_allocated(context.device)
+            peak = max(torch.cuda.max_memory_allocated(context.device) - now - sum(saved.values()), 0)
+        return {
+            "saved": [saved.get(unit, 0) for unit in range(num_units)] if saved else [],
+            "saved_by": dict(self._counted.by_operator.most_common()),
+            "workspace": peak,
+        }

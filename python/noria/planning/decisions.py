@@ -1,0 +1,159 @@
+"""Decides how much of the model stays on the device: the plan whose simulated step is the shortest.
+
+A unit that stays costs the link and the host's memory nothing, and is updated on the device. But what it takes there is
+no window: a small window keeps fewer weights from the forward to the backward, so more is fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from noria._errors import UsageError
+from noria.model.layout import UNDO_LOGS, Region
+from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.resident import gradient_bytes
+from noria.planning.spread import spread_evenly
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.wrap_plan import WrapPlan, with_stays
+
+__all__ = ["choose_by_costs", "room_for_stays", "with_best_stays", "without_idle_logs"]
+
+_PARTS = 4
+"""Into how many parts the room is divided at first: a plan is simulated for each."""
+_GAIN = 0.01
+"""A plan must be faster by this part of a step to be taken in the place of one that keeps less on the device."""
+_FEW = 12
+"""Of so many units each is looked at by itself. Of more units, one makes little difference."""
+
+
+def room_for_stays(planned: WrapPlan) -> int:
+    """Returns the bytes on the device that units may take if they stay, beside their gradients and the smallest window.
+
+    It takes the units to have gradients as large as all of them have on average.
+    """
+    every = sum(planned.may_stay.values())
+    if planned.budgets.device is None or _all_fit(planned):
+        return every
+    with_gradients = every + gradient_bytes(planned.units, planned.may_stay)
+    left = max(planned.budgets.device // planned.budgets.shares - planned.least_device, 0)
+    return min(left * every // max(with_gradients, 1), every)
+
+
+def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> WrapPlan:
+    """Returns the plan with the units that stay by which a step is the shortest. `step_us` simulates it.
+
+    Units that stay are spread evenly over the model, or they are its first ones. Even units leave the others time to be
+    fetched. The first units are needed first, when nothing has hidden their updates yet. Of a few units, each is then
+    tried by itself, and in the place of each other one.
+
+    If all fit, all stay, unless that is slower. Hooks then do nothing either, which the simulation does not know.
+    """
+    search = _Search(planned, step_us)
+    room, order = room_for_stays(planned), _forward_order(planned)
+    for choose in (spread_evenly, _first_that_fit):
+        needs = {unit: planned.may_stay[unit] for unit in order if unit in planned.may_stay}
+        amounts = [room * part // _PARTS for part in range(_PARTS + 1)]
+        found = {amount: frozenset(choose(needs, amount)) for amount in amounts}
+        best = min(amounts, key=lambda amount: search.look(found[amount]))
+        for beside in (best - room // (2 * _PARTS), best + room // (2 * _PARTS)):
+            if 0 <= beside <= room:
+                search.look(frozenset(choose(needs, beside)))
+        if len(needs) <= _FEW:
+            search.try_each(found[best])
+    if len(planned.may_stay) <= _FEW:
+        search.try_each(frozenset())
+    if _all_fit(planned):
+        search.prefer(frozenset(planned.may_stay))
+    return search.best
+
+
+class _Search:
+    """Simulates plans, and remembers the best one."""
+
+    def __init__(self, planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> None:
+        self._planned = planned
+        self._step_us = step_us
+        self._times: dict[frozenset[int], float] = {}
+        self.best = with_stays(planned, frozenset())
+        self._best_us = self._times[frozenset()] = step_us(self.best)
+
+    def look(self, stays: frozenset[int]) -> float:
+        """Returns the time of a step if these units stay; infinity if the device has no room for them."""
+        if stays in self._times:
+            return self._times[stays]
+        us = float("inf")
+        if len(stays) < len(self._planned.units) or _all_fit(self._planned):
+            try:
+                candidate = with_stays(self._planned, stays)
+                us = self._step_us(candidate)
+            except UsageError:  # it does not fit beside the window and the gradients of what stays
+                pass
+        self._times[stays] = us
+        is_more = self._bytes(stays) > self._bytes(self.best.stays)
+        if us < self._best_us * (1 - _GAIN if is_more else 1):
+            self.best, self._best_us = candidate, us
+        return us
+
+    def prefer(self, stays: frozenset[int]) -> None:
+        """Takes these units if that makes the step hardly slower."""
+        if self.look(stays) <= self._best_us * (1 + _GAIN):
+            self.best = with_stays(self._planned, stays)
+
+    def _bytes(self, stays: frozenset[int]) -> int:
+        return sum(self._planned.may_stay[unit] for unit in stays)
+
+    def try_each(self, now: frozenset[int]) -> None:
+        """Adds a unit, leaves one out, or takes one for another, as long as that makes the step shorter."""
+        units = frozenset(self._planned.may_stay)
+        while True:
+            others = sorted(units - now)
+            near = [now | {unit} for unit in others] + [now - {unit} for unit in sorted(now)]
+            near += [now - {one} | {other} for one in sorted(now) for other in others]
+            next_one = min(near, key=self.look, default=now)
+            if self.look(next_one) >= self.look(now):
+                return
+            now = next_one
+
+
+def _first_that_fit(needs: dict[int, int], budget: int) -> list[int]:
+    chosen = []
+    for unit, need in needs.items():
+        if need <= budget:
+            chosen.append(unit)
+            budget -= need
+    return chosen
+
+
+def _forward_order(planned: WrapPlan) -> list[int]:
+    order = dict.fromkeys(unit for visit in planned.visits["forward"] for unit in visit.needs)
+    return list(order | dict.fromkeys(range(len(planned.units))))
+
+
+def _all_fit(planned: WrapPlan) -> bool:
+    """Returns True if all units can stay. There is no window then."""
+    if len(planned.may_stay) < len(planned.units):
+        return False
+    needed = sum(planned.may_stay.values()) + gradient_bytes(planned.units, planned.may_stay)
+    return planned.budgets.device is None or needed <= planned.budgets.device // planned.budgets.shares
+
+
+def without_idle_logs(planned: WrapPlan) -> WrapPlan:
+    """Returns the plan without undo logs of units that stay: their updates are not drafted."""
+
+    def lean(region: Region) -> Region:
+        if region.purpose != UNDO_LOGS:
+            return region
+        return Region.of(UNDO_LOGS, [0 if unit in planned.stays else size for unit, size in enumerate(region.sizes)])
+
+    return dataclasses.replace(planned, regions=[lean(region) for region in planned.regions])
+
+
+def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
+    """As `with_best_stays`, at costs that were measured.
+
+    Nothing stays if updates on the device were not measured, or if steps have several backwards.
+    """
+    if not costs.device_update_gib_s or costs.backwards > 1:  # a simulated step has one backward
+        return planned
+    return with_best_stays(planned, lambda each: PlannedStep(each, 0, PlanSpeeds(0, 0, 0, 0), costs).step_us)

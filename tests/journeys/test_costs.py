@@ -1,0 +1,250 @@
+"""What ops cost is measured in the first steps, shown, and kept for the next run; no bit depends on it."""
+
+import json
+import weakref
+from typing import Any
+
+import noria
+import pytest
+import torch
+from noria import _C
+from noria.cli.main import main
+from noria.planning.cost_cache import load_costs
+from noria.wrapped import wrapped_by
+from torch import nn
+
+from tests.device import DEVICE
+from tests.ranks import on_ranks
+
+STEPS = 9  # what is measured is over before the last one
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(1024 * (1 + number)) for number in range(4)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps=STEPS):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(5, 8, device=DEVICE)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(**policy):
+    model, optimizer = noria.wrap(*make(), device=DEVICE, window=2, **policy)
+    train(model, optimizer)
+    found = noria.report(model)
+    noria.unwrap(model, optimizer)
+    return found, [each.clone() for each in model.state_dict().values()]
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("NORIA_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"update": "backward"}, {"update": "blocking"}, {"activations": "offload"}, {"draft_memory": "1MiB"}],
+    ids=str,
+)
+def test_the_report_shows_what_ops_cost(folder, policy):
+    found, _ = run(**policy)
+    costs = found.costs
+    assert costs is not None and found.costs_measured.startswith("in this run") and "[5, 8]" in found.costs_measured
+    assert min(costs.forward_us) > 0 and min(costs.backward_us) > 0 and costs.hooks_us >= 0
+    assert {"fetch", "drain"} <= set(costs.gib_s) and min(costs.gib_s.values()) > 0
+    drafts = DEVICE == "cuda" and "update" not in policy  # there "auto" drafts all units
+    assert bool(costs.draft_gib_s) == (drafts or "draft_memory" in policy)
+    assert f"costs, measured {found.costs_measured}" in str(found)
+
+
+def test_kept_bytes_are_those_of_the_graph(folder):
+    """Of a block: its input, and what tanh returns, which two operators keep."""
+    found, _ = run()
+    assert found.costs.saved == [4 * 5 * (8 + 1024 * (1 + number)) for number in range(4)]
+    assert sum(found.costs.saved_by.values()) == sum(found.costs.saved) and found.costs.saved_by["AddmmBackward0"]
+
+
+def test_the_next_run_starts_with_them(folder):
+    first, bits = run()
+    model, optimizer = noria.wrap(*make(), device=DEVICE, window=3)
+    known = noria.report(model)
+    assert known.costs == first.costs and "[5, 8]" in known.costs_measured and known.num_steps == 0
+    train(model, optimizer)
+    noria.unwrap(model, optimizer)
+    assert all(map(torch.equal, bits, model.state_dict().values()))
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not _C.has_kernel_images(), reason="this build has no kernels for devices")
+def test_a_run_in_which_units_stay_measures_nothing(folder):
+    """Visits would seem to take the time of the units that stay beside them."""
+    stays = {"resident": "1MiB", "device_memory": "32MiB", "kernel": "fused"}
+    found, _ = run(**stays)
+    assert found.at_rest and found.costs is None and not list(folder.iterdir())
+    first, _ = run(kernel="fused")
+    again, _ = run(**stays)
+    assert again.at_rest and again.costs == first.costs
+
+
+def test_a_damaged_file_is_said_in_the_report_and_replaced(folder):
+    run()
+    [path] = (folder / "costs").iterdir()
+    path.write_text("{")
+    found, _ = run()
+    assert any("not used" in note for note in found.notes)
+    assert json.loads(path.read_text())["costs"]["forward_us"] == found.costs.forward_us
+
+
+def test_the_users_trace_has_all_steps_still(folder, tmp_path):
+    found, _ = run(trace=tmp_path / "trace.json")
+    assert found.costs is not None
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["name"].startswith("user") for event in events) == STEPS
+
+
+def test_plan_shows_them(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", ["."])
+    run()
+    assert main(["plan", "--model", f"{__name__}:make", "--window", "2", "--device", DEVICE]) == 0
+    shown = capsys.readouterr().out
+    assert "costs, measured on" in shown and "kept for backward by operator" in shown and "Tflop/s" not in shown
+    assert main(["plan", "--model", f"{__name__}:make", "--window", "2", "--tflops", "1"]) == 0
+    assert "costs, measured" not in capsys.readouterr().out
+
+
+def test_looking_at_a_graph_runs_no_hook_of_the_users(folder):
+    """Neither a checkpoint, which would compute again, nor a hook that unpacks."""
+    unpacked = []
+
+    def unpack(each):
+        unpacked.append(each)
+        return each
+
+    model, optimizer = noria.wrap(*make(), device=DEVICE, window=2)
+    for _ in range(STEPS):
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each.clone(), unpack):
+            loss = model(torch.randn(5, 8, device=DEVICE)).square().mean()
+        assert not unpacked
+        loss.backward()
+        unpacked.clear()
+        optimizer.step()
+    assert sum(noria.report(model).costs.saved) > 0
+    noria.unwrap(model, optimizer)
+
+
+def _costs_on(rank, size):
+    model, optimizer = noria.wrap(*make(), device="cpu", window=2)
+    wrapped = wrapped_by(model)
+    before = wrapped.recorder.known.costs
+    train(model, optimizer)
+    after = wrapped.recorder.known.costs
+    is_kept = load_costs(wrapped.context.plan).costs == after
+    noria.unwrap(model, optimizer)
+    return before, after, is_kept
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks of this test compute on the CPU")
+def test_ranks_have_the_same_costs(folder):
+    first = on_ranks(2, _costs_on)
+    (before, after, is_kept), (other_before, other_after, _) = first
+    assert before is None and other_before is None
+    assert after == other_after and is_kept
+    again = on_ranks(2, _costs_on)
+    assert again[0][0] == again[1][0] == after
+
+
+class UsesItsEmbedding(nn.Module):
+    """The head computes with the weight of a unit that has left the device when the graph is looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(3))
+
+    def forward(self, x):
+        x = x @ self.embed.weight
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.embed.weight)
+
+
+def test_looking_touches_no_weight_and_keeps_no_graph(folder, monkeypatch):
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.held = torch.ones(3)
+            kept.append(weakref.ref(ctx.held))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    torch.manual_seed(0)
+    kept: list[Any] = []
+    model = UsesItsEmbedding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    noria.wrap(model, optimizer, device=DEVICE, window=2)
+    context, own = wrapped_by(model).context, torch.Tensor.untyped_storage
+    weights, touched = {_C.storage_of(slot.parameter) for slot in context.slots}, []
+
+    def untyped_storage(tensor):
+        touched.append(_C.storage_of(tensor) in weights)
+        return own(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", untyped_storage)
+    for _ in range(STEPS):
+        loss = Kept.apply(model(torch.randn(5, 8, device=DEVICE))).square().mean()
+        loss.backward()
+        del loss
+        assert kept.pop()() is None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert noria.report(model).costs.saved and touched and not any(touched)  # else each later visit would be compared
+    noria.unwrap(model, optimizer)
+
+
+def test_a_count_that_fails_ends_no_training(folder, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("noria.forward.saved_bytes._kept_by", broken)
+    found, _ = run()
+    assert found.costs is not None
+
+
+def test_backwards_of_a_step_are_counted(folder):
+    for number in (1, 3):
+        model, optimizer = noria.wrap(*make(), device=DEVICE, window=2)
+        for _ in range(STEPS):
+            for _ in range(number):
+                model(torch.randn(5, 8, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert noria.report(model).costs.backwards == number
+        noria.unwrap(model, optimizer)
+
+
+def test_no_home_directory_means_no_cache(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NORIA_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", none)
+    found, _ = run()
+    assert found.costs is not None

@@ -1,0 +1,176 @@
+"""What stays on the device by the planner's own choice: close to the best of all, and never worse than a rule."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import noria
+import pytest
+import torch
+from noria.planning.decisions import choose_by_costs, room_for_stays, with_best_stays, without_idle_logs
+from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.spread import spread_evenly
+from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.wrap_plan import WrapPlan, with_stays
+from torch import nn
+
+NEAR = 1.01
+"""A choice keeps less on the device if more would make a step less than 1 % faster."""
+CLOSE = 1.03
+"""So close to the best of all choices each must be."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def plan_of(widths: list[int], **policy: Any) -> WrapPlan:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(width) for width in widths))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return noria.plan(model, optimizer, **{"device": "cpu", "units": [Block], "kernel": "fused", **policy})
+
+
+class Instance:
+    """A small model, a budget and speeds, drawn from a seed."""
+
+    def __init__(self, seed: int, most_units: int = 7) -> None:
+        draw = random.Random(seed)
+        self.widths = [draw.choice((32, 64, 128, 256)) for _ in range(draw.randint(2, most_units))]
+        if draw.random() < 0.5:
+            self.widths = [self.widths[0]] * len(self.widths)
+        every = plan_of(self.widths, resident="all")
+        self.least = every.least_device
+        self.budget = self.least + int(1.2 * draw.random() * every.resident_bytes)
+        self.policy: dict[str, Any] = {"draft_memory": draw.choice((0, "1GiB"))}
+        if not self.policy["draft_memory"]:
+            self.policy["update"] = draw.choice(("auto", "blocking"))
+        lanes = [10 ** draw.uniform(-2, 0) for _ in range(3)]
+        self.speeds = PlanSpeeds(*lanes, 10 ** draw.uniform(-4, -2), device=10 ** draw.uniform(-1, 1))
+        self.planned = self.plan(self.budget)
+
+    def plan(self, budget: int) -> WrapPlan:
+        return plan_of(self.widths, resident="auto", device_memory=budget, **self.policy)
+
+    def us(self, planned: WrapPlan) -> float:
+        return PlannedStep(planned, 64, self.speeds).step_us
+
+    def time_of(self, stays: frozenset[int]) -> float:
+        """Infinity if the device has no room for these units."""
+        planned = self.planned
+        if len(stays) == len(planned.units):
+            needed = sum(planned.may_stay.values()) + sum(unit.gradients for unit in planned.units)
+            if needed > self.budget:
+                return float("inf")
+        try:
+            return self.us(with_stays(planned, stays))
+        except noria.UsageError:
+            return float("inf")
+
+    def best(self) -> float:
+        units = list(self.planned.may_stay)
+        choices = (frozenset(each) for n in range(len(units) + 1) for each in itertools.combinations(units, n))
+        return min(self.time_of(each) for each in choices)
+
+
+def compare_with_all(seeds: range) -> None:
+    far = {}
+    for seed in seeds:
+        instance = Instance(seed)
+        ratio = instance.us(with_best_stays(instance.planned, instance.us)) / instance.best()
+        if ratio > CLOSE:
+            far[seed] = ratio
+    assert not far
+
+
+def test_choices_are_close_to_the_best_of_all():
+    compare_with_all(range(60))
+
+
+@pytest.mark.long
+def test_choices_of_many_instances_are_close_to_the_best_of_all():
+    compare_with_all(range(60, 2060))
+
+
+def test_the_best_choice_matters():
+    """The control arm: to let nothing stay, or all that fits, is often far from the best."""
+    ratios = []
+    for seed in range(40):
+        instance = Instance(seed)
+        ratios.append(instance.us(with_stays(instance.planned, frozenset())) / instance.best())
+    assert sum(ratio > 1.1 for ratio in ratios) > 10
+
+
+def test_no_rule_is_better():
+    """With more units than are looked at one by one."""
+    for seed in range(12):
+        instance = Instance(seed)
+        instance.widths = instance.widths * 6
+        every = plan_of(instance.widths, resident="all")
+        instance.budget = every.least_device + int(random.Random(seed).random() * every.resident_bytes)
+        planned = instance.planned = instance.plan(instance.budget)
+        chosen = instance.us(with_best_stays(planned, instance.us))
+        room, units = room_for_stays(planned), planned.may_stay
+        ends = list(itertools.accumulate(units.values()))
+        rules = {
+            "nothing": frozenset[int](),
+            "all that fits, evenly": frozenset(spread_evenly(units, room)),
+            "half of it": frozenset(spread_evenly(units, room // 2)),
+            "the first that fit": frozenset(unit for unit, end in zip(units, ends, strict=True) if end <= room),
+        }
+        for name, stays in rules.items():
+            assert chosen <= NEAR * instance.time_of(stays), (seed, name)
+
+
+def test_more_memory_is_not_slower():
+    for seed in range(15):
+        instance = Instance(seed)
+        times = []
+        for budget in (instance.budget, 2 * instance.budget, 4 * instance.budget):
+            planned = instance.plan(budget)
+            chosen = with_best_stays(planned, instance.us)
+            taken = chosen.arena_bytes * (not chosen.stands_still) + chosen.resident_bytes
+            assert taken <= budget
+            times.append(instance.us(chosen))
+        assert times[1] <= NEAR * times[0] and times[2] <= NEAR * times[1], seed
+
+
+def test_the_same_inputs_give_the_same_choice():
+    for seed in range(5):
+        instance = Instance(seed)
+        again = Instance(seed)
+        assert with_best_stays(instance.planned, instance.us).stays == with_best_stays(again.planned, again.us).stays
+
+
+def test_many_units_take_few_simulations():
+    """So the choice among 200 units takes less than a second."""
+    planned, seen = plan_of([64] * 200, resident="auto", device_memory="8MiB"), []
+
+    def us(each: WrapPlan) -> float:
+        seen.append(each.stays)
+        return 1.0 / (1 + len(each.stays))
+
+    assert with_best_stays(planned, us).stays
+    assert len(seen) <= 15
+
+
+def test_measured_costs_choose():
+    widths = [128] * 6
+    planned = plan_of(widths, resident="auto", device_memory=10 * plan_of(widths).units[0].weights, draft_memory="1GiB")
+    costs = MeasuredCosts([100.0] * 6, [200.0] * 6, {"fetch": 0.1, "drain": 0.1, "update": 0.01}, {})
+    assert not choose_by_costs(planned, costs).stays  # updates on the device were not measured
+    for rate, stays in ((100.0, True), (1e-4, False)):
+        costs = MeasuredCosts(
+            [100.0] * 6, [200.0] * 6, {"fetch": 0.1, "drain": 0.1, "update": 0.01}, {}, device_update_gib_s=rate
+        )
+        chosen = choose_by_costs(planned, costs)
+        assert bool(chosen.stays) == stays and not chosen.stays & chosen.drafted
+        lean = without_idle_logs(chosen)
+        assert (lean.home_bytes < chosen.home_bytes) == stays and lean.stays == chosen.stays
