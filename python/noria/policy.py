@@ -101,10 +101,10 @@ class Policy:
     - "none": all units stream through the window, and updates run on the host.
     - "all": from the first forward after each optimizer's first step, weights, masters, moments and gradients lie on
       the device, and updates run there.
-    - "24GiB", or bytes: as "all", for as many units as this much device memory holds, with masters and moments. They
-      are spread evenly over the model. The others stream.
-    - "auto": as many as make the step the shortest. noria simulates that with the costs that it measures in the first
-      steps, or that an earlier run has kept. If units cannot stay, all stream.
+    - "24GiB", or bytes: some units stay, as under "all". They take at most this much device memory, with masters and
+      moments. They are spread evenly over the model. The others stream.
+    - "auto": noria chooses how many units stay. It simulates steps and takes the shortest one. The costs of the
+      simulation are measured in the first steps, or by an earlier run. If units cannot stay, all stream.
 
     noria refuses what does not fit into `device_memory`, or on CUDA into half of it. The home stays allocated, and what
     a read of it needs is copied there first. On CUDA training needs a noria that was built with nvcc."""

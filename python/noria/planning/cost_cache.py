@@ -50,10 +50,10 @@ def cache_folder() -> Path | None:
 
 def load_costs(planned: WrapPlan) -> KnownCosts:
     """Returns the costs of this model on this machine, if a run has kept them."""
-    whose = _whose(planned)
-    path = _path(whose)
-    if path is None:
+    if (folder := cache_folder()) is None:
         return KnownCosts()
+    whose = _whose(planned)
+    path = _path(folder, whose)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -73,10 +73,10 @@ def save_costs(planned: WrapPlan, costs: MeasuredCosts, inputs: str) -> str:
 
     `inputs`: the shape that forwards had.
     """
-    whose = _whose(planned)
-    path = _path(whose)
-    if path is None:
+    if (folder := cache_folder()) is None:
         return ""
+    whose = _whose(planned)
+    path = _path(folder, whose)
     measured = f"on {datetime.date.today()}, inputs of {inputs}"
     text = json.dumps({"of": whose, "measured": measured, "costs": dataclasses.asdict(costs)}, indent=1)
     try:
@@ -95,10 +95,7 @@ def save_costs(planned: WrapPlan, costs: MeasuredCosts, inputs: str) -> str:
     return ""
 
 
-def _path(whose: dict[str, Any]) -> Path | None:
-    folder = cache_folder()
-    if folder is None:
-        return None
+def _path(folder: Path, whose: dict[str, Any]) -> Path:
     return folder / "costs" / (hashlib.sha256(json.dumps(whose, sort_keys=True).encode()).hexdigest()[:32] + ".json")
 
 

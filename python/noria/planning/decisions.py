@@ -12,10 +12,10 @@ from collections.abc import Callable
 from noria._errors import UsageError
 from noria.model.layout import UNDO_LOGS, Region
 from noria.planning.measured_costs import MeasuredCosts
-from noria.planning.resident import gradient_bytes
+from noria.planning.resident import all_fit, gradient_bytes
 from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
-from noria.planning.wrap_plan import WrapPlan, with_stays
+from noria.planning.wrap_plan import WrapPlan, forward_order, with_stays
 
 __all__ = ["choose_by_costs", "room_for_stays", "with_best_stays", "without_idle_logs"]
 
@@ -33,7 +33,7 @@ def room_for_stays(planned: WrapPlan) -> int:
     It takes the units to have gradients as large as all of them have on average.
     """
     every = sum(planned.may_stay.values())
-    if planned.budgets.device is None or _all_fit(planned):
+    if planned.budgets.device is None or all_fit(planned.units, planned.may_stay, planned.budgets):
         return every
     with_gradients = every + gradient_bytes(planned.units, planned.may_stay)
     left = max(planned.budgets.device // planned.budgets.shares - planned.least_device, 0)
@@ -50,10 +50,10 @@ def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> 
     If all fit, all stay, unless that is slower. Hooks then do nothing either, which the simulation does not know.
     """
     search = _Search(planned, step_us)
-    room, order = room_for_stays(planned), _forward_order(planned)
+    room = room_for_stays(planned)
+    amounts = [room * part // _PARTS for part in range(_PARTS + 1)]
+    needs = {unit: planned.may_stay[unit] for unit in forward_order(planned) if unit in planned.may_stay}
     for choose in (spread_evenly, _first_that_fit):
-        needs = {unit: planned.may_stay[unit] for unit in order if unit in planned.may_stay}
-        amounts = [room * part // _PARTS for part in range(_PARTS + 1)]
         found = {amount: frozenset(choose(needs, amount)) for amount in amounts}
         best = min(amounts, key=lambda amount: search.look(found[amount]))
         for beside in (best - room // (2 * _PARTS), best + room // (2 * _PARTS)):
@@ -61,10 +61,10 @@ def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> 
                 search.look(frozenset(choose(needs, beside)))
         if len(needs) <= _FEW:
             search.try_each(found[best])
-    if len(planned.may_stay) <= _FEW:
+    if len(needs) <= _FEW:
         search.try_each(frozenset())
-    if _all_fit(planned):
-        search.prefer(frozenset(planned.may_stay))
+    if search.all_fit:
+        search.prefer(frozenset(needs))
     return search.best
 
 
@@ -73,6 +73,7 @@ class _Search:
 
     def __init__(self, planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> None:
         self._planned = planned
+        self.all_fit = all_fit(planned.units, planned.may_stay, planned.budgets)
         self._step_us = step_us
         self._times: dict[frozenset[int], float] = {}
         self.best = with_stays(planned, frozenset())
@@ -83,7 +84,7 @@ class _Search:
         if stays in self._times:
             return self._times[stays]
         us = float("inf")
-        if len(stays) < len(self._planned.units) or _all_fit(self._planned):
+        if len(stays) < len(self._planned.units) or self.all_fit:
             try:
                 candidate = with_stays(self._planned, stays)
                 us = self._step_us(candidate)
@@ -123,19 +124,6 @@ def _first_that_fit(needs: dict[int, int], budget: int) -> list[int]:
             chosen.append(unit)
             budget -= need
     return chosen
-
-
-def _forward_order(planned: WrapPlan) -> list[int]:
-    order = dict.fromkeys(unit for visit in planned.visits["forward"] for unit in visit.needs)
-    return list(order | dict.fromkeys(range(len(planned.units))))
-
-
-def _all_fit(planned: WrapPlan) -> bool:
-    """Returns True if all units can stay. There is no window then."""
-    if len(planned.may_stay) < len(planned.units):
-        return False
-    needed = sum(planned.may_stay.values()) + gradient_bytes(planned.units, planned.may_stay)
-    return planned.budgets.device is None or needed <= planned.budgets.device // planned.budgets.shares
 
 
 def without_idle_logs(planned: WrapPlan) -> WrapPlan:

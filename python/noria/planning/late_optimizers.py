@@ -51,7 +51,7 @@ def plan_optimizers(
     states, state_bytes = state_places(kernels, notes)
     budgets, first = planned.budgets, _regions(planned, kernels, frozenset(), state_bytes)
     may_stay = bytes_to_stay(kernels, first, grid, planned.device)
-    stays = choose_stays(kernels, may_stay, first, budgets, planned.device, notes)
+    stays = choose_stays(kernels, may_stay, budgets, notes)
     draftable = undo_log_needs(kernels, stays)
     more = sum(region.bytes for region in new_regions(planned, first))
     left = left_for_drafts(budgets, free, taken, more)

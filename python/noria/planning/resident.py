@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 import torch
 
@@ -16,7 +16,7 @@ from noria.planning.kernels import Kernels
 from noria.planning.spread import spread_evenly
 from noria.policy import format_bytes, to_bytes
 
-__all__ = ["MIRRORED", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirror_of", "mirrors_of"]
+__all__ = ["MIRRORED", "all_fit", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirror_of"]
 
 MIRRORED = ("working copies", "low bits", *MOMENTS)
 """The arenas of the home whose parts lie on the device too, for units that stay there."""
@@ -26,11 +26,6 @@ def mirror_of(region: Region, stays: Container[int]) -> Region:
     """Returns the arena on the device for the parts of these units in an arena of the home."""
     sizes = [size if unit in stays else 0 for unit, size in enumerate(region.sizes)]
     return Region.of(f"{region.purpose} that stay", sizes)
-
-
-def mirrors_of(regions: Iterable[Region], stays: Container[int]) -> list[Region]:
-    """Returns all arenas on the device for units that stay there."""
-    return [mirror_of(region, stays) for region in regions if region.purpose in MIRRORED]
 
 
 def bytes_to_stay(kernels: Kernels, regions: list[Region], grid: Grid | None, device: torch.device) -> dict[int, int]:
@@ -54,9 +49,7 @@ def bytes_to_stay(kernels: Kernels, regions: list[Region], grid: Grid | None, de
 def choose_stays(
     kernels: Kernels,
     may_stay: dict[int, int],
-    regions: list[Region],
     budgets: Budgets,
-    device: torch.device,
     notes: list[str],
 ) -> frozenset[int]:
     """Returns the units that stay on the device, by the policy's `resident`. With "auto" none: costs come first.
@@ -83,8 +76,8 @@ def choose_stays(
             least = min(may_stay.values(), default=0)
             why = f"the smallest unit takes {format_bytes(least)} there" if may_stay else "torch updates all of them"
             notes.append(f"no unit stays on the device: {why}")
-    if budgets.device is not None and len(stays) == len(kernels.units):
-        _refuse_what_does_not_fit(kernels, regions, stays, budgets)
+    if len(stays) == len(kernels.units) and not all_fit(kernels.units, may_stay, budgets):
+        raise _refusal_of_room(kernels.units, may_stay, budgets)
     return stays
 
 
@@ -112,19 +105,24 @@ def _refusal_of_policy(kernels: Kernels, grid: Grid | None, device: torch.device
     return None
 
 
-def _refuse_what_does_not_fit(kernels: Kernels, regions: list[Region], stays: Container[int], budgets: Budgets) -> None:
-    shares, budget = budgets.shares, budgets.device or 0
-    own = sum(mirror.bytes for mirror in mirrors_of(regions, stays))
-    gradients = gradient_bytes(kernels.units, stays)
-    needed = shares * (own + gradients)
-    if budget < needed:
-        raise usage_error(
-            f'device_memory of at least {format_bytes(needed)} ({needed} bytes) for resident="all": '
-            f"{format_bytes(own)} of weights and state, {format_bytes(gradients)} of gradients"
-            + (", the same again for activations" * (shares > 1)),
-            format_bytes(budget),
-            'raise device_memory, or say resident="none", which streams',
-        )
+def _refusal_of_room(units: list[HomeUnit], may_stay: dict[int, int], budgets: Budgets) -> UsageError:
+    own, gradients = sum(may_stay.values()), gradient_bytes(units, may_stay)
+    needed = budgets.shares * (own + gradients)
+    return usage_error(
+        f'device_memory of at least {format_bytes(needed)} ({needed} bytes) for resident="all": '
+        f"{format_bytes(own)} of weights and state, {format_bytes(gradients)} of gradients"
+        + (", the same again for activations" * (budgets.shares > 1)),
+        format_bytes(budgets.device or 0),
+        'raise device_memory, or say resident="none", which streams',
+    )
+
+
+def all_fit(units: list[HomeUnit], may_stay: dict[int, int], budgets: Budgets) -> bool:
+    """Returns True if all units can stay, with their gradients. There is no window then."""
+    if len(may_stay) < len(units):
+        return False
+    needed = sum(may_stay.values()) + gradient_bytes(units, may_stay)
+    return budgets.device is None or budgets.shares * needed <= budgets.device
 
 
 def gradient_bytes(units: list[HomeUnit], stays: Container[int]) -> int:

@@ -12,7 +12,7 @@ from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
-from noria.planning.wrap_plan import WrapPlan
+from noria.planning.wrap_plan import WrapPlan, forward_order
 
 __all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied"]
 
@@ -63,8 +63,9 @@ class PlannedStep:
         self.ops: list[_C.Op] = []
         self.phases: list[str] = []
         self._priorities: list[int] = []
-        self._order = {unit.index: place for place, unit in enumerate(self._forward_order())}
-        trained = [unit for unit in self._forward_order() if planned.kernels and unit.gradients]
+        order = [planned.units[index] for index in forward_order(planned)]
+        self._order = {unit.index: place for place, unit in enumerate(order)}
+        trained = [unit for unit in order if planned.kernels and unit.gradients]
         self._trained = [unit for unit in trained if unit.index not in planned.stays]
         self._at_rest = [unit for unit in trained if unit.index in planned.stays]
         self._first: list[int] = []  # by step: its first op
@@ -192,11 +193,6 @@ class PlannedStep:
         """Returns, by unit, the time of one visit. All visits of a pass take `us[unit]`."""
         visits = Counter(op.unit for op in self.ops[self._first[-1] :] if op.verb == verb)
         return [time / max(visits[unit], 1) for unit, time in enumerate(us)]
-
-    def _forward_order(self) -> list[HomeUnit]:
-        order = dict.fromkeys(unit for visit in self.planned.visits["forward"] for unit in visit.needs)
-        order |= dict.fromkeys(range(len(self.planned.units)))
-        return [self.planned.units[index] for index in order]
 
     def _update_bytes(self, unit: HomeUnit, is_logged: bool) -> int:
         """Returns the bytes that the fused kernel reads and writes. It takes torch's update to be as large as AdamW."""

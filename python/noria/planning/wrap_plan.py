@@ -34,7 +34,7 @@ from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
-from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes, mirrors_of
+from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
 from noria.policy import (
     Policy,
     compute_device,
@@ -50,6 +50,7 @@ __all__ = [
     "WrapPlan",
     "fingerprint",
     "folded",
+    "forward_order",
     "make_plan",
     "masters_note",
     "staging_bytes",
@@ -123,7 +124,7 @@ class WrapPlan:
     @property
     def resident_bytes(self) -> int:
         """Bytes on the device that noria takes for what stays."""
-        return sum(mirror.bytes for mirror in mirrors_of(self.regions, self.stays))
+        return sum(self.may_stay[unit] for unit in self.stays)
 
     @property
     def saved_room(self) -> int | None:
@@ -301,7 +302,7 @@ def make_plan(
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
     may_stay = bytes_to_stay(kernels, first, grid, device)
-    stays = choose_stays(kernels, may_stay, first, budgets, device, unpredicted)
+    stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     draftable = undo_log_needs(kernels, stays)
     home = sum(region.bytes for region in first)
     left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
@@ -348,6 +349,12 @@ def make_plan(
     return result
 
 
+def forward_order(planned: WrapPlan) -> list[int]:
+    """Returns the indices of all units, in the order in which a forward needs them."""
+    order = dict.fromkeys(unit for visit in planned.visits["forward"] for unit in visit.needs)
+    return list(order | dict.fromkeys(range(len(planned.units))))
+
+
 def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     """Returns the plan in which these units stay on the device, and the others have the window beside them.
 
@@ -357,7 +364,7 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     forward, backward = planned.visits["forward"], planned.visits["backward"]
     beside = sum(planned.beside_the_arena().values())
     if len(stays) < len(planned.units):  # else there is no window then
-        beside += sum(mirror.bytes for mirror in mirrors_of(planned.regions, stays))
+        beside += sum(planned.may_stay[unit] for unit in stays)
         beside += gradient_bytes(planned.units, stays)
     arena, window = _device_split(planned.policy, planned.budgets, planned.units, facts, forward + backward, beside)
     passes: dict[str, _C.PassPlan] = {}

@@ -137,7 +137,7 @@ class Rest:
             give_window_back(context)
             context.engine.rest.set_units([unit.index for unit in self.units])
             self._take_memory()
-            if len(self.units) < len(context.units):
+            if not context.plan.stands_still:
                 take_window(context)
         except BaseException:
             self._is_given_up = True
@@ -257,8 +257,10 @@ class Rest:
     def address(self, purpose: str, unit: int) -> int:
         """Returns the address on the device of the unit's part of an arena, or 0 if there is no such arena."""
         mirror = self._mirrors.get(purpose)
-        base = 0 if mirror is None else self.context.device_buffers.address(mirror.purpose)
-        return base + mirror.offsets[unit] if mirror is not None and base else 0
+        if mirror is None:
+            return 0
+        base = self.context.device_buffers.address(mirror.purpose)
+        return base + mirror.offsets[unit] if base else 0
 
     def note_newer(self, unit: int) -> None:
         """A step updates the unit on the device."""
