@@ -10,8 +10,9 @@ namespace {
 
 constexpr std::array<std::string_view, kNumLanes> kLanes{"compute", "fetch", "drain", "collect", "peer", "update"};
 constexpr std::array<std::string_view, kNumVerbs> kVerbs{
-    "forward", "backward", "user",   "fetch",  "drain", "update",  "evict",  "poison", "load", "draft",
-    "undo",    "sum",      "gather", "reduce", "save",  "offload", "reload", "probe",  "stash"};
+    "forward", "backward", "user",   "fetch", "drain", "update",      "evict",
+    "poison",  "load",     "draft",  "undo",  "sum",   "gather",      "reduce",
+    "save",    "offload",  "reload", "probe", "stash", "fetch_state", "drain_state"};
 constexpr std::array<std::string_view, 2> kPhases{"forward", "backward"};
 
 template <std::size_t N>

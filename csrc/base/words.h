@@ -11,27 +11,29 @@ enum class Lane : std::uint8_t { compute, fetch, drain, collect, peer, update };
 inline constexpr int kNumLanes = 6;
 
 enum class Verb : std::uint8_t {
-  forward,   // compute lane: a visit of a forward pass
-  backward,  // compute lane: a visit of a backward pass
-  user,      // compute lane: what the user's own loop does between passes (reads and edits p.grad)
-  fetch,     // fetch lane: home to device; peer lane: from the peer where the unit is stashed
-  drain,     // drain lane: gradients to the home
-  update,    // update lane: the host optimizer on one unit
-  evict,     // no lane: the lease may be reused (bookkeeping, never waits)
-  poison,    // fetch lane, hostile backend only: vacated memory is overwritten
-  load,      // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
-  draft,     // update lane: an update before `step()`, which can be undone
-  undo,      // update lane: of a draft
-  sum,       // update lane: the sum of squares of a held gradient
-  gather,    // collect lane: all-gather of a unit's shards
-  reduce,    // collect lane: reduce-scatter of a unit's gradients: each rank gets its shard of the sum
-  save,      // compute lane: marks that saved tensors are written, or that memory for a reload is free
-  offload,   // drain lane: saved tensors to the host; peer lane: to a peer
-  reload,    // fetch lane: saved tensors back from the host; peer lane: from a peer
-  probe,     // peer lane: measures a link; not counted in the numbers of the lane
-  stash,     // peer lane: a unit's working copy to a peer; later fetches read it there
+  forward,      // compute lane: a visit of a forward pass
+  backward,     // compute lane: a visit of a backward pass
+  user,         // compute lane: what the user's own loop does between passes (reads and edits p.grad)
+  fetch,        // fetch lane: home to device; peer lane: from the peer where the unit is stashed
+  drain,        // drain lane: gradients to the home
+  update,       // update lane: the host optimizer on one unit; compute lane: the device on a piece of a unit
+  evict,        // no lane: the lease may be reused (bookkeeping, never waits)
+  poison,       // fetch lane, hostile backend only: vacated memory is overwritten
+  load,         // update lane: the calling thread reads or writes the home (materialize, load_state_dict)
+  draft,        // update lane: an update before `step()`, which can be undone
+  undo,         // update lane: of a draft
+  sum,          // update lane: the sum of squares of a held gradient
+  gather,       // collect lane: all-gather of a unit's shards
+  reduce,       // collect lane: reduce-scatter of a unit's gradients: each rank gets its shard of the sum
+  save,         // compute lane: marks that saved tensors are written, or that memory for a reload is free
+  offload,      // drain lane: saved tensors to the host; peer lane: to a peer
+  reload,       // fetch lane: saved tensors back from the host; peer lane: from a peer
+  probe,        // peer lane: measures a link; not counted in the numbers of the lane
+  stash,        // peer lane: a unit's working copy to a peer; later fetches read it there
+  fetch_state,  // fetch lane: a piece of a unit to the device, for an update there
+  drain_state,  // drain lane: the updated piece back to the home
 };
-inline constexpr int kNumVerbs = 19;
+inline constexpr int kNumVerbs = 21;
 
 /// Says whether a pass or a visit belongs to forward or to backward.
 enum class Phase : std::uint8_t { forward, backward };

@@ -24,6 +24,22 @@ void set_update_callback(const EngineUpdates& self, py::function run_update) {
       [kept = keep(std::move(run_update))](UnitId unit) { keep_python_errors([&] { (*kept)(unit.value); }); });
 }
 
+using CopyTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // offset in the slot, address at home, bytes
+using PieceTuple = std::tuple<std::int64_t, std::int64_t, std::vector<CopyTuple>, std::vector<CopyTuple>>;
+
+void set_pieces(const EngineUpdates& self, std::int32_t unit, const std::vector<PieceTuple>& pieces) {
+  const auto copies = [](const std::vector<CopyTuple>& tuples) {
+    std::vector<StreamedUpdates::Copy> made;
+    for (const auto& [at, home, bytes] : tuples) made.push_back({Bytes{at}, pointer(home), Bytes{bytes}});
+    return made;
+  };
+  std::vector<StreamedUpdates::Piece> made;
+  for (const auto& [begin, end, comes, goes] : pieces) {
+    made.push_back({Bytes{begin}, Bytes{end}, copies(comes), copies(goes)});
+  }
+  self.engine().set_update_pieces(UnitId(unit), std::move(made));
+}
+
 py::dict draft_counts(const EngineUpdates& self) {
   const DraftCounts counts = without_gil([&] { return self.engine().drafts()->counts(); });
   py::dict result;
@@ -67,6 +83,20 @@ void bind_updates(py::module_& m) {
           "defer_update",
           [](const EngineUpdates& self, std::int32_t unit) { self.engine().defer_update(UnitId(unit)); },
           py::arg("unit"), NoGil())
+      .def(
+          "set_slots",
+          [](const EngineUpdates& self, std::int64_t address, std::int64_t bytes_of_one, int num_slots) {
+            self.engine().set_update_slots(pointer(address), Bytes{bytes_of_one}, num_slots);
+          },
+          py::arg("address"), py::arg("bytes_of_one"), py::arg("num_slots"), NoGil())
+      .def("set_pieces", &set_pieces, py::arg("unit"), py::arg("pieces"), NoGil())
+      .def(
+          "updated_now",
+          [](const EngineUpdates& self) {
+            const StreamedUpdates::Now now = self.engine().updated_now();
+            return std::pair(now.piece, reinterpret_cast<std::uintptr_t>(now.memory));
+          },
+          NoGil())
       .def(
           "run_deferred",
           [](const EngineUpdates& self, std::int32_t unit) { self.engine().run_deferred(UnitId(unit)); },

@@ -44,7 +44,7 @@ struct UnitSpec {
 /// its own.
 UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable& buffers, const Shards& shards) {
   UnitMap<BridgedUnit> units(specs.size());
-  Bytes working_end, held_end;
+  Bytes working_end, held_end, state_end;
   for (UnitId id : units.ids()) {
     const UnitSpec& spec = specs[static_cast<std::size_t>(id.value)];
     BridgedUnit& unit = units[id];
@@ -59,12 +59,11 @@ UnitMap<BridgedUnit> read_units(const std::vector<UnitSpec>& specs, BufferTable&
       end += bytes;
       return buffers.intern(buffer);
     };
-    Bytes state_start{id.value};
     const Bytes weights = shards.bytes_of(facts.weights);
     facts.working = range(kWorkingRegion, working_end, weights, Format::travel, Purpose::working_copy);
     facts.held = range(kHeldRegion, held_end, shards.bytes_of(facts.gradients), Format::travel, Purpose::held_gradient);
-    facts.state =
-        range(kStateRegion, state_start, Bytes{1}, Format::master, Purpose::optimizer_state);  // one token per unit
+    const Bytes state = std::max(shards.bytes_of(facts.gradients), Bytes{1});  // a frozen unit has a byte, too
+    facts.state = range(kStateRegion, state_end, state, Format::master, Purpose::optimizer_state);
     Bytes sum_start{id.value};
     unit.engine.sum = range(kSumRegion, sum_start, Bytes{1}, Format::master, Purpose::gradient_sum);
     Bytes scales_start{id.value};

@@ -86,6 +86,7 @@ class TorchBridge final : public EngineCallbacks, public Living<TorchBridge> {
   Ranges held_gradients(UnitId unit) const override { return catcher_.held_gradients(unit); }
   void held_moved(UnitId unit, std::byte* held) override { views_.held_moved(unit, held); }
   void update(UnitId unit) override { run_update_(unit); }
+  Stream current_stream() const override { return parts_.current_stream(); }
   std::pair<std::byte*, Bytes> more_home(Bytes least) override { return more_home_(least); }
   std::byte* make_room(SavedId saved, Bytes bytes) override {
     return saved_.make_room(saved, bytes, /*poisoned=*/parts_.backend.poisons());

@@ -80,23 +80,25 @@ void ComputeLane::write(UnitId unit, BufferId written, Stream stream) {
   op.verb = Verb::user;
   op.unit = unit;
   op.accesses = {{written, issuer_.next_version(written), Access::Mode::write}};
+  // Inside of a visit, in a gradient hook of the user's: the op that goes on ends when the user has written.
+  if (visit_) visit_->op.accesses.push_back(op.accesses.front());
+  interrupt(std::move(op), stream);
+}
+
+void ComputeLane::interrupt(Op op, Stream stream, const std::function<void()>& act) {
   if (!visit_) {
-    pass(std::move(op), stream);
+    pass(std::move(op), stream, act);
     return;
   }
-  // Inside of a visit, in a gradient hook of the user's. The visit goes on as another op, which ends when the user has
-  // written.
-  const Access access = op.accesses.front();
   OpenVisit open = std::move(*visit_);
   visit_.reset();
   backend_.give(open.ticket, stream);
   std::exception_ptr failure;
   try {
-    pass(std::move(op), stream);
+    pass(std::move(op), stream, act);
   } catch (...) {
     failure = std::current_exception();
   }
-  open.op.accesses.push_back(access);
   begin(open);
   NORIA_INVARIANT(open.waits.empty(), "a visit that goes on waits for nothing new");
   visit_ = std::move(open);

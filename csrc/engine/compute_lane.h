@@ -55,6 +55,8 @@ class ComputeLane {
 
   /// Passes an op of the user's loop, outside of visits; see Issuer::pass.
   void pass(Op op, Stream stream, const std::function<void()>& act = {});
+  /// Passes an op inside or outside of a visit. An open visit goes on as another op afterwards.
+  void interrupt(Op op, Stream stream, const std::function<void()>& act = {});
   /// The user writes this buffer of the unit now, inside or outside of a visit.
   void write(UnitId unit, BufferId written, Stream stream);
 

@@ -32,7 +32,8 @@ Engine::Engine(EngineOptions options, std::shared_ptr<Backend> backend, UnitMap<
                              options_.saved_room)
                        : std::nullopt),
       compute_(*backend_, issuer_),
-      updates_(parts_, update_time_, [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
+      updates_(parts_, compute_, update_time_,
+               [this](UnitId unit) { gate_.outside([&] { callbacks_.update(unit); }); }),
       drafts_(parts_, updates_),
       backward_updates_(options_.ring ? std::make_optional<BackwardUpdates>(parts_, pass_, compute_, updates_, drafts_,
                                                                             drainer_, *options_.ring)
@@ -235,8 +236,10 @@ void Engine::end_step(bool blocking) {
   if (blocking) {
     run_all_deferred_locked();
     if (optimizer_) optimizer_->idle();
+    if (updates_.streamed().is_used()) backend_->idle();
     sweep();
   }
+  updates_.streamed().fetch_ahead();
   if (options_.prefetch_at_step && !updates_.is_any_deferred() && !has_diverged_) runner_.prepare_next_forward();
   stats_.end_step();
   if (!trace_) return;
@@ -245,6 +248,24 @@ void Engine::end_step(bool blocking) {
   span.verb = Verb::user;
   span.start_us = span.end_us = trace_->now_us();
   trace_->add(std::move(span));
+}
+
+void Engine::set_update_slots(std::byte* memory, Bytes bytes_of_one, int num_slots) {
+  const Entry entry(gate_);
+  run_all_deferred_locked();
+  backend_->idle();
+  updates_.streamed().set_slots(memory, bytes_of_one, num_slots);
+}
+
+void Engine::set_update_pieces(UnitId unit, std::vector<StreamedUpdates::Piece> pieces) {
+  const Entry entry(gate_);
+  updates_.run_deferred(unit);
+  updates_.streamed().set_pieces(unit, std::move(pieces));
+}
+
+StreamedUpdates::Now Engine::updated_now() const {
+  const Entry entry(gate_);
+  return updates_.streamed().now();
 }
 
 std::string Engine::torn() const {

@@ -5,6 +5,7 @@
 //   ComputeLane      the stream that the model computes on, and the op of the open visit
 //   Fetcher, Drainer units on their way to the device, gradients on their way home
 //   Updates          ops of updates, and those that the launching thread runs
+//   StreamedUpdates  those that the device runs though state lies at home; a part of Updates
 //   Drafts           work on gradients before `step` asks for it
 //   BackwardUpdates  updates inside backward
 //   Collector        what ranks that share the home do together
@@ -116,6 +117,12 @@ class Engine {
   void run_all_deferred();
   /// `blocking`: waits until all updates are done.
   void end_step(bool blocking);
+  /// Gives device memory to updates that run there, or takes it away (null), when all that wait have run.
+  void set_update_slots(std::byte* memory, Bytes bytes_of_one, int num_slots);
+  /// From now on the unit's deferred updates run on the device, in these pieces. None: on the launching thread.
+  void set_update_pieces(UnitId unit, std::vector<StreamedUpdates::Piece> pieces);
+  /// Returns the piece that `EngineCallbacks::update` updates now.
+  StreamedUpdates::Now updated_now() const;
   /// Returns why weights and state do not belong together any more; empty if they do.
   std::string torn() const;
   /// Some units have been updated and others will not be. Passes and steps raise until weights and state are both

@@ -14,6 +14,7 @@
 #include "base/bytes.h"
 #include "base/ids.h"
 #include "base/ranges.h"
+#include "device/stream.h"
 
 namespace noria {
 
@@ -44,8 +45,11 @@ class EngineCallbacks {
   virtual void fill(SavedId saved, const std::byte* from, Bytes bytes) = 0;
   /// What was saved now lies only at home or at a peer, or will not be asked for. Its memory on the device may go.
   virtual void release_saved(SavedId saved) = 0;
-  /// Runs the unit's deferred update now, on the calling thread (kernel="torch").
+  /// Runs the unit's deferred update now: on the calling thread (kernel="torch"), or of one piece on the current
+  /// stream (engine/streamed_updates.h).
   virtual void update(UnitId unit) = 0;
+  /// Returns the stream on which the calling thread launches work now.
+  virtual Stream current_stream() const = 0;
 };
 
 }  // namespace noria

@@ -104,6 +104,7 @@ void PassRunner::play_until(std::int64_t visit_index) {
   if (!following_.plan) return;
   const std::shared_ptr<const PassPlan> plan = following_.plan;
   bool is_issued = visit_index < 0;
+  update_before(*plan, visit_index);
   while (following_.next_op < plan->ops.size()) {
     const Op& op = plan->ops[following_.next_op];
     if (op.visit > visit_index) break;
@@ -128,6 +129,13 @@ void PassRunner::play_until(std::int64_t visit_index) {
     default:
       break;  // drains were issued when their visit ended
     }
+  }
+}
+
+// Runs updates on the device before the visit is issued: ops of the compute lane end in the order of their issue.
+void PassRunner::update_before(const PassPlan& plan, std::int64_t visit_index) {
+  for (std::size_t i = following_.next_op; i < plan.ops.size() && plan.ops[i].visit <= visit_index; ++i) {
+    if (plan.ops[i].verb == Verb::fetch) owners_.updates.run_streamed(plan.ops[i].unit);
   }
 }
 

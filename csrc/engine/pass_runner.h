@@ -105,6 +105,7 @@ class PassRunner {
   void begin_phase(const Signature& signature, std::optional<ItineraryId> expected);
   void follow(const Visit& visit);
   void play_until(std::int64_t visit_index);
+  void update_before(const PassPlan& plan, std::int64_t visit_index);
   void issue_visit(const Visit& visit, const Op& planned);
   void enter_visit(Stream stream);
   void plan_gradient(UnitId unit, Visit visit);

@@ -17,13 +17,14 @@ namespace noria {
 enum HomeRegion : std::int32_t {
   kWorkingRegion,
   kHeldRegion,
-  kStateRegion,   // tokens, one for each unit
-  kSumRegion,     // likewise
+  kStateRegion,   // as many bytes for a unit as it has gradients, at least 1
+  kSumRegion,     // tokens, one for each unit
   kScalesRegion,  // likewise
   kRingRegion,
   kUnreducedRegion,
-  kSavedRegion,       // tokens, one for each saved storage
-  kSavedCopiesRegion  // copies of saved storages
+  kSavedRegion,        // tokens, one for each saved storage
+  kSavedCopiesRegion,  // copies of saved storages
+  kUpdateSlotsRegion   // on the device: slots of updates that run there
 };
 
 struct EngineUnit {

@@ -37,6 +37,7 @@ void Updates::defer(UnitId unit) {
   if (parts_.collector != nullptr) parts_.collector->note_update(unit);
   parts_.issuer.next_version(parts_.units[unit].facts.working);
   deferred_[unit] = true;
+  if (streamed_.has(unit)) streamed_.expect(unit);
 }
 
 bool Updates::is_any_deferred() const {
@@ -48,6 +49,10 @@ bool Updates::is_any_deferred() const {
 
 void Updates::run_deferred(UnitId unit) {
   if (!deferred_[unit]) return;
+  if (streamed_.has(unit)) {
+    run_streamed(unit);
+    return;
+  }
   Op op = op_of(unit);
   auto begun = parts_.issuer.begin(op);
   const auto ticket = std::make_shared<HostTicket>(begun.label);
@@ -65,6 +70,14 @@ void Updates::run_deferred(UnitId unit) {
     throw;
   }
   ticket->pass();
+}
+
+void Updates::run_streamed(UnitId unit) {
+  if (!deferred_[unit] || !streamed_.has(unit)) return;
+  deferred_[unit] = false;
+  streamed_.run(unit, has_scales_[unit],
+                [&](const std::string& why) { mark_torn(broke_off("the update of ", unit, why)); });
+  streamed_.fetch_ahead();
 }
 
 // An op that waits for the update alone must be able to count on all waits of the update.
@@ -107,11 +120,15 @@ std::string Updates::broke_off(const std::string& what, UnitId unit, const std::
 }
 
 std::string Updates::torn() const {
-  if (parts_.optimizer == nullptr) return torn_;
   std::string found = torn_;
   const auto add = [&](const std::string& what, UnitId unit, const std::string& why) {
     found += (found.empty() ? "" : "; ") + broke_off(what, unit, why);
   };
+  for (UnitId unit : parts_.units.ids()) {
+    const std::string why = streamed_.torn(unit);
+    if (!why.empty()) add("the update of ", unit, why);
+  }
+  if (parts_.optimizer == nullptr) return found;
   for (UnitId unit : kept_.ids()) {
     if (!kept_[unit] || !kept_[unit]->passed()) continue;
     try {
@@ -133,6 +150,7 @@ void Updates::refuse_torn() const {
 
 void Updates::clear_torn() {
   torn_.clear();
+  streamed_.clear_torn();
   if (parts_.optimizer == nullptr) return;
   parts_.optimizer->idle();
   parts_.backend.idle();

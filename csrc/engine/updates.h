@@ -1,5 +1,5 @@
-// Updates makes the op of each update, and runs deferred updates on the launching thread (kernel="torch"). It also
-// tells whether weights and state are torn.
+// Updates makes the op of each update, and runs deferred updates: on the launching thread (kernel="torch"), or on the
+// device (StreamedUpdates). It also tells whether weights and state are torn.
 //
 // Ownership: borrows the engine's parts.
 // Order: on the pool an update is issued at `step`, and the fetch that needs it waits for it. On the launching thread
@@ -17,16 +17,18 @@
 #include "base/unit_map.h"
 #include "device/update_time.h"
 #include "engine/options.h"
+#include "engine/streamed_updates.h"
 
 namespace noria {
 
 class Updates {
  public:
-  /// `run` updates a unit on the calling thread.
-  Updates(EngineParts parts, std::shared_ptr<UpdateTime> time, std::function<void(UnitId)> run)
+  /// `run` updates a unit on the calling thread, or a piece of it on the device.
+  Updates(EngineParts parts, ComputeLane& compute, std::shared_ptr<UpdateTime> time, std::function<void(UnitId)> run)
       : parts_(parts),
         time_(std::move(time)),
-        run_(std::move(run)),
+        run_(run),
+        streamed_(parts, compute, std::move(run)),
         deferred_(parts.units.size()),
         has_scales_(parts.units.size()),
         kept_(parts.units.size()) {}
@@ -41,6 +43,10 @@ class Updates {
   bool is_any_deferred() const;
   /// See Engine::run_deferred.
   void run_deferred(UnitId unit);
+  /// Does the same if the update runs on the device, which it may only between visits.
+  void run_streamed(UnitId unit);
+  StreamedUpdates& streamed() { return streamed_; }
+  const StreamedUpdates& streamed() const { return streamed_; }
 
   // ---- torn: weights and state of a unit do not belong together ----
   /// `step` has kept a draft. If its ticket fails, the unit is torn.
@@ -66,6 +72,7 @@ class Updates {
   const EngineParts parts_;
   const std::shared_ptr<UpdateTime> time_;
   const std::function<void(UnitId)> run_;
+  StreamedUpdates streamed_;
   UnitMap<bool> deferred_;
   UnitMap<bool> has_scales_;  // late scales have multiplied its gradients before
   UnitMap<Ticket> kept_;      // of the last draft that was kept

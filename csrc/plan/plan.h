@@ -44,7 +44,8 @@ enum class Purpose : std::uint8_t {
   unreduced_gradient,
   saved_tensor,  // on the device: what a forward saves for its backward
   saved_copy,    // in the home or at a peer: a copy of a saved tensor
-  peer_copy      // at a peer: a copy of a unit
+  peer_copy,     // at a peer: a copy of a unit
+  update_slot    // on the device: a piece of a unit that is updated there
 };
 std::string_view to_string(Purpose purpose);
 

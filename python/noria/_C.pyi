@@ -849,6 +849,20 @@ class EngineUpdates:
     def expect_update(self, unit: int, job: UpdateJob) -> None: ...
     def update_on_pool(self, unit: int, job: UpdateJob, priority: int) -> None: ...
     def defer_update(self, unit: int) -> None: ...
+    def set_slots(self, address: int, bytes_of_one: int, num_slots: int) -> None:
+        """Gives device memory to updates that run there. Runs those that wait first. Address 0: none."""
+    def set_pieces(
+        self,
+        unit: int,
+        pieces: Sequence[tuple[int, int, Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]]],
+    ) -> None:
+        """From now on the unit's deferred updates run on the device. No pieces: on the launching thread.
+
+        A piece: its first byte in the held gradients, its end there, what comes from home, and what goes home. Each of
+        the last two lists (offset in the slot, address at home, bytes).
+        """
+    def updated_now(self) -> tuple[int, int]:
+        """Inside of the update callback: the number of the piece, and the address of its slot."""
     def run_deferred(self, unit: int) -> None: ...
     def run_all_deferred(self) -> None: ...
     def end_step(self, blocking: bool) -> None: ...

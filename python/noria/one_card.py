@@ -61,7 +61,9 @@ def asleep(model: Any) -> Iterator[None]:
     """
     wrapped = wrapped_together(model)
     has_stages = wrapped.peer_memory.stages is not None
-    with Sleep(wrapped.context, wrapped.run, wrapped.sync, wrapped.rest, has_stages=has_stages).asleep():
+    with Sleep(
+        wrapped.context, wrapped.run, wrapped.sync, wrapped.rest, wrapped.streamed, has_stages=has_stages
+    ).asleep():
         yield
 
 

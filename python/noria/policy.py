@@ -125,6 +125,15 @@ class Policy:
     they cover the optimizer, else torch. They cover AdamW, Adam, SGD and noria.optim.Lion, on fp32 weights or fp32
     masters. `noria.plan` and `noria.report` say which code it is."""
 
+    optimizer_device: str = "host"
+    """Where updates of units that stream run.
+
+    - "host": on the host, where masters and moments lie.
+    - "device": on the device. Pieces of each unit go there and back: weights, gradients, masters and moments. This is
+      for optimizers that are slow on the host, such as Muon, and for hosts with few cores. torch's own code then has
+      the bits that it has on that device, so keep the value for the whole run. noria's kernels have the same bits on
+      both. Not with update="backward", nor for optimizers that may look at all parameters."""
+
     state_dtype: str = "fp32"
     """How noria's own kernels store the moments.
 
@@ -226,6 +235,7 @@ class Policy:
         _check_units(self.units)
         _check_dtype(self.dtype)
         _check_choice("kernel", self.kernel, ["auto", "fused", "torch"])
+        _check_choice("optimizer_device", self.optimizer_device, ["host", "device"])
         _check_choice("state_dtype", self.state_dtype, ["fp32", "bf16", "8bit"])
         _check_state_kernel(self.state_dtype, self.kernel)
         _check_seed(self.rounding_seed)

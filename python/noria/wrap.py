@@ -303,7 +303,10 @@ def _take_rest(wrapped: Wrapped, met: Sequence[Ranks | StageGroup]) -> None:
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
-            wrapped.context.home.take_rest()
+            try:
+                wrapped.context.home.take_rest()
+            finally:
+                wrapped.streamed.begin()
         except KeyboardInterrupt as error:  # only this rank has it: meet the others before raising
             interrupt = error
     if interrupt is not None:
@@ -571,7 +574,7 @@ def _carry_out(
         planned = without_idle_logs(choose_by_costs(planned, known.costs))
     pool = None
     capacity = planned.device_bytes
-    if policy.resident != "none":  # what stays comes later, and an optimizer that comes later brings state
+    if policy.resident != "none" or (policy.optimizer_device == "device" and not updaters):
         capacity = max(capacity, planned.budgets.device or _ANY)
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent

@@ -43,6 +43,7 @@ from noria.runtime.rest import Rest
 from noria.runtime.shrinking import Shrinking
 from noria.runtime.state import RunState, weakly, weakly_asked
 from noria.runtime.step_boundary import StepBoundary
+from noria.runtime.streamed import Streamed
 from noria.runtime.weights import Weights
 from noria.runtime.window import resize_window
 from noria.step.driver import StepDriver, StepDrivers, StepServices
@@ -114,7 +115,8 @@ class Wrapped:
             after=self.reads.begin,
         )
         self.drivers = StepDrivers(context)
-        self.rest = Rest(context, run, self.drivers.have_stepped, self.drivers.watch_state)
+        self.streamed = Streamed(context)
+        self.rest = Rest(context, run, self.streamed, self.drivers.have_stepped, self.drivers.watch_state)
         # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
         try:
             self.hooks = ModuleHooks(
@@ -185,6 +187,7 @@ class Wrapped:
             self.stages,
             self.boundary,
             self.rest,
+            self.streamed,
             weakly(self.wrap_anew),
         )
         arena = self.context.home.arenas.get("optimizer state")
@@ -218,6 +221,7 @@ class Wrapped:
         self._give_undo_logs()
         for optimizer, kernel, places in zip(optimizers, planned.kernels, planned.states, strict=True):
             self.take_optimizer(optimizer, kernel, places)
+        self.streamed.begin()
 
     def remove_hooks(self) -> None:
         self.stages.remove()

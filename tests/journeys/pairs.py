@@ -209,7 +209,8 @@ def both(
     twin = Side(plain, optimizer(plain.parameters()) if optimizer else None, False)
     side = Side(ours, optimizer(ours.parameters()) if optimizer else None, True)
     if policy.get("kernel") == "fused" or policy.get("dtype") is not None:
-        noria.wrap(twin.model, twin.optimizer, device=DEVICE, **{**policy, "update": "blocking"})
+        at_home = {"update": "blocking", "optimizer_device": "host"}
+        noria.wrap(twin.model, twin.optimizer, device=DEVICE, **{**policy, **at_home})
     with on_machine(hostility=HOSTILE if hostility is None else hostility):
         if window is not None:
             policy["window"] = window

@@ -28,6 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
     "recompute": {"activations": "recompute"},
     "home": {"reads": "home"},
+    "device": {"optimizer_device": "device"},
     "masters": {"kernel": "fused", "dtype": torch.bfloat16},
 }
 

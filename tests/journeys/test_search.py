@@ -227,7 +227,9 @@ def drawn(seed: int) -> Draw:
         policy["dtype"] = torch.bfloat16
     hostility = {"seed": seed, "max_delay_us": draw.choice((0, 100, 500)), "poison": True}
     if draw.random() < 0.5:
-        verb = draw.choice(("fetch", "drain", "update", "forward", "backward", "offload", "reload"))
+        verb = draw.choice(
+            ("fetch", "drain", "update", "forward", "backward", "offload", "reload", "fetch_state", "drain_state")
+        )
         hostility["hold_us"] = {verb: draw.choice((500, 3000))}
     machine = {
         "seed": seed,
@@ -241,6 +243,9 @@ def drawn(seed: int) -> Draw:
     may_stay = policy["kernel"] == "fused" and policy["update"] != "backward" and policy["activations"] == "keep"
     if may_stay and (DEVICE == "cpu" or _C.has_kernel_images()):
         policy["resident"] = draw.choice(("none", "all", "auto", "8KiB", "40KiB", "100KiB"))
+    runs_there = policy["kernel"] == "torch" or DEVICE == "cpu" or _C.has_kernel_images()
+    if policy["update"] != "backward" and runs_there and draw.random() < 0.3:
+        policy["optimizer_device"] = "device"
     return Draw(draw.choice(journeys), optimizer, policy, hostility, machine)
 
 
@@ -286,4 +291,5 @@ def test_draws_hold_every_journey_and_every_kind_of_machine():
     assert {draw.machine["lazy"] for draw in draws} == {True, False}
     assert {draw.policy["update"] for draw in draws} == {"auto", "backward", "blocking"}
     assert {draw.policy.get("resident") for draw in draws} >= {"all", "8KiB", "40KiB", "100KiB"}
+    assert {draw.policy.get("optimizer_device") for draw in draws} == {"device", None}
     assert drawn(7) == drawn(7)

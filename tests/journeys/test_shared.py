@@ -271,6 +271,17 @@ COURSES = {
     "a tied head": Course(tied, policy={"window": 2}),
     "a block that runs twice": Course(Twice, policy={"window": 2}),
     **{
+        f"updates on the device, {name}": Course(make, policy={"window": window, "optimizer_device": "device"}, **more)
+        for name, (make, window, more) in {
+            "a plain net": (Net, 2, {}),
+            "uneven sizes": (uneven, 2, {}),
+            "several dtypes in each block": (mixed, 4, {}),
+            "channels last": (Pictures, 2, {}),
+            "parameters that one rank does not use": (choosing, 2, {"unused": True}),
+            "doubles, which torch updates": (lambda: Net(blocks=2).double(), 2, {}),
+        }.items()
+    },
+    **{
         f"updates inside backward, {name}": Course(make, policy={"window": 2, "update": "backward"}, **more)
         for name, (make, more) in {
             "a plain net": (Net, {}),
@@ -376,6 +387,12 @@ TWINS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] 
     **{f"{name} by torch": (make, {"window": 2, "kernel": "torch"}) for name, make in BY_TORCH.items()},
     "bfloat16, NAdam": (BY_TORCH["NAdam"], {"window": 2, "dtype": torch.bfloat16}),
     "bfloat16, AdamW by torch": (adamw, {"dtype": torch.bfloat16, "kernel": "torch", "reduce_dtype": torch.float32}),
+    "adamw, on the device": (adamw, {"window": 2, "optimizer_device": "device"}),
+    "bfloat16, on the device": (sgd, {"window": 2, "dtype": torch.bfloat16, "optimizer_device": "device"}),
+    "bfloat16, AdamW by torch, on the device": (
+        adamw,
+        {"dtype": torch.bfloat16, "kernel": "torch", "optimizer_device": "device"},
+    ),
     "Adagrad, blocking": (BY_TORCH["Adagrad"], {"window": 2, "update": "blocking"}),
 }
 

@@ -264,7 +264,7 @@ class Case:
     on_device: bool = False  # shown by kernels that are late
 
 
-BACKWARD, NORM = {"update": "backward"}, {"max_grad_norm": 0.1}
+BACKWARD, NORM, STREAMED = {"update": "backward"}, {"max_grad_norm": 0.1}, {"optimizer_device": "device"}
 
 
 CASES = {
@@ -309,6 +309,14 @@ CASES = {
     "draft -> update on optimizer_state (WAW)": Case(
         train_and_lower_the_rate, drafts=True, late={"backward": 1}, on_device=True
     ),
+    "user -> fetch_state on held_gradient (RAW)": Case(train_and_shift_gradients, policy=STREAMED, on_device=True),
+    "fetch_state -> update on update_slot (WAW)": Case(policy=STREAMED),
+    "update -> drain_state on update_slot (RAW)": Case(policy=STREAMED, on_device=True),
+    "fetch_state -> user on held_gradient (WAR)": Case(step_twice, policy=STREAMED),
+    "drain_state -> fetch_state on update_slot (WAR)": Case(policy=STREAMED),
+    "drain_state -> poison on update_slot (WAR)": Case(policy=STREAMED, poison=True),
+    "drain_state -> fetch on working_copy (RAW)": Case(policy=STREAMED),
+    "drain_state -> load on optimizer_state (WAW)": Case(train_and_look, policy=STREAMED),
 }
 
 AT_ONCE = "the calling thread's own access to the home is over before its next call"
@@ -329,6 +337,7 @@ IMPLIED = {
     "sum -> drain on held_gradient (WAR)": (Case(policy=NORM), ASKED),
     "sum -> user on held_gradient (WAR)": (Case(policy=NORM, drafts=True), ASKED),
     "sum -> sum on gradient_sum (WAW)": (Case(policy=NORM), ASKED),
+    "load -> fetch_state on optimizer_state (RAW)": (Case(train_and_look, policy=STREAMED), AT_ONCE),
     "fetch -> update on working_copy (WAR)": (
         Case(step_twice),
         "the update makes a new version, so what the fetch brings is not used: the unit is fetched again",

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from noria.wrapped import wrapped_by
 
 __all__ = ["load", "save"]
 
+_OF_THE_RUN = "noria"
+"""The entry of what noria must know of the run."""
+_PLACES = "updates by torch"
+
 _GIVE = "give what noria.save has written, or torch.save of a dict with the entries 'model' and 'optimizer'"
 
 Models = nn.Module | Sequence[nn.Module]
@@ -41,6 +46,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     Wrapped and plain objects can both be saved, and `noria.load` loads the file into both. noria writes it under
     another name and then renames it, so an interrupted save leaves the old file.
 
+    An entry "noria" says where torch's code has run updates. `load` warns if they would run elsewhere.
+
     Moments of `state_dtype="8bit"` stay codes in the file, unless ranks share the model or the optimizer has hooks of
     its state dict. `noria.plain_state_dict` turns them into what `torch.load` and a plain optimizer expect.
 
@@ -52,7 +59,7 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         path: The file. A file beside it, with ".part" after its name, exists during the save.
         model: A model, a `PipelineStage`, or a list of them.
         optimizer: An optimizer, a list, or None to save the model alone.
-        **extra: Other entries. `load` returns them.
+        **extra: Other entries, with other names than "noria". `load` returns them.
 
     Raises:
         UsageError: if `load` would refuse the contents. The old file then stays. `load` reads plain values and tensors,
@@ -65,6 +72,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         raise usage_error(
             "noria.save(path, model, optimizer)", f"a first argument of {type(path).__name__}", "put the path first"
         )
+    if _OF_THE_RUN in extra:
+        raise usage_error("other names of entries", f'an entry "{_OF_THE_RUN}", which is noria\'s own', "rename it")
     model = modules_of(model)
     for owner in filter(None, map(wrapped_by, as_list(model))):
         owner.loads.refuse_missing("noria.save")
@@ -75,6 +84,8 @@ def save(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         contents = {**extra, "model": _state_of(model)}
         if optimizer is not None:
             contents["optimizer"] = _state_of(optimizer)
+            if places := _places(optimizer):
+                contents[_OF_THE_RUN] = {_PLACES: places}
     if not shared:
         _write(path, contents)
         return
@@ -154,7 +165,26 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
         return load_folder(path, model, optimizer, everybody)
     for target, state in pairs:
         target.load_state_dict(state)
-    return {key: value for key, value in contents.items() if key not in ("model", "optimizer")}
+    _warn_of_another_place(contents.get(_OF_THE_RUN), optimizer)
+    return {key: value for key, value in contents.items() if key not in ("model", "optimizer", _OF_THE_RUN)}
+
+
+def _places(optimizer: Optimizers | None) -> list[str]:
+    """Returns where torch's code runs updates: "cpu", "cuda", or both. Empty: noria's kernels run all of them."""
+    drivers = [driver for each in as_list(optimizer) if (driver := driver_of(each)) is not None]
+    return sorted({place for driver in drivers for place in driver.places_of_torch()})
+
+
+def _warn_of_another_place(recorded: object, optimizer: Optimizers | None) -> None:
+    """Warns if torch's code has run updates elsewhere until now, and so with other bits."""
+    before = recorded.get(_PLACES) if isinstance(recorded, Mapping) else None
+    now = _places(optimizer)
+    if before and now and before != now:
+        warnings.warn(
+            f"noria.load: torch's code has run updates on {' and '.join(before)} until now, and will run them on "
+            f"{' and '.join(now)}, which has other last bits. To go on as before, choose optimizer_device=",
+            stacklevel=3,
+        )
 
 
 def _pairs(

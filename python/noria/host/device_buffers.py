@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 
 from noria import _C
 
-__all__ = ["ASSIST_SCRATCH", "LENT", "REDUCE_SCRATCH", "DeviceBuffers"]
+__all__ = ["ASSIST_SCRATCH", "LENT", "REDUCE_SCRATCH", "UPDATE_SLOTS", "DeviceBuffers"]
 
 REDUCE_SCRATCH = "sums over ranks in fp32"
 ASSIST_SCRATCH = "parts for other ranks"
 LENT = "lent to other stages"
+UPDATE_SLOTS = "pieces that are updated"
 
 
 class DeviceBuffers:

@@ -10,7 +10,7 @@ taken after the weights have moved and their old memory is free. So the model an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
@@ -37,7 +37,7 @@ _USES = {
 # Purposes whose pages are taken after the weights have moved.
 _LATE = (*MOMENTS, *SCALES, "optimizer state", UNDO_LOGS)
 
-# Purposes that only the host reads and writes: their arenas are not registered with the device.
+# Purposes that only the host reads and writes: their arenas are not registered, unless updates run on the device.
 _HOST_ONLY = (*_LATE, "low bits", "masters", "update scratch", AVERAGES)
 
 
@@ -57,6 +57,7 @@ class Home:
         self.arenas: dict[str, _C.Arena] = {}
         self.notes: list[str] = []
         self.staged: list[str] = []
+        self._pinned: set[str] = set()
         try:
             self._take(backend)
         except BaseException:
@@ -75,7 +76,7 @@ class Home:
             if region.bytes:
                 self._map(region, backend)
         self._populate([purpose for purpose in self.arenas if purpose not in _LATE])
-        self._register_all([purpose for purpose in _USES if purpose in self.arenas], backend)
+        self.pin(_USES, backend)
 
     def take_rest(self) -> None:
         """Takes the pages that are not needed before the weights have moved.
@@ -83,6 +84,12 @@ class Home:
         If it is interrupted, each remaining page is taken by the first write to it.
         """
         self._populate([purpose for purpose in self.arenas if purpose in _LATE])
+
+    def pin(self, purposes: Iterable[str], backend: _C.Backend) -> None:
+        """Registers arenas that the copy engines touch. Order: their pages have been taken."""
+        new = [purpose for purpose in purposes if purpose in self.arenas and purpose not in self._pinned]
+        self._register_all(new, backend)
+        self._pinned.update(new)
 
     def _map(self, region: Region, backend: _C.Backend) -> _C.Arena:
         """Maps an arena in the device's NUMA node. It has no pages yet, and is not registered."""
@@ -111,7 +118,9 @@ class Home:
                 max(len(purposes), 1), initializer=_C.begin_own_thread, initargs=("register",)
             ) as threads,
         ):
-            under_way = {threads.submit(self._register, each, _USES[each], backend): each for each in purposes}
+            under_way = {
+                threads.submit(self._register, each, _USES.get(each, "copies"), backend): each for each in purposes
+            }
             for registered in as_completed(under_way):
                 registered.result()
                 done += self.arenas[under_way[registered]].bytes
@@ -163,6 +172,7 @@ class Home:
             arena.allow_fork()
 
     def give_back(self, purpose: str) -> None:
+        self._pinned.discard(purpose)
         self.regions.pop(purpose)
         self.arenas.pop(purpose).close()
 

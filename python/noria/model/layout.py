@@ -7,6 +7,7 @@ layout of the trainable parameters, so one offset serves both.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -192,6 +193,10 @@ class StatePlace:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

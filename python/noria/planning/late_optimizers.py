@@ -17,6 +17,7 @@ from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log
 from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays
+from noria.planning.streamed import choose_streamed, pieces_of
 from noria.planning.wrap_plan import WrapPlan, masters_note, with_stays
 
 __all__ = ["new_regions", "plan_optimizers"]
@@ -52,7 +53,8 @@ def plan_optimizers(
     budgets, first = planned.budgets, _regions(planned, kernels, frozenset(), state_bytes)
     may_stay = bytes_to_stay(kernels, first, grid, planned.device)
     stays = choose_stays(kernels, may_stay, budgets, notes)
-    draftable = undo_log_needs(kernels, stays)
+    streamed = choose_streamed(kernels, stays, planned.device)
+    draftable = undo_log_needs(kernels, stays | streamed)
     more = sum(region.bytes for region in new_regions(planned, first))
     left = left_for_drafts(budgets, free, taken, more)
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, planned.device, notes)
@@ -67,10 +69,11 @@ def plan_optimizers(
         drafted=drafted,
         draftable=draftable,
         states=states,
+        streamed={unit: pieces_of(units[unit], unit in kernels.fused, regions, states) for unit in streamed},
         unpredicted=notes,
         without_masters=without_masters,
     )
-    return with_stays(grown, stays) if stays or planned.stays else grown
+    return with_stays(grown, stays) if stays or planned.stays or streamed else grown
 
 
 def new_regions(planned: WrapPlan, regions: list[Region]) -> list[Region]:

@@ -17,7 +17,7 @@ from noria import _C
 from noria._errors import usage_error
 from noria.dist.groups import Line
 from noria.dist.ranks import Grid, comparable
-from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH
+from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, UPDATE_SLOTS
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import (
@@ -35,6 +35,7 @@ from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
+from noria.planning.streamed import NUM_SLOTS, StreamPiece, choose_streamed, pieces_of, slot_bytes
 from noria.policy import (
     Policy,
     compute_device,
@@ -100,6 +101,8 @@ class WrapPlan:
     """Notes: what the plan cannot foresee, or does otherwise than asked."""
     buffers: _C.BufferTable
     """Table of the buffers that the passes' ops name."""
+    streamed: dict[int, list[StreamPiece]]
+    """By index of a unit that the device updates though its state lies at home: the pieces that go there and back."""
     ring: Ring | None = None
     """The gradient ring, under update="backward"."""
     reduce_bytes: int = 0
@@ -127,6 +130,11 @@ class WrapPlan:
         return sum(self.may_stay[unit] for unit in self.stays)
 
     @property
+    def update_slot_bytes(self) -> int:
+        """Bytes on the device for one piece of a unit that is updated there; 0 if none is."""
+        return slot_bytes(piece for pieces in self.streamed.values() for piece in pieces)
+
+    @property
     def saved_room(self) -> int | None:
         """Most bytes on the device for activations that blocks save through noria. None: no limit."""
         return self.budgets.activations
@@ -152,6 +160,7 @@ class WrapPlan:
         needed = {
             REDUCE_SCRATCH: self.reduce_bytes,
             ASSIST_SCRATCH: self.assist_bytes,
+            UPDATE_SLOTS: self.update_slot_bytes * NUM_SLOTS,
         }
         return {purpose: amount for purpose, amount in needed.items() if amount}
 
@@ -198,6 +207,13 @@ class WrapPlan:
             lines.append(
                 f"from the second step on {units} of these stay on the device, in {format_bytes(self.resident_bytes)} "
                 "beside the window, and are updated there; the passes above are those of the others"
+            )
+        if self.streamed:
+            number = len(self.streamed)
+            lines.append(
+                f"of {number} {plural(number, 'unit')} the device runs the updates; each goes there and back in "
+                f"{plural(sum(map(len, self.streamed.values())), 'piece')} of at most "
+                f"{format_bytes(self.update_slot_bytes)}"
             )
         if self.saved_room is not None:
             lines.append(
@@ -303,7 +319,8 @@ def make_plan(
     first = home_regions(kernels, frozenset(), state_bytes)
     may_stay = bytes_to_stay(kernels, first, grid, device)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
-    draftable = undo_log_needs(kernels, stays)
+    streamed = choose_streamed(kernels, stays, device)
+    draftable = undo_log_needs(kernels, stays | streamed)
     home = sum(region.bytes for region in first)
     left = left_for_drafts(budgets, free, 0, home + staging_bytes(device))
     drafted = choose_drafts(kernels, draftable, budgets.drafts, left, device, unpredicted)
@@ -338,13 +355,14 @@ def make_plan(
         {},
         unpredicted,
         table,
+        {unit: pieces_of(units[unit], unit in kernels.fused, regions, states) for unit in streamed},
         ring,
         reduce_bytes,
         assist_bytes,
         without_masters,
-        least_device=least_arena + reduce_bytes + assist_bytes,
     )
     result = with_stays(result, stays)
+    result = dataclasses.replace(result, least_device=least_arena + sum(result.beside_the_arena().values()))
     _check_host(result, is_carried_out, free)
     return result
 
@@ -360,6 +378,8 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
 
     Raises UsageError if the device has no room for both.
     """
+    streamed = {unit: pieces for unit, pieces in planned.streamed.items() if unit not in stays}
+    planned = dataclasses.replace(planned, streamed=streamed)
     facts, table = _facts(planned.units, planned.buffers), planned.buffers
     forward, backward = planned.visits["forward"], planned.visits["backward"]
     beside = sum(planned.beside_the_arena().values())

@@ -108,7 +108,8 @@ class Context:
 
     def settle_units(self) -> None:
         """Undoes all drafts, and brings all units home: the user may look at the home, or edit it, from now on."""
-        for unit in sorted(self.plan.drafted | {unit for unit in self.plan.stays if self.engine.rest.has(unit)}):
+        at_rest = {unit for unit in self.plan.stays if self.engine.rest.has(unit)}
+        for unit in sorted(self.plan.drafted | self.plan.streamed.keys() | at_rest):
             self.engine.home.access_home(unit, False)
 
     def write_trace(self) -> None:

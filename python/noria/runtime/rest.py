@@ -19,6 +19,7 @@ from noria.planning.resident import MIRRORED, mirror_of
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.context import Context
 from noria.runtime.state import RunState, weakly
+from noria.runtime.streamed import Streamed
 from noria.runtime.window import give_window_back, resize_window, take_window
 from noria.torch_state import await_device, empty_cache, plainly
 
@@ -35,7 +36,12 @@ class Rest:
     """
 
     def __init__(
-        self, context: Context, run: RunState, can_update: Callable[[], bool], watch_state: Callable[[], None]
+        self,
+        context: Context,
+        run: RunState,
+        streamed: Streamed,
+        can_update: Callable[[], bool],
+        watch_state: Callable[[], None],
     ) -> None:
         """`can_update` tells whether all state exists that steps update, so that they can update on the device.
 
@@ -47,6 +53,7 @@ class Rest:
         self.units: list[HomeUnit] = []
         """Those that are at rest while `is_on`."""
         self._mirrors: dict[str, Region] = {}
+        self._streamed = streamed
         self._can_update = can_update
         self._watch_state = watch_state
         self._is_given_up = False
@@ -106,6 +113,7 @@ class Rest:
         context.notes.append(f'resident="auto": {len(plan.stays)} of {len(context.units)} units stay on the device')
         if not plan.stands_still and plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
+        self._streamed.begin()
 
     def _may_begin(self) -> bool:
         return (

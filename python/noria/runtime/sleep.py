@@ -10,6 +10,7 @@ from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
+from noria.runtime.streamed import Streamed
 from noria.runtime.window import give_window_back, take_window
 from noria.torch_state import await_device, empty_cache
 
@@ -19,9 +20,12 @@ __all__ = ["Sleep"]
 class Sleep:
     """Puts the engine of one wrap call to sleep, and wakes it."""
 
-    def __init__(self, context: Context, run: RunState, sync: RankSync, rest: Rest, *, has_stages: bool) -> None:
+    def __init__(
+        self, context: Context, run: RunState, sync: RankSync, rest: Rest, streamed: Streamed, *, has_stages: bool
+    ) -> None:
         self._sync = sync
         self._rest = rest
+        self._streamed = streamed
         self._has_stages = has_stages
         self._context = context
         self._run = run
@@ -41,6 +45,7 @@ class Sleep:
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
         await_device(context.device)  # kernels of the last pass may still read the window
         with run.sleeping(self._wake):
+            self._streamed.give_back()
             if self._rest.is_on:
                 self._rest.suspend()
             if not self._rest.stands_still:
@@ -51,5 +56,6 @@ class Sleep:
     def _wake(self) -> None:
         if not self._rest.stands_still:
             take_window(self._context)
+        self._streamed.take()
         if self._rest.is_on:
             self._rest.resume()

@@ -29,6 +29,7 @@ from noria.runtime.rank_sync import RankSync
 from noria.runtime.rest import Rest
 from noria.runtime.state import RunState
 from noria.runtime.step_boundary import StepBoundary
+from noria.runtime.streamed import Streamed
 from noria.runtime.weights import Weights
 from noria.step.backward_step import BackwardStep
 from noria.step.collect_grads import take_gradients
@@ -41,6 +42,7 @@ from noria.step.resident_step import ResidentStep
 from noria.step.sharded_state import OptimizerShards
 from noria.step.state_dict import load_state_dict, state_dict
 from noria.step.step_counts import StepCounts
+from noria.step.streamed_step import StreamedStep
 from noria.step.torch_step import TorchStep
 from noria.step.whole_step import WholeStep
 from noria.torch_state import autocast_now, plainly, refuse_inside_backward
@@ -62,6 +64,7 @@ class StepServices:
     stages: StageAdapters
     boundary: StepBoundary
     rest: Rest
+    streamed: Streamed
     wrap_anew: Callable[[], None]
     """Plans again, for parameters of a new group that had no memory for gradients and updates."""
 
@@ -152,6 +155,7 @@ class StepDriver:
         self._steps = steps = StepCounts(members, state, weights)
         self._fused = fused = HostKernels(members, state, steps, services.stages.scaling)
         self._resident = ResidentStep(members, state, fused, weights.masters, services.rest)
+        self._streamed = StreamedStep(members, state, fused, services.streamed)
         self._norms = norms = GradNorm(members, fused, run, services.sync, self._resident)
         self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
         self._backward_step = BackwardStep(
@@ -224,7 +228,7 @@ class StepDriver:
         if found_inf is not None and found_inf.item() != 0:
             self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
             return loss
-        self._torch_step.autocast = autocast_now(self.context.device.type)
+        self._torch_step.autocast = self._streamed.autocast = autocast_now(self.context.device.type)
         with plainly():
             if self.in_backward:
                 refusal = self._backward_step.claim()
@@ -259,7 +263,9 @@ class StepDriver:
         if at_rest:
             self._resident.update({unit: ready.pop(unit) for unit in at_rest})
         for priority, unit in enumerate(order):
-            if unit in ready:
+            if self._streamed.takes(unit, ready.get(unit)):
+                self._streamed.defer(unit, jobs[unit], ready.get(unit))
+            elif unit in ready:
                 self._fused.submit(unit, ready[unit], priority)
             else:
                 self._torch_step.defer(unit, jobs[unit])
@@ -291,6 +297,12 @@ class StepDriver:
         self.services.reads.end()
         return self._norms.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    def places_of_torch(self) -> set[str]:
+        """Returns the types of the devices on which torch's code runs updates of this optimizer."""
+        units = {slot.unit for slot in self.slots() if slot.trainable and not self._members.fuses(slot.unit)}
+        streamed = self.context.plan.streamed
+        return {self.context.device.type if unit in streamed else "cpu" for unit in units}
+
     def bytes_by_torch(self) -> int:
         return self._torch_step.bytes_moved()
 
@@ -311,6 +323,8 @@ class StepDriver:
         """Runs the real torch optimizer on one unit, if its update has to run now."""
         if self.in_backward:
             self._backward_step.run(unit)
+        elif self._streamed.has(unit):
+            self._streamed.run(unit)
         else:
             self._torch_step.run(unit)
 

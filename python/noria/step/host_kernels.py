@@ -99,19 +99,30 @@ class HostKernels:
             job = _C.UpdateJob(rule.name, pieces, arrays, gradient=held, late_scales=scales)
             self.context.engine.updates.update_on_pool(unit, job, priority)
 
-    def jobs_at_rest(
-        self, unit: int, ready: Ready, gradients: list[int], address: Callable[[str, int], int]
+    def count(self, ready: Ready) -> None:
+        """Counts the steps. Creates state that is not there yet."""
+        for slot, rule, _ in ready:
+            self.steps.count(slot, rule)
+
+    def jobs_on_device(
+        self,
+        unit: int,
+        ready: Ready,
+        gradients: list[int],
+        address: Callable[[str, int], int],
+        ranges: list[tuple[int, int]] | None = None,
     ) -> list[_C.UpdateJob]:
-        """Counts the steps, and returns the updates of a unit that is at rest, one for each rule.
+        """Returns the updates of a unit that lies on the device, one for each rule. Steps were counted.
 
         `gradients`: the address of each gradient. `address` returns that of a unit's part of an arena on the device.
+        `ranges`: of each parameter the first element and how many, in elements of the unit. None: the parameters are
+        whole.
         """
         jobs: dict[FusedRule, tuple[list[Piece], list[int]]] = {}
-        for (slot, rule, scalars), gradient in zip(ready, gradients, strict=True):
-            self.steps.count(slot, rule)
+        for number, (slot, rule, scalars) in enumerate(ready):
             pieces, addresses = jobs.setdefault(rule, ([], []))
-            pieces.append(self._piece(slot, scalars))
-            addresses.append(gradient)
+            pieces.append(self._piece(slot, scalars) if ranges is None else (*ranges[number], scalars))
+            addresses.append(gradients[number])
         return [
             _C.UpdateJob(rule.name, pieces, self.arrays(unit, rule, None, address), gradients=addresses)
             for rule, (pieces, addresses) in jobs.items()

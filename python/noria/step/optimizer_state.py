@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -184,9 +185,26 @@ class HomeState:
         if planned.shape != value.shape or planned.dtype != dtype_at_home(slot, value):
             self._note_outside(key)
             return None
-        strides = torch.empty_like(value, device="meta").stride()
+        like = torch.empty_like(value, device="meta")
+        told = self._told(slot)
         with plainly():
-            return _C.tensor_in(self._arena, planned.offset, planned.dtype, list(planned.shape), list(strides))
+            if told is not None:
+                return _C.watched_tensor_in(self._arena, planned.offset, like, planned.dtype, told)
+            return _C.tensor_in(self._arena, planned.offset, planned.dtype, list(planned.shape), list(like.stride()))
+
+    def home_tensor(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Returns the tensor in the home for a tensor that torch's optimizer has made elsewhere, without its value.
+
+        Returns None if the plan has no place for it.
+        """
+        place = self._place(slot, key, value)
+        if place is not None:
+            place = self.placed.setdefault((slot.index, key), place)
+        return place
+
+    def place_of(self, slot: HomeParameter, key: str) -> StatePlace | None:
+        """Returns where the plan puts a tensor that torch's optimizer keeps."""
+        return self._places.get((slot.index, key))
 
     def _outside(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
         """Returns a new CPU tensor for a moment outside of the home, or None if `value` is fit already.
@@ -214,14 +232,18 @@ class HomeState:
         """
         if not self.is_planned(slot, key):
             return None
-        plan = self.context.plan
-        may_stay = plan.stays if plan.policy.resident != "auto" else plan.may_stay
-        is_told = slot.unit in plan.drafted or slot.unit in may_stay
-        told = self.run.while_open(self._before_write, slot.unit) if is_told else None
+        told = self._told(slot)
         home, purpose = self.context.home, PURPOSE_OF[key]
         if key not in MOMENT_OF:
             return home.scales(purpose, slot, told)
         return home.moment(purpose, slot, moment_dtype(self.dtype, key), told)
+
+    def _told(self, slot: HomeParameter) -> Callable[[], None] | None:
+        """Returns what the first write to a tensor of the parameter's state calls. None: nothing has to know of it."""
+        plan = self.context.plan
+        may_stay = plan.stays if plan.policy.resident != "auto" else plan.may_stay
+        is_told = slot.unit in plan.drafted or slot.unit in may_stay or slot.unit in plan.streamed
+        return self.run.while_open(self._before_write, slot.unit) if is_told else None
 
     def _before_write(self, unit: int) -> None:
         """Drops the unit's draft, which was computed before this edit. Called at the first write to a tensor that views
@@ -230,10 +252,11 @@ class HomeState:
         self.context.engine.home.access_home(unit, False)
         self.run.tell_state_write(unit)
 
-    def watch(self) -> None:
-        """Has the next write to each tensor of the state at home told to `run`."""
-        for value in self.placed.values():
-            _C.watch(value)
+    def watch(self, slots: Container[int] | None = None) -> None:
+        """Has the next write to each tensor of these parameters' state at home told to `run`. None: of all."""
+        for (index, _), value in self.placed.items():
+            if slots is None or index in slots:
+                _C.watch(value)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
         return self.context.home.has(PURPOSE_OF[key], slot.unit)

@@ -62,7 +62,8 @@ class ResidentStep:
         try:  # from here on steps are counted
             for unit, each in ready.items():
                 addresses = [gradient.data_ptr() for gradient in gradients[unit]]
-                jobs += self._fused.jobs_at_rest(unit, each, addresses, self.rest.address)
+                self._fused.count(each)
+                jobs += self._fused.jobs_on_device(unit, each, addresses, self.rest.address)
                 self.rest.note_newer(unit)
             self.context.engine.rest.update(jobs)
         except BaseException:

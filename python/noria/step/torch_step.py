@@ -15,7 +15,18 @@ from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Groups, Jobs, ParamGroups
 from noria.torch_state import autocast_now, plainly
 
-__all__ = ["TorchStep"]
+__all__ = ["PUT_OFF", "TorchStep", "broken_off"]
+
+
+PUT_OFF = "which optimizer.step() had put off until the unit is needed"
+
+
+def broken_off(unit: str, when: str) -> str:
+    """Returns what is added to an error that torch's optimizer raises. `when`: what it says of the update."""
+    return (
+        f'noria: raised by the update of unit "{unit}", {when}. The step is broken off: parameters that it had not '
+        "come to keep their values, and the call that raised this may be made again"
+    )
 
 
 class TorchStep:
@@ -48,7 +59,7 @@ class TorchStep:
         """
         moved = 0
         for slot in self.members.slots():
-            if self.members.fuses(slot.unit) or not slot.trainable:
+            if self.members.fuses(slot.unit) or not slot.trainable or slot.unit in self.context.plan.streamed:
                 continue
             count, item = slot.like.numel(), slot.dtype.itemsize
             moved += count * (item + (8 + 8 + item if slot.has_master else 2 * item))
@@ -70,7 +81,7 @@ class TorchStep:
         """
         groups = self._jobs.pop(unit, None)
         if groups is not None:
-            self.run_now(unit, groups, "which optimizer.step() had put off until the unit is needed")
+            self.run_now(unit, groups, PUT_OFF)
 
     def run_now(self, unit: int, groups: Groups, when: str) -> None:
         """Runs the real optimizer on these parameters of a unit. `when`: what an error says of the update."""
@@ -82,10 +93,7 @@ class TorchStep:
             except BaseException as error:
                 self._jobs.clear()  # the engine will still ask for them, and nothing runs
                 name = self.context.units[unit].name
-                error.add_note(
-                    f'noria: raised by the update of unit "{name}", {when}. The step is broken off: parameters that it '
-                    "had not come to keep their values, and the call that raised this may be made again"
-                )
+                error.add_note(broken_off(name, when))
                 touched = {slot.index for slot in slots if self.home_parameter(slot)._version != versions[slot.index]}
                 self._finish(slots, touched)
                 raise

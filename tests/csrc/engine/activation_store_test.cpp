@@ -219,6 +219,7 @@ class Machine final : public EngineCallbacks {
   Ranges held_gradients(UnitId) const override { return {}; }
   void held_moved(UnitId, std::byte*) override {}
   void update(UnitId) override {}
+  Stream current_stream() const override { return Stream(); }
   std::pair<std::byte*, Bytes> more_home(Bytes) override {
     EXPECT_FALSE(std::exchange(has_home_, true));
     return {reinterpret_cast<std::byte*>(home_.data()), Bytes{static_cast<std::int64_t>(home_.size() * sizeof(float))}};

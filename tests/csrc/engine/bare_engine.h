@@ -139,6 +139,7 @@ class BareEngine final : public EngineCallbacks {
     (shards_.size > 1 ? of(unit).unreduced : of(unit).home[1]) = reinterpret_cast<float*>(held);
   }
   void update(UnitId unit) override;
+  Stream current_stream() const override { return machine_.stream; }
   std::pair<std::byte*, Bytes> more_home(Bytes least) override;
   std::byte* make_room(SavedId saved, Bytes bytes) override;
   void fill(SavedId saved, const std::byte* from, Bytes bytes) override;

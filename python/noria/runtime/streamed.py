@@ -1,0 +1,114 @@
+"""Gives memory to updates that the device runs though state lies at home, and shows the piece that is updated now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from noria import _C
+from noria.host.device_buffers import UPDATE_SLOTS
+from noria.model.layout import HomeParameter, StatePlace
+from noria.planning.streamed import NUM_SLOTS, StreamPiece
+from noria.runtime.context import Context
+from noria.torch_state import empty_cache
+
+__all__ = ["PieceNow", "Streamed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceNow:
+    """Shows a piece of a unit in its slot on the device."""
+
+    piece: StreamPiece
+    is_last: bool
+    address: int
+    device: torch.device
+
+    def address_of(self, purpose: str, begin: int = 0) -> int:
+        """Returns the address of a part of an arena, `begin` bytes behind that of the piece; 0 if there is none."""
+        offset = self.piece.offsets.get(purpose)
+        return 0 if offset is None else self.address + offset + begin
+
+    def tensor(self, purpose: str, slot: HomeParameter, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a parameter's part of an arena, as a tensor of the device."""
+        begin = (slot.home_offset - self.piece.begin) // slot.dtype.itemsize * dtype.itemsize
+        return self._at(self.address_of(purpose, begin), dtype, tuple(slot.like.shape), slot.like.stride())
+
+    def state(self, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of torch's state."""
+        return self._at(self.address + self.piece.offsets[place.offset], place.dtype, place.shape, strides)
+
+    def gradient_in_fp32(self, slot: HomeParameter) -> torch.Tensor:
+        begin = (slot.home_offset - self.piece.begin) // slot.dtype.itemsize * torch.float32.itemsize
+        at = self.address + self.piece.gradients_in_fp32 + begin
+        return self._at(at, torch.float32, tuple(slot.like.shape), slot.like.stride())
+
+    def flat(self, purpose: str, begin: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        return self._at(self.address_of(purpose, begin), dtype, (count,), (1,))
+
+    def _at(self, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        count = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        memory = _C.bytes_at(address, count * dtype.itemsize, str(self.device))
+        return memory.view(dtype).as_strided(shape, strides)
+
+
+class Streamed:
+    """Tells the engine the plan's pieces, and gives it the slots.
+
+    Order: `begin` comes when the home has its pages, and again when the plan has changed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._told: dict[int, list[StreamPiece]] = {}
+
+    def has(self, unit: int) -> bool:
+        return unit in self._told
+
+    def begin(self) -> None:
+        context, updates = self._context, self._context.engine.updates
+        wanted = context.plan.streamed
+        if not wanted and not self._told:
+            return
+        copies = [copy for pieces in wanted.values() for piece in pieces for copy in piece.copies]
+        context.home.pin({copy.purpose for copy in copies}, context.backend)
+        updates.run_all_deferred()
+        for unit in self._told.keys() | wanted.keys():
+            updates.set_pieces(unit, [self._told_as(piece) for piece in wanted.get(unit, ())])
+        self._told = wanted
+        self.give_back()
+        self.take()
+
+    def take(self) -> None:
+        """Takes the slots' memory, if it is not there."""
+        context, size = self._context, self._context.plan.update_slot_bytes
+        if size and UPDATE_SLOTS not in context.device_buffers.taken:
+            empty_cache(context.device)
+            context.ledger.expect(str(context.device), UPDATE_SLOTS, size * NUM_SLOTS)
+            context.device_buffers.take(UPDATE_SLOTS, size * NUM_SLOTS)
+        if size:
+            context.engine.updates.set_slots(context.device_buffers.address(UPDATE_SLOTS), size, NUM_SLOTS)
+
+    def give_back(self) -> None:
+        """Gives the slots' memory back, when all updates that wait have run."""
+        context = self._context
+        if UPDATE_SLOTS in context.device_buffers.taken:
+            context.engine.updates.set_slots(0, 0, 0)
+            context.device_buffers.free(UPDATE_SLOTS)
+            context.ledger.expect(str(context.device), UPDATE_SLOTS, 0)
+
+    def now(self, unit: int) -> PieceNow:
+        """Returns the piece that the engine updates now. Order: inside of the update callback."""
+        number, address = self._context.engine.updates.updated_now()
+        pieces = self._told[unit]
+        return PieceNow(pieces[number], number == len(pieces) - 1, address, self._context.device)
+
+    def _told_as(self, piece: StreamPiece) -> tuple[int, int, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        arenas = self._context.home.arenas
+        copies = [(each, arenas[each.purpose].data + each.home_offset) for each in piece.copies]
+        comes, goes = (
+            [(each.slot_offset, at, each.num_bytes) for each, at in copies if getattr(each, way)]
+            for way in ("comes", "goes")
+        )
+        return piece.begin, piece.end, comes, goes
