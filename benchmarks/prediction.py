@@ -23,6 +23,7 @@ import noria
 import torch
 from noria.planning.measured_costs import measured_costs
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.streamed import bytes_of_ops
 from noria.testing import on_machine
 from noria.wrapped import wrapped_by
 from overlap import SETTINGS, Paced, limits_of
@@ -36,6 +37,7 @@ DRAFTS: dict[str, Any] = {"draft_memory": "1GiB"}
 DEFERRED: dict[str, Any] = {"draft_memory": 0}
 BACKWARD: dict[str, Any] = {"update": "backward"}
 BLOCKING: dict[str, Any] = {"update": "blocking"}
+ON_DEVICE: dict[str, Any] = {"optimizer_device": "device"}
 BALANCED, FETCHES, DRAINS, UPDATES = SETTINGS
 MODES = {"drafts": DRAFTS, "deferred": DEFERRED, "in backward": BACKWARD, "blocking": BLOCKING}
 
@@ -63,6 +65,10 @@ CASES = [
     Setting("update-bound, drafts, unequal units", UPDATES, {"window": 4, **DRAFTS}, UNEQUAL),
     Setting("balanced, deferred, recompute", BALANCED, {"window": 4, "activations": "recompute", **DEFERRED}),
     Setting("update-bound, drafts, recompute", UPDATES, {"window": 4, "activations": "recompute", **DRAFTS}),
+    # These came with updates on the device, after the first results.
+    *(Setting(f"{rates.name}, updated on the device", rates, {"window": 4, **ON_DEVICE}) for rates in SETTINGS),
+    Setting("balanced, updated on the device, blocking", BALANCED, {"window": 4, **ON_DEVICE, **BLOCKING}),
+    Setting("balanced, updated on the device, unequal units", BALANCED, {"window": 4, **ON_DEVICE}, UNEQUAL),
 ]
 SETTLING, COSTS = 20, 10
 
@@ -116,7 +122,8 @@ def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     train(SETTLING)
     context.trace.clear()
     train(COSTS)
-    costs = measured_costs(context.trace.spans(), len(context.units))
+    on_device = bytes_of_ops(context.plan.streamed)
+    costs = measured_costs(context.trace.spans(), len(context.units), bytes_on_device=on_device)
     predicted = PlannedStep(context.plan, 1, PlanSpeeds(1, 1, 1, 1), costs)
     times = train(num_steps)
     rows = [(row.planned, row.taken) for row in noria.report(model).ledger]

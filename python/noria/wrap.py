@@ -581,10 +581,13 @@ def _carry_out(
     met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
-        if planned.stays and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
-            if policy.resident != "auto":
+        needs_kernels = planned.stays or planned.streamed.keys() & planned.fused.keys()
+        if needs_kernels and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
+            if policy.resident not in ("none", "auto"):
                 raise usage_error("resident on a device that runs noria's kernels", why, "leave resident out")
-            planned = with_stays(planned, frozenset())
+            if policy.optimizer_device == "device":
+                raise usage_error("optimizer_device on a device that runs noria's kernels", why, 'say kernel="torch"')
+            planned = with_stays(dataclasses.replace(planned, streamed={}), frozenset())
         awaits_optimizer = not updaters and any(unit.gradients for unit in units)
         if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))

@@ -164,7 +164,7 @@ class Wrapped:
     def _decide(self) -> None:
         """Costs are known now: chooses what stays on the device, if nothing has been chosen yet."""
         plan, costs = self.context.plan, self.recorder.known.costs
-        if plan.policy.resident == "auto" and not plan.stays and costs is not None:
+        if plan.policy.resident == "auto" and not plan.stays and not plan.streamed and costs is not None:
             self.rest.adopt(choose_by_costs(plan, costs))
 
     def _give_undo_logs(self) -> None:

@@ -714,7 +714,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("NORIA_CACHE", str(tmp_path))
 
 
-def slow_updates(spans: Any, num_units: int, bytes_per_copied: int) -> MeasuredCosts:
+def slow_updates(spans: Any, num_units: int, *args: Any) -> MeasuredCosts:
     rates = {"fetch": 1.0, "drain": 1.0, "update": 0.001}
     return MeasuredCosts([10.0] * num_units, [20.0] * num_units, rates, {})
 
@@ -750,6 +750,33 @@ def test_auto_lets_units_stay_where_that_is_faster(folder, monkeypatch, share, r
         assert plan.stands_still == (is_faster and share > 1)
         told = any("units stay on the device" in note for note in noria.report(side.model).notes)
         assert told == (is_faster and run == 0)
+
+
+def test_auto_updates_on_the_device_where_few_units_can_stay(folder, monkeypatch):
+    """The host's updates are slow, and there is room for pieces of units, but hardly for a unit with its state."""
+    monkeypatch.setattr("noria.forward.cost_recorder.device_update_gib_s", lambda context: 1000.0)
+    monkeypatch.setattr("noria.forward.cost_recorder.measured_costs", slow_updates)
+    policy: dict[str, Any] = {"device": DEVICE, "kernel": "fused", "draft_memory": 0}
+    model = Net()
+    pieces = noria.plan(model, adamw(model.parameters()), optimizer_device="device", **policy)
+    shares = 2 if DEVICE == "cuda" else 1
+    room = shares * (pieces.least_device + 1024)
+    seen = []
+    for resident in ("none", "auto", "auto"):
+        torch.manual_seed(0)
+        model = Net().cpu()
+        side = Side(model, adamw(model.parameters()), True)
+        with on_machine(hostility={"seed": 3, "poison": True}):
+            noria.wrap(model, side.optimizer, resident=resident, device_memory=room, **policy)
+        torch.manual_seed(1)
+        side.train(0, 12)
+        plan, report = wrapped_by(model).context.plan, noria.report(model)
+        assert report.ledger_agrees, str(report)
+        assert bool(plan.streamed) == (resident == "auto") and not plan.stands_still
+        seen.append({**side.kept, **model.state_dict()})
+    assert not any("which updates" in note for note in report.notes)  # the last run began so
+    assert_same_bits(seen[1], seen[0])
+    assert_same_bits(seen[2], seen[0])
 
 
 @pytest.mark.parametrize("policy", [{"update": "backward"}, {"activations": "recompute"}, {"kernel": "torch"}], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -9,11 +11,17 @@ from typing import Any
 import noria
 import pytest
 import torch
-from noria.planning.decisions import choose_by_costs, room_for_stays, with_best_stays, without_idle_logs
+from noria.planning.decisions import (
+    choose_by_costs,
+    room_for_stays,
+    with_best_places,
+    with_best_stays,
+    without_idle_logs,
+)
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
-from noria.planning.wrap_plan import WrapPlan, with_stays
+from noria.planning.wrap_plan import WrapPlan, with_stays, with_streamed
 from torch import nn
 
 NEAR = 1.01
@@ -127,6 +135,51 @@ def test_no_rule_is_better():
         }
         for name, stays in rules.items():
             assert chosen <= NEAR * instance.time_of(stays), (seed, name)
+
+
+def best_places(instance: Instance) -> float:
+    """The step of the best of all choices: each unit stays, or is updated on the device or on the host."""
+    units = sorted(instance.planned.may_stay)
+    best = float("inf")
+    for places in itertools.product(("stays", "device", "host"), repeat=len(units)):
+        stays, there = (
+            frozenset(unit for unit, place in zip(units, places, strict=True) if place == which)
+            for which in ("stays", "device")
+        )
+        if instance.time_of(stays) < float("inf"):
+            with contextlib.suppress(noria.UsageError):
+                best = min(best, instance.us(with_streamed(with_stays(instance.planned, stays), there)))
+    return best
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.long)])
+def test_places_of_updates_are_close_to_the_best_of_all(first):
+    on_device = 0
+    for seed in range(first, first + (500 if first else 60)):
+        instance = Instance(seed, most_units=4)
+        rate = instance.speeds.fetch * 10 ** random.Random(-1 - seed).uniform(-1.5, 0.5)
+        instance.speeds = dataclasses.replace(instance.speeds, update=rate)
+        chosen = with_best_places(instance.planned, instance.us)
+        on_device += bool(chosen.streamed)
+        assert not chosen.stays & chosen.streamed.keys() and not chosen.drafted & chosen.streamed.keys()
+        assert instance.us(chosen) <= CLOSE * best_places(instance), seed
+    assert on_device > 0
+
+
+def test_slow_hosts_update_on_the_device():
+    """Of many units, too; and it takes few simulations to see that fast hosts do not."""
+    planned = plan_of([64] * 40, resident="auto", device_memory="1MiB", draft_memory=0)
+    for update, gains in ((0.01, True), (10.0, False)):
+        speeds, seen = PlanSpeeds(0.1, 0.1, update, 1e-3, device=10.0), []
+
+        def us(each: WrapPlan, speeds: PlanSpeeds = speeds, seen: list[WrapPlan] = seen) -> float:
+            seen.append(each)
+            return PlannedStep(each, 64, speeds).step_us
+
+        chosen = with_best_places(planned, us)
+        assert bool(chosen.streamed) == gains
+        assert us(chosen) < 0.7 * us(with_stays(planned, frozenset())) or not gains
+        assert len(seen) <= (45 if gains else 20)
 
 
 def test_more_memory_is_not_slower():

@@ -17,7 +17,7 @@ from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
 from noria.planning.cost_cache import KnownCosts, load_costs
 from noria.planning.cost_table import COLUMNS, cost_rows, rates_text
-from noria.planning.decisions import choose_by_costs, with_best_stays, without_idle_logs
+from noria.planning.decisions import choose_by_costs, with_best_places, without_idle_logs
 from noria.planning.machines import BOTH_WAYS, Machine, device_named
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
@@ -50,6 +50,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "window",
             "units",
             "resident",
+            "optimizer_device",
         )
         if getattr(args, name) is not None
     }
@@ -145,7 +146,7 @@ def _run_elsewhere(
         if planned.policy.resident != "auto":
             return planned
         machine = _machine(args, planned, device)
-        best = with_best_stays(planned, lambda each: simulated(each, machine, _tokens(args)).step_us)
+        best = with_best_places(planned, lambda each: simulated(each, machine, _tokens(args)).step_us)
         return without_idle_logs(best)
 
     try:
@@ -362,6 +363,12 @@ def _show_step(step: PlannedStep) -> None:
             + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
             + f", {step.tokens} tokens"
         )
+    if (flops := sum(step.planned.update_flops.values())) and speeds.host_tflops and speeds.tflops:
+        on_host, on_device = (time_text(flops / each / 1e6) for each in (speeds.host_tflops, speeds.tflops))
+        print(
+            f"Muon multiplies matrices: {flops / 1e12:.3g} Tflop a step. The host takes {on_host} for that, at what a "
+            f"core here reaches, and the device {on_device} (--optimizer-device)"
+        )
     times = step.times()
     if not step.planned.kernels:
         print(f"step {time_text(step.step_us)}; no schedule beats {time_text(_C.drafting_bound_us(times))}")
@@ -385,7 +392,8 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
         of_device = {"fetch": device.link_gib_s, "drain": device.link_gib_s, "tflops": device.tflops}
         given |= {name: value for name, value in of_device.items() if given[name] is None}
         host = host or device.host_gib_s
-        return Machine(**given, host=host, cores=cores, both_ways=BOTH_WAYS, device=device.update_gib_s)
+        core_tflops, on_device = _core_tflops(planned), device.update_gib_s
+        return Machine(**given, host=host, cores=cores, both_ways=BOTH_WAYS, device=on_device, core_tflops=core_tflops)
     missing = tuple(name for name, value in given.items() if value is None and not (name == "update" and args.cores))
     if set(missing) - {"tflops"}:
         speeds = measure_speeds()
@@ -394,4 +402,15 @@ def _machine(args: argparse.Namespace, planned: WrapPlan, device: Device | None 
         dtypes = {slot.dtype for unit in planned.units for slot in unit.parameters}
         dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
         given["tflops"] = measure_matmul_tflops(planned.device, dtype)
-    return Machine(**given, host=host or 0.0, cores=cores, measured=missing)
+    return Machine(**given, host=host or 0.0, cores=cores, core_tflops=_core_tflops(planned), measured=missing)
+
+
+def _core_tflops(planned: WrapPlan) -> float:
+    """Returns what a core of this machine reaches in matrix products of bfloat16, if updates need it."""
+    import torch
+
+    from noria.doctor import measure_matmul_tflops
+
+    if not planned.update_flops:
+        return 0.0
+    return measure_matmul_tflops(torch.device("cpu"), torch.bfloat16) / torch.get_num_threads()

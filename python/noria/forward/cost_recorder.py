@@ -16,6 +16,7 @@ from noria.model.partition import HookSpec
 from noria.planning.cost_cache import KnownCosts, save_costs
 from noria.planning.measured_costs import measured_costs, slowest
 from noria.planning.step_simulation import bytes_per_copied
+from noria.planning.streamed import bytes_of_ops
 from noria.runtime.context import Context
 from noria.runtime.rank_sync import RankSync
 from noria.torch_state import in_backward
@@ -80,7 +81,8 @@ class CostRecorder:
 
     def _begin(self) -> None:
         context = self.context
-        if context.plan.stays:  # no visit names these units, so others would seem to take their time
+        chosen = context.plan.streamed and context.policy.optimizer_device == "host"
+        if context.plan.stays or chosen:  # visits name no unit that stays; the host updates no unit that streams so
             self.stop()
             return
         self._trace = context.trace or _C.Trace(_SPANS)
@@ -95,8 +97,11 @@ class CostRecorder:
         context.backend.stats("fetch")  # adds to the trace what the device has done by now
         spans = [span for span in trace.spans() if span.start_us >= self._since_us]
         self.stop()
-        costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device))
-        costs = dataclasses.replace(costs, **self._memory(), device_update_gib_s=self._device_update_gib_s())
+        on_device = bytes_of_ops(context.plan.streamed)
+        costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device), on_device)
+        costs = dataclasses.replace(costs, **self._memory())
+        if not on_device:
+            costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
         if context.ranks is not None:
             self._sync.meet("tell what ops cost")
             costs = slowest(context.ranks.host.gather_objects(costs))

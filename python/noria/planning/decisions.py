@@ -6,6 +6,7 @@ no window: a small window keeps fewer weights from the forward to the backward, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -15,9 +16,9 @@ from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.resident import all_fit, gradient_bytes
 from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
-from noria.planning.wrap_plan import WrapPlan, forward_order, with_stays
+from noria.planning.wrap_plan import WrapPlan, forward_order, with_stays, with_streamed
 
-__all__ = ["choose_by_costs", "room_for_stays", "with_best_stays", "without_idle_logs"]
+__all__ = ["choose_by_costs", "room_for_stays", "with_best_places", "with_best_stays", "without_idle_logs"]
 
 _PARTS = 4
 """Into how many parts the room is divided at first: a plan is simulated for each."""
@@ -68,6 +69,87 @@ def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> 
     return search.best
 
 
+def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> WrapPlan:
+    """Returns the plan with the units that stay, and those that the device updates beside them, of the shortest step.
+
+    It begins with no updates on the device beside those that stay, then adds some, spread evenly. It also begins with
+    all of them there: pieces need memory too, which units that stay would take.
+    """
+    best = with_best_stays(planned, step_us)
+    if planned.streamed or not planned.may_stay:
+        return best
+    best_us = step_us(best)
+    if len(planned.units) > _FEW and not _may_gain(planned, best, best_us, step_us):
+        return best
+    for begin in (best, _all_streamed(planned, step_us)):
+        if begin is not None and not begin.stands_still:
+            found, us = _with_best_streamed(begin, step_us)
+            is_more = len(found.streamed) > len(best.streamed)
+            if us < best_us * (1 - _GAIN if is_more else 1):
+                best, best_us = found, us
+    return best
+
+
+def _may_gain(planned: WrapPlan, best: WrapPlan, best_us: float, step_us: Callable[[WrapPlan], float]) -> bool:
+    """Returns True if one of two plans with updates on the device, beside those that stay, makes steps shorter."""
+    others = [unit for unit in sorted(planned.may_stay) if unit not in best.stays]
+    for begin, units in ((best, others[::_PARTS]), (planned, list(planned.may_stay))):
+        with contextlib.suppress(UsageError):  # no room for the pieces
+            if step_us(with_streamed(begin, units)) < best_us:
+                return True
+    return False
+
+
+def _all_streamed(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> WrapPlan | None:
+    """Returns the plan in which the device updates all that it can, and the best of these units stay."""
+    try:
+        return with_best_stays(with_streamed(planned, planned.may_stay), step_us)
+    except UsageError:  # no room for the pieces
+        return None
+
+
+def _with_best_streamed(begin: WrapPlan, step_us: Callable[[WrapPlan], float]) -> tuple[WrapPlan, float]:
+    """Returns the plan with other units that the device updates beside those that stay, and the time of its step."""
+    may = {
+        unit: begin.units[unit].gradients
+        for unit in forward_order(begin)
+        if unit in begin.may_stay and unit not in begin.stays and begin.units[unit].gradients
+    }
+    plans: dict[frozenset[int], WrapPlan] = {frozenset(begin.streamed): begin}
+    times = {frozenset(begin.streamed): step_us(begin)}
+
+    def look(chosen: frozenset[int]) -> float:
+        if chosen not in times:
+            times[chosen] = float("inf")
+            try:
+                plans[chosen] = with_streamed(begin, chosen)
+                times[chosen] = step_us(plans[chosen])
+            except UsageError:  # no room for the pieces
+                pass
+        return times[chosen]
+
+    every = sum(may.values())
+    for part in range(_PARTS + 1):
+        look(frozenset(spread_evenly(may, every * part // _PARTS)))
+    best = min(times, key=lambda chosen: times[chosen])
+    if len(may) <= _FEW:
+        _climb(best, frozenset(may), look)
+        best = min(times, key=lambda chosen: times[chosen])
+    return plans[best], times[best]
+
+
+def _climb(now: frozenset[int], units: frozenset[int], look: Callable[[frozenset[int]], float]) -> None:
+    """Adds a unit, leaves one out, or takes one for another, as long as that makes the step shorter."""
+    while True:
+        others = sorted(units - now)
+        near = [now | {unit} for unit in others] + [now - {unit} for unit in sorted(now)]
+        near += [now - {one} | {other} for one in sorted(now) for other in others]
+        next_one = min(near, key=look, default=now)
+        if look(next_one) >= look(now):
+            return
+        now = next_one
+
+
 class _Search:
     """Simulates plans, and remembers the best one."""
 
@@ -105,16 +187,7 @@ class _Search:
         return sum(self._planned.may_stay[unit] for unit in stays)
 
     def try_each(self, now: frozenset[int]) -> None:
-        """Adds a unit, leaves one out, or takes one for another, as long as that makes the step shorter."""
-        units = frozenset(self._planned.may_stay)
-        while True:
-            others = sorted(units - now)
-            near = [now | {unit} for unit in others] + [now - {unit} for unit in sorted(now)]
-            near += [now - {one} | {other} for one in sorted(now) for other in others]
-            next_one = min(near, key=self.look, default=now)
-            if self.look(next_one) >= self.look(now):
-                return
-            now = next_one
+        _climb(now, frozenset(self._planned.may_stay), self.look)
 
 
 def _first_that_fit(needs: dict[int, int], budget: int) -> list[int]:
@@ -127,21 +200,21 @@ def _first_that_fit(needs: dict[int, int], budget: int) -> list[int]:
 
 
 def without_idle_logs(planned: WrapPlan) -> WrapPlan:
-    """Returns the plan without undo logs of units that stay: their updates are not drafted."""
+    """Returns the plan without undo logs of units that the device updates: they are not drafted."""
 
     def lean(region: Region) -> Region:
         if region.purpose != UNDO_LOGS:
             return region
-        return Region.of(UNDO_LOGS, [0 if unit in planned.stays else size for unit, size in enumerate(region.sizes)])
+        return Region.of(UNDO_LOGS, [size if unit in planned.drafted else 0 for unit, size in enumerate(region.sizes)])
 
     return dataclasses.replace(planned, regions=[lean(region) for region in planned.regions])
 
 
 def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
-    """As `with_best_stays`, at costs that were measured.
+    """As `with_best_places`, at costs that were measured.
 
     Nothing stays if updates on the device were not measured, or if steps have several backwards.
     """
     if not costs.device_update_gib_s or costs.backwards > 1:  # a simulated step has one backward
         return planned
-    return with_best_stays(planned, lambda each: PlannedStep(each, 0, PlanSpeeds(0, 0, 0, 0), costs).step_us)
+    return with_best_places(planned, lambda each: PlannedStep(each, 0, PlanSpeeds(0, 0, 0, 0), costs).step_us)

@@ -18,6 +18,7 @@ from noria.planning.home_regions import home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays
 from noria.planning.streamed import choose_streamed, pieces_of
+from noria.planning.update_flops import update_flops
 from noria.planning.wrap_plan import WrapPlan, masters_note, with_stays
 
 __all__ = ["new_regions", "plan_optimizers"]
@@ -70,6 +71,7 @@ def plan_optimizers(
         draftable=draftable,
         states=states,
         streamed={unit: pieces_of(units[unit], unit in kernels.fused, regions, states) for unit in streamed},
+        update_flops=update_flops(units, optimizers),
         unpredicted=notes,
         without_masters=without_masters,
     )

@@ -89,6 +89,7 @@ class Machine:
     - `device`: GiB/s of updates on the device. 0: they take no time.
     - `update`: GiB/s of updates. None: `cores` and `host` say.
     - `both_ways`: what each way of the link keeps while the other copies too.
+    - `core_tflops`: Tflop/s of matrix products on one core. 0: not known.
     - `measured`: the names of those that were measured now.
     """
 
@@ -100,6 +101,7 @@ class Machine:
     update: float | None = None
     both_ways: float = 1.0
     device: float = 0.0
+    core_tflops: float = 0.0
     measured: tuple[str, ...] = ()
 
     def speeds(self, state_dtype: str) -> PlanSpeeds:
@@ -108,7 +110,7 @@ class Machine:
         update, draft = (min(each if self.update is None else self.update, self.host or math.inf) for each in of_cores)
         both_ways = self.both_ways * (self.fetch + self.drain)
         rates = (self.fetch, self.drain, update, self.tflops, draft, self.host, both_ways, self.device)
-        return PlanSpeeds(*rates, self.measured)
+        return PlanSpeeds(*rates, self.cores * self.core_tflops, self.measured)
 
 
 def device_named(name: str) -> Device:

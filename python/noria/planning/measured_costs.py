@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -82,7 +82,12 @@ def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
     )
 
 
-def measured_costs(spans: Sequence[_C.Span], num_units: int, bytes_per_copied: int = 1) -> MeasuredCosts:
+def measured_costs(
+    spans: Sequence[_C.Span],
+    num_units: int,
+    bytes_per_copied: int = 1,
+    bytes_on_device: Mapping[int, float] | None = None,
+) -> MeasuredCosts:
     """Returns the medians over a trace.
 
     A visit takes the time until its end from the moment when its lane was free and its weights were there. Copies and
@@ -94,6 +99,7 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int, bytes_per_copied: i
         spans: of a run with a trace, in any order. Leave out the first steps, which are unlike the others.
         num_units: of the model.
         bytes_per_copied: how often a copied byte is read or written in the host's memory.
+        bytes_on_device: by unit that the device updates: the bytes of one op.
     """
     ends = {span.op: span.end_us for span in spans}
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: (span.start_us, span.end_us))
@@ -103,7 +109,13 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int, bytes_per_copied: i
     last: tuple[str, int] | None = None
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
     open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
+    update_us = update_bytes = 0.0  # of the device, between visits
     for span in compute:
+        if span.verb == "update":
+            update_us += span.end_us - span.start_us
+            update_bytes += (bytes_on_device or {}).get(span.unit, 0.0)
+            free_us = span.end_us
+            continue
         is_again = is_backward and span.verb == "forward" and open_visits[span.unit] > 0
         if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
@@ -149,6 +161,7 @@ def measured_costs(spans: Sequence[_C.Span], num_units: int, bytes_per_copied: i
         draft_gib_s,
         sum(each for each, _ in both_ways) if any(is_slower for _, is_slower in both_ways) else 0.0,
         updates[0] + bytes_per_copied * _rate_of(fetches + drains) if updates[1] else 0.0,
+        update_bytes / update_us * 1e6 / _GIB if update_us else 0.0,
         hooks_us=median(hooks) if hooks else 0.0,
         backwards=max(round(num_backwards / max(sum(span.verb == "user" for span in compute), 1)), 1),
     )

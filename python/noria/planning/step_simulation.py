@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.streamed import bytes_moved
+from noria.planning.streamed_simulation import StreamedOp, StreamedOps
 from noria.planning.wrap_plan import WrapPlan, forward_order
 
 __all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied"]
@@ -25,6 +28,7 @@ class PlanSpeeds:
     - `host`: GiB/s of the host's memory, which copies and updates share. 0: no limit.
     - `device`: GiB/s of updates on the device. 0: they take no time.
     - `both_ways`: GiB/s of fetches and drains together, while both run. 0: neither slows the other down.
+    - `host_tflops`: Tflop/s of the host's cores, for updates that multiply matrices. 0: that takes no time.
     - `measured`: the names of those that were measured now.
     """
 
@@ -36,6 +40,7 @@ class PlanSpeeds:
     host: float = 0.0
     both_ways: float = 0.0
     device: float = 0.0
+    host_tflops: float = 0.0
     measured: tuple[str, ...] = ()
 
 
@@ -67,6 +72,8 @@ class PlannedStep:
         self._order = {unit.index: place for place, unit in enumerate(order)}
         trained = [unit for unit in order if planned.kernels and unit.gradients]
         self._trained = [unit for unit in trained if unit.index not in planned.stays]
+        self._at_home = [unit for unit in self._trained if unit.index not in planned.streamed]
+        self._streams = StreamedOps(planned.streamed, planned.buffers, self._bytes_on_device)
         self._at_rest = [unit for unit in trained if unit.index in planned.stays]
         self._first: list[int] = []  # by step: its first op
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
@@ -126,7 +133,13 @@ class PlannedStep:
         for phase, each in self.planned.passes.items():
             left = Counter(op.unit for op in each.ops if op.verb == "drain" and op.unit in early)
             held_up = {"fetch", "compute"} if mode == "blocking" and phase == "forward" and step > 0 else set()
+            fetched: dict[int, list[int]] = defaultdict(list)
             for op in each.ops:
+                if op.verb == "fetch":
+                    fetched[op.visit].append(op.unit)
+            for op in each.ops:
+                for needed in fetched.pop(op.visit, ()):
+                    self._add_streamed(self._streams.run(needed))
                 accesses = [(access.buffer, access.mode) for access in op.accesses]
                 if op.lane in held_up:  # its first op waits until step() has returned, and so until all is updated
                     held_up.remove(op.lane)
@@ -144,7 +157,8 @@ class PlannedStep:
                 left[op.unit] -= 1
                 if left[op.unit] == 0:
                     self._add_update(step, "update" if mode == "backward" else "draft", op.unit)
-        late = [unit for unit in self._trained if unit.index not in early]
+        self._add_streamed(self._streams.run_all())  # of units that no pass has fetched
+        late = [unit for unit in self._at_home if unit.index not in early]
         # The loop goes on when all gradients have landed, and calls step(). Drafts have read theirs.
         seen = self._trained if mode != "backward" else []
         held = [
@@ -154,8 +168,25 @@ class PlannedStep:
         self._add("step", "compute", "user", -1, 0, held)
         for unit in late:
             self._add_update(step, "update", unit.index)
+        self._add_streamed(self._streams.expect(unit.index for unit in self._trained if unit not in self._at_home))
+        if mode == "blocking":
+            self._add_streamed(self._streams.run_all())
         for unit in self._at_rest:
             self._add("step", "compute", "update", unit.index, self._update_bytes(unit, is_logged=False), [])
+
+    def _add_streamed(self, ops: Iterable[StreamedOp]) -> None:
+        for op in ops:
+            self._add("forward", op.lane, op.verb, op.unit, op.num_bytes, op.accesses)
+
+    def _bytes_on_device(self, unit: int) -> float:
+        """Returns the bytes of an update on the device, and those of its matrix products."""
+        products = self._bytes_of_products(unit, self.speeds.tflops, self.speeds.device)
+        return bytes_moved(self.planned.streamed[unit]) + products
+
+    def _bytes_of_products(self, unit: int, tflops: float, gib_s: float) -> int:
+        """Returns as many bytes as take the time of the update's matrix products. Measured rates have that time."""
+        flops = self.planned.update_flops.get(unit, 0.0)
+        return int(flops / tflops / 1e12 * gib_s * (1 << 30)) if tflops else 0
 
     def _add_update(self, step: int, verb: str, unit: int) -> None:
         accesses = [
@@ -166,6 +197,7 @@ class PlannedStep:
         if self._is_in_ring(unit):
             self._gives.append(len(self.ops))
         num_bytes = self._update_bytes(self.planned.units[unit], is_logged=verb == "draft")
+        num_bytes += self._bytes_of_products(unit, self.speeds.host_tflops, self.speeds.update)
         priority = step * len(self.planned.units) + self._order[unit]
         self._add("update", "update", verb, unit, num_bytes, accesses, priority)
 
@@ -237,15 +269,18 @@ class PlannedStep:
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
             phase = self.phases[span.op]
-            name = f"{phase}_fetch_us" if span.verb in ("fetch", "reload") else f"{span.verb}_us"
+            name = f"{phase}_fetch_us" if span.lane == "fetch" else f"{span.verb}_us"
+            if span.verb == "drain_state":
+                name = "drain_us"
             if span.lane == "peer":
                 name = "peer_us"
             elif span.lane == "compute" and span.verb == "update":
-                name = "backward_us"
+                name = "forward_us" if span.unit in self.planned.streamed else "backward_us"
             if name in sums and span.lane != "update":
                 sums[name] += _C.duration_us(self.ops[span.op], self._costs)
-        for unit in self._trained:  # plain updates: no mode does less
+        for unit in self._at_home:  # plain updates: no mode does less
             num_bytes = self._update_bytes(unit, is_logged=False)
+            num_bytes += self._bytes_of_products(unit.index, self.speeds.host_tflops, self.speeds.update)
             sums["update_us"] += _C.duration_us(_C.Op(0, "update", "update", unit.index, num_bytes), self._costs)
         if host := self.speeds.host or (0.0 if self.measured is None else self.measured.host_gib_s):
             copied = self._bytes_per_copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,16 @@ from noria.model.layout import HomeUnit, Region, StatePlace, aligned
 from noria.model.moment_formats import MOMENTS
 from noria.planning.kernels import Kernels
 
-__all__ = ["NUM_SLOTS", "StreamCopy", "StreamPiece", "choose_streamed", "pieces_of", "slot_bytes"]
+__all__ = [
+    "NUM_SLOTS",
+    "StreamCopy",
+    "StreamPiece",
+    "bytes_moved",
+    "bytes_of_ops",
+    "choose_streamed",
+    "pieces_of",
+    "slot_bytes",
+]
 
 NUM_SLOTS = 3
 """How many pieces have memory on the device at once: one is updated, one comes, and one goes home."""
@@ -135,6 +144,16 @@ def pieces_of(
 def slot_bytes(pieces: Iterable[StreamPiece]) -> int:
     """Returns the bytes of one slot, in which any of these pieces fits."""
     return max((piece.num_bytes for piece in pieces), default=0)
+
+
+def bytes_moved(pieces: Iterable[StreamPiece]) -> int:
+    """Returns the bytes that come and that go home. An update by noria's kernels reads and writes as many."""
+    return sum(copy.num_bytes * (copy.comes + copy.goes) for piece in pieces for copy in piece.copies)
+
+
+def bytes_of_ops(streamed: Mapping[int, Sequence[StreamPiece]]) -> dict[int, float]:
+    """Returns the bytes that one update op of a unit reads and writes on the device, by unit."""
+    return {unit: bytes_moved(pieces) / len(pieces) for unit, pieces in streamed.items()}
 
 
 def _bounds(unit: HomeUnit, begins: list[int], most: int, *, cuts_anywhere: bool) -> list[int]:

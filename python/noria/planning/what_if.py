@@ -90,6 +90,8 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
     others = {what: fields for what, fields in others.items() if not fields.items() <= vars(policy).items()}
     if policy.resident == "none" and (room_for_stays(planned) >> 30):
         others['resident="auto"'] = {"resident": "auto"}
+    if policy.optimizer_device == "host" and planned.kernels and policy.state_dtype == "fp32":
+        others['optimizer_device="device"'] = {"optimizer_device": "device"}
     if policy.host_memory != "auto" and set(planned.draftable) > planned.drafted:
         missing = sum(size for unit, size in planned.draftable.items() if unit not in planned.drafted)
         needed = planned.home_bytes + missing + staging_bytes(planned.device)

@@ -36,6 +36,7 @@ from noria.planning.home_regions import gradient_ring, home_regions, state_place
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
 from noria.planning.streamed import NUM_SLOTS, StreamPiece, choose_streamed, pieces_of, slot_bytes
+from noria.planning.update_flops import update_flops
 from noria.policy import (
     Policy,
     compute_device,
@@ -56,6 +57,7 @@ __all__ = [
     "masters_note",
     "staging_bytes",
     "with_stays",
+    "with_streamed",
 ]
 
 STAGING_RING = "staging ring"
@@ -103,6 +105,8 @@ class WrapPlan:
     """Table of the buffers that the passes' ops name."""
     streamed: dict[int, list[StreamPiece]]
     """By index of a unit that the device updates though its state lies at home: the pieces that go there and back."""
+    update_flops: dict[int, float]
+    """By index of a unit whose update multiplies matrices: floating-point operations of these products."""
     ring: Ring | None = None
     """The gradient ring, under update="backward"."""
     reduce_bytes: int = 0
@@ -356,6 +360,7 @@ def make_plan(
         unpredicted,
         table,
         {unit: pieces_of(units[unit], unit in kernels.fused, regions, states) for unit in streamed},
+        update_flops(units, optimizers),
         ring,
         reduce_bytes,
         assist_bytes,
@@ -395,16 +400,29 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
         request = _C.PlanRequest(visits, arena, window, after, entry, place)
         passes[name] = _C.plan_pass(request, facts, table)
         entry = list(passes[name].exit)
-    draftable = {unit: size for unit, size in planned.draftable.items() if unit not in stays}
+    draftable = {unit: size for unit, size in planned.draftable.items() if unit not in stays and unit not in streamed}
     return dataclasses.replace(
         planned,
         arena_bytes=arena,
         window=window,
         passes=passes,
         stays=stays,
-        drafted=planned.drafted - stays,
+        drafted=planned.drafted - stays - streamed.keys(),
         draftable=draftable,
     )
+
+
+def with_streamed(planned: WrapPlan, units: Container[int]) -> WrapPlan:
+    """Returns the plan in which the device updates these units, though their state lies at home.
+
+    Raises UsageError if the device has no room for the pieces beside the window.
+    """
+    pieces = {
+        unit.index: pieces_of(unit, unit.index in planned.fused, planned.regions, planned.states)
+        for unit in planned.units
+        if unit.index in units and unit.gradients
+    }
+    return with_stays(dataclasses.replace(planned, streamed=pieces), planned.stays)
 
 
 def _units_of(

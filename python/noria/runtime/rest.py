@@ -100,7 +100,7 @@ class Rest:
 
     def adopt(self, plan: WrapPlan) -> None:
         """From the next forward on the units of this plan stay. The window gets its size."""
-        if plan.stays and not self._is_given_up:
+        if (plan.stays or plan.streamed) and not self._is_given_up:
             self._adopted = plan
 
     def _take_up(self, plan: WrapPlan) -> None:
@@ -110,7 +110,9 @@ class Rest:
         context.settle_units()  # drafts of units that stay from now on
         before = context.plan.arena_bytes
         context.replace_plan(plan)
-        context.notes.append(f'resident="auto": {len(plan.stays)} of {len(context.units)} units stay on the device')
+        chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
+        chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
+        context.notes.append(f'resident="auto": {chosen}')
         if not plan.stands_still and plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
         self._streamed.begin()
