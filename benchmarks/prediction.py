@@ -1,9 +1,9 @@
 """How well does noria predict a step?
 
 A chain of blocks trains on lanes of limited speed, with compute that takes a known time. It does so in 24 settings that
-were chosen beforehand: windows, rates, update modes, activations, equal and unequal units. In each, ten steps tell the
-costs of ops. From these costs the simulator predicts the steps that follow, which are then measured. The first 20 steps
-count for nothing: undo logs are full then (docs/drafts.md).
+were chosen beforehand: windows, rates, update modes, activations, equal and unequal units. Six more have updates on the
+device. In each, ten steps tell the costs of ops. From these costs the simulator predicts the steps that follow, which
+are then measured. The first 20 steps count for nothing: undo logs are full then (docs/drafts.md).
 
 The aim: a median error of 5 %, none above 10 %, and no byte taken that was not planned.
 """

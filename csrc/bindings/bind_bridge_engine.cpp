@@ -244,10 +244,12 @@ py::dict sums_dict(const StepSums& sums) {
   result["forward_fetch_us"] = sums.forward_fetch_us;
   result["backward_fetch_us"] = sums.backward_fetch_us;
   result["drain_us"] = sums.drain_us;
+  result["forward_drain_us"] = sums.forward_drain_us;
   result["offload_us"] = sums.offload_us;
   result["peer_us"] = sums.peer_us;
   result["forward_collect_us"] = sums.forward_collect_us;
   result["backward_collect_us"] = sums.backward_collect_us;
+  result["device_update_us"] = sums.device_update_us;
   result["update_us"] = sums.update_us;
   result["update_behind_forward_us"] = sums.update_behind_forward_us;
   result["update_behind_backward_us"] = sums.update_behind_backward_us;

@@ -51,15 +51,17 @@ void bind_costs(py::module_& m) {
   py::class_<StepTimes>(m, "StepTimes")
       .def(py::init([](double forward_us, double backward_us, double update_us, double forward_fetch_us,
                        double backward_fetch_us, double drain_us, double forward_collect_us, double backward_collect_us,
-                       double offload_us, double peer_us, double host_copies_us, double host_updates_us) {
-             return StepTimes{forward_us,        backward_us, update_us,          forward_fetch_us,
-                              backward_fetch_us, drain_us,    forward_collect_us, backward_collect_us,
-                              offload_us,        peer_us,     host_copies_us,     host_updates_us};
+                       double offload_us, double peer_us, double host_copies_us, double host_updates_us,
+                       double forward_drain_us) {
+             return StepTimes{forward_us, backward_us,        update_us,           forward_fetch_us, backward_fetch_us,
+                              drain_us,   forward_collect_us, backward_collect_us, forward_drain_us, offload_us,
+                              peer_us,    host_copies_us,     host_updates_us};
            }),
            py::arg("forward_us") = 0, py::arg("backward_us") = 0, py::arg("update_us") = 0,
            py::arg("forward_fetch_us") = 0, py::arg("backward_fetch_us") = 0, py::arg("drain_us") = 0,
            py::arg("forward_collect_us") = 0, py::arg("backward_collect_us") = 0, py::arg("offload_us") = 0,
-           py::arg("peer_us") = 0, py::arg("host_copies_us") = 0, py::arg("host_updates_us") = 0)
+           py::arg("peer_us") = 0, py::arg("host_copies_us") = 0, py::arg("host_updates_us") = 0,
+           py::arg("forward_drain_us") = 0)
       .def_readonly("forward_us", &StepTimes::forward_us)
       .def_readonly("backward_us", &StepTimes::backward_us)
       .def_readonly("update_us", &StepTimes::update_us)
@@ -68,6 +70,7 @@ void bind_costs(py::module_& m) {
       .def_readonly("drain_us", &StepTimes::drain_us)
       .def_readonly("forward_collect_us", &StepTimes::forward_collect_us)
       .def_readonly("backward_collect_us", &StepTimes::backward_collect_us)
+      .def_readonly("forward_drain_us", &StepTimes::forward_drain_us)
       .def_readonly("offload_us", &StepTimes::offload_us)
       .def_readonly("peer_us", &StepTimes::peer_us)
       .def_readonly("host_copies_us", &StepTimes::host_copies_us)

@@ -15,8 +15,8 @@ std::int64_t busy_us(const LaneStats& stats, Verb verb) {
 }
 
 /// Shares out the time of a lane by bytes: a lane does not count its time by pass.
-std::pair<std::int64_t, std::int64_t> shared(const LaneStats& lane, Bytes one, Bytes other) {
-  const Bytes all = one + other;
+std::pair<std::int64_t, std::int64_t> shared(const LaneStats& lane, Bytes one, Bytes other, Bytes rest = {}) {
+  const Bytes all = one + other + rest;
   if (all == Bytes{0}) return {0, 0};
   const double per_byte = static_cast<double>(lane.busy_us) / static_cast<double>(all.count);
   return {static_cast<std::int64_t>(per_byte * static_cast<double>(one.count)),
@@ -67,7 +67,13 @@ void StepStats::end_step() {
   const std::int64_t now = clock_us();
   if (!first_step_) {
     const Bytes updated = parts_.optimizer != nullptr ? parts_.optimizer->stats().bytes : Bytes{};
-    first_step_ = {sums_, saved(), drainer_.drained(), updates_.busy_us(), updated};
+    first_step_ = {sums_,
+                   saved(),
+                   drainer_.drained(),
+                   updates_.busy_us(),
+                   updated,
+                   updates_.streamed().come(),
+                   updates_.streamed().gone()};
     update_time_->begin_counting(now_ns());
     parts_.backend.begin_counting(parts_.issuer.next_op());
   }
@@ -115,14 +121,19 @@ void StepStats::add_lane_times(StepSums& sums, const FirstStep& first) const {
   const LaneStats compute = lane(Lane::compute);
   sums.forward_us = busy_us(compute, Verb::forward);
   sums.backward_us = busy_us(compute, Verb::backward);
+  sums.device_update_us = busy_us(compute, Verb::update);
   const SavedStats saved = this->saved();
   const Bytes reloaded =
       (saved.reloaded - saved.reloaded_from_peers) - (first.saved.reloaded - first.saved.reloaded_from_peers);
   const Bytes offloaded =
       (saved.offloaded - saved.offloaded_to_peers) - (first.saved.offloaded - first.saved.offloaded_to_peers);
+  const Bytes come = updates_.streamed().come() - first.come, gone = updates_.streamed().gone() - first.gone;
   std::tie(sums.forward_fetch_us, sums.backward_fetch_us) =
-      shared(lane(Lane::fetch), sums.forward_fetched, sums.backward_fetched + reloaded);
-  std::tie(sums.offload_us, sums.drain_us) = shared(lane(Lane::drain), offloaded, drainer_.drained() - first.drained);
+      shared(lane(Lane::fetch), sums.forward_fetched + come, sums.backward_fetched + reloaded);
+  const LaneStats drains = lane(Lane::drain);
+  const Bytes others_drained = drainer_.drained() - first.drained + offloaded;
+  std::tie(sums.forward_drain_us, std::ignore) = shared(drains, gone, others_drained);
+  std::tie(sums.offload_us, sums.drain_us) = shared(drains, offloaded, drainer_.drained() - first.drained, gone);
   sums.peer_us = lane(Lane::peer).busy_us;
   sums.copied = lane(Lane::fetch).bytes + lane(Lane::drain).bytes;
   if (parts_.collector == nullptr) return;

@@ -52,8 +52,10 @@ struct StepSums {
   Bytes copied;                                               // between home and device, both ways, all kinds
   Bytes updated;                                              // read and written by the pool
   std::int64_t forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0, offload_us = 0, peer_us = 0;
+  std::int64_t forward_drain_us = 0;  // from updates on the device; drain_us has the others
   std::int64_t forward_collect_us = 0, backward_collect_us = 0;
-  std::int64_t update_us = 0;  // the sum of the next three; see Note [Hidden updates]
+  std::int64_t device_update_us = 0;  // of updates on the device, which the compute lane runs between visits
+  std::int64_t update_us = 0;         // of others: the sum of the next three; see Note [Hidden updates]
   std::int64_t update_behind_forward_us = 0, update_behind_backward_us = 0, update_exposed_us = 0;
 };
 
@@ -86,7 +88,7 @@ class StepStats {
     SavedStats saved;
     Bytes drained;
     std::int64_t update_us = 0;
-    Bytes updated;
+    Bytes updated, come, gone;
   };
   SavedStats saved() const { return activations_ != nullptr ? activations_->stats() : SavedStats{}; }
   void add_lane_times(StepSums& sums, const FirstStep& first) const;

@@ -119,6 +119,7 @@ void StreamedUpdates::fetch(Ahead ahead) {
     transfer.copies.push_back({memory_of(ahead) + copy.at.count, copy.home, copy.bytes});
   }
   op.bytes = transfer.bytes();
+  come_ += op.bytes;
   parts_.issuer.submit(std::move(op), std::move(transfer));
   ahead_.push_back(ahead);
 }
@@ -135,6 +136,7 @@ void StreamedUpdates::drain(const Ahead& done) {
     transfer.copies.push_back({copy.home, memory_of(done) + copy.at.count, copy.bytes});
   }
   op.bytes = transfer.bytes();
+  gone_ += op.bytes;
   drains_[done.unit].push_back(parts_.issuer.submit(std::move(op), std::move(transfer)));
   parts_.issuer.poison(done.unit, slot_of(done, Access::Mode::write), memory_of(done), slot_bytes_);
   free_.push_back(done.slot);

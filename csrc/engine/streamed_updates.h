@@ -63,6 +63,9 @@ class StreamedUpdates {
   const Now& now() const;
   /// Returns true if there are slots.
   bool is_used() const { return slots_ != nullptr; }
+  /// Returns the bytes that have come to slots, and those that have gone home.
+  Bytes come() const { return come_; }
+  Bytes gone() const { return gone_; }
 
   /// Returns why what was updated could not be copied home; empty if it could.
   std::string torn(UnitId unit) const;
@@ -94,6 +97,7 @@ class StreamedUpdates {
   std::deque<std::pair<UnitId, std::size_t>> expected_;  // not fetched yet
   std::deque<Ahead> ahead_;                              // fetched, not updated yet
   std::optional<Now> now_;
+  Bytes come_, gone_;
   UnitMap<std::vector<Ticket>> drains_;  // of the unit's last update
 };
 

@@ -40,7 +40,11 @@ double bandwidth_gib_s_of(const Op& op, const Costs& costs) {
 
 namespace {
 
-double forward_of(const StepTimes& t) { return std::max({t.forward_us, t.forward_fetch_us, t.forward_collect_us}); }
+double forward_of(const StepTimes& t) {
+  return std::max({t.forward_us, t.forward_fetch_us, t.forward_collect_us, t.forward_drain_us});
+}
+
+double drains_of(const StepTimes& t) { return t.forward_drain_us + t.drain_us + t.offload_us; }
 
 double backward_of(const StepTimes& t) {
   return std::max({t.backward_us, t.drain_us, t.backward_fetch_us, t.backward_collect_us});
@@ -49,19 +53,18 @@ double backward_of(const StepTimes& t) {
 }  // namespace
 
 double blocking_bound_us(const StepTimes& t) {
-  return std::max({forward_of(t) + backward_of(t), t.drain_us + t.offload_us, t.peer_us, t.host_copies_us}) +
+  return std::max({forward_of(t) + backward_of(t), drains_of(t), t.peer_us, t.host_copies_us}) +
          std::max(t.update_us, t.host_updates_us);
 }
 
 double deferred_bound_us(const StepTimes& t) {
-  return std::max({std::max(forward_of(t), t.update_us) + backward_of(t), t.drain_us + t.offload_us, t.peer_us,
+  return std::max({std::max(forward_of(t), t.update_us) + backward_of(t), drains_of(t), t.peer_us,
                    t.host_copies_us + t.host_updates_us});
 }
 
 double drafting_bound_us(const StepTimes& t) {
-  return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us,
-                   t.drain_us + t.offload_us, t.forward_collect_us + t.backward_collect_us, t.peer_us,
-                   t.host_copies_us + t.host_updates_us});
+  return std::max({t.forward_us + t.backward_us, t.update_us, t.forward_fetch_us + t.backward_fetch_us, drains_of(t),
+                   t.forward_collect_us + t.backward_collect_us, t.peer_us, t.host_copies_us + t.host_updates_us});
 }
 
 }  // namespace noria

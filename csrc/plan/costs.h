@@ -44,6 +44,7 @@ struct StepTimes {
   double forward_us = 0, backward_us = 0, update_us = 0;
   double forward_fetch_us = 0, backward_fetch_us = 0, drain_us = 0;
   double forward_collect_us = 0, backward_collect_us = 0;
+  double forward_drain_us = 0;                     // from updates on the device; drain_us has the others
   double offload_us = 0;                           // on the drain lane; reloads count in backward_fetch_us
   double peer_us = 0;                              // all work of the peer lane
   double host_copies_us = 0, host_updates_us = 0;  // if only the host's memory limited them

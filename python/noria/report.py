@@ -136,6 +136,7 @@ class UpdateTime:
 
     - `behind_forward_us`, `behind_backward_us`: the compute lane was at a visit of a forward or a backward.
     - `exposed_us`: the compute lane waited, or no pass was open.
+    - `on_device_us`: updates that the device runs, which are not in the total.
 
     The compute lane waits for a fetch (and so for the update before it), for drains at the end of backward, or for the
     home. No pass is open inside `step()` and between passes, for example in a loss outside the model. On "cpu" the
@@ -150,6 +151,7 @@ class UpdateTime:
     behind_forward_us: float
     behind_backward_us: float
     exposed_us: float
+    on_device_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,10 +281,13 @@ class Report:
             )
         if self.updates is not None:
             u = self.updates
-            lines.append(
-                f"updates {u.total_us / 1e3:.1f} ms a step: {u.behind_backward_us / 1e3:.1f} behind backward, "
-                f"{u.behind_forward_us / 1e3:.1f} behind forward, {u.exposed_us / 1e3:.1f} exposed"
-            )
+            if u.on_device_us:
+                lines.append(f"updates on the device {u.on_device_us / 1e3:.1f} ms a step")
+            if u.total_us or not u.on_device_us:
+                lines.append(
+                    f"updates {u.total_us / 1e3:.1f} ms a step: {u.behind_backward_us / 1e3:.1f} behind backward, "
+                    f"{u.behind_forward_us / 1e3:.1f} behind forward, {u.exposed_us / 1e3:.1f} exposed"
+                )
         if self.costs is not None:
             lines.append(f"costs, measured {self.costs_measured}:")
             lines += aligned(COLUMNS, self.cost_rows)
@@ -421,6 +426,7 @@ def _bound(wrapped: Wrapped, sums: dict[str, int], gib_s: float | None) -> Bound
         measured_gib_s() if gib_s is None else gib_s,
     )
     measured = per_step | {"host_copies_us": host.copied_us, "host_updates_us": host.updated_us}
+    measured["forward_us"] += measured["device_update_us"]  # they run ahead of its visits, on the same lane
     times = {name: measured[name] for names in _LIMITS.values() for name in names}
     streaming = [unit for unit in wrapped.context.units if unit.gradients and not wrapped.rest.has(unit.index)]
     all_drafted = len(wrapped.context.plan.drafted) == len(streaming)
@@ -446,7 +452,7 @@ _LIMITS = {
     "updates": ["update_us"],
     "compute": ["forward_us", "backward_us"],
     "fetches": ["forward_fetch_us", "backward_fetch_us"],
-    "drains": ["drain_us", "offload_us"],
+    "drains": ["drain_us", "offload_us", "forward_drain_us"],
     "what ranks send": ["forward_collect_us", "backward_collect_us"],
     "copies between stages": ["peer_us"],
     "host memory": ["host_copies_us", "host_updates_us"],
@@ -458,8 +464,11 @@ def _update_time(sums: dict[str, int]) -> UpdateTime | None:
     steps = sums["num_steps"]
     if steps == 0:
         return None
-    shares = [sums[f"update_{where}_us"] / steps for where in ("behind_forward", "behind_backward", "exposed")]
-    return UpdateTime(sum(shares), *shares)
+    forward, backward, exposed = (sums[f"update_{where}_us"] / steps for where in _WHERE)
+    return UpdateTime(forward + backward + exposed, forward, backward, exposed, sums["device_update_us"] / steps)
+
+
+_WHERE = ("behind_forward", "behind_backward", "exposed")
 
 
 _SUBSTANTIAL = 0.1  # share of a step: less is not worth more memory or other hyperparameters

@@ -377,3 +377,16 @@ def test_a_load_warns_if_torchs_code_ran_elsewhere_before(tmp_path):
         noria.load(tmp_path / "run.pt", there.model, there.optimizer)
     with pytest.raises(noria.UsageError, match="rename it"):
         noria.save(tmp_path / "run.pt", here.model, here.optimizer, noria=1)
+
+
+def test_a_device_too_small_for_pieces_says_so():
+    model = Net().cpu()
+    with pytest.raises(noria.UsageError, match=r"for pieces that are updated there.*optimizer_device=\"host\""):
+        noria.wrap(model, adamw(model.parameters()), device=DEVICE, device_memory=1024, optimizer_device="device")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there a fraction is one of the device's memory")
+def test_a_fraction_of_the_model_counts_its_pieces():
+    side = wrapped_side(Net(), adamw, {}, window="auto", device_memory=1.0, optimizer_device="device")
+    side.train(0, 2)
+    streams(side)

@@ -182,7 +182,8 @@ def _warn_of_another_place(recorded: object, optimizer: Optimizers | None) -> No
     if before and now and before != now:
         warnings.warn(
             f"noria.load: torch's code has run updates on {' and '.join(before)} until now, and will run them on "
-            f"{' and '.join(now)}, which has other last bits. To go on as before, choose optimizer_device=",
+            f"{' and '.join(now)}, which has other last bits. To go on as before, choose "
+            f'optimizer_device="{"host" if before == ["cpu"] else "device"}"',
             stacklevel=3,
         )
 

@@ -312,8 +312,11 @@ def _from_factory(text: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # raised by an import inside the caller's module
+        as_module = (
+            f"write --model {Path(module_name).stem}:{function_name}, and " if "/" in text or ".py" in text else ""
+        )
         raise usage_error(
-            f"a module {module_name}", "none", "run where it can be imported, or set PYTHONPATH"
+            f"a module {module_name}", "none", f"{as_module}run where it can be imported, or set PYTHONPATH"
         ) from None
     except AttributeError:
         raise usage_error(f"{function_name} in {module_name}", "no such name", "name a function there") from None
@@ -340,7 +343,9 @@ def _make_optimizer(text: str, model: nn.Module) -> list[Optimizer]:
         return [cls(trainable, **keywords)]
     except (SyntaxError, AssertionError, ValueError, TypeError) as error:
         raise usage_error(
-            'an optimizer such as "SGD(momentum=0.9)"', f"{text}: {error}", "give arguments by name"
+            'an optimizer such as "SGD(momentum=0.9)"',
+            f"{text}: {error}",
+            "give arguments by name, or return (model, [optimizers]) from the function that --model names",
         ) from None
 
 
@@ -367,11 +372,17 @@ def _show_step(step: PlannedStep) -> None:
         on_host, on_device = (time_text(flops / each / 1e6) for each in (speeds.host_tflops, speeds.tflops))
         print(
             f"Muon multiplies matrices: {flops / 1e12:.3g} Tflop a step. The host takes {on_host} for that, at what a "
-            f"core here reaches, and the device {on_device} (--optimizer-device)"
+            f"core here reaches now, and the device {on_device}"
+            + ("" if step.planned.streamed else " (--optimizer-device device)")
         )
     times = step.times()
     if not step.planned.kernels:
         print(f"step {time_text(step.step_us)}; no schedule beats {time_text(_C.drafting_bound_us(times))}")
+        return
+    if step.planned.streamed:
+        bound = _C.blocking_bound_us if step.planned.policy.update == "blocking" else _C.deferred_bound_us
+        bound_us = bound(times)
+        print(f"step {time_text(step.step_us)}; no schedule with updates on the device beats {time_text(bound_us)}")
         return
     print(
         f"step {time_text(step.step_us)}; no schedule beats: drafts of all units, and update='backward', "

@@ -16,7 +16,7 @@ from noria.policy import Policy
 __all__ = ["Kernels"]
 
 _KERNELS = {
-    "fused": "noria's fused kernel, on the host pool",
+    "fused": "noria's fused kernel",
     "torch": "torch, unit by unit",
     "whole": "torch, all at once inside step() (not known to be separable)",
 }
@@ -65,6 +65,8 @@ class Kernels:
 
     def _name(self, optimizer: Optimizer, kernel: str) -> str:
         name = f"{type(optimizer).__name__} by {_KERNELS[kernel]}"
+        if kernel == "fused" or self.policy.optimizer_device == "device":
+            name += ", on the device" if self.policy.optimizer_device == "device" else ", on the host pool"
         if kernel == "fused" and self.policy.state_dtype != "fp32":
             name += f", with moments in {self.policy.state_dtype}"
         if kernel == "torch" and self.policy.kernel != "torch":

@@ -67,8 +67,9 @@ def choose_stays(
         if strange := sorted(stays - set(may_stay)):
             raise usage_error(
                 'resident="all" with updates by noria\'s own kernels',
-                f'"{kernels.units[strange[0]].name}", which torch updates on the host',
-                "choose AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
+                f'"{kernels.units[strange[0]].name}", which torch updates',
+                'say resident="auto" or an amount, which let the others stay, or choose AdamW, Adam, SGD or '
+                "noria.optim.Lion on fp32 weights or masters",
             )
     else:
         stays = frozenset(spread_evenly(may_stay, to_bytes(policy.resident) or 0))

@@ -183,6 +183,12 @@ class PlannedStep:
         products = self._bytes_of_products(unit, self.speeds.tflops, self.speeds.device)
         return bytes_moved(self.planned.streamed[unit]) + products
 
+    def _host_bytes(self, span: _C.Span) -> int:
+        """Returns the bytes of an op without what stands for matrix products of updates."""
+        is_update = span.lane == "update"
+        products = self._bytes_of_products(span.unit, self.speeds.host_tflops, self.speeds.update) if is_update else 0
+        return span.bytes - products
+
     def _bytes_of_products(self, unit: int, tflops: float, gib_s: float) -> int:
         """Returns as many bytes as take the time of the update's matrix products. Measured rates have that time."""
         flops = self.planned.update_flops.get(unit, 0.0)
@@ -265,13 +271,23 @@ class PlannedStep:
 
     def times(self) -> _C.StepTimes:
         """Returns the time of each kind of op if it were alone, from which bounds are computed."""
-        names = ("forward", "backward", "update", "forward_fetch", "backward_fetch", "drain", "offload", "peer")
+        names = (
+            "forward",
+            "backward",
+            "update",
+            "forward_fetch",
+            "backward_fetch",
+            "drain",
+            "forward_drain",
+            "offload",
+            "peer",
+        )
         sums = dict.fromkeys([f"{name}_us" for name in names], 0.0)
         for span in self.spans:
             phase = self.phases[span.op]
             name = f"{phase}_fetch_us" if span.lane == "fetch" else f"{span.verb}_us"
             if span.verb == "drain_state":
-                name = "drain_us"
+                name = "forward_drain_us"
             if span.lane == "peer":
                 name = "peer_us"
             elif span.lane == "compute" and span.verb == "update":
@@ -285,6 +301,6 @@ class PlannedStep:
         if host := self.speeds.host or (0.0 if self.measured is None else self.measured.host_gib_s):
             copied = self._bytes_per_copied
             for name, lanes, times in (("copies", ("fetch", "drain"), copied), ("updates", ("update",), 1)):
-                moved = times * sum(span.bytes for span in self.spans if span.lane in lanes)
+                moved = times * sum(self._host_bytes(span) for span in self.spans if span.lane in lanes)
                 sums[f"host_{name}_us"] = moved / (host * (1 << 30)) * 1e6
         return _C.StepTimes(**sums)

@@ -13,6 +13,7 @@ from noria._errors import usage_error
 from noria.model.layout import HomeUnit, Region, StatePlace, aligned
 from noria.model.moment_formats import MOMENTS
 from noria.planning.kernels import Kernels
+from noria.policy import Policy
 
 __all__ = [
     "NUM_SLOTS",
@@ -66,20 +67,29 @@ class StreamPiece:
     num_bytes: int
 
 
+_ASKED = 'optimizer_device="device"'
+
+
+def refuse_place(policy: Policy) -> None:
+    """Raises UsageError if updates on the device do not go together with the policy's other options."""
+    if policy.optimizer_device == "host":
+        return
+    if policy.update == "backward":
+        raise usage_error(f'{_ASKED} with update="auto" or "blocking"', 'update="backward"', "choose one of the two")
+    if policy.state_dtype != "fp32":
+        found = f'state_dtype="{policy.state_dtype}"'
+        raise usage_error(f'{_ASKED} with state_dtype="fp32"', found, "choose one of the two")
+
+
 def choose_streamed(kernels: Kernels, stays: Iterable[int], device: torch.device) -> frozenset[int]:
     """Returns the units that the device updates though their state lies at home, by the policy's `optimizer_device`.
 
     Raises UsageError if the device cannot.
     """
-    policy = kernels.policy
+    policy, asked = kernels.policy, _ASKED
     if policy.optimizer_device == "host":
         return frozenset()
-    asked = 'optimizer_device="device"'
-    if policy.update == "backward":
-        raise usage_error(f'{asked} with update="auto" or "blocking"', 'update="backward"', "choose one of the two")
-    if policy.state_dtype != "fp32":
-        found = f'state_dtype="{policy.state_dtype}"'
-        raise usage_error(f'{asked} with state_dtype="fp32"', found, "choose one of the two")
+    refuse_place(policy)
     for optimizer, kernel in zip(kernels.optimizers, kernels.by_optimizer, strict=True):
         if kernel == "whole":
             raise usage_error(

@@ -51,7 +51,7 @@ def wall(step: PlannedStep) -> tuple[str, float]:
     needs = {
         "compute of the device": compute_us(step),
         "fetches over the link": times.forward_fetch_us + times.backward_fetch_us,
-        "drains over the link": times.drain_us,
+        "drains over the link": times.drain_us + times.forward_drain_us,
         "updates on the host": times.update_us,
         "memory of the host": times.host_copies_us + times.host_updates_us,
     }

@@ -35,7 +35,14 @@ from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log
 from noria.planning.home_regions import gradient_ring, home_regions, state_places
 from noria.planning.kernels import Kernels
 from noria.planning.resident import bytes_to_stay, choose_stays, gradient_bytes
-from noria.planning.streamed import NUM_SLOTS, StreamPiece, choose_streamed, pieces_of, slot_bytes
+from noria.planning.streamed import (
+    NUM_SLOTS,
+    StreamPiece,
+    choose_streamed,
+    pieces_of,
+    refuse_place,
+    slot_bytes,
+)
 from noria.planning.update_flops import update_flops
 from noria.policy import (
     Policy,
@@ -215,9 +222,8 @@ class WrapPlan:
         if self.streamed:
             number = len(self.streamed)
             lines.append(
-                f"of {number} {plural(number, 'unit')} the device runs the updates; each goes there and back in "
-                f"{plural(sum(map(len, self.streamed.values())), 'piece')} of at most "
-                f"{format_bytes(self.update_slot_bytes)}"
+                f"the device updates {number} of {len(self.units)} units; each goes there and back in pieces of at "
+                f"most {format_bytes(self.update_slot_bytes)}"
             )
         if self.saved_room is not None:
             lines.append(
@@ -305,6 +311,7 @@ def make_plan(
     budgets = Budgets.of(policy, free, units)
     kernels = Kernels.of(units, optimizers, policy)
     kernels.check_states()
+    refuse_place(policy)
     if policy.update == "backward":
         kernels.check_updates_in_backward()
     if grid is not None:
@@ -391,7 +398,10 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     if len(stays) < len(planned.units):  # else there is no window then
         beside += sum(planned.may_stay[unit] for unit in stays)
         beside += gradient_bytes(planned.units, stays)
-    arena, window = _device_split(planned.policy, planned.budgets, planned.units, facts, forward + backward, beside)
+    slots = planned.update_slot_bytes * NUM_SLOTS
+    arena, window = _device_split(
+        planned.policy, planned.budgets, planned.units, facts, forward + backward, beside, slots
+    )
     passes: dict[str, _C.PassPlan] = {}
     entry: list[tuple[int, int]] = []
     forward, backward = _without(stays, forward), _without(stays, backward)
@@ -594,8 +604,12 @@ def _device_split(
     facts: list[_C.UnitFacts],
     visits: list[_C.Visit],
     other_bytes: int,
+    slots: int,
 ) -> tuple[int, int]:
-    """Returns arena bytes and window units. Raises UsageError, with the bytes needed, if a visit does not fit."""
+    """Returns arena bytes and window units. Raises UsageError, with the bytes needed, if a visit does not fit.
+
+    `other_bytes`: what noria takes beside the arena; `slots` of it are for pieces that are updated there.
+    """
     least_arena, least_window = _C.smallest_budget(visits, facts)
     largest_gradients = sorted((unit.gradients for unit in units), reverse=True)[:2]
     window = 0 if policy.window == "auto" else int(policy.window)
@@ -611,6 +625,8 @@ def _device_split(
         arena = min(arena, max(sum(leased) + sum(largest_gradients), least_arena))
     # What is left to activations, torch's allocator takes. The ledger shows only noria's share.
     shares, budget = budgets.shares, budgets.device
+    if budget is not None and isinstance(policy.device_memory, float) and shares == 1:
+        budget += int(slots * policy.device_memory)  # a fraction of what the model takes there
     if budget is not None:
         needed = shares * (least_arena + other_bytes)
         if budget < needed:
@@ -618,9 +634,10 @@ def _device_split(
             raise usage_error(
                 f"device_memory of at least {format_bytes(needed)} ({needed} bytes)"
                 + (f', with resident="{policy.resident}"' if policy.resident != "none" else "")
+                + (f", {format_bytes(slots)} for pieces that are updated there" if slots else "")
                 + (", half of it for activations" if shares > 1 else ""),
                 f"{format_bytes(budget)}; the largest unit is {largest.name}",
-                "raise device_memory, or name smaller units",
+                "raise device_memory, or name smaller units" + (', or say optimizer_device="host"' if slots else ""),
             )
         budget //= shares
         arena = min(arena, budget - other_bytes)
