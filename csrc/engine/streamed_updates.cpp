@@ -22,8 +22,8 @@ void StreamedUpdates::expect(UnitId unit) {
 void StreamedUpdates::fetch_ahead() {
   while (!free_.empty() && !expected_.empty()) {
     const auto [unit, piece] = expected_.front();
-    expected_.pop_front();
     fetch({unit, piece, free_.front()});
+    expected_.pop_front();
     free_.pop_front();
   }
 }
@@ -34,7 +34,15 @@ void StreamedUpdates::run(UnitId unit, bool reads_scales,
   drains_[unit].clear();
   put_first(unit);
   for (std::size_t piece = 0; piece < pieces_[unit].size(); ++piece) {
-    const Ahead taken = take(unit, piece);
+    const Ahead taken = [&] {
+      try {
+        return take(unit, piece);
+      } catch (const std::exception& error) {
+        drop(unit);
+        broke_off(error.what());
+        throw;
+      }
+    }();
     fetch_ahead();
     Op op;
     op.lane = Lane::compute;
@@ -49,7 +57,7 @@ void StreamedUpdates::run(UnitId unit, bool reads_scales,
     compute_.continue_on(stream);
     std::exception_ptr failure;  // of the update, or of what it waits for
     bool has_run = false;
-    const std::optional<Now> before = std::exchange(now_, Now{unit, piece, memory_of(taken)});
+    const std::optional<Now> before = std::exchange(now_, Now{piece, memory_of(taken)});
     try {
       compute_.interrupt(std::move(op), stream, [&] {
         has_run = true;

@@ -34,7 +34,6 @@ class StreamedUpdates {
   };
   /// The piece that is updated now.
   struct Now {
-    UnitId unit;
     std::size_t piece = 0;
     std::byte* memory = nullptr;  // of its slot
   };

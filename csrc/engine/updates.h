@@ -43,7 +43,7 @@ class Updates {
   bool is_any_deferred() const;
   /// See Engine::run_deferred.
   void run_deferred(UnitId unit);
-  /// Does the same if the update runs on the device, which it may only between visits.
+  /// Does the same if the update runs on the device. Call it before a visit is issued that needs the unit.
   void run_streamed(UnitId unit);
   StreamedUpdates& streamed() { return streamed_; }
   const StreamedUpdates& streamed() const { return streamed_; }

@@ -303,12 +303,10 @@ def _take_rest(wrapped: Wrapped, met: Sequence[Ranks | StageGroup]) -> None:
     interrupt: KeyboardInterrupt | None = None
     with raised_by_all(met, "noria.wrap"):
         try:
-            try:
-                wrapped.context.home.take_rest()
-            finally:
-                wrapped.streamed.begin()
+            wrapped.context.home.take_rest()
         except KeyboardInterrupt as error:  # only this rank has it: meet the others before raising
             interrupt = error
+        wrapped.streamed.begin()
     if interrupt is not None:
         raise interrupt
 
@@ -347,6 +345,8 @@ def _take_late(
         if not is_more:
             taken = sum(region.bytes for region in context.home.regions.values())
             planned = plan_optimizers(context.plan, updaters, None if ranks is None else ranks.grid, free, taken)
+            if planned.arena_bytes != context.plan.arena_bytes:
+                wrapped.run.refuse_asleep("noria.wrap")  # it takes memory of the device
             lines = [] if ranks is None else fingerprint(planned, updaters)
     if ranks is not None:
         ranks.agree(lines)

@@ -221,7 +221,8 @@ class Wrapped:
         self._give_undo_logs()
         for optimizer, kernel, places in zip(optimizers, planned.kernels, planned.states, strict=True):
             self.take_optimizer(optimizer, kernel, places)
-        self.streamed.begin()
+        if not self.run.is_asleep:  # else its end does so
+            self.run.wake_by(self.streamed.begin)
 
     def remove_hooks(self) -> None:
         self.stages.remove()

@@ -13,6 +13,7 @@ import noria
 import pytest
 import torch
 from noria import _C
+from noria.host.device_buffers import DeviceBuffers
 from noria.planning import streamed as planned
 from noria.step import streamed_step
 from noria.testing import assert_same_bits, on_machine
@@ -29,6 +30,7 @@ from tests.journeys.pairs import (
     Side,
     adamw,
     loss_of,
+    new_side,
     sgd,
     state_tensors,
 )
@@ -390,3 +392,82 @@ def test_a_fraction_of_the_model_counts_its_pieces():
     side = wrapped_side(Net(), adamw, {}, window="auto", device_memory=1.0, optimizer_device="device")
     side.train(0, 2)
     streams(side)
+
+
+# ---- memory that is not there -------------------------------------------------------------------------------------
+
+
+@NEEDS_KERNELS
+def test_slots_that_find_no_memory_later_are_asked_for_again(monkeypatch):
+    """An optimizer comes later. The device is full then, and has room again at the next pass."""
+    torch.manual_seed(0)
+    plain, model = new_side(), Net().cpu()
+    model.load_state_dict(plain.model.state_dict())
+    noria.wrap(model, device=DEVICE, window=2, kernel="fused", optimizer_device="device")
+    optimizer = adamw(model.parameters())
+    take = DeviceBuffers.take
+
+    def refuse(self: DeviceBuffers, purpose: str, size: int) -> None:
+        raise noria.MachineError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(DeviceBuffers, "take", refuse)
+        with pytest.raises(noria.MachineError, match="no room"):
+            noria.wrap(model, optimizer)
+        with pytest.raises(noria.MachineError, match="no room"):
+            loss_of(model, 0)
+    assert DeviceBuffers.take is take
+    side = Side(model, optimizer, True)
+    side.train(0, 3)
+    streams(side)
+    host = wrapped_side(plain.model.cpu(), adamw, {}, kernel="fused")
+    host.train(0, 3)
+    assert_same_bits(side.kept, host.kept)
+
+
+@NEEDS_KERNELS
+def test_an_optimizer_may_come_while_the_model_sleeps():
+    torch.manual_seed(0)
+    model = Net().cpu()
+    noria.wrap(model, device=DEVICE, window=2, kernel="fused", optimizer_device="device")
+    with noria.asleep(model):
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer)
+        assert wrapped_by(model).context.backend.allocated == 0
+    side = Side(model, optimizer, True)
+    side.train(0, 3)
+    streams(side)
+
+
+def test_an_error_before_torchs_step_breaks_the_step_off(monkeypatch, stepping_there):
+    """Such as one of memory, when a gradient is copied."""
+    side = wrapped_side(Net().cpu(), adamw, {}, kernel="torch", optimizer_device="device")
+    side.train(0, 2)
+    before = copy.deepcopy(side.model.state_dict())
+    loss_of(side.model, 2).backward()
+    side.optimizer.step()
+    with monkeypatch.context() as broken:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("as the test wants it")
+
+        broken.setattr(streamed_step.StreamedStep, "_scale", fail)
+        with pytest.raises(MemoryError, match="as the test wants it") as caught:
+            loss_of(side.model, 3)
+    assert any("The step is broken off" in note for note in caught.value.__notes__)
+    assert_same_bits(side.model.state_dict(), before)
+    side.optimizer.zero_grad()
+    side.train(3, 5)
+
+
+def test_a_nan_stays_one_whatever_its_bits():
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32)
+    master, working = bits.view(torch.float32), torch.zeros(4, dtype=torch.bfloat16)
+    streamed_step._round(master, working)
+    assert working.isnan().all()
+    values = torch.randn(1000)
+    rounded = torch.zeros(1000, dtype=torch.bfloat16)
+    streamed_step._round(values, rounded)
+    other = torch.zeros(1000, dtype=torch.bfloat16)
+    _C.split_master(values.data_ptr(), other.data_ptr(), 0, 1000)
+    assert torch.equal(rounded, other)

@@ -166,7 +166,15 @@ def load(path: str | os.PathLike[str], model: Models, optimizer: Optimizers | No
     for target, state in pairs:
         target.load_state_dict(state)
     _warn_of_another_place(contents.get(_OF_THE_RUN), optimizer)
-    return {key: value for key, value in contents.items() if key not in ("model", "optimizer", _OF_THE_RUN)}
+    return {
+        key: value
+        for key, value in contents.items()
+        if key not in ("model", "optimizer") and not (key == _OF_THE_RUN and _is_of_the_run(value))
+    }
+
+
+def _is_of_the_run(entry: object) -> bool:
+    return isinstance(entry, Mapping) and _PLACES in entry
 
 
 def _places(optimizer: Optimizers | None) -> list[str]:
@@ -177,7 +185,7 @@ def _places(optimizer: Optimizers | None) -> list[str]:
 
 def _warn_of_another_place(recorded: object, optimizer: Optimizers | None) -> None:
     """Warns if torch's code has run updates elsewhere until now, and so with other bits."""
-    before = recorded.get(_PLACES) if isinstance(recorded, Mapping) else None
+    before = recorded[_PLACES] if isinstance(recorded, Mapping) and _is_of_the_run(recorded) else None
     now = _places(optimizer)
     if before and now and before != now:
         warnings.warn(

@@ -115,7 +115,7 @@ class Rest:
         context.notes.append(f'resident="auto": {chosen}')
         if not plan.stands_still and plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
-        self._streamed.begin()
+        self.run.wake_by(self._streamed.begin)
 
     def _may_begin(self) -> bool:
         return (

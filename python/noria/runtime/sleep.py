@@ -45,7 +45,7 @@ class Sleep:
         self._sync.meet("give device memory away")  # units that were gathered ahead are gathered again, on all ranks
         await_device(context.device)  # kernels of the last pass may still read the window
         with run.sleeping(self._wake):
-            self._streamed.give_back()
+            self._streamed.end()
             if self._rest.is_on:
                 self._rest.suspend()
             if not self._rest.stands_still:
@@ -56,6 +56,6 @@ class Sleep:
     def _wake(self) -> None:
         if not self._rest.stands_still:
             take_window(self._context)
-        self._streamed.take()
+        self._streamed.begin()
         if self._rest.is_on:
             self._rest.resume()

@@ -142,6 +142,11 @@ class RunState:
             if not self.closed:
                 self.require_awake("a pass")
 
+    @property
+    def is_asleep(self) -> bool:
+        """True inside of `sleeping`."""
+        return self._is_asleep
+
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Calls `wake`. If it raises, the next pass or step calls it again."""
         self.wake_later(wake)

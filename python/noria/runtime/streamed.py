@@ -67,34 +67,33 @@ class Streamed:
         return unit in self._told
 
     def begin(self) -> None:
+        """Raises MachineError if the device has no room. No update runs there then; call it again later."""
         context, updates = self._context, self._context.engine.updates
         wanted = context.plan.streamed
         if not wanted and not self._told:
             return
         copies = [copy for pieces in wanted.values() for piece in pieces for copy in piece.copies]
         context.home.pin({copy.purpose for copy in copies}, context.backend)
-        updates.run_all_deferred()
+        size = context.plan.update_slot_bytes * NUM_SLOTS
+        if context.device_buffers.taken.get(UPDATE_SLOTS, 0) != size:
+            self.end()
+        if size and UPDATE_SLOTS not in context.device_buffers.taken:
+            empty_cache(context.device)
+            context.ledger.expect(str(context.device), UPDATE_SLOTS, size)
+            context.device_buffers.take(UPDATE_SLOTS, size)
+        updates.set_slots(context.device_buffers.address(UPDATE_SLOTS), size // NUM_SLOTS, NUM_SLOTS)
         for unit in self._told.keys() | wanted.keys():
             updates.set_pieces(unit, [self._told_as(piece) for piece in wanted.get(unit, ())])
         self._told = wanted
-        self.give_back()
-        self.take()
 
-    def take(self) -> None:
-        """Takes the slots' memory, if it is not there."""
-        context, size = self._context, self._context.plan.update_slot_bytes
-        if size and UPDATE_SLOTS not in context.device_buffers.taken:
-            empty_cache(context.device)
-            context.ledger.expect(str(context.device), UPDATE_SLOTS, size * NUM_SLOTS)
-            context.device_buffers.take(UPDATE_SLOTS, size * NUM_SLOTS)
-        if size:
-            context.engine.updates.set_slots(context.device_buffers.address(UPDATE_SLOTS), size, NUM_SLOTS)
-
-    def give_back(self) -> None:
-        """Gives the slots' memory back, when all updates that wait have run."""
-        context = self._context
+    def end(self) -> None:
+        """Runs all updates that wait, and gives the slots' memory back. No update runs on the device until `begin`."""
+        context, updates = self._context, self._context.engine.updates
+        for unit in self._told:
+            updates.set_pieces(unit, [])
+        self._told = {}
         if UPDATE_SLOTS in context.device_buffers.taken:
-            context.engine.updates.set_slots(0, 0, 0)
+            updates.set_slots(0, 0, 0)
             context.device_buffers.free(UPDATE_SLOTS)
             context.ledger.expect(str(context.device), UPDATE_SLOTS, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, TypeGuard
 
 import torch
@@ -78,19 +79,24 @@ class StreamedStep:
     def run(self, unit: int) -> None:
         """Updates the piece that the engine updates now, if this optimizer has work in the unit.
 
-        If torch's optimizer raises, the step is broken off, as in torch: all waiting updates are dropped.
+        If that raises, the step is broken off, as in torch: all waiting updates are dropped.
         """
         job = self._jobs.get(unit)
         if job is None:
             return
         now = self._streamed.now(unit)
+        try:
+            with plainly(self.autocast):
+                if job.ready:
+                    self._run_fused(now, job)
+                else:
+                    self._run_torch(now, job)
+        except BaseException as error:
+            self._jobs.clear()  # the engine will still ask for them, and nothing runs
+            error.add_note(broken_off(self.context.units[unit].name, PUT_OFF))
+            raise
         if now.is_last:
             del self._jobs[unit]
-        with plainly(self.autocast):
-            if job.ready:
-                self._run_fused(now, job)
-            else:
-                self._run_torch(now, job)
 
     def _run_fused(self, now: PieceNow, job: _Job) -> None:
         piece = now.piece
@@ -137,9 +143,7 @@ class StreamedStep:
         versions = {index: parameter._version for index, parameter in parameters.items()}
         try:
             step_of(type(worker))(worker)
-        except BaseException as error:
-            self._jobs.clear()  # the engine will still ask for them, and nothing runs
-            error.add_note(broken_off(self.context.units[now.piece.unit].name, PUT_OFF))
+        except BaseException:
             touched = [slot for slot in slots if parameters[slot.index]._version != versions[slot.index]]
             self._take_back(now, touched, parameters, worker, moved)
             raise
@@ -232,3 +236,4 @@ def _round(master: torch.Tensor, working: torch.Tensor) -> None:
     """Rounds a master into its working copy: to nearest, ties away from zero, as csrc/optim/split_master.h."""
     bits = master.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
     working.view(torch.int16).copy_(bits)
+    working.masked_fill_(master.isnan() & ~working.isnan(), math.nan)  # a GPU's NaN has all bits, and would carry
