@@ -460,7 +460,7 @@ def test_an_error_before_torchs_step_breaks_the_step_off(monkeypatch, stepping_t
     side.train(3, 5)
 
 
-def test_a_nan_stays_one_whatever_its_bits():
+def test_a_nan_with_all_bits_set_stays_a_nan():
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32)
     master, working = bits.view(torch.float32), torch.zeros(4, dtype=torch.bfloat16)
     streamed_step._round(master, working)
