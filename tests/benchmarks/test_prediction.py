@@ -1,4 +1,4 @@
-"""The benchmark of predictions runs, in each mode, and its settings are 24."""
+"""The benchmark of predictions runs, in each mode, and no setting is dropped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import prediction
 
 
-def test_there_are_24_settings_and_each_has_a_name_of_its_own():
-    assert len({case.name for case in prediction.CASES}) == len(prediction.CASES) == 24
+def test_there_are_30_settings_and_each_has_a_name_of_its_own():
+    assert len({case.name for case in prediction.CASES}) == len(prediction.CASES) == 30
 
 
-@pytest.mark.parametrize("name", ["balanced, drafts", "balanced, in backward", "update-bound, drafts, unequal units"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "balanced, drafts",
+        "balanced, in backward",
+        "update-bound, drafts, unequal units",
+        "update-bound, updated on the device",
+    ],
+)
 def test_a_setting_runs_within_its_memory_and_is_predicted(name, tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "SETTLING", 2)
     monkeypatch.setattr(prediction, "COSTS", 2)

@@ -648,7 +648,7 @@ def test_weights_for_others_and_sharded_state_are_current(stay, tmp_path):
         ({"activations": "offload"}, 'activations="offload"'),
         ({"reads": "home"}, 'reads="home"'),
         ({"state_dtype": "bf16"}, 'state_dtype="bf16"'),
-        ({"kernel": "torch"}, "torch updates on the host"),
+        ({"kernel": "torch"}, "which torch updates"),
         ({"device_memory": "16KiB"}, "16.0 KiB"),
     ],
 )
