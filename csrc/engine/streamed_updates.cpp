@@ -116,38 +116,33 @@ StreamedUpdates::Ahead StreamedUpdates::take(UnitId unit, std::size_t piece) {
 }
 
 void StreamedUpdates::fetch(Ahead ahead) {
-  Op op;
-  op.lane = Lane::fetch;
-  op.verb = Verb::fetch_state;
-  op.unit = ahead.unit;
-  op.accesses = home_of(ahead, Access::Mode::read);
-  op.accesses.push_back(slot_of(ahead, Access::Mode::write));
-  Transfer transfer;
-  for (const Copy& copy : pieces_[ahead.unit][ahead.piece].comes) {
-    transfer.copies.push_back({memory_of(ahead) + copy.at.count, copy.home, copy.bytes});
-  }
-  op.bytes = transfer.bytes();
-  come_ += op.bytes;
-  parts_.issuer.submit(std::move(op), std::move(transfer));
+  copy(ahead, Way::comes);
   ahead_.push_back(ahead);
 }
 
 void StreamedUpdates::drain(const Ahead& done) {
-  Op op;
-  op.lane = Lane::drain;
-  op.verb = Verb::drain_state;
-  op.unit = done.unit;
-  op.accesses = home_of(done, Access::Mode::write);
-  op.accesses.push_back(slot_of(done, Access::Mode::read));
-  Transfer transfer;
-  for (const Copy& copy : pieces_[done.unit][done.piece].goes) {
-    transfer.copies.push_back({copy.home, memory_of(done) + copy.at.count, copy.bytes});
-  }
-  op.bytes = transfer.bytes();
-  gone_ += op.bytes;
-  drains_[done.unit].push_back(parts_.issuer.submit(std::move(op), std::move(transfer)));
+  drains_[done.unit].push_back(copy(done, Way::goes));
   parts_.issuer.poison(done.unit, slot_of(done, Access::Mode::write), memory_of(done), slot_bytes_);
   free_.push_back(done.slot);
+}
+
+Ticket StreamedUpdates::copy(const Ahead& ahead, Way way) {
+  const bool comes = way == Way::comes;
+  const Piece& piece = pieces_[ahead.unit][ahead.piece];
+  Op op;
+  op.lane = comes ? Lane::fetch : Lane::drain;
+  op.verb = comes ? Verb::fetch_state : Verb::drain_state;
+  op.unit = ahead.unit;
+  op.accesses = home_of(ahead, comes ? Access::Mode::read : Access::Mode::write);
+  op.accesses.push_back(slot_of(ahead, comes ? Access::Mode::write : Access::Mode::read));
+  Transfer transfer;
+  for (const Copy& each : comes ? piece.comes : piece.goes) {
+    std::byte* const there = memory_of(ahead) + each.at.count;
+    transfer.copies.push_back({comes ? there : each.home, comes ? each.home : there, each.bytes});
+  }
+  op.bytes = transfer.bytes();
+  (comes ? come_ : gone_) += op.bytes;
+  return parts_.issuer.submit(std::move(op), std::move(transfer));
 }
 
 // The unit's other pieces are not updated.
@@ -168,9 +163,7 @@ std::vector<Access> StreamedUpdates::home_of(const Ahead& piece, Access::Mode mo
     Buffer part = parts_.buffers[whole];
     part.offset += of.begin;
     part.bytes = of.end - of.begin;
-    const BufferId buffer = parts_.buffers.intern(part);
-    const bool writes = mode == Access::Mode::write;
-    accesses.push_back({buffer, writes ? parts_.issuer.next_version(buffer) : parts_.issuer.version(buffer), mode});
+    accesses.push_back(access_to(part, mode));
   };
   add(facts.working);
   add(facts.state);
@@ -179,13 +172,13 @@ std::vector<Access> StreamedUpdates::home_of(const Ahead& piece, Access::Mode mo
 }
 
 Access StreamedUpdates::slot_of(const Ahead& piece, Access::Mode mode) const {
-  const Buffer slot{{Place::Kind::host, kUpdateSlotsRegion},
-                    slot_bytes_ * piece.slot,
-                    slot_bytes_,
-                    Format::compute,
-                    Purpose::update_slot,
-                    UnitId()};
-  const BufferId buffer = parts_.buffers.intern(slot);
+  const Place slots{Place::Kind::host, kUpdateSlotsRegion};
+  const Bytes at = slot_bytes_ * piece.slot;
+  return access_to({slots, at, slot_bytes_, Format::compute, Purpose::update_slot, UnitId()}, mode);
+}
+
+Access StreamedUpdates::access_to(const Buffer& of, Access::Mode mode) const {
+  const BufferId buffer = parts_.buffers.intern(of);
   const bool writes = mode == Access::Mode::write;
   return {buffer, writes ? parts_.issuer.next_version(buffer) : parts_.issuer.version(buffer), mode};
 }

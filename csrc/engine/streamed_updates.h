@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -81,9 +82,12 @@ class StreamedUpdates {
   void put_first(UnitId unit);
   void fetch(Ahead ahead);
   void drain(const Ahead& done);
+  enum class Way : std::uint8_t { comes, goes };
+  Ticket copy(const Ahead& ahead, Way way);
   void drop(UnitId unit);
   std::vector<Access> home_of(const Ahead& piece, Access::Mode mode) const;
   Access slot_of(const Ahead& piece, Access::Mode mode) const;
+  Access access_to(const Buffer& of, Access::Mode mode) const;
   std::byte* memory_of(const Ahead& piece) const;
 
   const EngineParts parts_;

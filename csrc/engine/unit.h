@@ -17,7 +17,7 @@ namespace noria {
 enum HomeRegion : std::int32_t {
   kWorkingRegion,
   kHeldRegion,
-  kStateRegion,   // as many bytes for a unit as it has gradients, at least 1
+  kStateRegion,   // a byte for each byte of gradients; a frozen unit has one byte
   kSumRegion,     // tokens, one for each unit
   kScalesRegion,  // likewise
   kRingRegion,

@@ -325,21 +325,30 @@ def test_the_window_leaves_room_for_the_slots():
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
-def test_an_update_that_raises_there_is_told_where_the_unit_is_needed(monkeypatch, stepping_there):
+def raising(*args: Any) -> None:
+    raise ValueError("as the test wants it")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "broken"),
+    [
+        (streamed_step, "step_of", lambda cls: raising),
+        (streamed_step.StreamedStep, "_scale", raising),  # before torch's step, as if memory were missing
+    ],
+    ids=["in torch's step", "before it"],
+)
+def test_an_update_that_raises_there_is_told_where_the_unit_is_needed(monkeypatch, stepping_there, where, name, broken):
     side = wrapped_side(Net().cpu(), adamw, {}, kernel="torch", optimizer_device="device")
     side.train(0, 2)
     before = copy.deepcopy(side.model.state_dict())
     loss_of(side.model, 2).backward()
-    with monkeypatch.context() as broken:
-
-        def fail(_: object) -> None:
-            raise ValueError("as the test wants it")
-
-        broken.setattr(streamed_step, "step_of", lambda cls: fail)
-        side.optimizer.step()
+    side.optimizer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, broken)
         with pytest.raises(ValueError, match="as the test wants it") as caught:
             loss_of(side.model, 3)
-        assert any("raised by the update of unit" in note for note in caught.value.__notes__)
+    assert any("raised by the update of unit" in note for note in caught.value.__notes__)
+    assert any("The step is broken off" in note for note in caught.value.__notes__)
     assert_same_bits(side.model.state_dict(), before)  # broken off before it had changed anything
     side.optimizer.zero_grad()
     side.train(3, 5)
@@ -437,27 +446,6 @@ def test_an_optimizer_may_come_while_the_model_sleeps():
     side = Side(model, optimizer, True)
     side.train(0, 3)
     streams(side)
-
-
-def test_an_error_before_torchs_step_breaks_the_step_off(monkeypatch, stepping_there):
-    """Such as one of memory, when a gradient is copied."""
-    side = wrapped_side(Net().cpu(), adamw, {}, kernel="torch", optimizer_device="device")
-    side.train(0, 2)
-    before = copy.deepcopy(side.model.state_dict())
-    loss_of(side.model, 2).backward()
-    side.optimizer.step()
-    with monkeypatch.context() as broken:
-
-        def fail(*args: Any) -> None:
-            raise MemoryError("as the test wants it")
-
-        broken.setattr(streamed_step.StreamedStep, "_scale", fail)
-        with pytest.raises(MemoryError, match="as the test wants it") as caught:
-            loss_of(side.model, 3)
-    assert any("The step is broken off" in note for note in caught.value.__notes__)
-    assert_same_bits(side.model.state_dict(), before)
-    side.optimizer.zero_grad()
-    side.train(3, 5)
 
 
 def test_a_nan_with_all_bits_set_stays_a_nan():

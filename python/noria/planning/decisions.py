@@ -83,7 +83,7 @@ def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
         return best
     for begin in (best, _all_streamed(planned, step_us)):
         if begin is not None and not begin.stands_still:
-            found, us = _with_best_streamed(begin, step_us)
+            found, us = _with_best_streamed(planned, begin, step_us)
             is_more = len(found.streamed) > len(best.streamed)
             if us < best_us * (1 - _GAIN if is_more else 1):
                 best, best_us = found, us
@@ -108,8 +108,14 @@ def _all_streamed(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> Wr
         return None
 
 
-def _with_best_streamed(begin: WrapPlan, step_us: Callable[[WrapPlan], float]) -> tuple[WrapPlan, float]:
-    """Returns the plan with other units that the device updates beside those that stay, and the time of its step."""
+def _with_best_streamed(
+    planned: WrapPlan, begin: WrapPlan, step_us: Callable[[WrapPlan], float]
+) -> tuple[WrapPlan, float]:
+    """Returns the plan with other units that the device updates beside those that stay, and the time of its step.
+
+    `planned` knows the drafts of units that `begin` updates on the device.
+    """
+    same_stays = dataclasses.replace(planned, stays=begin.stays)
     may = {
         unit: begin.units[unit].gradients
         for unit in forward_order(begin)
@@ -122,7 +128,7 @@ def _with_best_streamed(begin: WrapPlan, step_us: Callable[[WrapPlan], float]) -
         if chosen not in times:
             times[chosen] = float("inf")
             try:
-                plans[chosen] = with_streamed(begin, chosen)
+                plans[chosen] = with_streamed(same_stays, chosen)
                 times[chosen] = step_us(plans[chosen])
             except UsageError:  # no room for the pieces
                 pass

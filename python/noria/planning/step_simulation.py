@@ -168,7 +168,9 @@ class PlannedStep:
         self._add("step", "compute", "user", -1, 0, held)
         for unit in late:
             self._add_update(step, "update", unit.index)
-        self._add_streamed(self._streams.expect(unit.index for unit in self._trained if unit not in self._at_home))
+        self._add_streamed(
+            self._streams.expect(unit.index for unit in self._trained if unit.index in self.planned.streamed)
+        )
         if mode == "blocking":
             self._add_streamed(self._streams.run_all())
         for unit in self._at_rest:
@@ -190,7 +192,7 @@ class PlannedStep:
         return span.bytes - products
 
     def _bytes_of_products(self, unit: int, tflops: float, gib_s: float) -> int:
-        """Returns as many bytes as take the time of the update's matrix products. Measured rates have that time."""
+        """Returns the bytes whose time is that of the update's matrix products. Measured rates have that time."""
         flops = self.planned.update_flops.get(unit, 0.0)
         return int(flops / tflops / 1e12 * gib_s * (1 << 30)) if tflops else 0
 

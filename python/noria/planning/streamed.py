@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from noria.planning.kernels import Kernels
 from noria.policy import Policy
 
 __all__ = [
+    "GRADIENTS_IN_FP32",
     "NUM_SLOTS",
     "StreamCopy",
     "StreamPiece",
@@ -23,6 +24,7 @@ __all__ = [
     "bytes_of_ops",
     "choose_streamed",
     "pieces_of",
+    "refuse_place",
     "slot_bytes",
 ]
 
@@ -31,6 +33,9 @@ NUM_SLOTS = 3
 
 _ELEMENTS = 8 << 20
 """How many elements of a unit make a piece. With AdamW in bfloat16 a slot then takes 112 MiB, and no copy is short."""
+
+GRADIENTS_IN_FP32 = "gradients in fp32"
+"""The part of a slot in which torch's update finds gradients, if masters are fp32 and gradients are not."""
 
 _STATE = "optimizer state"
 
@@ -52,8 +57,7 @@ class StreamPiece:
     """Describes the bytes from `begin` to `end` of a unit's held gradients, and what its slot holds.
 
     `offsets`: where in the slot the piece's part of an arena begins, by purpose. Tensors of torch's state have entries
-    by their offset in the arena "optimizer state". `gradients_in_fp32`: where torch's update finds gradients in fp32,
-    or -1.
+    by their offset in the arena "optimizer state". GRADIENTS_IN_FP32 is for torch's update beside masters.
     """
 
     unit: int
@@ -61,7 +65,6 @@ class StreamPiece:
     end: int
     copies: tuple[StreamCopy, ...]
     offsets: dict[str | int, int]
-    gradients_in_fp32: int
     parameters: frozenset[int]
     """Indices of the trainable parameters that begin in the piece."""
     num_bytes: int
@@ -81,24 +84,21 @@ def refuse_place(policy: Policy) -> None:
         raise usage_error(f'{_ASKED} with state_dtype="fp32"', found, "choose one of the two")
 
 
-def choose_streamed(kernels: Kernels, stays: Iterable[int], device: torch.device) -> frozenset[int]:
+def choose_streamed(kernels: Kernels, stays: Container[int], device: torch.device) -> frozenset[int]:
     """Returns the units that the device updates though their state lies at home, by the policy's `optimizer_device`.
 
-    Raises UsageError if the device cannot.
+    Raises UsageError if the device cannot. Order: `refuse_place` comes first.
     """
-    policy, asked = kernels.policy, _ASKED
-    if policy.optimizer_device == "host":
+    if kernels.policy.optimizer_device == "host":
         return frozenset()
-    refuse_place(policy)
     for optimizer, kernel in zip(kernels.optimizers, kernels.by_optimizer, strict=True):
         if kernel == "whole":
             raise usage_error(
-                f"{asked} with optimizers that work parameter by parameter",
+                f"{_ASKED} with optimizers that work parameter by parameter",
                 f"{type(optimizer).__name__}, which may look at all parameters",
                 'use optimizer_device="host", or an optimizer of torch.optim other than LBFGS and SparseAdam',
             )
     held = set().union(*kernels.held()) if kernels.optimizers else set()
-    stays = frozenset(stays)
     units = [
         unit
         for unit in kernels.units
@@ -106,7 +106,7 @@ def choose_streamed(kernels: Kernels, stays: Iterable[int], device: torch.device
     ]
     if device.type != "cpu" and not _C.has_kernel_images() and any(unit.index in kernels.fused for unit in units):
         raise usage_error(
-            f"{asked} in a build of noria with kernels for devices",
+            f"{_ASKED} in a build of noria with kernels for devices",
             "one that was built without nvcc",
             'build noria where there is an nvcc, or say kernel="torch"',
         )
@@ -145,9 +145,10 @@ def pieces_of(
             for (index, _), place in places.items():
                 if index in inside:
                     made.add(_STATE, place.offset, place.num_bytes, comes=True, goes=True, key=place.offset)
-        in_fp32 = made.leave(2 * (end - begin)) if has_masters else -1
+        if has_masters:
+            made.offsets[GRADIENTS_IN_FP32] = made.leave(2 * (end - begin))
         copies, parameters = tuple(made.copies), frozenset(inside)
-        pieces.append(StreamPiece(unit.index, begin, end, copies, made.offsets, in_fp32, parameters, made.end))
+        pieces.append(StreamPiece(unit.index, begin, end, copies, made.offsets, parameters, made.end))
     return pieces
 
 
@@ -157,7 +158,7 @@ def slot_bytes(pieces: Iterable[StreamPiece]) -> int:
 
 
 def bytes_moved(pieces: Iterable[StreamPiece]) -> int:
-    """Returns the bytes that come and that go home. An update by noria's kernels reads and writes as many."""
+    """Returns the bytes that come and that go home. An update by noria's kernels reads and writes the same number."""
     return sum(copy.num_bytes * (copy.comes + copy.goes) for piece in pieces for copy in piece.copies)
 
 

@@ -38,7 +38,7 @@ class StreamedOp:
 
 
 class StreamedOps:
-    """Orders pieces as csrc/engine/streamed_updates.h does: as many are fetched ahead as there are free slots.
+    """Orders pieces as csrc/engine/streamed_updates.h does: each free slot gets the next piece ahead of time.
 
     A unit has at most 4 pieces here, so that large models are simulated fast. They are as large as several real ones.
     """
@@ -97,7 +97,7 @@ class StreamedOps:
 
 
 def _joined(pieces: list[StreamPiece]) -> list[_Piece]:
-    """Returns at most `_MOST` pieces: each stands for as many as the others."""
+    """Joins neighbours, so that at most `_MOST` pieces are left."""
     size = math.ceil(len(pieces) / _MOST)
     parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
     return [

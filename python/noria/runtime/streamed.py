@@ -39,11 +39,6 @@ class PieceNow:
         """Returns a tensor of torch's state."""
         return self._at(self.address + self.piece.offsets[place.offset], place.dtype, place.shape, strides)
 
-    def gradient_in_fp32(self, slot: HomeParameter) -> torch.Tensor:
-        begin = (slot.home_offset - self.piece.begin) // slot.dtype.itemsize * torch.float32.itemsize
-        at = self.address + self.piece.gradients_in_fp32 + begin
-        return self._at(at, torch.float32, tuple(slot.like.shape), slot.like.stride())
-
     def flat(self, purpose: str, begin: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         return self._at(self.address_of(purpose, begin), dtype, (count,), (1,))
 

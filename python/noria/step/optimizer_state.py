@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -252,11 +252,15 @@ class HomeState:
         self.context.engine.home.access_home(unit, False)
         self.run.tell_state_write(unit)
 
-    def watch(self, slots: Container[int] | None = None) -> None:
+    def watch(self, slots: Iterable[HomeParameter] | None = None) -> None:
         """Has the next write to each tensor of these parameters' state at home told to `run`. None: of all."""
-        for (index, _), value in self.placed.items():
-            if slots is None or index in slots:
-                _C.watch(value)
+        if slots is None:
+            found = list(self.placed.values())
+        else:
+            keys = [(slot.index, key) for slot in slots for key in dict.get(self.shown, slot.parameter) or ()]
+            found = [self.placed[key] for key in keys if key in self.placed]
+        for value in found:
+            _C.watch(value)
 
     def is_planned(self, slot: HomeParameter, key: str) -> bool:
         return self.context.home.has(PURPOSE_OF[key], slot.unit)

@@ -14,6 +14,7 @@ from noria import _C
 from noria.model.layout import HomeParameter
 from noria.model.optimizer_classes import step_of
 from noria.model.shadow_optimizer import is_array, worker_of
+from noria.planning.streamed import GRADIENTS_IN_FP32
 from noria.runtime.streamed import PieceNow, Streamed
 from noria.step.host_kernels import HostKernels, Ready
 from noria.step.optimizer_state import HomeState
@@ -23,8 +24,9 @@ from noria.torch_state import autocast_now, plainly
 
 __all__ = ["StreamedStep"]
 
-_Moved = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
-"""State outside of the home, by the id of its copy on the device: the copy, its version, and the tensor itself."""
+_Moved = dict[int, tuple[torch.Tensor, int | None, torch.Tensor]]
+"""State that torch's optimizer gets, by the id of its tensor on the device: that tensor, its version, and the tensor at
+home. The version is None if the engine copies it home."""
 
 _Scales = dict[int, tuple[int, int]]
 """By slot index: the address of its late scales at home, and how many there are."""
@@ -73,7 +75,7 @@ class StreamedStep:
         else:
             self._fused.count(ready)
             self._jobs[unit] = _Job(scales, ready=ready)
-        self._state.watch(scales)  # the user may hold a tensor of it, and write to it before the update has run
+        self._state.watch(slots)  # the user may hold a tensor of it, and write to it before the update has run
         self.context.engine.updates.defer_update(unit)
 
     def run(self, unit: int) -> None:
@@ -100,14 +102,6 @@ class StreamedStep:
 
     def _run_fused(self, now: PieceNow, job: _Job) -> None:
         piece = now.piece
-
-        def address(purpose: str, unit: int) -> int:
-            at = now.address_of(purpose)  # jobs count from the beginning of the unit
-            width = (
-                self.context.home.regions[purpose].sizes[unit] // self.context.units[unit].home_gradients if at else 0
-            )
-            return at - piece.begin * width if at else 0
-
         try:
             parts: Ready = []
             ranges, gradients = [], []
@@ -120,9 +114,12 @@ class StreamedStep:
                 gradient = now.flat("held gradients", first - piece.begin, slot.dtype, (end - first) // item)
                 self._scale(gradient, job.scales[slot.index])
                 parts.append((slot, rule, scalars))
-                ranges.append((first // item, (end - first) // item))
+                ranges.append(((first - piece.begin) // item, (end - first) // item))
                 gradients.append(gradient.data_ptr())
-            self.context.engine.rest.update(self._fused.jobs_on_device(piece.unit, parts, gradients, address, ranges))
+            jobs = self._fused.jobs_on_device(
+                piece.unit, parts, gradients, lambda purpose, unit: now.address_of(purpose), ranges
+            )
+            self.context.engine.rest.update(jobs)
         except BaseException:
             self.context.engine.mark_torn("a step was interrupted")
             raise
@@ -174,7 +171,7 @@ class StreamedStep:
             parameter.grad = gradient
         else:
             parameter = nn.Parameter(now.tensor("masters", slot, torch.float32))
-            parameter.grad = now.gradient_in_fp32(slot).copy_(gradient)
+            parameter.grad = now.tensor(GRADIENTS_IN_FP32, slot, torch.float32).copy_(gradient)
         return parameter
 
     def _scale(self, gradient: torch.Tensor, scales: tuple[int, int]) -> None:
@@ -191,14 +188,16 @@ class StreamedStep:
     def _state_on_device(
         self, now: PieceNow, slot: HomeParameter, hyper: dict[str, Any], moved: _Moved
     ) -> dict[str, Any]:
-        """Returns the parameter's state for torch's optimizer. Adds to `moved` what no piece has brought."""
+        """Returns the parameter's state for torch's optimizer. Adds to `moved` what is not the tensor at home."""
         counts_there = hyper.get("capturable") or hyper.get("fused")
         values = {}
         for key, value in self._state.shown.unsettled(slot.parameter).items():
             place = self._state.place_of(slot, key)
             at_home = self._state.placed.get((slot.index, key))
             if place is not None and at_home is not None and value is at_home:
-                value = now.state(place, at_home.stride())
+                there = now.state(place, at_home.stride())
+                moved[id(there)] = (there, None, value)
+                value = there
             elif _is_dense(value) and (is_array(key, value) or counts_there) and value.device != now.device:
                 there = value.to(now.device)
                 moved[id(there)] = (there, there._version, value)
@@ -211,8 +210,8 @@ class StreamedStep:
         taken: dict[str, Any] = {}
         for key, value in values.items():
             there, version, own = moved.get(id(value), (None, 0, None))
-            if there is not None and there._version == version:
-                value = own  # the optimizer has only read it, or it is the user's
+            if own is not None and there is not None and version in (None, there._version):
+                value = own  # the engine copies it home, or the optimizer has only read it
             elif _is_dense(value) and is_array(key, value):
                 place, at_home = self._state.place_of(slot, key), self._state.home_tensor(slot, key, value)
                 if place is None or at_home is None:

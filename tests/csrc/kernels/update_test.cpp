@@ -58,7 +58,7 @@ std::vector<float> special_values() {
   return values;
 }
 
-// The samples are all combinations of special values as p, m, v and gradient, then as many random ones.
+// The samples are all combinations of special values as p, m, v and gradient, then the same number of random ones.
 struct Arrays {
   explicit Arrays(bool is_split) : is_split(is_split) {
     const std::vector<float> special = special_values();
