@@ -2,8 +2,9 @@
 
 A chain of blocks trains on lanes of limited speed, with compute that takes a known time. It does so in 24 settings that
 were chosen beforehand: windows, rates, update modes, activations, equal and unequal units. Six more have updates on the
-device. In each, ten steps tell the costs of ops. From these costs the simulator predicts the steps that follow, which
-are then measured. The first 20 steps count for nothing: undo logs are full then (docs/drafts.md).
+device, and six several backwards in a step. In each, ten steps tell the costs of ops. From these costs the simulator
+predicts the steps that follow, which are then measured. The first 20 steps count for nothing: undo logs are full then
+(docs/drafts.md).
 
 The aim: a median error of 5 %, none above 10 %, and no byte taken that was not planned.
 """
@@ -48,6 +49,8 @@ class Setting:
     rates: Rates
     policy: dict[str, Any]
     hidden: tuple[int, ...] = EQUAL
+    backwards: int = 1
+    """Of a step: it accumulates gradients."""
 
 
 CASES = [
@@ -69,26 +72,59 @@ CASES = [
     *(Setting(f"{rates.name}, updated on the device", rates, {"window": 4, **ON_DEVICE}) for rates in SETTINGS),
     Setting("balanced, updated on the device, blocking", BALANCED, {"window": 4, **ON_DEVICE, **BLOCKING}),
     Setting("balanced, updated on the device, unequal units", BALANCED, {"window": 4, **ON_DEVICE}, UNEQUAL),
+    # And these with several backwards in a step.
+    *(
+        Setting(f"{rates.name}, {mode}, {backwards} backwards", rates, {"window": 4, **MODES[mode]}, EQUAL, backwards)
+        for rates, mode, backwards in (
+            (BALANCED, "drafts", 2),
+            (BALANCED, "deferred", 4),
+            (FETCHES, "drafts", 3),
+            (DRAINS, "deferred", 3),
+            (UPDATES, "drafts", 4),
+            (UPDATES, "blocking", 2),
+        )
+    ),
 ]
 SETTLING, COSTS = 20, 10
 
 
-class Block(nn.Module):
-    """Takes a time that grows with its weights."""
+class Slow(torch.autograd.Function):
+    """An identity that takes a known time. In backward a block's gradients come before it."""
 
-    def __init__(self, hidden: int) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class Block(nn.Module):
+    """Takes a time that grows with its weights.
+
+    `adds`: it accumulates gradients. Then its time begins only when the gradients have been added to the held ones.
+    """
+
+    def __init__(self, hidden: int, adds: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.pace = ({}, FORWARD_S * hidden / WIDTH, BACKWARD_S * hidden / WIDTH)
+        self.adds = adds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.adds:
+            return self.down(self.up(Slow.apply(x, *self.pace[1:])).tanh())
         return Paced.apply(self.down(self.up(Paced.apply(x, *self.pace)).tanh()), *self.pace)
 
 
 class Chain(nn.Module):
-    def __init__(self, hidden: tuple[int, ...]) -> None:
+    def __init__(self, hidden: tuple[int, ...], adds: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(each) for each in hidden)
+        self.blocks = nn.ModuleList(Block(each, adds) for each in hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -98,7 +134,7 @@ class Chain(nn.Module):
 
 def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Chain(setting.hidden)
+    model = Chain(setting.hidden, adds=setting.backwards > 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     forward_us, backward_us = (1e6 * sum(block.pace[number] for block in model.blocks) for number in (1, 2))
     with on_machine(limits=limits_of(setting.rates, model, forward_us, backward_us), update_threads=1):
@@ -111,7 +147,8 @@ def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     def train(number: int) -> list[float]:
         times, last = [], time.perf_counter()
         for _ in range(number):
-            model(batch).backward()
+            for _ in range(setting.backwards):
+                model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             now = time.perf_counter()

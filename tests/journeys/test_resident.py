@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import io
 import weakref
@@ -777,6 +778,32 @@ def test_auto_updates_on_the_device_where_few_units_can_stay(folder, monkeypatch
     assert not any("which updates" in note for note in report.notes)  # the last run began so
     assert_same_bits(seen[1], seen[0])
     assert_same_bits(seen[2], seen[0])
+
+
+def test_auto_counts_on_all_backwards_of_a_step(folder, monkeypatch):
+    monkeypatch.setattr("noria.forward.cost_recorder.device_update_gib_s", lambda context: 1000.0)
+    real = noria.planning.measured_costs.measured_costs
+
+    def slow(spans: Any, num_units: int, *args: Any) -> MeasuredCosts:
+        return dataclasses.replace(slow_updates(spans, num_units), backwards=real(spans, num_units, *args).backwards)
+
+    monkeypatch.setattr("noria.forward.cost_recorder.measured_costs", slow)
+    found = []
+    for own in ({"window": 2}, {"resident": "auto", "device_memory": ROOM}):
+        torch.manual_seed(0)
+        model = Net().cpu()
+        optimizer = adamw(model.parameters())
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", **own)
+        torch.manual_seed(1)
+        for _ in range(12):
+            for number in range(3):
+                (loss_of(model, number) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert noria.report(model).costs.backwards == 3
+        assert is_at_rest(model) == ("resident" in own)
+        found.append(model.state_dict())
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("policy", [{"update": "backward"}, {"activations": "recompute"}, {"kernel": "torch"}], ids=str)

@@ -183,6 +183,22 @@ def test_a_plan_with_device_memory_is_of_a_gpu_elsewhere(capsys, factories):
     assert "cuda:0" not in out
 
 
+def test_a_plan_of_several_micro_batches_simulates_their_backwards(capsys, factories):
+    arguments = ["plan", "--model", "made_here:chain", "--device", "cpu", *SPEEDS]
+    status, once, _ = run(capsys, *arguments)
+    assert status == 0 and "micro-batches" not in once
+    status, often, _ = run(capsys, *arguments, "--micro-batches", 8, "--check")
+    assert status == 0 and "512 tokens in 8 micro-batches" in often and "every conflicting pair is ordered" in often
+
+    def num_drains(text):
+        return int(next(line for line in text.splitlines() if line.split()[:1] == ["drain"]).split()[1])
+
+    assert num_drains(often) == 8 * num_drains(once)
+    for wrong in (0, 513):
+        status, _, told = run(capsys, *arguments, "--micro-batches", wrong)
+        assert status == 2 and f"found {wrong}" in told
+
+
 def test_modules_that_share_a_unit_take_the_time_of_their_own_weights():
     """Two layers that are no blocks, and a head that has the embedding's weight."""
     model = nn.ModuleDict(

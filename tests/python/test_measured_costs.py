@@ -94,6 +94,23 @@ def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
         assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
 
 
+@pytest.mark.parametrize("policy", [{}, {"draft_memory": "1GiB"}, {"update": "backward"}], ids=str)
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_the_same_holds_for_steps_of_several_backwards(policy, backwards):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = noria.plan(model, optimizer, device="cpu", kernel="fused", window=3, **policy)
+    for speeds in (
+        PlanSpeeds(0.1, 0.1, 0.1, 1e-4),
+        PlanSpeeds(0.01, 0.1, 0.1, 1e-4),
+        PlanSpeeds(0.1, 0.01, 0.01, 1e-4),
+    ):
+        step = PlannedStep(planned, 64, speeds, backwards=backwards)
+        costs = measured_costs(step.all_spans, len(planned.units))
+        assert costs.backwards == backwards
+        assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), costs).step_us == pytest.approx(step.step_us, rel=0.02)
+
+
 def test_ops_of_the_same_visit_are_one_visit():
     spans = [
         span(0, "compute", "user", -1, 0, 0),

@@ -70,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         speed.add_argument(f"--{lane}-gib-s", type=_positive, metavar="GIB/S")
     speed.add_argument("--tflops", type=_positive, help="of the device, on matrix products")
     speed.add_argument("--tokens", type=_number, help="of a step: batch x length (default 4096)")
+    speed.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="backwards of a step, which share its tokens (default: 1; with --pipeline: 2 a stage)",
+    )
     machine = plan.add_argument_group("another machine, and what if; the speeds above count before those of --gpu")
     machine.add_argument("--gpu", metavar="NAME", help=f"{', '.join(DEVICES)}: its memory, link and compute")
     machine.add_argument("--cores", type=_number, help="of its host, for updates (default: this machine's)")
@@ -86,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     line.add_argument(
         "--virtual-stages", type=int, metavar="V", help="of each rank, under interleaved-1f1b (default: 2)"
     )
-    line.add_argument("--micro-batches", type=int, default=None, metavar="N", help="of a step (default: 2 a stage)")
     line.add_argument("--micro-batch-size", type=int, default=1, metavar="ROWS")
     line.add_argument("--length", type=int, default=512, metavar="TOKENS")
     line.add_argument("--activation-memory", metavar="BYTES", help="of each stage; default: no limit, nothing moves")

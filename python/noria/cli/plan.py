@@ -75,15 +75,16 @@ def run_plan(args: argparse.Namespace) -> int:
         if args.picture is not None or args.trace is not None:
             raise usage_error("--picture and --trace of one device", "--pipeline", "leave one of them out")
         return _run_pipeline(args, model, planned)
-    speeds = (args.tokens, args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s)
-    known = KnownCosts() if any(each is not None for each in (*speeds, args.cores)) else load_costs(planned)
+    speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s, args.cores)
+    given = (*speeds, args.tokens, args.micro_batches)
+    known = KnownCosts() if any(each is not None for each in given) else load_costs(planned)
     if planned.policy.resident == "auto" and known.costs is not None:
         planned = without_idle_logs(choose_by_costs(planned, known.costs))
     print(planned)
     if known.note:
         print(f"note: {known.note}")
     if known.costs is None:
-        step = simulated(planned, _machine(args, planned), _tokens(args))
+        step = simulated(planned, _machine(args, planned), _tokens(args), _backwards(args))
     else:
         print()
         show(f"costs, measured {known.measured}", COLUMNS, cost_rows(planned.units, known.costs))
@@ -95,6 +96,14 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _tokens(args: argparse.Namespace) -> int:
     return 4096 if args.tokens is None else int(args.tokens)
+
+
+def _backwards(args: argparse.Namespace) -> int:
+    """Returns how many backwards a step has."""
+    found = 1 if args.micro_batches is None else int(args.micro_batches)
+    if not 1 <= found <= _tokens(args):
+        raise usage_error("--micro-batches of 1 or more, and of a token or more each", f"{found}", "say another number")
+    return found
 
 
 def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
@@ -111,6 +120,8 @@ def _finish(args: argparse.Namespace, step: PlannedStep) -> int:
         if step.tokens:
             tokens_s = _tokens_s(step.tokens, step.step_us)
             title = f"{time_text(step.step_us)} a step of {step.tokens} tokens, {tokens_s} tokens/s (simulated)"
+        if step.num_simulated < step.backwards:
+            title += f", {step.num_simulated} of {step.backwards} micro-batches are drawn"
         draw_wheel(args.picture, spans_of(step), step.begin_us, step.end_us, title)
         print(f"written: {args.picture}")
     if not args.check:
@@ -146,7 +157,8 @@ def _run_elsewhere(
         if planned.policy.resident != "auto":
             return planned
         machine = _machine(args, planned, device)
-        best = with_best_places(planned, lambda each: simulated(each, machine, _tokens(args)).step_us)
+        tokens, backwards = _tokens(args), _backwards(args)
+        best = with_best_places(planned, lambda each: simulated(each, machine, tokens, backwards).step_us)
         return without_idle_logs(best)
 
     try:
@@ -162,7 +174,7 @@ def _run_elsewhere(
         return 1
     print(planned)
     machine = _machine(args, planned, device)
-    step = simulated(planned, machine, _tokens(args))
+    step = simulated(planned, machine, _tokens(args), _backwards(args))
     _show_step(step)
     _show_limits(step, machine)
     _show_largest(planned, host_bytes)
@@ -188,7 +200,7 @@ def _show_limits(step: PlannedStep, machine: Machine) -> None:
         f"({ideal_us / max(step.step_us, 1):.0%})"
     )
     print(f"the wall: {name}, {share:.0%} of the step")
-    tokens = break_even_tokens(step.planned, machine)
+    tokens = break_even_tokens(step.planned, machine, step.backwards)
     print(
         "no number of tokens a step hides all else behind the compute"
         if tokens is None
@@ -352,11 +364,9 @@ def _make_optimizer(text: str, model: nn.Module) -> list[Optimizer]:
 def _show_step(step: PlannedStep) -> None:
     rows = []
     for lane in ("compute", "fetch", "drain", "update"):
-        spans = [span for span in step.spans if span.lane == lane]
-        busy = sum(span.end_us - span.start_us for span in spans)
+        num_ops, busy, ends_at = step.lane_use(lane)
         share = f"{busy / step.step_us:.0%}" if step.step_us else ""
-        ends_at = max((span.end_us - step.begin_us for span in spans), default=0)
-        rows.append([lane, str(len(spans)), time_text(busy), share, time_text(ends_at)])
+        rows.append([lane, str(num_ops), time_text(busy), share, time_text(ends_at)])
     print()
     show("one steady step, simulated", ["lane", "ops", "busy", "share", "ends at"], rows)
     speeds = step.speeds
@@ -367,6 +377,7 @@ def _show_step(step: PlannedStep) -> None:
             + f" and {speeds.tflops:.3g} Tflop/s"
             + (f" (measured here: {', '.join(speeds.measured)})" if speeds.measured else "")
             + f", {step.tokens} tokens"
+            + (f" in {step.backwards} micro-batches" if step.backwards > 1 else "")
         )
     if (flops := sum(step.planned.update_flops.values())) and speeds.host_tflops and speeds.tflops:
         on_host, on_device = (time_text(flops / each / 1e6) for each in (speeds.host_tflops, speeds.tflops))

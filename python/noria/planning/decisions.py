@@ -217,10 +217,7 @@ def without_idle_logs(planned: WrapPlan) -> WrapPlan:
 
 
 def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
-    """As `with_best_places`, at costs that were measured.
-
-    Nothing stays if updates on the device were not measured, or if steps have several backwards.
-    """
-    if not costs.device_update_gib_s or costs.backwards > 1:  # a simulated step has one backward
+    """As `with_best_places`, at costs that were measured. Nothing stays if updates on the device were not measured."""
+    if not costs.device_update_gib_s:
         return planned
     return with_best_places(planned, lambda each: PlannedStep(each, 0, PlanSpeeds(0, 0, 0, 0), costs).step_us)

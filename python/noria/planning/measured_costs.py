@@ -105,6 +105,7 @@ def measured_costs(
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: (span.start_us, span.end_us))
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     hooks: list[float] = []
+    landed = sorted(span.end_us for span in spans if span.verb == "drain")
     free_us, is_backward, num_backwards = None, False, 0
     last: tuple[str, int] | None = None
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
@@ -119,6 +120,10 @@ def measured_costs(
         is_again = is_backward and span.verb == "forward" and open_visits[span.unit] > 0
         if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
+            if span.verb == "forward" and last is not None and last[0] == "backward" and not is_again:
+                since = max(
+                    [since, *landed[: bisect.bisect_right(landed, span.start_us)][-1:]]
+                )  # the loop waits for them
             took = span.end_us - min(since, span.start_us)
             hooks.append(max(span.start_us - since, 0))
             if is_again:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.streamed import bytes_moved
 from noria.planning.streamed_simulation import StreamedOp, StreamedOps
-from noria.planning.wrap_plan import WrapPlan, forward_order
+from noria.planning.wrap_plan import WrapPlan, forward_order, passes_of_step
 
 __all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied"]
 
@@ -51,6 +51,8 @@ def bytes_per_copied(device: torch.device) -> int:
 
 _STEPS = 4
 """How many steps are simulated one after another. The last one counts: what the first ones find is not steady yet."""
+_BACKWARDS = 3
+"""Most backwards of a step that are simulated: the first, the last, and one for all others."""
 
 
 class PlannedStep:
@@ -58,13 +60,27 @@ class PlannedStep:
 
     Compute is taken as two flops per weight and token in forward, and twice that in backward. Embeddings take none.
     This is right for models made of matrix products, and too little for attention over long sequences. With `measured`
-    the costs are those. Of `speeds` only what lanes share counts, if it was not measured.
+    the costs are those, and the number of backwards too. Of `speeds` only what lanes share counts, if it was not
+    measured.
+
+    A step may have several backwards, which share its `tokens`. Of these, three are simulated. The second one counts
+    for all that lie between the first and the last.
     """
 
     def __init__(
-        self, planned: WrapPlan, tokens: int, speeds: PlanSpeeds, measured: MeasuredCosts | None = None
+        self,
+        planned: WrapPlan,
+        tokens: int,
+        speeds: PlanSpeeds,
+        measured: MeasuredCosts | None = None,
+        backwards: int = 1,
     ) -> None:
         self.planned, self.speeds, self.tokens, self.measured = planned, speeds, tokens, measured
+        self.backwards = backwards if measured is None else measured.backwards
+        self.num_simulated = min(self.backwards, _BACKWARDS)
+        """How many of the backwards are simulated."""
+        self._passes = passes_of_step(planned, self.num_simulated)
+        self._ring = planned.ring if self.backwards == 1 else None  # who accumulates holds all gradients
         self.ops: list[_C.Op] = []
         self.phases: list[str] = []
         self._priorities: list[int] = []
@@ -76,14 +92,16 @@ class PlannedStep:
         self._streams = StreamedOps(planned.streamed, planned.buffers, self._bytes_on_device)
         self._at_rest = [unit for unit in trained if unit.index in planned.stays]
         self._first: list[int] = []  # by step: its first op
+        self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
         for step in range(_STEPS):
             self._first.append(len(self.ops))
+            self._middle.clear()
             self._add_step(step)
         self.waits = _C.derive(self.ops, planned.buffers)
         self._costs = self._estimated() if measured is None else self._measured(measured)
-        ring = (0 if planned.ring is None else planned.ring.num_slots), self._takes, self._gives
+        ring = (0 if self._ring is None else self._ring.num_slots), self._takes, self._gives
         all_spans = _C.simulate(self.ops, self.waits, self._costs, self._priorities, *ring)
         spans = {span.op: span for span in all_spans}
         self.begin_us, self.end_us = (
@@ -95,11 +113,19 @@ class PlannedStep:
         """The ops of the last step."""
         self.all_spans = all_spans
         """The ops of all steps."""
+        self._left_out_us = 0
+        """The time of the backwards that are not simulated, with their forwards."""
+        if self.backwards > self.num_simulated:
+            compute = [span for span in self.spans if span.lane == "compute"]
+            ends_us = max(span.end_us for span in compute if span.op in self._middle)
+            begins_us = max(span.end_us for span in compute if span.op < min(self._middle))
+            self._left_out_us = (self.backwards - self.num_simulated) * (ends_us - begins_us)
 
     def _estimated(self) -> _C.Costs:
         speeds = self.speeds
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update, "compute": speeds.device}
-        forward_us = [2 * self.tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
+        tokens = self.tokens / self.backwards
+        forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
         backward_us = [2 * us for us in forward_us]
         by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
         return _C.Costs(rates, {}, *by_visit, speeds.draft, speeds.both_ways, speeds.host, self._bytes_per_copied)
@@ -114,7 +140,21 @@ class PlannedStep:
 
     @property
     def step_us(self) -> int:
-        return self.end_us - self.begin_us
+        return self.end_us - self.begin_us + self._left_out_us
+
+    def lane_use(self, lane: str) -> tuple[int, int, int]:
+        """Returns how many ops a step has on this lane, how long they take in all, and when the last one ends."""
+        spans = [span for span in self.spans if span.lane == lane]
+        ends_us = [span.end_us + (self._left_out_us if span.op > max(self._middle, default=0) else 0) for span in spans]
+        return (
+            sum(map(self._stands_for, spans)),
+            sum(self._stands_for(span) * (span.end_us - span.start_us) for span in spans),
+            max(ends_us, default=self.begin_us) - self.begin_us,
+        )
+
+    def _stands_for(self, span: _C.Span) -> int:
+        """Returns how many ops of a step this simulated one stands for."""
+        return 1 + self.backwards - self.num_simulated if span.op in self._middle else 1
 
     @property
     def _bytes_per_copied(self) -> int:
@@ -130,42 +170,24 @@ class PlannedStep:
     def _add_step(self, step: int) -> None:
         mode = self.planned.policy.update
         early = {unit.index for unit in self._trained} if mode == "backward" else self.planned.drafted
-        for phase, each in self.planned.passes.items():
-            left = Counter(op.unit for op in each.ops if op.verb == "drain" and op.unit in early)
-            held_up = {"fetch", "compute"} if mode == "blocking" and phase == "forward" and step > 0 else set()
-            fetched: dict[int, list[int]] = defaultdict(list)
-            for op in each.ops:
-                if op.verb == "fetch":
-                    fetched[op.visit].append(op.unit)
-            for op in each.ops:
-                for needed in fetched.pop(op.visit, ()):
-                    self._add_streamed(self._streams.run(needed))
-                accesses = [(access.buffer, access.mode) for access in op.accesses]
-                if op.lane in held_up:  # its first op waits until step() has returned, and so until all is updated
-                    held_up.remove(op.lane)
-                    accesses += [
-                        (self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained
-                    ]
-                if op.verb == "drain" and self._is_in_ring(op.unit):
-                    self._takes.append(len(self.ops))
-                number = op.unit
-                if op.verb in ("forward", "backward"):  # perhaps of a unit that stays, which the op does not name
-                    number = self.planned.visits[phase][op.visit].needs[-1]
-                self._add(phase, op.lane, op.verb, number, op.bytes, accesses)
-                if op.verb != "drain" or op.unit not in left:
-                    continue
-                left[op.unit] -= 1
-                if left[op.unit] == 0:
-                    self._add_update(step, "update" if mode == "backward" else "draft", op.unit)
+        for number, (phase, each) in enumerate(self._passes):
+            first, backward = len(self.ops), number // 2
+            self._add_pass(
+                phase,
+                each,
+                held_up={"fetch", "compute"} if mode == "blocking" and number == 0 and step > 0 else set(),
+                adds=phase == "backward" and backward > 0,
+                completes=early if backward == self.num_simulated - 1 else set(),
+                step=step,
+            )
+            if phase == "backward" and backward < self.num_simulated - 1 and self.planned.kernels:
+                self._add(phase, "compute", phase, -1, 0, self._landed(set()))  # the loop sees them, and goes on
+            if 0 < backward < self.num_simulated - 1:
+                self._middle.update(range(first, len(self.ops)))
         self._add_streamed(self._streams.run_all())  # of units that no pass has fetched
         late = [unit for unit in self._at_home if unit.index not in early]
         # The loop goes on when all gradients have landed, and calls step(). Drafts have read theirs.
-        seen = self._trained if mode != "backward" else []
-        held = [
-            (self._buffer("host:1", "held_gradient", unit.index), "read" if unit.index in early else "write")
-            for unit in seen
-        ]
-        self._add("step", "compute", "user", -1, 0, held)
+        self._add("step", "compute", "user", -1, 0, self._landed(early))
         for unit in late:
             self._add_update(step, "update", unit.index)
         self._add_streamed(
@@ -175,6 +197,63 @@ class PlannedStep:
             self._add_streamed(self._streams.run_all())
         for unit in self._at_rest:
             self._add("step", "compute", "update", unit.index, self._update_bytes(unit, is_logged=False), [])
+
+    def _landed(self, read: Container[int]) -> list[tuple[int, str]]:
+        """Returns what the user's loop accesses when all gradients have landed. `read`: units that it does not edit."""
+        return [
+            (self._buffer("host:1", "held_gradient", unit.index), "read" if unit.index in read else "write")
+            for unit in (self._trained if self.planned.policy.update != "backward" else [])
+        ]
+
+    def _add_pass(
+        self, phase: str, plan: _C.PassPlan, *, held_up: set[str], adds: bool, completes: Container[int], step: int
+    ) -> None:
+        """Adds the ops of a pass.
+
+        Args:
+            held_up: lanes whose first op waits until `step()` has returned, and so until all is updated.
+            adds: True if gradients are added to what earlier backwards have brought.
+            completes: units that are updated as soon as this pass has drained their gradients.
+        """
+        left = Counter(op.unit for op in plan.ops if op.verb == "drain" and op.unit in completes)
+        drained = {op.accesses[0].buffer: op for op in plan.ops if op.verb == "drain"}
+        last_brought: list[_C.Op] = []
+        fetched: dict[int, list[int]] = defaultdict(list)
+        for op in plan.ops:
+            if op.verb == "fetch":
+                fetched[op.visit].append(op.unit)
+        for op in plan.ops:
+            for needed in fetched.pop(op.visit, ()):
+                self._add_streamed(self._streams.run(needed))
+            accesses = [(access.buffer, access.mode) for access in op.accesses]
+            if op.lane in held_up:
+                held_up.remove(op.lane)
+                accesses += [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained]
+            if op.verb == "drain" and self._is_in_ring(op.unit):
+                self._takes.append(len(self.ops))
+            number = op.unit
+            if op.verb in ("forward", "backward"):  # perhaps of a unit that stays, which the op does not name
+                number = self.planned.visits[phase][op.visit].needs[-1]
+            if adds and op.lane == "compute":
+                brought = [drained[buffer] for buffer, _ in accesses if buffer in drained]
+                self._bring(phase, brought, last_brought)
+                last_brought = brought or last_brought
+            self._add(phase, op.lane, op.verb, number, op.bytes, accesses)
+            if op.verb == "drain" and op.unit in left:
+                left[op.unit] -= 1
+                if left[op.unit] == 0:
+                    self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)
+
+    def _bring(self, phase: str, drains: list[_C.Op], before: list[_C.Op]) -> None:
+        """Adds the fetch of what is held of gradients into the buffers that `drains` will read.
+
+        A visit begins with it. `before`: the drains of the visit before. On the CPU that one has ended by then.
+        """
+        ended = [(op.accesses[0].buffer, "read") for op in before if self.planned.device.type == "cpu"]
+        for op in drains:
+            held = self._buffer("host:1", "held_gradient", op.unit)
+            accesses = [(held, "read"), (op.accesses[0].buffer, "write"), *ended]
+            self._add(phase, "fetch", "fetch", op.unit, op.bytes, accesses)
 
     def _add_streamed(self, ops: Iterable[StreamedOp]) -> None:
         for op in ops:
@@ -211,7 +290,7 @@ class PlannedStep:
 
     def _is_in_ring(self, unit: int) -> bool:
         """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
-        ring = self.planned.ring
+        ring = self._ring
         return ring is not None and ring.num_slots > 0 and not ring.region.sizes[unit]
 
     def _buffer(self, place: str, purpose: str, unit: int) -> int:
@@ -230,9 +309,9 @@ class PlannedStep:
         return counts
 
     def _by_visit(self, verb: str, us: list[float]) -> list[float]:
-        """Returns, by unit, the time of one visit. All visits of a pass take `us[unit]`."""
+        """Returns, by unit, the time of one visit. All visits of one pass take `us[unit]`."""
         visits = Counter(op.unit for op in self.ops[self._first[-1] :] if op.verb == verb)
-        return [time / max(visits[unit], 1) for unit, time in enumerate(us)]
+        return [self.num_simulated * time / max(visits[unit], 1) for unit, time in enumerate(us)]
 
     def _update_bytes(self, unit: HomeUnit, is_logged: bool) -> int:
         """Returns the bytes that the fused kernel reads and writes. It takes torch's update to be as large as AdamW."""
@@ -295,7 +374,7 @@ class PlannedStep:
             elif span.lane == "compute" and span.verb == "update":
                 name = "forward_us" if span.unit in self.planned.streamed else "backward_us"
             if name in sums and span.lane != "update":
-                sums[name] += _C.duration_us(self.ops[span.op], self._costs)
+                sums[name] += self._stands_for(span) * _C.duration_us(self.ops[span.op], self._costs)
         for unit in self._at_home:  # plain updates: no mode does less
             num_bytes = self._update_bytes(unit, is_logged=False)
             num_bytes += self._bytes_of_products(unit.index, self.speeds.host_tflops, self.speeds.update)
@@ -303,6 +382,8 @@ class PlannedStep:
         if host := self.speeds.host or (0.0 if self.measured is None else self.measured.host_gib_s):
             copied = self._bytes_per_copied
             for name, lanes, times in (("copies", ("fetch", "drain"), copied), ("updates", ("update",), 1)):
-                moved = times * sum(self._host_bytes(span) for span in self.spans if span.lane in lanes)
+                moved = times * sum(
+                    self._stands_for(span) * self._host_bytes(span) for span in self.spans if span.lane in lanes
+                )
                 sums[f"host_{name}_us"] = moved / (host * (1 << 30)) * 1e6
         return _C.StepTimes(**sums)

@@ -40,9 +40,9 @@ class Largest:
     block: str
 
 
-def simulated(planned: WrapPlan, machine: Machine, tokens: int) -> PlannedStep:
-    """Simulates steps of the plan on a machine."""
-    return PlannedStep(planned, tokens, machine.speeds(planned.policy.state_dtype))
+def simulated(planned: WrapPlan, machine: Machine, tokens: int, backwards: int = 1) -> PlannedStep:
+    """Simulates steps of the plan on a machine. The backwards of a step share its tokens."""
+    return PlannedStep(planned, tokens, machine.speeds(planned.policy.state_dtype), backwards=backwards)
 
 
 def wall(step: PlannedStep) -> tuple[str, float]:
@@ -70,13 +70,13 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
 
     `plan_again`: plans the same model with these fields of the policy besides. It may raise UsageError.
     """
-    planned, policy, tokens = step.planned, step.planned.policy, step.tokens
+    planned, policy, tokens, backwards = step.planned, step.planned.policy, step.tokens, step.backwards
 
     def with_parts(**parts: Any) -> PlannedStep:
-        return simulated(planned, dataclasses.replace(machine, **parts), tokens)
+        return simulated(planned, dataclasses.replace(machine, **parts), tokens, backwards)
 
     found = {
-        "twice the tokens a step": simulated(planned, machine, 2 * tokens),
+        "twice the tokens a step": simulated(planned, machine, 2 * tokens, backwards),
         "a link twice as fast": with_parts(fetch=2 * machine.fetch, drain=2 * machine.drain),
         "a device twice as fast": with_parts(tflops=2 * machine.tflops),
     }
@@ -98,7 +98,7 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
         others["host memory for drafts of all units"] = {"host_memory": needed}
     for what, fields in others.items():
         try:
-            found[what] = simulated(plan_again(fields), machine, tokens)
+            found[what] = simulated(plan_again(fields), machine, tokens, backwards)
         except UsageError:  # it does not fit, or noria cannot
             continue
     before = tokens / max(step.step_us, 1)
@@ -109,11 +109,11 @@ def changes(step: PlannedStep, machine: Machine, plan_again: Callable[[dict[str,
     return sorted(each, key=lambda change: -change.gain)
 
 
-def break_even_tokens(planned: WrapPlan, machine: Machine) -> int | None:
+def break_even_tokens(planned: WrapPlan, machine: Machine, backwards: int = 1) -> int | None:
     """Returns from how many tokens a step on its compute hides all else, within 5 %. None if no number does."""
 
     def hides(tokens: int) -> bool:
-        step = simulated(planned, machine, tokens)
+        step = simulated(planned, machine, tokens, backwards)
         return step.step_us <= _HIDDEN * compute_us(step)
 
     too_few, enough = 1, 64

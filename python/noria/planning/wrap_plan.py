@@ -62,6 +62,7 @@ __all__ = [
     "forward_order",
     "make_plan",
     "masters_note",
+    "passes_of_step",
     "staging_bytes",
     "with_stays",
     "with_streamed",
@@ -392,7 +393,7 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     """
     streamed = {unit: pieces for unit, pieces in planned.streamed.items() if unit not in stays}
     planned = dataclasses.replace(planned, streamed=streamed)
-    facts, table = _facts(planned.units, planned.buffers), planned.buffers
+    facts = _facts(planned.units, planned.buffers)
     forward, backward = planned.visits["forward"], planned.visits["backward"]
     beside = sum(planned.beside_the_arena().values())
     if len(stays) < len(planned.units):  # else there is no window then
@@ -402,24 +403,41 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     arena, window = _device_split(
         planned.policy, planned.budgets, planned.units, facts, forward + backward, beside, slots
     )
-    passes: dict[str, _C.PassPlan] = {}
-    entry: list[tuple[int, int]] = []
-    forward, backward = _without(stays, forward), _without(stays, backward)
-    for name, visits, after in (("forward", forward, backward), ("backward", backward, [])):
-        place = f"device:{planned.device.index or 0}"
-        request = _C.PlanRequest(visits, arena, window, after, entry, place)
-        passes[name] = _C.plan_pass(request, facts, table)
-        entry = list(passes[name].exit)
     draftable = {unit: size for unit, size in planned.draftable.items() if unit not in stays and unit not in streamed}
-    return dataclasses.replace(
+    result = dataclasses.replace(
         planned,
         arena_bytes=arena,
         window=window,
-        passes=passes,
+        passes={},
         stays=stays,
         drafted=planned.drafted - stays - streamed.keys(),
         draftable=draftable,
     )
+    return dataclasses.replace(result, passes=dict(passes_of_step(result, 1)))
+
+
+def passes_of_step(planned: WrapPlan, backwards: int) -> list[tuple[str, _C.PassPlan]]:
+    """Returns the passes of a step with so many backwards, each as its phase and its plan.
+
+    Between two backwards nothing is updated, so weights that lie in the window are not fetched again.
+    """
+    if backwards == 1 and planned.passes:  # known already
+        return list(planned.passes.items())
+    facts = _facts(planned.units, planned.buffers)
+    forward, backward = (_without(planned.stays, planned.visits[phase]) for phase in ("forward", "backward"))
+    place = f"device:{planned.device.index or 0}"
+    passes: list[tuple[str, _C.PassPlan]] = []
+    entry: list[tuple[int, int]] = []
+    for number in range(backwards):
+        is_last = number == backwards - 1
+        for phase, visits, after in (
+            ("forward", forward, backward),
+            ("backward", backward, [] if is_last else forward),
+        ):
+            request = _C.PlanRequest(visits, planned.arena_bytes, planned.window, after, entry, place)
+            passes.append((phase, _C.plan_pass(request, facts, planned.buffers)))
+            entry = list(passes[-1][1].exit)
+    return passes
 
 
 def with_streamed(planned: WrapPlan, units: Container[int]) -> WrapPlan:
