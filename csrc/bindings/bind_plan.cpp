@@ -212,17 +212,19 @@ void bind_planner(py::module_& m) {
 
   py::class_<PlanRequest>(m, "PlanRequest")
       .def(py::init([](std::vector<Visit> visits, std::int64_t arena, std::int32_t window,
-                       std::vector<Visit> next_visits, const ResidentPairs& entry, const std::string& device) {
-             return PlanRequest{parse_place(device), Budget{Bytes{arena}, window}, std::move(visits),
-                                std::move(next_visits), residents_of(entry)};
+                       std::vector<Visit> next_visits, const ResidentPairs& entry, const std::string& device,
+                       bool adds) {
+             return PlanRequest{parse_place(device),    Budget{Bytes{arena}, window}, std::move(visits),
+                                std::move(next_visits), residents_of(entry),          adds};
            }),
            py::arg("visits"), py::arg("arena"), py::arg("window") = 0, py::arg("next_visits") = std::vector<Visit>(),
-           py::arg("entry") = ResidentPairs(), py::arg("device") = "device:0")
+           py::arg("entry") = ResidentPairs(), py::arg("device") = "device:0", py::arg("adds") = false)
       .def_property_readonly("device", [](const PlanRequest& r) { return to_string(r.device); })
       .def_property_readonly("arena", [](const PlanRequest& r) { return r.budget.arena.count; })
       .def_property_readonly("window", [](const PlanRequest& r) { return r.budget.window; })
       .def_readonly("visits", &PlanRequest::visits)
       .def_readonly("next_visits", &PlanRequest::next_visits)
+      .def_readonly("adds", &PlanRequest::adds)
       .def_property_readonly("entry", [](const PlanRequest& r) { return pairs_of(r.entry); });
 
   py::class_<PassPlan> plan(m, "PassPlan");

@@ -151,6 +151,7 @@ bool GradientCatcher::adds_to_held(int index) const {
 
 bool GradientCatcher::is_brought(int index) const {
   const Parameter& into = parts_.parameters[index];
+  if (views_.has_held(index) && !views_.held(index).is_private()) return false;  // a write may be unheard
   return parts_.engine.is_brought(into.unit, into.facts.gradient_begin(), into.facts.bytes());
 }
 

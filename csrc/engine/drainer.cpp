@@ -7,19 +7,46 @@
 
 namespace noria {
 
-std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
+void Drainer::bring(UnitId unit, Bytes offset) {
   const EngineUnit& owner = units_[unit];
-  NORIA_INVARIANT(!open_.contains(unit), "gradient buffer of " + owner.facts.name + " is open already");
-  std::byte* memory = leases_.take(offset, owner.facts.gradients, /*is_weights=*/false);
+  NORIA_INVARIANT(!open_.contains(unit) && !to_come_.contains(unit),
+                  "gradient buffer of " + owner.facts.name + " is open already");
+  leases_.take(offset, owner.facts.gradients, /*is_weights=*/false);
   const BufferId buffer = issuer_.buffers().intern(
       {device_, offset, owner.facts.gradients, Format::compute, Purpose::gradient_buffer, unit});
-  Open& open = open_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
-  callbacks_.open_gradients(unit, memory);
-  open.brought = collector_ == nullptr ? callbacks_.held_gradients(unit) : unreduced_[unit];
-  open.is_taken_up = open.brought.empty();
-  if (open.is_taken_up) return accesses(unit, open);
-  bring(unit, open);
-  return {};
+  Open& coming = to_come_.emplace(unit, Open{offset, buffer, {}, {}}).first->second;
+  coming.brought = collector_ == nullptr ? callbacks_.held_gradients(unit) : unreduced_[unit];
+  coming.is_taken_up = coming.brought.empty();
+  if (coming.is_taken_up) return;
+  const Held from = held(unit);
+  Op op;
+  op.lane = Lane::fetch;
+  op.verb = Verb::fetch;
+  op.unit = unit;
+  Transfer transfer;
+  for (const auto& [start, end] : coming.brought) {
+    transfer.copies.push_back({leases_.at(offset + start), from.memory + start.count, end - start});
+    op.bytes += end - start;
+  }
+  coming.of = issuer_.version(from.buffer);
+  op.accesses = {{from.buffer, coming.of, Access::Mode::read},
+                 {buffer, issuer_.next_version(buffer), Access::Mode::write}};
+  brought_ += op.bytes;
+  issuer_.submit(std::move(op), std::move(transfer));
+}
+
+std::vector<Access> Drainer::open(UnitId unit, Bytes offset) {
+  if (!to_come_.contains(unit)) bring(unit, offset);
+  const Open& open = open_.insert(to_come_.extract(unit)).position->second;
+  NORIA_INVARIANT(open.offset == offset, "a gradient buffer was brought to another place than planned");
+  callbacks_.open_gradients(unit, leases_.at(offset));
+  if (!open.is_taken_up) return {};
+  return accesses(unit, open);
+}
+
+void Drainer::give_back_brought() {
+  for (auto& [unit, coming] : to_come_) release(unit, coming);
+  to_come_.clear();
 }
 
 Drainer::Held Drainer::held(UnitId unit) const {
@@ -33,24 +60,6 @@ std::vector<Access> Drainer::accesses(UnitId unit, const Open& open) {
   const Held adds_to = held(unit);
   if (adds_to.memory != nullptr) made.push_back({adds_to.buffer, issuer_.version(adds_to.buffer), Access::Mode::read});
   return made;
-}
-
-void Drainer::bring(UnitId unit, Open& open) {
-  const Held from = held(unit);
-  Op op;
-  op.lane = Lane::fetch;
-  op.verb = Verb::fetch;
-  op.unit = unit;
-  Transfer transfer;
-  for (const auto& [start, end] : open.brought) {
-    transfer.copies.push_back({leases_.at(open.offset + start), from.memory + start.count, end - start});
-    op.bytes += end - start;
-  }
-  open.of = issuer_.version(from.buffer);
-  op.accesses = {{from.buffer, open.of, Access::Mode::read},
-                 {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}};
-  brought_ += op.bytes;
-  issuer_.submit(std::move(op), std::move(transfer));
 }
 
 std::vector<Access> Drainer::take_up(UnitId unit) {
@@ -223,6 +232,10 @@ void Drainer::abandon() {
 
 void Drainer::close(UnitId unit, const Open& open, bool is_drained) {
   callbacks_.close_gradients(unit, is_drained);
+  release(unit, open);
+}
+
+void Drainer::release(UnitId unit, const Open& open) {
   leases_.release(open.offset);
   issuer_.poison(unit, {open.buffer, issuer_.next_version(open.buffer), Access::Mode::write}, leases_.at(open.offset),
                  units_[unit].facts.gradients);

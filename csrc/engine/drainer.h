@@ -6,10 +6,10 @@
 // visits is drained in several parts. Only what arrived is copied.
 // Threads: the caller serialises.
 //
-// Note [Accumulation]. A visit's gradients may be added to what is held. The fetch lane brings that into the buffer
-// when the visit is issued. When the first of these gradients comes, the visit goes on as another op, which waits for
-// this fetch. So a drain is always a plain copy. The device itself reads the home only if something has written the
-// held gradient since the fetch, or may have.
+// Note [Accumulation]. A visit's gradients may be added to what is held. The fetch lane brings that into the buffer,
+// one visit ahead if its memory is free by then. When the first of these gradients comes, the visit goes on as another
+// op, which waits for this fetch. So a drain is always a plain copy. The device itself reads the home only if something
+// has written the held gradient since the fetch, or may have.
 #pragma once
 
 #include <map>
@@ -43,8 +43,13 @@ class Drainer {
         unreduced_(units.size()),
         arrivals_(units.size()) {}
 
-  /// Leases a gradient buffer. Returns what the compute op that fills it accesses: nothing yet if something is brought.
+  /// Leases a gradient buffer for a visit to come, and brings into it what is held.
+  void bring(UnitId unit, Bytes offset);
+  /// Opens the buffer, and brings what has not been brought. Returns what the compute op that fills it accesses:
+  /// nothing yet if something is brought.
   std::vector<Access> open(UnitId unit, Bytes offset);
+  /// Gives the buffers of visits to come back: others may come.
+  void give_back_brought();
   /// A gradient of the unit has come. Returns what the compute op accesses from now on; nothing if that was returned
   /// before.
   std::vector<Access> take_up(UnitId unit);
@@ -109,8 +114,8 @@ class Drainer {
   Held held(UnitId unit) const;
   /// Returns the accesses of the compute op that fills the buffer.
   std::vector<Access> accesses(UnitId unit, const Open& open);
-  void bring(UnitId unit, Open& open);
   void close(UnitId unit, const Open& open, bool is_drained);
+  void release(UnitId unit, const Open& open);
   Bytes drain(UnitId unit, const Open& open, std::byte* to, BufferId into);
   Bytes sum(UnitId unit, const Open& open);
   // True also under update="backward", where the update may follow at once.
@@ -129,6 +134,7 @@ class Drainer {
   bool unsynced_ = false;
   bool reduces_rest_ = false;
   std::map<UnitId, Open> open_;
+  std::map<UnitId, Open> to_come_;  // leased for visits that have not been issued
   std::set<UnitId> landed_;
   Bytes drained_, brought_, reduced_;
 };

@@ -10,7 +10,7 @@ constexpr std::size_t kMostPlans = 512;
 
 }  // namespace
 
-std::shared_ptr<const PassPlan> PassPlans::plan(std::vector<Visit> visits, std::vector<Visit> next) {
+std::shared_ptr<const PassPlan> PassPlans::plan(std::vector<Visit> visits, std::vector<Visit> next, bool adds) {
   const EngineOptions& options = parts_.options;
   const UnitMap<UnitFacts>& facts = parts_.units.facts();
   fetcher_.evict_stale();
@@ -22,7 +22,7 @@ std::shared_ptr<const PassPlan> PassPlans::plan(std::vector<Visit> visits, std::
     }
   }
   return std::make_shared<const PassPlan>(
-      plan_pass({options.device, options.budget, std::move(visits), std::move(next), fetcher_.residents()}, facts,
+      plan_pass({options.device, options.budget, std::move(visits), std::move(next), fetcher_.residents(), adds}, facts,
                 parts_.buffers));
 }
 
@@ -35,7 +35,8 @@ std::shared_ptr<const PassPlan> PassPlans::plan_from(ItineraryId itinerary, std:
   auto& known = plans_[key];
   if (!known) {
     const auto& visits = book_.visits(itinerary);
-    known = plan({visits.begin() + position, visits.end()}, visits_after(itinerary));
+    const bool adds = book_.signature(itinerary).accumulating;
+    known = plan({visits.begin() + position, visits.end()}, visits_after(itinerary), adds);
   }
   return known;
 }

@@ -25,7 +25,8 @@ class PassPlans {
 
   /// Evicts stale units, and plans these visits from what lies on the device then. `next`: visits expected after them.
   /// Gradients for which a visit has no room are left out: each is planned when it comes.
-  std::shared_ptr<const PassPlan> plan(std::vector<Visit> visits, std::vector<Visit> next);
+  /// `adds`: what gradients are added to is fetched ahead. Else a visit fetches it itself.
+  std::shared_ptr<const PassPlan> plan(std::vector<Visit> visits, std::vector<Visit> next, bool adds);
   /// Does the same for this itinerary's visits from `position` on.
   std::shared_ptr<const PassPlan> plan_from(ItineraryId itinerary, std::int64_t position);
   /// The budget has changed: all passes are planned anew.

@@ -88,7 +88,7 @@ void PassRunner::follow(const Visit& visit) {
   const bool as_planned = following_.plan && itinerary && following_.itinerary == itinerary &&
                           position - following_.base < static_cast<std::int64_t>(following_.plan->visits.size());
   if (as_planned) return;
-  following_ = {};
+  forget_plan();
   following_.base = position;
   count_.planned.reset();
   if (itinerary) {
@@ -97,7 +97,7 @@ void PassRunner::follow(const Visit& visit) {
     return;
   }
   ++count_.unplanned_visits;
-  following_.plan = plans_.plan({visit}, {});
+  following_.plan = plans_.plan({visit}, {}, /*adds=*/false);
 }
 
 void PassRunner::play_until(std::int64_t visit_index) {
@@ -117,9 +117,7 @@ void PassRunner::play_until(std::int64_t visit_index) {
       owners_.fetcher.evict(op.unit);
       break;
     case Verb::fetch:
-      owners_.updates.run_deferred(op.unit);
-      owners_.drafts.drop_draft(op.unit);  // this pass needs the weights of before
-      owners_.fetcher.fetch(op.unit, parts_.buffers[op.accesses.back().buffer].offset);
+      fetch(op);
       break;
     case Verb::forward:
     case Verb::backward:
@@ -139,6 +137,26 @@ void PassRunner::update_before(const PassPlan& plan, std::int64_t visit_index) {
   }
 }
 
+void PassRunner::fetch(const Op& planned) {
+  const Buffer into = parts_.buffers[planned.accesses.back().buffer];
+  if (into.purpose == Purpose::gradient_buffer) {
+    if (parts_.units[into.unit].held == nullptr) return;  // only its visit takes a slot of the gradient ring
+    make_ready_to_add(into.unit);
+    owners_.drainer.bring(into.unit, into.offset);
+    return;
+  }
+  owners_.updates.run_deferred(planned.unit);
+  owners_.drafts.drop_draft(planned.unit);  // this pass needs the weights of before
+  owners_.fetcher.fetch(planned.unit, into.offset);
+}
+
+void PassRunner::make_ready_to_add(UnitId unit) {
+  // If no fetch of the unit has run this update, it still reads what is held.
+  owners_.updates.run_deferred(unit);
+  owners_.drafts.drop_draft(unit);  // an undo needs the gradients of before
+  if (owners_.backward != nullptr && !owners_.drainer.is_unsynced()) owners_.backward->hold(unit);
+}
+
 void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
   OpenVisit open;
   open.visit = visit;
@@ -149,10 +167,7 @@ void PassRunner::issue_visit(const Visit& visit, const Op& planned) {
   for (const Access& access : planned.accesses) {
     const Buffer buffer = parts_.buffers[access.buffer];
     if (buffer.purpose != Purpose::gradient_buffer) continue;
-    // If no fetch of the unit has run this update, it still reads what is held.
-    owners_.updates.run_deferred(buffer.unit);
-    owners_.drafts.drop_draft(buffer.unit);  // an undo needs the gradients of before
-    if (owners_.backward != nullptr && !owners_.drainer.is_unsynced()) owners_.backward->hold(buffer.unit);
+    make_ready_to_add(buffer.unit);
     for (const Access& made : owners_.drainer.open(buffer.unit, buffer.offset)) open.op.accesses.push_back(made);
   }
   if (owners_.activations != nullptr) {
@@ -239,13 +254,16 @@ void PassRunner::plan_gradient(UnitId unit, Visit visit) {
   const std::int64_t position = pass_.book.position();
   std::vector<Visit> rest = {std::move(visit)};
   std::vector<Visit> next;
+  bool adds = false;
   if (following_.itinerary) {
+    adds = pass_.book.signature(*following_.itinerary).accumulating;
     const auto& known = pass_.book.visits(*following_.itinerary);
     const auto done = std::min(position + 1, static_cast<std::int64_t>(known.size()));
     rest.insert(rest.end(), known.begin() + done, known.end());
     next = plans_.visits_after(*following_.itinerary);
   }
-  following_.plan = plans_.plan(std::move(rest), std::move(next));
+  owners_.drainer.give_back_brought();
+  following_.plan = plans_.plan(std::move(rest), std::move(next), adds);
   following_.base = position;
   following_.next_op = 0;
   count_.planned.reset();
@@ -257,8 +275,8 @@ void PassRunner::reduce_rest(Stream stream) {
     Visit visit;
     visit.phase = Phase::backward;
     visit.gradients = {unit};
-    following_ = {};
-    following_.plan = plans_.plan({visit}, {});
+    forget_plan();
+    following_.plan = plans_.plan({visit}, {}, /*adds=*/false);
     play_until(0);
     enter_visit(stream);
     close_visit(stream, Visiting::ends);
@@ -276,7 +294,7 @@ std::vector<UnitId> PassRunner::end(Stream stream) {
   const ItineraryId itinerary = pass_.book.end();
   forget_old_passes();
   if (following_.itinerary != itinerary) count_.planned.reset();  // it ended before the plan did
-  following_ = {};
+  forget_plan();
   owners_.stats.end_pass(pass_.book, itinerary, totals() - count_.first, count_.planned, count_.unplanned_visits);
   if (phase == Phase::forward) {
     pass_.last_forward = itinerary;
@@ -323,7 +341,7 @@ void PassRunner::reset(Stream stream) {
   owners_.drafts.drop_all();
   const std::vector<UnitId> landed = owners_.drainer.take_landed();
   pass_.book.abandon();
-  following_ = {};
+  forget_plan();
   drop_prepared();
   pass_.phase.reset();
   if (owners_.backward != nullptr && was_backward) owners_.backward->abandon();
@@ -343,6 +361,11 @@ void PassRunner::prepare_next_forward() {
   play_until(-1);
   const std::int64_t fetches = owners_.fetcher.num_fetches() - count_.first.fetches;
   prepared_ = {std::exchange(following_, {}), count_, owners_.fetcher.residents(), fetches};
+}
+
+void PassRunner::forget_plan() {
+  owners_.drainer.give_back_brought();
+  following_ = {};
 }
 
 void PassRunner::evict_all() {

@@ -71,7 +71,7 @@ class PassRunner {
   /// Plays the opening of the forward that is expected next.
   void prepare_next_forward();
   /// The home's weights have been written. The rest of an open pass is planned again.
-  void forget_plan() { following_ = {}; }
+  void forget_plan();
   /// The budget has changed. No pass is open.
   void forget_all_plans() {
     drop_prepared();
@@ -106,7 +106,9 @@ class PassRunner {
   void follow(const Visit& visit);
   void play_until(std::int64_t visit_index);
   void update_before(const PassPlan& plan, std::int64_t visit_index);
+  void fetch(const Op& planned);
   void issue_visit(const Visit& visit, const Op& planned);
+  void make_ready_to_add(UnitId unit);
   void enter_visit(Stream stream);
   void plan_gradient(UnitId unit, Visit visit);
   void close_visit(Stream stream, Visiting visiting);

@@ -41,7 +41,7 @@ class Placer {
   }
 
   std::vector<Stay> run() {
-    for (now_ = 0; now_ < static_cast<std::int64_t>(request_.visits.size()); ++now_) {
+    for (now_ = 0; now_ < num_visits(); ++now_) {
       const Visit& visit = request_.visits[static_cast<std::size_t>(now_)];
       for (UnitId unit : visit.needs) needed_at_[unit] = now_;
       if (!place_missing(visit)) place_all_anew(visit);
@@ -68,6 +68,8 @@ class Placer {
   std::int64_t free_at(const Piece& piece) const {
     return piece.stay == kNone ? piece.free_at : stays_[piece.stay].free_at;
   }
+
+  std::int64_t num_visits() const { return static_cast<std::int64_t>(request_.visits.size()); }
 
   std::int64_t next_use(UnitId unit) const {
     const auto& uses = uses_[unit];
@@ -103,7 +105,7 @@ class Placer {
 
   // Chooses a range: see Note [Choosing a range]. Memory that was free before `earliest` is no better than memory free
   // since then. Returns none if every range touches something that the visit needs.
-  std::optional<Bytes> choose(Bytes bytes, std::int64_t earliest) const {
+  std::optional<Bytes> choose(Bytes bytes, std::int64_t earliest, bool is_weights) const {
     using Score = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // smaller is better
     std::optional<Bytes> best;
     Score best_score;
@@ -117,6 +119,8 @@ class Placer {
         const Piece& piece = pieces_[i];
         reached = piece.end;
         ready_at = std::max(ready_at, 2 * free_at(piece) + (piece.was_drained ? 1 : 0));
+        if (!is_weights && piece.was_drained && free_at(piece) == now_)
+          soonest_use = std::min(soonest_use, num_visits());
         if (piece.stay == kNone) continue;
         const std::int64_t use = next_use(stays_[piece.stay].unit);
         soonest_use = std::min(soonest_use, use);
@@ -208,7 +212,7 @@ class Placer {
     const auto place_one = [&](UnitId unit, bool is_weights) {
       std::int64_t earliest = -1;
       if (is_weights) earliest = std::max({issued_, last_free_[unit], make_room_in_window()});
-      const auto offset = choose(align_up(bytes_of(unit, is_weights), kTensorAlignment), earliest);
+      const auto offset = choose(align_up(bytes_of(unit, is_weights), kTensorAlignment), earliest, is_weights);
       if (!offset) return false;
       const std::int64_t ready_at = take(*offset, unit, is_weights, now_);
       if (is_weights) issued_ = std::max(earliest, ready_at);

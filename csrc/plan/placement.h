@@ -13,7 +13,9 @@
 // 3. the earliest time from which it is free;
 // 4. the lowest offset.
 // Key 3 has two reasons. Only memory that is free early can be filled ahead of need. And a gradient buffer put where
-// the last one was would make compute wait for that drain. For units of one size this is Belady's optimum.
+// the last one was would make compute wait for that drain. So for a gradient buffer, a hole whose drain begins now
+// counts as used when the pass ends. A unit that only the next pass needs then goes, which makes a second buffer. For
+// units of one size this is Belady's optimum of the pass.
 #pragma once
 
 #include <cstdint>

@@ -82,7 +82,9 @@ class Writer {
       while (next_ < fetches_.size() && stays_[fetches_[next_]].first_visit == visit) {
         NORIA_INVARIANT(fetch_next(visit), "what a visit needs cannot be fetched before it");
       }
+      fetch_held(visit, visit);
       compute(visit);
+      fetch_held(visit + 1, visit);
       prefetch(visit);
     }
     drain(num_visits - 1, num_visits);
@@ -167,11 +169,38 @@ class Writer {
     }
   }
 
+  // Fetches what a visit's gradients are added to, where that has not been done yet and is not too early.
+  void fetch_held(std::int64_t visit, std::int64_t opening) {
+    if (!request_.adds) return;
+    for (std::size_t index : buffers_of_visit_[visit]) {
+      const Stay& stay = stays_[index];
+      const bool is_early = stay.ready_at > opening || (visit > opening && is_filled_at(stay.unit, opening));
+      if (is_early || lease_of_.contains(index)) continue;
+      make_room(index, opening);
+      const BufferId held = units_[stay.unit].held;
+      Op& op = add(Verb::fetch, Lane::fetch, stay.unit, opening);
+      op.bytes = stay.bytes;
+      op.accesses = {{held, versions_[held], Access::Mode::read},
+                     {leased_[index], ++versions_[leased_[index]], Access::Mode::write}};
+      lease(index, last_op());
+    }
+  }
+
+  // Returns true if gradients of the unit come in this visit: they have not been drained when it opens.
+  bool is_filled_at(UnitId unit, std::int64_t visit) const {
+    const auto& units = plan_.visits[static_cast<std::size_t>(visit)].gradients;
+    return std::find(units.begin(), units.end(), unit) != units.end();
+  }
+
+  void make_room(std::size_t index, std::int64_t opening) {
+    for (std::size_t victim : in_the_way_of(stays_[index])) evict(victim, opening);
+  }
+
   void compute(std::int64_t opening) {
     const Visit& visit = plan_.visits[static_cast<std::size_t>(opening)];
     const auto& opened = buffers_of_visit_[opening];
     for (std::size_t index : opened) {
-      for (std::size_t victim : in_the_way_of(stays_[index])) evict(victim, opening);
+      if (!request_.adds) make_room(index, opening);
     }
     const Verb verb = visit.phase == Phase::forward ? Verb::forward : Verb::backward;
     Op& op = add(verb, Lane::compute, visit.needs.empty() ? UnitId() : visit.needs.back(), opening);
@@ -180,7 +209,7 @@ class Writer {
       const BufferId held = units_[stays_[index].unit].held;
       op.accesses.push_back({held, versions_[held], Access::Mode::read});  // what accumulation adds to
       op.accesses.push_back({leased_[index], ++versions_[leased_[index]], Access::Mode::write});
-      lease(index, last_op());
+      if (!request_.adds) lease(index, last_op());
     }
   }
 

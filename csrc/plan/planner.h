@@ -9,7 +9,12 @@
 // 1. drains of visit i-1;
 // 2. evictions and fetches that visit i itself still needs;
 // 3. the compute op of visit i;
-// 4. evictions and fetches for later visits.
+// 4. fetches of held gradients for visit i+1, if it adds to them;
+// 5. evictions and fetches for later visits.
+//
+// Held gradients come before other fetches, which may have to wait for memory: a lane runs in order. They come one
+// visit ahead, so no more than two visits' gradient buffers are leased at once. Before the first visit none comes: the
+// user's loop may still edit them.
 //
 // Memory that visit k used last, weights or gradient buffer, is taken at the opening of visit k+1 at the earliest. The
 // end of visit k has been marked then. A fetch queued while k is open would gain nothing, since it waits for the end of
@@ -49,6 +54,7 @@ struct PlanRequest {
   std::vector<Visit> visits;       // the pass, or its remaining visits
   std::vector<Visit> next_visits;  // expected after the pass; only units whose copies will still be valid
   std::vector<Resident> entry;     // what lies on the device now, at the home's version
+  bool adds = false;               // gradients are added to what is held, which is fetched into their buffers
 };
 
 /// Plans a pass and interns its device buffers in `buffers`. Throws UsageError if the units and gradient buffers of a

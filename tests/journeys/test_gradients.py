@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import warnings
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from noria.forward.operator_watch import OperatorWatch
 from noria.testing import assert_same_bits, on_machine
+from noria.wrapped import wrapped_by
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
@@ -165,6 +167,32 @@ def test_several_backwards_accumulate(kernel, set_to_none):
             side.optimizer.zero_grad(set_to_none=set_to_none)
 
     both(journey, kernel=kernel, hostility=LATE_UPDATES)
+
+
+def test_held_gradients_come_before_the_visit_that_adds_to_them(tmp_path):
+    """While the visit before computes: they are sent for before its own gradients are. All weights stay there."""
+    model = Net()
+    optimizer = adamw(model.parameters())
+    noria.wrap(model, optimizer, device=DEVICE, trace=tmp_path / "trace.json")
+    trace = wrapped_by(model).context.trace
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(2):
+            trace.clear()
+            loss_of(model, number).backward()
+        optimizer.step()
+    wrapped_by(model).context.engine.idle()
+    ops = sorted((span.op, span.lane, span.verb, span.unit) for span in trace.spans())
+    visits = list(dict.fromkeys(unit for _, _, verb, unit in ops if verb == "backward"))
+    drained, brought = {}, {}
+    for op, lane, verb, unit in ops:
+        if verb == "drain":
+            drained.setdefault(unit, op)
+        elif lane == "fetch":
+            brought.setdefault(unit, op)
+    blocks = visits[2:-1]  # the buffer before the first block's is that of the head, which is too small
+    early = [brought[unit] < drained[before] for before, unit in itertools.pairwise(blocks)]
+    assert len(early) == BLOCKS - 2 and all(early), (early, ops)
 
 
 def test_a_parameters_own_zero_and_a_models_zero_grad_clear_too():

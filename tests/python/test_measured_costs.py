@@ -94,6 +94,16 @@ def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
         assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
 
 
+def test_backwards_of_a_step_that_began_before_the_trace_do_not_count():
+    spans, now = [], 0
+    for visits in ("bfbfbu", "fbfbu", "fbfbu", "fb"):
+        for each in visits:
+            verb = {"f": "forward", "b": "backward", "u": "user"}[each]
+            spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
+            now += 10
+    assert measured_costs(spans, 1).backwards == 2
+
+
 @pytest.mark.parametrize("policy", [{}, {"draft_memory": "1GiB"}, {"update": "backward"}], ids=str)
 @pytest.mark.parametrize("backwards", [2, 3])
 def test_the_same_holds_for_steps_of_several_backwards(policy, backwards):

@@ -106,7 +106,8 @@ def measured_costs(
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     hooks: list[float] = []
     landed = sorted(span.end_us for span in spans if span.verb == "drain")
-    free_us, is_backward, num_backwards = None, False, 0
+    free_us, is_backward = None, False
+    backwards = [0]  # by step; the first one may have begun before the trace
     last: tuple[str, int] | None = None
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
     open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
@@ -134,9 +135,10 @@ def measured_costs(
                 visits[span.verb, span.unit].append(took + again.pop(span.unit, 0.0))
         if span.verb == "user":
             open_visits.clear()
+            backwards.append(0)
         elif not is_again:
             open_visits[span.unit] += 1 if span.verb == "forward" else -1
-        num_backwards += span.verb == "backward" and not is_backward
+        backwards[-1] += span.verb == "backward" and not is_backward
         is_backward = span.verb == "backward" or is_again
         last = None if free_us is None or is_again else (span.verb, span.unit)
         free_us = span.end_us
@@ -168,7 +170,7 @@ def measured_costs(
         updates[0] + bytes_per_copied * _rate_of(fetches + drains) if updates[1] else 0.0,
         update_bytes / update_us * 1e6 / _GIB if update_us else 0.0,
         hooks_us=median(hooks) if hooks else 0.0,
-        backwards=max(round(num_backwards / max(sum(span.verb == "user" for span in compute), 1)), 1),
+        backwards=max(round(median(backwards[1:-1] or backwards[:1])), 1),
     )
 
 

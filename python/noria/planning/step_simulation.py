@@ -176,7 +176,6 @@ class PlannedStep:
                 phase,
                 each,
                 held_up={"fetch", "compute"} if mode == "blocking" and number == 0 and step > 0 else set(),
-                adds=phase == "backward" and backward > 0,
                 completes=early if backward == self.num_simulated - 1 else set(),
                 step=step,
             )
@@ -206,18 +205,17 @@ class PlannedStep:
         ]
 
     def _add_pass(
-        self, phase: str, plan: _C.PassPlan, *, held_up: set[str], adds: bool, completes: Container[int], step: int
+        self, phase: str, plan: _C.PassPlan, *, held_up: set[str], completes: Container[int], step: int
     ) -> None:
         """Adds the ops of a pass.
 
         Args:
             held_up: lanes whose first op waits until `step()` has returned, and so until all is updated.
-            adds: True if gradients are added to what earlier backwards have brought.
             completes: units that are updated as soon as this pass has drained their gradients.
         """
         left = Counter(op.unit for op in plan.ops if op.verb == "drain" and op.unit in completes)
-        drained = {op.accesses[0].buffer: op for op in plan.ops if op.verb == "drain"}
-        last_brought: list[_C.Op] = []
+        drained = {op.accesses[0].buffer for op in plan.ops if op.verb == "drain"}
+        filled: dict[int, list[int]] = defaultdict(list)  # by visit: its gradient buffers
         fetched: dict[int, list[int]] = defaultdict(list)
         for op in plan.ops:
             if op.verb == "fetch":
@@ -232,28 +230,18 @@ class PlannedStep:
             if op.verb == "drain" and self._is_in_ring(op.unit):
                 self._takes.append(len(self.ops))
             number = op.unit
-            if op.verb in ("forward", "backward"):  # perhaps of a unit that stays, which the op does not name
-                number = self.planned.visits[phase][op.visit].needs[-1]
-            if adds and op.lane == "compute":
-                brought = [drained[buffer] for buffer, _ in accesses if buffer in drained]
-                self._bring(phase, brought, last_brought)
-                last_brought = brought or last_brought
+            buffers = [buffer for buffer, mode in accesses if mode == "write" and buffer in drained]
+            if op.verb in ("forward", "backward"):
+                number = self.planned.visits[phase][op.visit].needs[-1]  # the op does not name a unit that stays
+                filled[op.visit] = buffers
+            elif op.lane == "fetch" and buffers and self.planned.device.type == "cpu":
+                # It is issued when a visit begins. On the CPU the visit before has ended by then.
+                accesses += [(buffer, "read") for buffer in filled[op.visit - 1]]
             self._add(phase, op.lane, op.verb, number, op.bytes, accesses)
             if op.verb == "drain" and op.unit in left:
                 left[op.unit] -= 1
                 if left[op.unit] == 0:
                     self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)
-
-    def _bring(self, phase: str, drains: list[_C.Op], before: list[_C.Op]) -> None:
-        """Adds the fetch of what is held of gradients into the buffers that `drains` will read.
-
-        A visit begins with it. `before`: the drains of the visit before. On the CPU that one has ended by then.
-        """
-        ended = [(op.accesses[0].buffer, "read") for op in before if self.planned.device.type == "cpu"]
-        for op in drains:
-            held = self._buffer("host:1", "held_gradient", op.unit)
-            accesses = [(held, "read"), (op.accesses[0].buffer, "write"), *ended]
-            self._add(phase, "fetch", "fetch", op.unit, op.bytes, accesses)
 
     def _add_streamed(self, ops: Iterable[StreamedOp]) -> None:
         for op in ops:

@@ -434,7 +434,8 @@ def passes_of_step(planned: WrapPlan, backwards: int) -> list[tuple[str, _C.Pass
             ("forward", forward, backward),
             ("backward", backward, [] if is_last else forward),
         ):
-            request = _C.PlanRequest(visits, planned.arena_bytes, planned.window, after, entry, place)
+            adds = phase == "backward" and number > 0
+            request = _C.PlanRequest(visits, planned.arena_bytes, planned.window, after, entry, place, adds)
             passes.append((phase, _C.plan_pass(request, facts, planned.buffers)))
             entry = list(passes[-1][1].exit)
     return passes

@@ -236,6 +236,23 @@ def test_a_gradient_of_a_unit_that_the_pass_never_fetches_waits_for_its_deferred
     assert engine.passes()[-1]["fetches"] == 0 and engine.num_fetches > 0
 
 
+@pytest.mark.parametrize("num_slots", [4, 6, 8])
+def test_another_pass_may_come_than_the_backward_that_followed_a_step_before(num_slots):
+    """A step once lay between two backwards of one forward. The engine may have prepared the second one."""
+    model = Model([(1, 1)] * 4, [[0], [1], [2], [3]])
+    loop, layers = Loop(model), [0, 1, 2, 3]
+    for number in range(4):
+        loop.forward(layers)
+        loop.backward([2, 3], loop.all_gradients([2, 3]))
+        loop.step(set(layers))
+        if number < 3:
+            loop.backward([0, 1], loop.all_gradients([0, 1]))
+            loop.step(set(layers))
+        loop.call("zero_grad")
+    loop.plain(set(layers))
+    run(model, loop.calls, arena=num_slots * bare.SLOT_BYTES)
+
+
 @pytest.mark.parametrize("machine", ["host", "fake cuda"])
 def test_a_gradient_that_is_edited_inside_a_visit_does_not_hide_the_rest_of_the_visit(machine):
     """The edit is an op of the compute lane too; what the visit does after it must still be waited for."""

@@ -296,7 +296,7 @@ CASES = {
     "drain -> backward on held_gradient (RAW)": Case(a_tied_unit(kept=True), cells=4),
     "drain -> fetch on held_gradient (RAW)": Case(a_tied_unit(), cells=6),
     "user -> fetch on held_gradient (RAW)": Case(accumulating([("clip", (2, 0))]), kernel_us=2_000),
-    "backward -> fetch on held_gradient (RAW)": Case(accumulating(edited=(2, (1, 0))), cells=5, kernel_us=2_000),
+    "backward -> fetch on held_gradient (RAW)": Case(accumulating(edited=(2, (0, 0))), cells=5, kernel_us=2_000),
     "fetch -> user on held_gradient (WAR)": Case(an_edit_of_what_is_on_its_way(), cells=4, later="drain"),
     "drain -> fetch on gradient_buffer (WAR)": Case(accumulating()),
     "backward -> fetch on gradient_buffer (WAR)": Case(accumulating(), cells=4),

@@ -51,8 +51,8 @@ class Model:
         """An arena in which everything fits side by side."""
         return sum(weights + gradients for weights, gradients in self.sizes) * CELL
 
-    def plan(self, visits, arena, window=0, next_visits=(), entry=()):
-        request = _C.PlanRequest(visits, arena, window, list(next_visits), list(entry))
+    def plan(self, visits, arena, window=0, next_visits=(), entry=(), adds=False):
+        request = _C.PlanRequest(visits, arena, window, list(next_visits), list(entry), adds=adds)
         return _C.plan_pass(request, self.units, self.buffers)
 
 
@@ -106,7 +106,7 @@ class Program:
         range_of = self.model.buffers[buffer]
         self._issue("fetch", "poison", range_of.unit, [_C.Access(buffer, -1, "write")], range_of.bytes)
 
-    def run_pass(self, phase, next_phase=None, update_between=False):
+    def run_pass(self, phase, next_phase=None, update_between=False, adds=False):
         model = self.model
         next_visits = model.visits(next_phase) if next_phase else []
         if update_between:
@@ -114,7 +114,7 @@ class Program:
                 _C.Visit(visit.hook, visit.phase, [u for u in visit.needs if not model.trainable(u)])
                 for visit in next_visits
             ]
-        plan = model.plan(model.visits(phase), self.arena, self.window, next_visits, self.resident)
+        plan = model.plan(model.visits(phase), self.arena, self.window, next_visits, self.resident, adds)
         self.plans.append(plan)
         self.resident = plan.exit
         for op in plan.ops:
@@ -127,7 +127,9 @@ class Program:
                 buffer = access.buffer
                 if access.mode == "read":
                     accesses.append(self._read(buffer))
-                elif op.verb == "fetch":  # a lease has the version of what was copied into it
+                elif (
+                    op.verb == "fetch" and model.buffers[buffer].purpose == "weights"
+                ):  # a lease has the version of what was copied into it
                     self.version[buffer] = self.version.get(model.units[op.unit].working, 0)
                     accesses.append(_C.Access(buffer, self.version[buffer], "write"))
                 else:
@@ -169,7 +171,8 @@ def training(model, arena, window=0, steps=2, micro_batches=1, poison=False, cli
     for _ in range(steps):
         for micro_batch in range(micro_batches):
             program.run_pass("forward", "backward")
-            program.run_pass("backward", "forward", update_between=micro_batch == micro_batches - 1)
+            is_last = micro_batch == micro_batches - 1
+            program.run_pass("backward", "forward", update_between=is_last, adds=micro_batch > 0)
         if clip:
             program.user()
         program.update()

@@ -209,6 +209,11 @@ KINDS = {
     "user -> update on held_gradient (RAW)",  # handed
     "update -> user on held_gradient (WAR)",  # consumed
     "update -> update on optimizer_state (RAW)",  # the chain of one unit's updates
+    # of a backward that adds to held gradients
+    "drain -> fetch on held_gradient (RAW)",
+    "drain -> fetch on gradient_buffer (WAR)",
+    "forward -> fetch on gradient_buffer (WAR)",
+    "fetch -> backward on gradient_buffer (WAW)",
     # of the hostile setting, which overwrites what is given up
     "forward -> poison on weights (WAR)",
     "backward -> poison on weights (WAR)",

@@ -10,18 +10,18 @@ from noria import _C
 from tests.python.plan.programs import CELL, Model, budgets, models, training
 
 
-def judge(model, plan, arena, window, entry=()):
+def judge(model, plan, arena, window, entry=(), adds=False):
     """Walks a plan in issue order; returns what is leased at its end, by unit."""
     visits, ops, table = plan.visits, plan.ops, model.buffers
     weights = {unit: (offset, offset + model.units[unit].weights) for unit, offset in entry}
-    open_gradients = {}
+    open_gradients, brought = {}, {}
     last_opening, computed, fetches, peak_units = -1, -1, [], len(weights)
     peak = max([0, *(end for _, end in weights.values())])
 
     def take(range_of):
         begin, end = range_of.offset, range_of.offset + range_of.bytes
         assert begin % CELL == 0 and end <= arena, "a lease leaves the arena"
-        for other_begin, other_end in [*weights.values(), *open_gradients.values()]:
+        for other_begin, other_end in [*weights.values(), *open_gradients.values(), *brought.values()]:
             assert end <= other_begin or other_end <= begin, "two leases overlap while both live"
         return begin, end
 
@@ -37,6 +37,13 @@ def judge(model, plan, arena, window, entry=()):
         elif op.verb == "evict":
             assert not open_gradients or op.visit == computed, "drains come first at an opening"
             del weights[op.unit]
+        elif op.verb == "fetch" and table[op.accesses[-1].buffer].purpose == "gradient_buffer":
+            source, target = op.accesses
+            assert adds and (source.buffer, source.mode) == (model.units[op.unit].held, "read")
+            assert op.bytes == model.units[op.unit].gradients and table[target.buffer].unit == op.unit
+            assert op.unit not in open_gradients, "what it is added to has not been drained yet"
+            assert op.unit in visits[min(computed + 1, len(visits) - 1)].gradients, "not for the next visit"
+            brought[op.unit] = take(table[target.buffer])
         elif op.verb == "fetch":
             assert op.unit not in weights, "what lies there is fetched again"
             source, target = op.accesses
@@ -59,8 +66,12 @@ def judge(model, plan, arena, window, entry=()):
             assert [b.unit for b in written] == visit.gradients
             for buffer in written:
                 assert buffer.purpose == "gradient_buffer" and buffer.bytes == model.units[buffer.unit].gradients
-                open_gradients[buffer.unit] = take(buffer)
-        for _, end in [*weights.values(), *open_gradients.values()]:
+                assert (buffer.unit in brought) == adds
+                there = brought.pop(buffer.unit, None)
+                open_gradients[buffer.unit] = there or take(buffer)
+                assert open_gradients[buffer.unit] == (buffer.offset, buffer.offset + buffer.bytes)
+            assert not brought
+        for _, end in [*weights.values(), *open_gradients.values(), *brought.values()]:
             peak = max(peak, end)
         peak_units = max(peak_units, len(weights))
     assert computed == len(visits) - 1 and not open_gradients
@@ -79,19 +90,21 @@ def test_every_visit_has_what_it_needs_and_no_two_leases_overlap(data):
     model = data.draw(models())
     arena, window = data.draw(budgets(model))
     entry = ()
-    for phase, next_phase in (("forward", "backward"), ("backward", "forward"), ("forward", "forward")):
-        plan = model.plan(model.visits(phase), arena, window, model.visits(next_phase), entry)
-        judge(model, plan, arena, window, entry)
+    passes = ("forward", "backward"), ("backward", "forward"), ("forward", "backward"), ("backward", "forward")
+    for number, (phase, next_phase) in enumerate(passes):
+        adds = number == 3
+        plan = model.plan(model.visits(phase), arena, window, model.visits(next_phase), entry, adds)
+        judge(model, plan, arena, window, entry, adds)
         entry = plan.exit
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_leases_say_from_which_op_to_which_a_range_is_taken(data):
-    model = data.draw(models())
+    model, adds = data.draw(models()), data.draw(st.booleans())
     arena, window = data.draw(budgets(model))
     forward = model.plan(model.visits("forward"), arena, window, model.visits("backward"))
-    plan = model.plan(model.visits("backward"), arena, window, [], forward.exit)
+    plan = model.plan(model.visits("backward"), arena, window, [], forward.exit, adds)
     ops, leases = plan.ops, plan.leases
     last = len(ops)
     for a, b in combinations(leases, 2):
@@ -100,7 +113,7 @@ def test_leases_say_from_which_op_to_which_a_range_is_taken(data):
         assert apart or a_end < b.first_op or b_end < a.first_op
     for lease in leases:
         purpose = model.buffers[lease.buffer].purpose
-        first, end = ("fetch", "evict") if purpose == "weights" else ("backward", "drain")
+        first, end = ("fetch", "evict") if purpose == "weights" else ("fetch" if adds else "backward", "drain")
         assert (ops[lease.first_op].verb if lease.first_op >= 0 else first) == first
         assert (ops[lease.last_op].verb if lease.last_op >= 0 else "evict") == end
     assert [lease.first_op for lease in leases].count(-1) == len(forward.exit)
@@ -272,11 +285,11 @@ def test_an_impossible_entry_is_our_mistake():
 def test_versions_count_the_writes_of_a_buffer_since_the_pass_began(data):
     model = data.draw(models())
     arena, window = data.draw(budgets(model))
-    plan = model.plan(model.visits("backward"), arena, window)
+    plan = model.plan(model.visits("backward"), arena, window, adds=data.draw(st.booleans()))
     writes = {}
     for op in plan.ops:
         for access in sorted(op.accesses, key=lambda a: a.mode):  # reads first
-            counts = op.verb != "fetch" and access.mode == "write"
+            counts = access.mode == "write" and model.buffers[access.buffer].purpose != "weights"
             writes[access.buffer] = writes.get(access.buffer, 0) + counts
             assert access.version == writes[access.buffer]
 
@@ -304,6 +317,23 @@ pass of 3 visits: 3 fetches of 2.0 KiB, peak 2.0 KiB, at most 2 units leased
    2  backward  a  reads weights(a)[1024, 1536)@0
 stays: a[1024]
 """
+
+
+def test_held_gradients_come_one_visit_ahead_and_before_fetches_that_wait_for_memory():
+    """Of five units the window has room for three. A fetch that waits for the first visit's end is behind them."""
+    model = Model([(1, 1)] * 5, [[unit] for unit in range(5)])
+    plan = model.plan(model.visits("backward"), 5 * CELL, 3, adds=True)
+    judge(model, plan, 5 * CELL, 3, adds=True)
+    purpose = [model.buffers[op.accesses[-1].buffer].purpose for op in plan.ops]
+    ahead = [
+        op.visit for op, what in zip(plan.ops, purpose, strict=True) if op.verb == "fetch" and what == "gradient_buffer"
+    ]
+    assert ahead == [0, 0, 1, 2, 3]
+    for opening in (1, 2):
+        fetched = [
+            what for op, what in zip(plan.ops, purpose, strict=True) if (op.verb, op.visit) == ("fetch", opening)
+        ]
+        assert fetched[0] == "gradient_buffer" and fetched.count("weights") == len(fetched) - 1 > 0
 
 
 def test_plan_reads_as_text():
