@@ -24,7 +24,7 @@ from noria.pipeline.peer_memory import PeerMemory
 from noria.pipeline.pipelining_compat import module_of
 from noria.pipeline.stage_adapter import StageAdapters
 from noria.planning.cost_cache import KnownCosts
-from noria.planning.decisions import choose_by_costs
+from noria.planning.decisions import choose_again
 from noria.planning.late_optimizers import new_regions
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
@@ -162,10 +162,10 @@ class Wrapped:
         self._give_undo_logs()
 
     def _decide(self) -> None:
-        """Costs are known now: chooses what stays on the device, if nothing has been chosen yet."""
+        """Costs are known, or others than before: chooses what stays on the device, perhaps anew."""
         plan, costs = self.context.plan, self.recorder.known.costs
-        if plan.policy.resident == "auto" and not plan.stays and not plan.streamed and costs is not None:
-            self.rest.adopt(choose_by_costs(plan, costs))
+        if plan.policy.resident == "auto" and costs is not None and (chosen := choose_again(plan, costs)) is not None:
+            self.rest.adopt(chosen)
 
     def _give_undo_logs(self) -> None:
         context = self.context

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import gc
 import io
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -804,6 +805,47 @@ def test_auto_counts_on_all_backwards_of_a_step(folder, monkeypatch):
         assert is_at_rest(model) == ("resident" in own)
         found.append(model.state_dict())
     assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("batches", [[64] * 60, [64] * 4 + [1] * 50], ids=["alike", "smaller ones"])
+def test_auto_chooses_again_for_other_inputs(folder, monkeypatch, batches):
+    """The first run keeps costs of large batches, and chooses by them. The second one begins with that choice."""
+    monkeypatch.setattr("noria.forward.cost_recorder.device_update_gib_s", lambda context: 1000.0)
+
+    def slow_compute(spans: Any, num_units: int, *args: Any) -> MeasuredCosts:
+        costs = slow_updates(spans, num_units)
+        return dataclasses.replace(costs, forward_us=[2e4] * num_units, backward_us=[4e4] * num_units)
+
+    monkeypatch.setattr("noria.forward.cost_recorder.measured_costs", slow_compute)
+
+    def trained(sizes: list[int], **own: Any) -> tuple[nn.Module, list[tuple[Any, Any]]]:
+        torch.manual_seed(0)
+        model = Net().cpu()
+        optimizer = adamw(model.parameters())
+        with on_machine(hostility={"seed": 3, "poison": True}):
+            noria.wrap(model, optimizer, device=DEVICE, kernel="fused", draft_memory=0, **own)
+        torch.manual_seed(1)
+        chosen = []
+        for size in sizes:
+            model(torch.randint(0, 23, (size, 5)).to(DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plan = wrapped_by(model).context.plan
+            chosen.append((plan.stays, frozenset(plan.streamed)))
+        assert noria.report(model).ledger_agrees
+        return model, chosen
+
+    model = Net()
+    every = noria.plan(model, adamw(model.parameters()), device=DEVICE, kernel="fused", resident="all")
+    auto = {"resident": "auto", "device_memory": int(0.95 * (2 if DEVICE == "cuda" else 1) * every.resident_bytes)}
+    trained([64] * 9, **auto)
+    model, chosen = trained(batches, **auto)
+    plain, _ = trained(batches, window=2)
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    assert chosen[0][0] and not chosen[0][1]
+    changes = [number for number, (one, other) in enumerate(itertools.pairwise(chosen)) if one != other]
+    assert len(changes) == (batches[-1] == 1), changes
+    assert ("scaled" in noria.report(model).costs_measured) == bool(changes)
 
 
 @pytest.mark.parametrize("policy", [{"update": "backward"}, {"activations": "recompute"}, {"kernel": "torch"}], ids=str)

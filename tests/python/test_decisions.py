@@ -12,6 +12,7 @@ import noria
 import pytest
 import torch
 from noria.planning.decisions import (
+    choose_again,
     choose_by_costs,
     room_for_stays,
     with_best_places,
@@ -212,6 +213,49 @@ def test_many_units_take_few_simulations():
 
     assert with_best_stays(planned, us).stays
     assert len(seen) <= 15
+
+
+def costs_of(num_units: int, forward_us: float, **more: Any) -> MeasuredCosts:
+    rates = {"fetch": 0.1, "drain": 0.1, "update": 0.01}
+    visits = [forward_us] * num_units, [2 * forward_us] * num_units
+    return MeasuredCosts(*visits, rates, {}, **{"device_update_gib_s": 100.0, "elements": 10, **more})
+
+
+def test_a_choice_that_runs_is_kept_unless_another_one_is_faster_by_far():
+    room = int(0.95 * plan_of([128] * 6, resident="all").resident_bytes)
+    planned = plan_of([128] * 6, resident="auto", device_memory=room, draft_memory=0)
+    chosen = choose_again(planned, costs_of(6, 30_000))
+    assert chosen is not None and 0 < len(chosen.stays) < 6
+
+    def us(each: WrapPlan, forward_us: float) -> float:
+        return PlannedStep(each, 0, PlanSpeeds(0, 0, 0, 0), costs_of(6, forward_us)).step_us
+
+    is_given_up = {}
+    for forward_us in (10, 1000, 20_000, 30_000, 100_000):
+        other = choose_again(chosen, costs_of(6, forward_us))
+        is_given_up[forward_us] = other is not None
+        if other is not None:
+            assert us(other, forward_us) <= 0.95 * us(chosen, forward_us)
+        else:
+            at_first = choose_again(planned, costs_of(6, forward_us)) or planned
+            assert us(at_first, forward_us) > 0.95 * us(chosen, forward_us)
+    assert is_given_up == {10: True, 1000: True, 20_000: False, 30_000: False, 100_000: False}
+    slow_there = choose_again(chosen, costs_of(6, 30_000, device_update_gib_s=1e-4))
+    assert slow_there is not None and not slow_there.stays and not slow_there.streamed
+
+
+def test_a_window_that_has_shrunk_stays_small():
+    planned = plan_of([128] * 6, resident="auto", device_memory=14 * plan_of([128]).units[0].weights)
+    assert choose_again(planned, costs_of(6, 100)) is not None
+    shrunk = dataclasses.replace(planned, arena_bytes=planned.arena_bytes - 512)
+    assert choose_again(shrunk, costs_of(6, 100)) is None
+
+
+def test_costs_of_larger_steps_have_more_compute_and_the_same_hooks_and_copies():
+    costs = costs_of(2, 100, hooks_us=20, saved=[10, 30], saved_by={"mul": 40}).scaled(3)
+    assert (costs.forward_us, costs.backward_us) == ([260, 260], [560, 560])
+    assert (costs.saved, costs.saved_by, costs.elements) == ([30, 90], {"mul": 120}, 30)
+    assert costs.gib_s == costs_of(2, 100).gib_s and costs.hooks_us == 20
 
 
 def test_measured_costs_choose():

@@ -26,17 +26,23 @@ __all__ = ["CostRecorder"]
 _SKIPPED = 2
 """The first steps are unlike the others: passes are learned, and memory is taken."""
 _TRACED = 5
+_EVERY = 50
+"""So often, in steps, inputs are compared with those that costs are of."""
+_ALIKE = 1.25
+"""Costs are scaled if steps are larger, or smaller, than those that were measured by more than this ratio."""
 _SPANS = 1 << 16
 
 
 class CostRecorder:
     """Traces some of the first steps. `known` has what it has measured; before that, what an earlier run had.
 
+    If later steps have other inputs, `known` has the costs scaled to those.
+
     Ranks that share the model tell each other what they have measured, so all have the same costs.
     """
 
     def __init__(self, context: Context, sync: RankSync, known: KnownCosts, on_measured: Callable[[], None]) -> None:
-        """`on_measured` runs once, when this run has measured: at the beginning of a `step()`."""
+        """`on_measured` runs when `known` has changed: at the beginning of a `step()`."""
         self.context = context
         self._on_measured = on_measured
         self.known = known
@@ -47,12 +53,20 @@ class CostRecorder:
         self._saved: SavedBytes | None = None  # while a step's forwards are counted
         self._counted = SavedBytes(slot.parameter for slot in context.slots)
         self._inputs = ""
+        hooks = context.partition.hooks
+        self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
+        self._elements = 0  # that it has put out in this step
+        self._seen: list[int] = []  # the same, by step since the last look
         if known.note:
             context.notes.append(known.note)
 
     def begin_step(self) -> None:
         """A `step()` begins, the first one after a forward that may train."""
         self._num_steps += 1
+        self._seen.append(self._elements)
+        self._elements = 0
+        if self._num_steps % _EVERY == 0:
+            self._look_at_inputs()
         if self._num_steps == _SKIPPED + 1:
             self._begin()
         elif self._trace is not None:
@@ -70,6 +84,8 @@ class CostRecorder:
 
     def leave(self, spec: HookSpec, args: object, outputs: list[torch.Tensor]) -> None:
         """Runs when a forward of a module has ended."""
+        if spec is self._gauge and outputs and torch.is_grad_enabled() and not in_backward():
+            self._elements += outputs[0].numel()
         if self._saved is None or in_backward() or not torch.is_grad_enabled():
             return
         if not self._inputs:
@@ -84,7 +100,9 @@ class CostRecorder:
         chosen = context.plan.streamed and context.policy.optimizer_device == "host"
         if context.plan.stays or chosen:  # visits name no unit that stays; the host updates no unit that streams so
             self.stop()
+            self._look_at_inputs()
             return
+        self._seen.clear()
         self._trace = context.trace or _C.Trace(_SPANS)
         if context.trace is None:
             context.engine.set_trace(self._trace)
@@ -99,7 +117,7 @@ class CostRecorder:
         self.stop()
         on_device = bytes_of_ops(context.plan.streamed)
         costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device), on_device)
-        costs = dataclasses.replace(costs, **self._memory())
+        costs = dataclasses.replace(costs, elements=self._mean_elements(), **self._memory())
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
         if context.ranks is not None:
@@ -109,6 +127,24 @@ class CostRecorder:
         is_first = context.ranks is None or context.ranks.rank == 0
         if is_first and (note := save_costs(context.plan, costs, self._inputs)):
             context.notes.append(note)
+        self._on_measured()
+
+    def _mean_elements(self) -> float:
+        """Returns what the gauge has put out by step, over the steps since the last call."""
+        seen, self._seen = self._seen, []
+        return sum(seen) / max(len(seen), 1)
+
+    def _look_at_inputs(self) -> None:
+        """Scales costs if steps have become larger or smaller than those that were measured."""
+        costs, elements = self.known.costs, self._mean_elements()
+        has_choice = self.context.policy.resident == "auto" and self.context.plan.may_stay
+        if not has_choice or costs is None or not costs.elements or not elements:
+            return
+        ratio = elements / costs.elements
+        if 1 / _ALIKE <= ratio <= _ALIKE:
+            return
+        measured = self.known.measured.partition("; ")[0]
+        self.known = KnownCosts(costs.scaled(ratio), f"{measured}; scaled to inputs of now")
         self._on_measured()
 
     def _device_update_gib_s(self) -> float:

@@ -35,6 +35,7 @@ class MeasuredCosts:
     - `saved_by`: the same, by operator, over all units.
     - `backwards`: how many backwards a step has.
     - `workspace`: bytes on the device that torch had at most, beside what it keeps from one step to the next.
+    - `elements`: what the first block puts out in all forwards of a step, in elements. 0: not measured.
     """
 
     forward_us: list[float]
@@ -50,6 +51,22 @@ class MeasuredCosts:
     saved_by: dict[str, int] = dataclasses.field(default_factory=dict)
     workspace: int = 0
     backwards: int = 1
+    elements: float = 0.0
+
+    def scaled(self, ratio: float) -> MeasuredCosts:
+        """Returns the costs of steps with `ratio` times the elements: their compute and what autograd keeps grow."""
+
+        def visits(each: list[float]) -> list[float]:
+            return [ratio * max(us - self.hooks_us, 0.0) + min(us, self.hooks_us) for us in each]
+
+        return dataclasses.replace(
+            self,
+            forward_us=visits(self.forward_us),
+            backward_us=visits(self.backward_us),
+            saved=[round(ratio * size) for size in self.saved],
+            saved_by={name: round(ratio * size) for name, size in self.saved_by.items()},
+            elements=ratio * self.elements,
+        )
 
 
 def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
@@ -79,6 +96,7 @@ def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
         by_key("saved_by", max),
         max(costs.workspace for costs in each),
         max(costs.backwards for costs in each),
+        max(costs.elements for costs in each),
     )
 
 

@@ -100,7 +100,7 @@ class Rest:
 
     def adopt(self, plan: WrapPlan) -> None:
         """From the next forward on the units of this plan stay. The window gets its size."""
-        if (plan.stays or plan.streamed) and not self._is_given_up:
+        if not self._is_given_up:
             self._adopted = plan
 
     def _take_up(self, plan: WrapPlan) -> None:
