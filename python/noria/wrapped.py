@@ -164,7 +164,9 @@ class Wrapped:
     def _decide(self) -> None:
         """Costs are known, or others than before: chooses what stays on the device, perhaps anew."""
         plan, costs = self.context.plan, self.recorder.known.costs
-        if plan.policy.resident == "auto" and costs is not None and (chosen := choose_again(plan, costs)) is not None:
+        if plan.policy.resident != "auto" or costs is None or self.rest.is_given_up:
+            return
+        if (chosen := choose_again(plan, costs)) is not None:
             self.rest.adopt(chosen)
 
     def _give_undo_logs(self) -> None:

@@ -218,7 +218,7 @@ def test_many_units_take_few_simulations():
 def costs_of(num_units: int, forward_us: float, **more: Any) -> MeasuredCosts:
     rates = {"fetch": 0.1, "drain": 0.1, "update": 0.01}
     visits = [forward_us] * num_units, [2 * forward_us] * num_units
-    return MeasuredCosts(*visits, rates, {}, **{"device_update_gib_s": 100.0, "elements": 10, **more})
+    return MeasuredCosts(*visits, rates, {}, **{"device_update_gib_s": 100.0, "forwards": 2, "elements": 10, **more})
 
 
 def test_a_choice_that_runs_is_kept_unless_another_one_is_faster_by_far():
@@ -244,18 +244,21 @@ def test_a_choice_that_runs_is_kept_unless_another_one_is_faster_by_far():
     assert slow_there is not None and not slow_there.stays and not slow_there.streamed
 
 
-def test_a_window_that_has_shrunk_stays_small():
-    planned = plan_of([128] * 6, resident="auto", device_memory=14 * plan_of([128]).units[0].weights)
-    assert choose_again(planned, costs_of(6, 100)) is not None
-    shrunk = dataclasses.replace(planned, arena_bytes=planned.arena_bytes - 512)
-    assert choose_again(shrunk, costs_of(6, 100)) is None
-
-
 def test_costs_of_larger_steps_have_more_compute_and_the_same_hooks_and_copies():
-    costs = costs_of(2, 100, hooks_us=20, saved=[10, 30], saved_by={"mul": 40}).scaled(3)
+    costs = costs_of(2, 100, hooks_us=20, saved=[10, 30], saved_by={"mul": 40}, backwards=2).scaled(3, 5)
     assert (costs.forward_us, costs.backward_us) == ([260, 260], [560, 560])
     assert (costs.saved, costs.saved_by, costs.elements) == ([30, 90], {"mul": 120}, 30)
+    assert (costs.backwards, costs.forwards) == (5, 5)
     assert costs.gib_s == costs_of(2, 100).gib_s and costs.hooks_us == 20
+
+
+def test_a_choice_that_ends_leaves_the_drafts_of_before():
+    room = int(0.95 * plan_of([128] * 6, resident="all").resident_bytes)
+    planned = plan_of([128] * 6, resident="auto", device_memory=room, draft_memory="1GiB")
+    chosen = choose_again(planned, costs_of(6, 100))
+    assert chosen is not None and len(planned.drafted) == 6 > len(chosen.drafted)
+    back = choose_again(chosen, costs_of(6, 100, device_update_gib_s=1e-4))
+    assert back is not None and (back.drafted, back.draftable) == (planned.drafted, planned.draftable)
 
 
 def test_measured_costs_choose():

@@ -104,6 +104,24 @@ def test_backwards_of_a_step_that_began_before_the_trace_do_not_count():
     assert measured_costs(spans, 1).backwards == 2
 
 
+def test_a_step_that_is_called_before_the_device_is_through_divides_no_backward():
+    spans, now = [], 0
+    for each in 4 * "fbfbub":
+        verb = {"f": "forward", "b": "backward", "u": "user"}[each]
+        spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
+        now += 10
+    assert measured_costs(spans, 1).backwards == 2
+
+
+def test_steps_of_a_second_optimizer_have_no_backwards_of_their_own():
+    spans, now = [], 0
+    for each in 4 * "fbfbfbuu":
+        verb = {"f": "forward", "b": "backward", "u": "user"}[each]
+        spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
+        now += 10
+    assert measured_costs(spans, 1).backwards == 3
+
+
 @pytest.mark.parametrize("policy", [{}, {"draft_memory": "1GiB"}, {"update": "backward"}], ids=str)
 @pytest.mark.parametrize("backwards", [2, 3])
 def test_the_same_holds_for_steps_of_several_backwards(policy, backwards):

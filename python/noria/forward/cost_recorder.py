@@ -26,10 +26,10 @@ __all__ = ["CostRecorder"]
 _SKIPPED = 2
 """The first steps are unlike the others: passes are learned, and memory is taken."""
 _TRACED = 5
-_EVERY = 50
-"""So often, in steps, inputs are compared with those that costs are of."""
+_LOOKED_AT = 20
+"""After so many steps they are compared with those that costs are of."""
 _ALIKE = 1.25
-"""Costs are scaled if steps are larger, or smaller, than those that were measured by more than this ratio."""
+"""Costs are scaled if forwards are larger, smaller, more or fewer than those that were measured, by this ratio."""
 _SPANS = 1 << 16
 
 
@@ -55,17 +55,18 @@ class CostRecorder:
         self._inputs = ""
         hooks = context.partition.hooks
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
-        self._elements = 0  # that it has put out in this step
-        self._seen: list[int] = []  # the same, by step since the last look
+        self._forwards = self._elements = 0  # how often it has run in this step, and what it has put out
+        self._seen: list[tuple[int, int]] = []  # the same, by step since the last look
         if known.note:
             context.notes.append(known.note)
 
     def begin_step(self) -> None:
         """A `step()` begins, the first one after a forward that may train."""
         self._num_steps += 1
-        self._seen.append(self._elements)
-        self._elements = 0
-        if self._num_steps % _EVERY == 0:
+        if self._forwards:  # else the step of another model, or of another optimizer
+            self._seen.append((self._forwards, self._elements))
+            self._forwards = self._elements = 0
+        if self._trace is None and len(self._seen) >= _LOOKED_AT:
             self._look_at_inputs()
         if self._num_steps == _SKIPPED + 1:
             self._begin()
@@ -85,6 +86,7 @@ class CostRecorder:
     def leave(self, spec: HookSpec, args: object, outputs: list[torch.Tensor]) -> None:
         """Runs when a forward of a module has ended."""
         if spec is self._gauge and outputs and torch.is_grad_enabled() and not in_backward():
+            self._forwards += 1
             self._elements += outputs[0].numel()
         if self._saved is None or in_backward() or not torch.is_grad_enabled():
             return
@@ -100,7 +102,6 @@ class CostRecorder:
         chosen = context.plan.streamed and context.policy.optimizer_device == "host"
         if context.plan.stays or chosen:  # visits name no unit that stays; the host updates no unit that streams so
             self.stop()
-            self._look_at_inputs()
             return
         self._seen.clear()
         self._trace = context.trace or _C.Trace(_SPANS)
@@ -117,7 +118,8 @@ class CostRecorder:
         self.stop()
         on_device = bytes_of_ops(context.plan.streamed)
         costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device), on_device)
-        costs = dataclasses.replace(costs, elements=self._mean_elements(), **self._memory())
+        forwards, elements = self._sizes()
+        costs = dataclasses.replace(costs, forwards=forwards, elements=elements, **self._memory())
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
         if context.ranks is not None:
@@ -129,22 +131,23 @@ class CostRecorder:
             context.notes.append(note)
         self._on_measured()
 
-    def _mean_elements(self) -> float:
-        """Returns what the gauge has put out by step, over the steps since the last call."""
+    def _sizes(self) -> tuple[float, float]:
+        """Returns how often the gauge runs in a step, and what it puts out each time: the means since the last call."""
         seen, self._seen = self._seen, []
-        return sum(seen) / max(len(seen), 1)
+        forwards = sum(each for each, _ in seen)
+        return forwards / max(len(seen), 1), sum(each for _, each in seen) / max(forwards, 1)
 
     def _look_at_inputs(self) -> None:
-        """Scales costs if steps have become larger or smaller than those that were measured."""
-        costs, elements = self.known.costs, self._mean_elements()
+        """Scales costs if forwards have become larger, smaller, more or fewer than those that were measured."""
+        costs, (forwards, elements) = self.known.costs, self._sizes()
         has_choice = self.context.policy.resident == "auto" and self.context.plan.may_stay
-        if not has_choice or costs is None or not costs.elements or not elements:
+        if not has_choice or costs is None or not costs.elements or not costs.forwards:
             return
         ratio = elements / costs.elements
-        if 1 / _ALIKE <= ratio <= _ALIKE:
+        if all(1 / _ALIKE <= each <= _ALIKE for each in (ratio, forwards / costs.forwards)):
             return
         measured = self.known.measured.partition("; ")[0]
-        self.known = KnownCosts(costs.scaled(ratio), f"{measured}; scaled to inputs of now")
+        self.known = KnownCosts(costs.scaled(ratio, forwards), f"{measured}; scaled to inputs of now")
         self._on_measured()
 
     def _device_update_gib_s(self) -> float:

@@ -121,7 +121,7 @@ def _checked(found: dict[str, Any], num_units: int) -> MeasuredCosts:
     """Returns costs from a file. Raises ValueError, TypeError or KeyError if they make no sense."""
     costs = MeasuredCosts(**found)
     numbers: list[float] = [costs.draft_gib_s, costs.both_ways_gib_s, costs.host_gib_s, costs.device_update_gib_s]
-    numbers += [costs.hooks_us, costs.workspace, costs.backwards, costs.elements]
+    numbers += [costs.hooks_us, costs.workspace, costs.backwards, costs.forwards, costs.elements]
     for by_unit in (costs.forward_us, costs.backward_us, costs.saved or [0] * num_units):
         if len(by_unit) != num_units:
             raise ValueError(by_unit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import UNDO_LOGS, Region
@@ -235,10 +236,9 @@ def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
 def choose_again(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan | None:
     """Returns what to do in the place of a plan that runs; None if that may go on.
 
-    It goes on if no other choice makes steps shorter by 5 %, or if all of the model stays. It also does if its window
-    has shrunk after an out-of-memory error.
+    It goes on if no other choice makes steps shorter by 5 %, or if all of the model stays.
     """
-    if planned.stands_still or planned.arena_bytes < with_stays(planned, planned.stays).arena_bytes:
+    if planned.stands_still:
         return None
     has_chosen = planned.stays or (planned.streamed and planned.policy.optimizer_device == "host")
     chosen = choose_by_costs(_without_choices(planned) if has_chosen else planned, costs)
@@ -254,8 +254,14 @@ def _step_us(planned: WrapPlan, costs: MeasuredCosts) -> float:
 
 
 def _without_choices(planned: WrapPlan) -> WrapPlan:
-    """Returns the plan in which no unit stays, and the policy alone says where updates run."""
-    plain = with_stays(dataclasses.replace(planned, streamed={}), frozenset())
+    """Returns the plan in which no unit stays, and the policy alone says where updates run.
+
+    Units that have an undo log are drafted again.
+    """
+    regions = [region for region in planned.regions if region.purpose == UNDO_LOGS]
+    logs = {unit: size for region in regions for unit, size in enumerate(region.sizes) if size}
+    drafts: dict[str, Any] = {"drafted": frozenset(logs), "draftable": planned.draftable | logs}
+    plain = with_stays(dataclasses.replace(planned, streamed={}, **drafts), frozenset())
     if planned.policy.optimizer_device == "host":
         return plain
     return with_streamed(plain, planned.streamed.keys() | planned.stays)

@@ -35,7 +35,8 @@ class MeasuredCosts:
     - `saved_by`: the same, by operator, over all units.
     - `backwards`: how many backwards a step has.
     - `workspace`: bytes on the device that torch had at most, beside what it keeps from one step to the next.
-    - `elements`: what the first block puts out in all forwards of a step, in elements. 0: not measured.
+    - `forwards`: how often the first block runs in a step.
+    - `elements`: what it puts out each time, in elements. 0: not measured.
     """
 
     forward_us: list[float]
@@ -51,10 +52,14 @@ class MeasuredCosts:
     saved_by: dict[str, int] = dataclasses.field(default_factory=dict)
     workspace: int = 0
     backwards: int = 1
+    forwards: float = 0.0
     elements: float = 0.0
 
-    def scaled(self, ratio: float) -> MeasuredCosts:
-        """Returns the costs of steps with `ratio` times the elements: their compute and what autograd keeps grow."""
+    def scaled(self, ratio: float, forwards: float) -> MeasuredCosts:
+        """Returns the costs of steps with `forwards` forwards of `ratio` times the elements.
+
+        Compute and what autograd keeps grow by this ratio, and the number of backwards with that of forwards.
+        """
 
         def visits(each: list[float]) -> list[float]:
             return [ratio * max(us - self.hooks_us, 0.0) + min(us, self.hooks_us) for us in each]
@@ -65,6 +70,8 @@ class MeasuredCosts:
             backward_us=visits(self.backward_us),
             saved=[round(ratio * size) for size in self.saved],
             saved_by={name: round(ratio * size) for name, size in self.saved_by.items()},
+            backwards=max(round(self.backwards * forwards / self.forwards), 1),
+            forwards=forwards,
             elements=ratio * self.elements,
         )
 
@@ -96,6 +103,7 @@ def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
         by_key("saved_by", max),
         max(costs.workspace for costs in each),
         max(costs.backwards for costs in each),
+        max(costs.forwards for costs in each),
         max(costs.elements for costs in each),
     )
 
@@ -125,7 +133,7 @@ def measured_costs(
     hooks: list[float] = []
     landed = sorted(span.end_us for span in spans if span.verb == "drain")
     free_us, is_backward = None, False
-    backwards = [0]  # by step; the first one may have begun before the trace
+    backwards = [0]  # by step; the first one may have begun before the trace. A second optimizer's step has none
     last: tuple[str, int] | None = None
     again: dict[int, float] = defaultdict(float)  # by unit: a forward that is computed again for its backward
     open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
@@ -157,7 +165,8 @@ def measured_costs(
         elif not is_again:
             open_visits[span.unit] += 1 if span.verb == "forward" else -1
         backwards[-1] += span.verb == "backward" and not is_backward
-        is_backward = span.verb == "backward" or is_again
+        if span.verb != "user":  # the host's loop may be ahead of a backward
+            is_backward = span.verb == "backward" or is_again
         last = None if free_us is None or is_again else (span.verb, span.unit)
         free_us = span.end_us
     by_lane: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -188,7 +197,7 @@ def measured_costs(
         updates[0] + bytes_per_copied * _rate_of(fetches + drains) if updates[1] else 0.0,
         update_bytes / update_us * 1e6 / _GIB if update_us else 0.0,
         hooks_us=median(hooks) if hooks else 0.0,
-        backwards=max(round(median(backwards[1:-1] or backwards[:1])), 1),
+        backwards=max(round(median([each for each in backwards[1:-1] if each] or backwards[:1])), 1),
     )
 
 

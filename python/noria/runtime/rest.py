@@ -70,6 +70,11 @@ class Rest:
         run.on_out_of_memory.append(self.give_up)
 
     @property
+    def is_given_up(self) -> bool:
+        """True if no unit stays any more, because the device had no room."""
+        return self._is_given_up
+
+    @property
     def stands_still(self) -> bool:
         """True if all units are at rest, so that nothing moves."""
         return self.is_on and len(self.units) == len(self.context.units)
@@ -100,8 +105,7 @@ class Rest:
 
     def adopt(self, plan: WrapPlan) -> None:
         """From the next forward on the units of this plan stay. The window gets its size."""
-        if not self._is_given_up:
-            self._adopted = plan
+        self._adopted = plan
 
     def _take_up(self, plan: WrapPlan) -> None:
         self._adopted = None
@@ -113,7 +117,8 @@ class Rest:
         chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
         chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
         context.notes.append(f'resident="auto": {chosen}')
-        if not plan.stands_still and plan.arena_bytes != before:
+        self._streamed.end()  # its slots may be in the way of a larger window
+        if plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
         self.run.wake_by(self._streamed.begin)
 
@@ -197,6 +202,7 @@ class Rest:
     def give_up(self, wanted: int = 0) -> None:
         """Ends the rest for good at the next forward: the device has no room for it."""
         self._is_given_up = True
+        self._adopted = None
 
     def _leave(self, *, wakes: bool = True) -> None:
         self._give_memory_back()
