@@ -94,32 +94,26 @@ def test_a_step_with_the_costs_of_a_simulated_one_takes_as_long(policy):
         assert PlannedStep(planned, 1, PlanSpeeds(1, 1, 1, 1), slower).step_us > 1.25 * step.step_us
 
 
+def backwards_of(visits):
+    """Of a step, by a trace of visits (f, b) and ends of a `step()` (u), one after the other."""
+    verbs = {"f": "forward", "b": "backward", "u": "user"}
+    spans = [
+        span(number, "compute", verbs[each], -1 if each == "u" else 0, 10 * number, 10 * number + 10)
+        for number, each in enumerate(visits)
+    ]
+    return measured_costs(spans, 1).backwards
+
+
 def test_backwards_of_a_step_that_began_before_the_trace_do_not_count():
-    spans, now = [], 0
-    for visits in ("bfbfbu", "fbfbu", "fbfbu", "fb"):
-        for each in visits:
-            verb = {"f": "forward", "b": "backward", "u": "user"}[each]
-            spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
-            now += 10
-    assert measured_costs(spans, 1).backwards == 2
+    assert backwards_of("bfbfbu" + "fbfbu" + "fbfbu" + "fb") == 2
 
 
 def test_a_step_that_is_called_before_the_device_is_through_divides_no_backward():
-    spans, now = [], 0
-    for each in 4 * "fbfbub":
-        verb = {"f": "forward", "b": "backward", "u": "user"}[each]
-        spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
-        now += 10
-    assert measured_costs(spans, 1).backwards == 2
+    assert backwards_of(4 * "fbfbub") == 2
 
 
 def test_steps_of_a_second_optimizer_have_no_backwards_of_their_own():
-    spans, now = [], 0
-    for each in 4 * "fbfbfbuu":
-        verb = {"f": "forward", "b": "backward", "u": "user"}[each]
-        spans.append(span(len(spans), "compute", verb, -1 if each == "u" else 0, now, now + 10))
-        now += 10
-    assert measured_costs(spans, 1).backwards == 3
+    assert backwards_of(4 * "fbfbfbuu") == 3
 
 
 @pytest.mark.parametrize("policy", [{}, {"draft_memory": "1GiB"}, {"update": "backward"}], ids=str)

@@ -148,9 +148,7 @@ def measured_costs(
         if span.verb != "user" and free_us is not None:
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
             if span.verb == "forward" and last is not None and last[0] == "backward" and not is_again:
-                since = max(
-                    [since, *landed[: bisect.bisect_right(landed, span.start_us)][-1:]]
-                )  # the loop waits for them
+                since = max(since, _last_until(landed, span.start_us) or 0)  # the loop waits for gradients
             took = span.end_us - min(since, span.start_us)
             hooks.append(max(span.start_us - since, 0))
             if is_again:
@@ -269,13 +267,18 @@ def _loop_us(spans: Sequence[_C.Span]) -> float:
     begun = sorted(span.start_us for span in spans if span.verb == "update")
     found = []
     for mark in marks:
-        number = bisect.bisect_right(landed, mark)
-        if number == 0:
+        over = _last_until(landed, mark)
+        if over is None:
             continue
-        over = landed[number - 1]
         first = bisect.bisect_left(begun, over)
         found.append(min([mark, *begun[first : first + 1]]) - over)
     return median(found) if found else 0.0
+
+
+def _last_until(times: Sequence[int], us: float) -> int | None:
+    """Returns the last of these times, which are sorted, that is not after `us`. None: all are."""
+    number = bisect.bisect_right(times, us)
+    return times[number - 1] if number else None
 
 
 def _fit(each: list[tuple[int, float]]) -> tuple[float, float]:

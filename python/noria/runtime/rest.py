@@ -56,7 +56,8 @@ class Rest:
         self._streamed = streamed
         self._can_update = can_update
         self._watch_state = watch_state
-        self._is_given_up = False
+        self.is_given_up = False
+        """True if no unit stays any more, because the device had no room."""
         self._adopted: WrapPlan | None = None
         self._has_seen_pass = False
         self._newer: set[int] = set()
@@ -68,11 +69,6 @@ class Rest:
         run.on_weight_write.append(self.note_written)
         run.on_home_closed.append(self._show_again)
         run.on_out_of_memory.append(self.give_up)
-
-    @property
-    def is_given_up(self) -> bool:
-        """True if no unit stays any more, because the device had no room."""
-        return self._is_given_up
 
     @property
     def stands_still(self) -> bool:
@@ -92,7 +88,7 @@ class Rest:
         """
         if self._adopted is not None and not self._has_averages():
             self._take_up(self._adopted)
-        is_wanted = bool(self.context.plan.stays) and not self._is_given_up
+        is_wanted = bool(self.context.plan.stays) and not self.is_given_up
         if self.is_on and (not is_wanted or self._has_averages()):
             self.end()
         if not is_wanted:
@@ -155,7 +151,7 @@ class Rest:
             if not context.plan.stands_still:
                 take_window(context)
         except BaseException:
-            self._is_given_up = True
+            self.is_given_up = True
             self._leave()
             raise
         context.engine.rest.set_callback(weakly(self._look))
@@ -201,7 +197,7 @@ class Rest:
 
     def give_up(self, wanted: int = 0) -> None:
         """Ends the rest for good at the next forward: the device has no room for it."""
-        self._is_given_up = True
+        self.is_given_up = True
         self._adopted = None
 
     def _leave(self, *, wakes: bool = True) -> None:
