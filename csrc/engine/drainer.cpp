@@ -6,6 +6,18 @@
 #include "base/errors.h"
 
 namespace noria {
+namespace {
+
+// Copies these ranges of a unit's gradient between two places where it begins.
+Transfer copy_of(const Ranges& ranges, std::byte* to, const std::byte* from) {
+  Transfer transfer;
+  for (const auto& [begin, end] : ranges) {
+    transfer.copies.push_back({to + begin.count, from + begin.count, end - begin});
+  }
+  return transfer;
+}
+
+}  // namespace
 
 void Drainer::bring(UnitId unit, Bytes offset) {
   const EngineUnit& owner = units_[unit];
@@ -23,11 +35,8 @@ void Drainer::bring(UnitId unit, Bytes offset) {
   op.lane = Lane::fetch;
   op.verb = Verb::fetch;
   op.unit = unit;
-  Transfer transfer;
-  for (const auto& [start, end] : coming.brought) {
-    transfer.copies.push_back({leases_.at(offset + start), from.memory + start.count, end - start});
-    op.bytes += end - start;
-  }
+  Transfer transfer = copy_of(coming.brought, leases_.at(offset), from.memory);
+  op.bytes = transfer.bytes();
   coming.of = issuer_.version(from.buffer);
   op.accesses = {{from.buffer, coming.of, Access::Mode::read},
                  {buffer, issuer_.next_version(buffer), Access::Mode::write}};
@@ -108,11 +117,8 @@ Bytes Drainer::drain(UnitId unit, const Open& open, std::byte* to, BufferId into
   op.lane = Lane::drain;
   op.verb = Verb::drain;
   op.unit = unit;
-  Transfer transfer;
-  for (const auto& [start, end] : open.arrived) {
-    transfer.copies.push_back({to + start.count, leases_.at(open.offset + start), end - start});
-    op.bytes += end - start;
-  }
+  Transfer transfer = copy_of(open.arrived, to, leases_.at(open.offset));
+  op.bytes = transfer.bytes();
   op.accesses = {{open.buffer, issuer_.version(open.buffer), Access::Mode::read},
                  {into, issuer_.next_version(into), Access::Mode::write}};
   const Bytes bytes = op.bytes;
