@@ -67,6 +67,7 @@ NORIA_EACH inline void update_one(const UnitArrays& arrays, const void* gradient
   if constexpr (Rule::kMoments > 0) m = arrays.m.fp32[i];
   if constexpr (Rule::kMoments > 1) v = arrays.v.fp32[i];
   Rule::update(p, m, v, g, s);
+  if (p != p) p = as_float(0x7fc00000u);  // a GPU's own NaN has all bits set: its high half would round to zero
   if constexpr (Rule::kMoments > 0) arrays.m.fp32[i] = m;
   if constexpr (Rule::kMoments > 1) arrays.v.fp32[i] = v;
   Master::store(arrays, i, p);

@@ -137,6 +137,50 @@ def test_bits_are_those_of_a_model_that_streams(stay, rule, dtype):
     assert len(noria.report(stays.model).at_rest) == len(still)
 
 
+class Given(nn.Module):
+    """Its weight gets the gradient that was given."""
+
+    def __init__(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.gradient = gradient
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.weight * self.gradient.to(self.weight)).sum()
+
+
+@MASTERS
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_all_special_values_have_the_bits_of_the_host(rule, dtype):
+    """Weight, moments and gradient: all combinations. A NaN counts as a NaN."""
+    limits = torch.finfo(torch.float32)
+    edges = [limits.max, limits.tiny, limits.smallest_normal * (1 - 2**-24), 2.0**-149, 77 * 2.0**-149]
+    positive = [0.0, 1.0, 0.1, float("inf"), float("nan"), 1e20, 1e-38, 3e-5, 1 + 2.0**-7, *edges]
+    special = torch.tensor([*positive, *(-each for each in positive)], device="cpu")
+    weight, first, second, gradient = (each.flatten() for each in torch.meshgrid([special] * 4, indexing="ij"))
+    found = []
+    for policy in ({}, {"resident": "all"}):
+        model = nn.Sequential(Given(torch.ones(weight.shape), gradient.to(DEVICE)), Given(torch.ones(4), torch.ones(4)))
+        optimizer = OPTIMIZERS[rule](model.cpu().parameters())
+        noria.wrap(model, optimizer, device=DEVICE, kernel="fused", dtype=dtype, device_memory="64MiB", **policy)
+        for number in range(2):  # from the second forward on units stay
+            model(torch.zeros((), device=DEVICE)).backward()
+            if number:
+                model.load_state_dict({**model.state_dict(), "0.weight": weight})
+                state = optimizer.state[model[0].weight]
+                for key, value in {"exp_avg": first, "exp_avg_sq": second, "momentum_buffer": first}.items():
+                    if key in state:
+                        state[key].copy_(value)
+                assert is_at_rest(model) == bool(policy)
+            optimizer.step()
+            optimizer.zero_grad()
+        named = {"weight": model.state_dict()["0.weight"], **state_tensors(optimizer)}
+        found.append({key: torch.where(value.isnan(), torch.nan, value.detach()) for key, value in named.items()})
+        assert ("0.low_bits" in named) == (dtype is not None and rule != "sgd")  # SGD's state has no entries
+        noria.unwrap(model, optimizer)
+    assert_same_bits(found[1], found[0])
+
+
 def test_a_device_that_is_not_brought_up_to_date_has_other_bits(stay, monkeypatch):
     """The control arm: what is loaded while the model is at rest does not reach the device."""
 
