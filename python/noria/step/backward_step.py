@@ -64,7 +64,7 @@ class BackwardStep:
                     f"group {number} turned into {rule.name}",
                     "set it before noria.wrap",
                 )
-            self.state.check(slot, self.members.optimizer.param_groups[number])
+            self.state.check(slot, rule)
             self.masters.confirm_low_bits(slot)
             return self.steps.prepare(slot, rule)
 
@@ -149,7 +149,8 @@ class BackwardStep:
                 if slot.has_master or rule.keys:
                     self.state.shown.unsettled(parameter)
                 try:
-                    step = self.steps.count(slot, rule)
+                    step = self.steps.ready(slot, rule)
+                    self.steps.count(slot, rule)
                 except UsageError as error:
                     refusal = error
                     continue

@@ -9,7 +9,7 @@ import torch
 from noria._errors import usage_error
 from noria.model.layout import HomeParameter
 from noria.model.shadow_optimizer import hyper_of
-from noria.model.update_rules import keeps_state
+from noria.model.update_rules import keeps_state, rule_of
 from noria.runtime.context import Context
 from noria.runtime.masters import Masters
 from noria.step.optimizer_state import HomeState
@@ -48,8 +48,10 @@ def take_gradients(members: ParamGroups, state: HomeState, masters: Masters) -> 
     It also prepares what their updates read: gradients that the user put into `p.grad` move to the home.
     """
 
+    is_at_rest = members.context.engine.rest.has
+
     def takes(slot: HomeParameter) -> bool:
-        return slot.parameter.grad is not None and not members.context.engine.rest.has(slot.unit)
+        return slot.parameter.grad is not None and not is_at_rest(slot.unit)
 
     def take(slot: HomeParameter) -> None:
         take_foreign(members.context, slot)
@@ -73,12 +75,15 @@ def prepare_jobs(
     jobs: Jobs = {}
     for group in members.optimizer.param_groups:
         hyper = hyper_of(group)
+        rule = rule_of(members.cls, group) if members.kernel == "fused" else None
+        makes_state = members.kernel != "whole" and keeps_state(members.cls, group)
         by_unit: dict[int, list[HomeParameter]] = {}
         for slot in (members.context.slot_of[parameter] for parameter in group["params"]):
             if not takes(slot):
                 continue
-            state.check(slot, group)
-            if members.kernel != "whole" and (slot.has_master or keeps_state(members.cls, group)):
+            if rule is not None:
+                state.check(slot, rule)
+            if makes_state or (slot.has_master and members.kernel != "whole"):
                 state.shown.unsettled(slot.parameter)  # creates the state now, to keep torch's order of states
             masters.confirm_low_bits(slot)
             take(slot)

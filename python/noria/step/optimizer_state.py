@@ -20,7 +20,7 @@ from noria.model.moment_formats import (
     plain_values,
 )
 from noria.model.shadow_optimizer import dtype_at_home, is_array, part_values
-from noria.model.update_rules import rule_of
+from noria.model.update_rules import FusedRule
 from noria.runtime.context import Context
 from noria.runtime.masters import Masters
 from noria.runtime.rank_sync import RankSync
@@ -164,11 +164,19 @@ class HomeState:
                 place.copy_(value)
             state[key] = self.placed[(slot.index, key)] = place
 
-    def check(self, slot: HomeParameter, group: dict[str, Any]) -> None:
+    def check(self, slot: HomeParameter, rule: FusedRule) -> None:
         """Raises UsageError if the user or a checkpoint has put state there that the kernel cannot read."""
         values = dict.get(self.shown, slot.parameter)
         if values and self.members.fuses(slot.unit):
-            rule_of(self.members.cls, group).refuse_broken_state(slot, values)
+            rule.refuse_broken_state(slot, values)
+
+    def has_placed(self, slot: HomeParameter, keys: Iterable[str]) -> bool:
+        """Returns True if the parameter's state has the tensors that updates write, and no others."""
+        values = dict.get(self.shown, slot.parameter) or {}
+        for key in keys:  # noqa: SIM110  (a loop is faster, and each parameter of a step comes here)
+            if values.get(key) is not self.placed.get((slot.index, key)):
+                return False
+        return True
 
     def _place(self, slot: HomeParameter, key: str, value: torch.Tensor) -> torch.Tensor | None:
         """Returns the tensor in the home to which `value` moves, or None if `value` stays where it is."""

@@ -42,15 +42,16 @@ class ResidentStep:
         has_all = True
         for slot, rule in self._with_gradients():
             values = dict.get(self._state.shown, slot.parameter) or {}
-            has_all = has_all and all(values.get(key) is not None for key in rule.keys)
-            if not all(self._state.is_planned(slot, key) for key in rule.keys):
-                self.rest.give_up()
-                return False
+            for key in rule.keys:
+                has_all = has_all and values.get(key) is not None
+                if not self._state.is_planned(slot, key):
+                    self.rest.give_up()
+                    return False
         return has_all
 
     def jobs(self) -> Jobs:
         """Returns the parameters at rest that have a gradient now, by unit and group."""
-        for slot, _ in self._with_gradients():
+        for slot, _ in self._with_gradients() if self._masters.loaded_low_bits else ():
             if slot.index in self._masters.loaded_low_bits:
                 self.rest.note_written(slot.unit)  # `confirm_low_bits` may correct them at home
         return prepare_jobs(self.members, self._state, self._masters, self._has_gradient, refuse_gradient)
@@ -105,7 +106,7 @@ def _dense_gradient(slot: HomeParameter) -> torch.Tensor:
     """Returns the gradient in the parameter's own dtype, device and strides: itself, or a copy."""
     gradient, parameter = slot.parameter.grad, slot.parameter
     assert gradient is not None
-    is_alike = (gradient.dtype, gradient.device) == (slot.dtype, parameter.device)
+    is_alike = gradient.dtype is slot.dtype and gradient.device == parameter.device
     if is_alike and gradient.stride() == slot.strides:
-        return gradient.detach()
+        return gradient
     return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=parameter.device).copy_(gradient)

@@ -18,6 +18,15 @@ from noria.step.param_groups import ParamGroups
 __all__ = ["StepCounts"]
 
 _MOST_STEPS = 1 << 62
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # torch adds it faster than a number
+
+
+def _lacks(state: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    """Returns True if one of these keys has no value."""
+    for key in keys:  # noqa: SIM110  (a loop is faster, and each parameter of a step comes here)
+        if state.get(key) is None:
+            return True
+    return False
 
 
 class StepCounts:
@@ -29,6 +38,7 @@ class StepCounts:
         self.context = members.context
         self.state = state
         self._zeroed: set[int] = set()  # slots with zeroed moments that are not in optimizer.state yet
+        self._keys_of: dict[tuple[int, FusedRule], tuple[str, ...]] = {}  # by unit and rule; see `_keys`
 
     def ready(self, slot: HomeParameter, rule: FusedRule) -> int:
         """Returns the number of the next step, as `count` will.
@@ -36,21 +46,21 @@ class StepCounts:
         If the user has replaced moments, this method moves them to the home. It changes nothing else.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        if not rule.keys or any(state.get(key) is None for key in rule.keys):
+        if not rule.keys or _lacks(state, rule.keys):
             return 1
         self._adopt_replaced(slot, state, self._keys(slot, rule))
         return self._after(slot, state, rule)
 
-    def count(self, slot: HomeParameter, rule: FusedRule) -> int:
-        """Counts the next step and returns its number.
+    def count(self, slot: HomeParameter, rule: FusedRule) -> None:
+        """Counts the next step. State is created as in torch: lazily, with zeros, and `step` is a float tensor.
 
-        State is created as in torch: lazily, with zeros, and `step` is a float tensor.
+        Order: `ready` has been called for this step.
         """
         if not rule.keys:
-            return 1
+            return
         state = self.state.shown.unsettled(slot.parameter)
-        step = self.ready(slot, rule)
-        if any(state.get(key) is None for key in rule.keys):
+        is_first = _lacks(state, rule.keys)
+        if is_first:
             if rule.counts_steps:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for key in self._keys(slot, rule):
@@ -58,10 +68,11 @@ class StepCounts:
                 self.state.placed[(slot.index, key)] = state[key]
             self._zeroed.discard(slot.index)
         if rule.counts_steps:
-            state["step"] += 1
+            number = state["step"]
+            is_usual = isinstance(number, torch.Tensor) and number.dtype is torch.float32
+            state["step"] += _ONE if is_usual else 1
         elif self.state.dtype != "fp32":
-            state[ROUNDING_STEP] = step
-        return step
+            state[ROUNDING_STEP] = 1 if is_first else self._after(slot, state, rule)
 
     def expect(self, slot: HomeParameter, rule: FusedRule) -> int | None:
         """Returns the number of the next step without counting it.
@@ -90,7 +101,7 @@ class StepCounts:
         `step()` later enters these moments into the optimizer's state, for the parameters that were updated.
         """
         state = dict.get(self.state.shown, slot.parameter) or {}
-        if any(state.get(key) is None for key in rule.keys) and slot.index not in self._zeroed:
+        if _lacks(state, rule.keys) and slot.index not in self._zeroed:
             self._zeroed.add(slot.index)
             for key in self._keys(slot, rule):
                 self._new_moment(slot, key)
@@ -123,12 +134,16 @@ class StepCounts:
 
     def _keys(self, slot: HomeParameter, rule: FusedRule) -> tuple[str, ...]:
         """Returns the keys of the state tensors that the fused kernel writes. Moments outside of the home are fp32."""
-        in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
-        return keys_of(rule.keys, self.state.dtype if in_home else "fp32")
+        found = self._keys_of.get((slot.unit, rule))
+        if found is None:
+            in_home = all(self.state.is_planned(slot, key) for key in rule.keys)
+            found = keys_of(rule.keys, self.state.dtype if in_home else "fp32")
+            self._keys_of[(slot.unit, rule)] = found
+        return found
 
     def _adopt_replaced(self, slot: HomeParameter, state: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Moves tensors to the home if the user has replaced the home's tensors with them."""
-        if all(state.get(key) is self.state.placed.get((slot.index, key)) for key in keys):
+        if self.state.has_placed(slot, keys):
             return
         self.state.settle(slot.parameter)
         self.state.adopt(slot)
