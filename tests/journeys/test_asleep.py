@@ -14,7 +14,7 @@ from noria.testing import assert_same_bits
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, IS_PRETEND
 from tests.journeys.pairs import Net, Side, adamw, both, loss_of, new_side, sgd, wrap_side
 from tests.ranks import assert_fine, in_turn_on_ranks
 
@@ -39,7 +39,7 @@ def device_bytes(model: nn.Module) -> int:
 
 def free_bytes() -> int:
     """Of the device, as its driver tells."""
-    return torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
+    return torch.cuda.mem_get_info()[0] if IS_PRETEND else 0
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def maybe_asleep(side: Side) -> Any:
     assert before > 0 and noria.report(side.model).ledger_agrees
     with noria.asleep(side.model):
         assert device_bytes(side.model) <= 0.05 * before
-        assert DEVICE == "cpu" or free_bytes() - free >= 0.95 * before
+        assert not IS_PRETEND or free_bytes() - free >= 0.95 * before  # a GPU's driver counts in steps of 2 MiB
         assert noria.report(side.model).ledger_agrees
         yield
     assert device_bytes(side.model) == before and noria.report(side.model).ledger_agrees

@@ -388,6 +388,7 @@ def test_an_update_that_raises_does_not_break_off_that_of_another_optimizer():
 
 PROGRAM = """
 import os, signal, sys
+sys.modules["tabulate"] = None  # torch imports it as it exits; that runs code, and then Python forgets the interrupt
 import torch, noria
 from noria.testing import on_machine
 from tests.device import DEVICE

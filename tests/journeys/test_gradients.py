@@ -17,7 +17,7 @@ from noria.wrapped import wrapped_by
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
-from tests.device import DEVICE
+from tests.device import DEVICE, settle
 from tests.journeys.pairs import (
     BLOCKS,
     HOSTILE,
@@ -178,6 +178,8 @@ def test_held_gradients_come_before_the_visit_that_adds_to_them(tmp_path):
     for _ in range(2):
         optimizer.zero_grad()
         for number in range(2):
+            settle()
+            wrapped_by(model).context.backend.stats("fetch")  # adds to the trace what the device has done by now
             trace.clear()
             loss_of(model, number).backward()
         optimizer.step()

@@ -449,13 +449,13 @@ def test_an_optimizer_may_come_while_the_model_sleeps():
 
 
 def test_a_nan_with_all_bits_set_stays_a_nan():
-    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32)
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32)  # where journeys train
     master, working = bits.view(torch.float32), torch.zeros(4, dtype=torch.bfloat16)
     streamed_step._round(master, working)
     assert working.isnan().all()
     values = torch.randn(1000)
     rounded = torch.zeros(1000, dtype=torch.bfloat16)
     streamed_step._round(values, rounded)
-    other = torch.zeros(1000, dtype=torch.bfloat16)
-    _C.split_master(values.data_ptr(), other.data_ptr(), 0, 1000)
-    assert torch.equal(rounded, other)
+    at_home, other = values.cpu(), torch.zeros(1000, dtype=torch.bfloat16, device="cpu")
+    _C.split_master(at_home.data_ptr(), other.data_ptr(), 0, 1000)
+    assert torch.equal(rounded.cpu(), other)
