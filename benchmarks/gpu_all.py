@@ -134,7 +134,7 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         # beside each other, because none fills the machine.
         Part("writes", 200, tests(*(f"journeys/test_{name}.py" for name in WRITES)), is_beside=True),
         Part("training", 120, tests("journeys/test_cuda.py", "journeys/test_cuda_trainer.py"), is_beside=True),
-        Part("journeys", 160, journeys("-n", "12", "--dist", "worksteal"), is_beside=True),
+        Part("journeys", 230, journeys("-n", "12", "--dist", "worksteal"), is_beside=True),
         Part("contract", 100, tests("python/device"), is_beside=True),
         Part("lending", 30, tests("journeys/test_lending_cuda.py"), is_beside=True),
         Part(
@@ -146,10 +146,12 @@ def parts(out: Path, wheels: Path | None, small: bool, times: float = 1.0, prete
         # Rates, which say what to expect of the rest.
         Part("transfers", 30, script("transfers"), is_timed=True),
         Part("host_memory", 30, script("host_memory"), is_timed=True),
-        Part("adamw", 40, script("adamw", *threads), is_timed=True),
+        Part("adamw", 60, script("adamw", *threads), is_timed=True),
         # Whole steps.
         Part("big_step", 70, script("big_step"), is_timed=True),
         Part("accumulation", 60, script("accumulation"), is_timed=True),
+        Part("placement", 150, script("placement"), is_timed=True),
+        Part("overhead", 40, script("overhead", "--only", "stays"), is_timed=True),
         Part("asleep", 40, script("asleep"), is_timed=True),
         # Two stages lend each other memory: on a CUDA device each, where there are two, or else on the CPU.
         Part("pipeline", 40, ring),

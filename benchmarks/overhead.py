@@ -123,18 +123,10 @@ PARTS = ["forward", "backward", "step", "whole"]
 
 
 def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
-    """Seconds of each part of a step, by run. On a GPU, if there is one."""
+    """Seconds of each part of a step, by run. On a GPU, if there is one: then parts are times of the host alone."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def timed(work: Any) -> float:
-        def whole() -> None:
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        return _common.seconds(whole)
-
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     plain = GPT(GPTConfig(num_layers=3 if args.quick else 12, num_heads=8, width=512))
     runs = {"plain": copy.deepcopy(plain).to(device), "stays": plain}
     optimizers = {
@@ -147,11 +139,13 @@ def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
         for name in list(runs) if number % 2 else reversed(runs):
             taken: list[float] = []
             loss: list[torch.Tensor] = []
-            taken.append(timed(lambda name=name, loss=loss, at=tokens: loss.append(runs[name](at, at)[1])))
-            taken.append(timed(loss[0].backward))
-            taken.append(timed(lambda name=name: (optimizers[name].step(), optimizers[name].zero_grad())))
+            seconds = _common.seconds
+            taken.append(seconds(lambda name=name, loss=loss, at=tokens: loss.append(runs[name](at, at)[1])))
+            taken.append(seconds(loss[0].backward))
+            taken.append(seconds(lambda name=name: (optimizers[name].step(), optimizers[name].zero_grad())))
+            taken.append(sum(taken) + seconds(finish))
             if number >= 3:
-                samples[name].append([*taken, sum(taken)])
+                samples[name].append(taken)
     report = noria.report(runs["stays"])
     ratios = [
         [a[part] / b[part] for a, b in zip(samples["stays"], samples["plain"], strict=True)]
@@ -185,7 +179,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["steps", "hooks", "stays"], help="one of the three questions")
     args = parser.parse_args()
     args.steps = args.steps or (5 if args.quick else 16)
-    args.batch = args.batch or (1 if args.quick else 4)
+    args.batch = args.batch or (1 if args.quick else 64 if torch.cuda.is_available() else 4)
     args.pairs = args.pairs or (5 if args.quick else 120)
     # Memory that is freed stays with the process. Else the system's part in a step depends on which model frees last.
     for threshold in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
