@@ -95,7 +95,7 @@ class Policy:
     window: str | int = "auto"
     """The largest number of units that are leased at once, 2 or more. "auto": only `device_memory` limits it."""
 
-    resident: str | int = "none"
+    resident: str | int = "auto"
     """Which units stay on the device, and which stream.
 
     - "none": all units stream through the window, and updates run on the host.
@@ -104,7 +104,8 @@ class Policy:
     - "24GiB", or bytes: some units stay, as under "all". They take at most this much device memory, with masters and
       moments. They are spread evenly over the model. The others stream.
     - "auto": noria chooses how many units stay. It simulates steps and takes the shortest one. The costs of the
-      simulation are measured in the first steps, or by an earlier run. If units cannot stay, all stream.
+      simulation are measured in the first steps, or by an earlier run. If units cannot stay, all stream. They do so too
+      with a `window` of your own, and on "cpu" without a `device_memory`.
 
     noria refuses what does not fit into `device_memory`, or on CUDA into half of it. The home stays allocated, and what
     a read of it needs is copied there first. On CUDA training needs a noria that was built with nvcc."""

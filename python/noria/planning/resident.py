@@ -28,12 +28,16 @@ def mirror_of(region: Region, stays: Container[int]) -> Region:
     return Region.of(f"{region.purpose} that stay", sizes)
 
 
-def bytes_to_stay(kernels: Kernels, regions: list[Region], grid: Grid | None, device: torch.device) -> dict[int, int]:
+def bytes_to_stay(
+    kernels: Kernels, regions: list[Region], grid: Grid | None, device: torch.device, budgets: Budgets
+) -> dict[int, int]:
     """Returns the bytes on the device that each unit takes if it stays, by index. Units that cannot stay are missing.
 
     Raises UsageError if the policy asks for units that stay, and none can. With "auto" none is there then.
     """
     policy = kernels.policy
+    if policy.resident == "auto" and (policy.window != "auto" or budgets.device is None):
+        return {}
     if (refusal := _refusal_of_policy(kernels, grid, device)) is not None:
         if policy.resident in ("none", "auto"):
             return {}

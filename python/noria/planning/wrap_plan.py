@@ -329,7 +329,7 @@ def make_plan(
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
-    may_stay = bytes_to_stay(kernels, first, grid, device)
+    may_stay = bytes_to_stay(kernels, first, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)
     draftable = undo_log_needs(kernels, stays | streamed)
