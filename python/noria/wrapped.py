@@ -26,6 +26,7 @@ from noria.pipeline.stage_adapter import StageAdapters
 from noria.planning.cost_cache import KnownCosts
 from noria.planning.decisions import choose_again
 from noria.planning.late_optimizers import new_regions
+from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.accumulation import Accumulation, NoSync
 from noria.runtime.context import Context
@@ -107,7 +108,7 @@ class Wrapped:
         self.peer_memory = PeerMemory(context, run, stages)
         self.stages = StageAdapters(context, run, self.accumulation)
         peer_cache = PeerCache(context, self.peer_memory)
-        self.activations = Activations(context, late, peer_cache)
+        self.activations = Activations(context, late, peer_cache, weakly_asked(self._known_costs))
         self.recorder = CostRecorder(context, self.sync, known, weakly(self._decide))
         self.boundary = StepBoundary(
             every=[self.reads.end, self.stages.begin_step, self.peer_memory.begin_step],
@@ -160,6 +161,9 @@ class Wrapped:
         if context.trace is not None:
             engine.set_trace(context.trace)
         self._give_undo_logs()
+
+    def _known_costs(self) -> MeasuredCosts | None:
+        return self.recorder.known.costs
 
     def _decide(self) -> None:
         """Costs are known, or others than before: chooses what stays on the device, perhaps anew."""

@@ -364,6 +364,26 @@ def test_blocks_are_computed_again_where_the_link_is_too_slow_for_them():
     assert offloaded[5] - offloaded[2] < offloaded[2]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the host's clock tells what blocks take there")
+def test_on_a_device_blocks_are_computed_again_by_what_its_clock_says():
+    left, told = {}, []
+
+    def choose(blocks: Any, *links: Any) -> list[str]:
+        told.append(blocks)
+        return ["recompute" if number % 2 else "host" for number in range(len(blocks))]
+
+    for wraps in (False, True):
+        model, optimizer = crammed(1e-3 if wraps else None)
+        with mock.patch.object(_C, "choose_ways", choose):
+            for _ in range(11):
+                step_of(model, optimizer)
+        left[wraps] = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits(left[True], left[False])
+    report = noria.report(model)
+    assert report.recomputed == ["blocks.1", "blocks.3", "blocks.5"]
+    assert [each[3] for each in told[0]] == report.costs.forward_us
+
+
 @NEEDS_SLOW_LINKS
 def test_what_is_computed_again_is_chosen_once_it_is_known_what_units_do_to_the_links():
     """Those that are tried at other stages."""

@@ -24,6 +24,7 @@ from noria._errors import usage_error
 from noria.forward.recompute import Recomputation, is_checkpointed
 from noria.model.layout import Region
 from noria.pipeline.peer_cache import PeerCache
+from noria.planning.measured_costs import MeasuredCosts
 from noria.runtime.context import Context
 from noria.runtime.hooks import Hook, remove_hooks
 from noria.runtime.late_allocations import LateAllocations
@@ -50,7 +51,14 @@ class _Entered:
 class Activations:
     """Moves what blocks save, or makes their backward compute it again."""
 
-    def __init__(self, context: Context, late: LateAllocations, peer_cache: PeerCache) -> None:
+    def __init__(
+        self,
+        context: Context,
+        late: LateAllocations,
+        peer_cache: PeerCache,
+        costs: Callable[[], MeasuredCosts | None],
+    ) -> None:
+        """`costs` returns what has been measured of this model, or None."""
         self.context = context
         self.late = late
         self._handles: list[RemovableHandle] = []
@@ -61,7 +69,8 @@ class Activations:
         self._saving = _saving_hooks(weakref.ref(self._saved))
         self._recomputation: Recomputation | None = None
         if self.context.policy.activations == "recompute" or self.context.plan.saved_room is not None:
-            self._recomputation = Recomputation(context, peer_cache, chooses=self.context.plan.saved_room is not None)
+            chooses = self.context.plan.saved_room is not None
+            self._recomputation = Recomputation(context, peer_cache, costs, chooses=chooses)
         if context.plan.least_saved is not None:
             blocks = [spec.module for spec in self.context.partition.hooks if spec.is_block]
             self._saved.set_saved_callback(weakly_asked(self.more_home))

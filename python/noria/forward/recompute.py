@@ -1,9 +1,10 @@
 """Makes blocks compute their activations again in backward: all blocks, or those for which it is cheaper than swapping.
 
 activations="auto" measures before it chooses. The first step shows which activations have no room, and how much other
-stages lend. The third step is measured, or a later one if units at other stages are tried first. Times are by the
-host's clock, so on a CUDA device no block computes again. If the other stages lack room for all, the choice also says
-which activations go there and which go to the host (csrc/plan/swap.h).
+stages lend. The third step is measured, or a later one if units at other stages are tried first. The host's clock says
+how long blocks compute. On a CUDA device it does not know, so there the choice waits for costs that the device's clock
+has measured. If the other stages lack room for all, the choice also says which activations go there and which go to the
+host (csrc/plan/swap.h).
 
 Bursts and other stages add waits that the measurement cannot show, so noria then tries. If a step waits longer for
 copies than it takes to compute one more block again, one more block computes again. If that has not paid, it is undone,
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from noria import _C
 from noria.forward.operator_watch import tensors_of
 from noria.pipeline.peer_cache import PeerCache, stalled_us
+from noria.planning.measured_costs import MeasuredCosts
 from noria.runtime.context import Context
 
 __all__ = ["Recomputation", "Recomputed", "is_checkpointed"]
@@ -96,6 +98,16 @@ class _Block:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Compute:
+    """Holds times in microseconds, without stalls: of a step, and by hook of one forward, and from its end to its
+    backward."""
+
+    forward_us: float
+    backward_us: float
+    by_hook: dict[int, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Seen:
     """Holds counters as they are when a step begins."""
 
@@ -110,16 +122,20 @@ class _Seen:
 class Recomputation:
     """Chooses blocks and replaces their `forward`."""
 
-    def __init__(self, context: Context, peer_cache: PeerCache, *, chooses: bool) -> None:
-        """`chooses`: measure first, then choose blocks; False: take all."""
+    def __init__(
+        self, context: Context, peer_cache: PeerCache, costs: Callable[[], MeasuredCosts | None], *, chooses: bool
+    ) -> None:
+        """`chooses`: measure first, then choose blocks; False: take all. `costs` returns what has been measured."""
         self.context = context
         self.peer_cache = peer_cache
+        self._costs = costs
+        self._is_cpu = context.device.type == "cpu"
         self._blocks = {
             id(spec.module): _Block(hook, spec.module)
             for hook, spec in enumerate(self.context.partition.hooks)
             if spec.is_block
         }
-        self._is_looking = chooses and self.context.device.type == "cpu"
+        self._is_looking = chooses
         self._num_steps = 0
         self._before: _Seen | None = None
         self._offered: list[_Block] | None = None  # after the choice: the blocks that it was made from
@@ -184,6 +200,8 @@ class Recomputation:
         self._num_steps += 1
         if self._num_steps < _LOOKED_AT - 1 or not self.peer_cache.is_settled:
             return
+        if not self._is_cpu and self._costs() is None:
+            return
         if self._before is None:
             self._before = self._see()
             return
@@ -216,12 +234,12 @@ class Recomputation:
         if not more("offloaded") or not more("reloaded"):
             self._is_looking = False
             return
-        forward_us, backward_us = now.forward_us - before.forward_us, now.backward_us - before.backward_us
-        compute_us = forward_us + backward_us
+        compute = self._compute(before, now)
+        compute_us = compute.forward_us + compute.backward_us
         to_peers, from_peers = more("offloaded_to_peers"), more("reloaded_from_peers")
         speeds, free = [], []
         out, back = more("offloaded") - to_peers, more("reloaded") - from_peers
-        for lane, own, behind_us in (("drain", out, forward_us), ("fetch", back, backward_us)):
+        for lane, own, behind_us in (("drain", out, compute.forward_us), ("fetch", back, compute.backward_us)):
             busy_us, moved = busy(lane)
             speeds.append(busy_us / moved if moved else _UNKNOWN_US)
             free.append(max(min(behind_us, compute_us - speeds[-1] * (moved - own)), 0.0) if moved else 0.0)
@@ -231,8 +249,9 @@ class Recomputation:
         peers = (to_peers, peer_us_per_byte, max(compute_us - peer_us_per_byte * of_units, 0.0))
         described = []
         for block in self._blocks.values():
-            num_visits, size, forward_us, gap_us = now.by_hook.get(block.hook, (0, 0, 0, 0))
+            num_visits, size, *_ = now.by_hook.get(block.hook, (0, 0, 0, 0))
             num_visits -= before.by_hook.get(block.hook, (0,))[0]
+            forward_us, gap_us = compute.by_hook.get(block.hook, (0, 0))
             if num_visits:
                 self._offered.append(block)
                 kept = block.input_bytes if block.is_pure else size  # size: nothing would be saved
@@ -244,6 +263,22 @@ class Recomputation:
         self._recompute(block for block, way in chosen if way == "recompute")
         if to_peers:
             self.context.engine.saved.send_saved_home({block.hook for block, way in chosen if way == "host"})
+
+    def _compute(self, before: _Seen, now: _Seen) -> _Compute:
+        """Returns what the clock says that knows: the host's, or the device's."""
+        if self._is_cpu:
+            by_host = {hook: (float(forward), float(gap)) for hook, (_, _, forward, gap) in now.by_hook.items()}
+            return _Compute(now.forward_us - before.forward_us, now.backward_us - before.backward_us, by_host)
+        costs = self._costs()
+        assert costs is not None
+        found: dict[int, tuple[float, float]] = {}
+        gap_us = 0.0
+        for block in reversed(list(self._blocks.values())):  # the last one's backward comes first
+            units = self.context.unit_indices(block.module)
+            forward_us = sum(costs.forward_us[unit] for unit in units)
+            found[block.hook] = (forward_us, gap_us)
+            gap_us += forward_us + sum(costs.backward_us[unit] for unit in units)
+        return _Compute(costs.backwards * sum(costs.forward_us), costs.backwards * sum(costs.backward_us), found)
 
     def _look_again(self, stalled_us: int) -> None:
         """Tries one more block, or ends the trials. `stalled_us`: waits for copies in the last step."""

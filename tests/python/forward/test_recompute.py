@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from noria.forward.recompute import Recomputation, Recomputed
+from noria.planning.measured_costs import MeasuredCosts
 from torch import nn
 
 SIZE, INPUT = 1000, 100  # bytes that a block saves, and of its input
@@ -63,8 +64,10 @@ class Machine:
             device=torch.device(device),
             backend=SimpleNamespace(stats=self.stats),
             engine=SimpleNamespace(saved=saved, statistics=SimpleNamespace(step_sums=self.step_sums)),
+            unit_indices=lambda module: [1 + self.blocks.index(module)],
         )
-        self.recomputation = Recomputation(context, self.peer_cache, chooses=chooses)
+        self.costs: MeasuredCosts | None = None
+        self.recomputation = Recomputation(context, self.peer_cache, lambda: self.costs, chooses=chooses)
 
     def saved_stats(self) -> dict[str, int]:
         self.saved["num_looks"] += 1
@@ -141,11 +144,17 @@ def test_the_look_waits_for_copies_of_units_and_for_backwards_that_are_to_come()
     assert machine.step() == ["a"]
 
 
-def test_no_block_computes_again_on_a_device_whose_times_the_hosts_clock_does_not_tell():
-    machine = Machine(10, 10, device="cuda")
+def test_on_a_device_the_choice_waits_for_what_its_own_clock_has_measured(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr("noria._C.choose_ways", lambda *given: told.append(given) or ["recompute", "host"])
+    machine = Machine(5000, 10, device="cuda")  # as the host's clock has it, which is when blocks are launched
     for _ in range(5):
-        machine.step()
-    assert not machine.recomputation.names() and not machine.saved["num_looks"]
+        assert machine.step() == [] and not machine.saved["num_looks"]
+    machine.costs = MeasuredCosts([1.0, 10.0, 2500.0], [2.0, 20.0, 900.0], {}, {})
+    assert [machine.step(), machine.step()] == [[], ["a"]]
+    [(blocks, _, host, _)] = told
+    assert blocks == [(SIZE, INPUT, 1, 10, 3400), (SIZE, INPUT, 1, 2500, 0)]
+    assert host[2:] == (2511, 922)
 
 
 @pytest.mark.parametrize(("to_peers", "sent"), [(0, []), (1000, [set()]), (500, [{2}])])
