@@ -570,11 +570,12 @@ def _carry_out(
     """
     policy, device, units = planned.policy, planned.device, planned.units
     known = load_costs(planned)
-    if policy.resident == "auto" and known.costs is not None:
+    if known.costs is not None and ranks is None:  # ranks may have kept other costs: they choose when they have met
         planned = without_idle_logs(choose_by_costs(planned, known.costs))
     pool = None
     capacity = planned.device_bytes
-    if policy.resident != "none" or (policy.optimizer_device == "device" and not updaters):
+    may_stay = policy.resident != "none" and bool(planned.may_stay)
+    if may_stay or (policy.optimizer_device == "device" and not updaters):
         capacity = max(capacity, planned.budgets.device or _ANY)
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent

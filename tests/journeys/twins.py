@@ -43,6 +43,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.1),
     "interlude": (True, False),
     "clear": ("none", "zeros"),
+    "resident": ("none", "part", "auto"),
 }
 """By field of Case, all values. `run` understands every combination for which `is_possible` holds."""
 
@@ -51,8 +52,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 class Case:
     """`window`: "least", just the device memory that noria says is least; "two", a window of as few units as it allows;
     "half" of the model; "all". `dtype`: of the model, or "master" for Policy.dtype=bfloat16. `interlude`: eval passes
-    and `generate` between steps. `clear`: what zero_grad leaves. `seed`: of delays, where hostile; `held`: a verb that
-    is held back there by `hold_us`, each time."""
+    and `generate` between steps. `clear`: what zero_grad leaves. `resident`: nothing stays, what takes half of the
+    memory of all units stays, or what noria chooses. `seed`: of delays, where hostile; `held`: a verb that is held back
+    there by `hold_us`, each time."""
 
     model: str = "gpt"
     optimizer: str = "adamw"
@@ -68,6 +70,7 @@ class Case:
     dropout: float = 0.0
     interlude: bool = False
     clear: str = "none"
+    resident: str = "none"
     seed: int = 0
     held: str = ""
     hold_us: int = 1000
@@ -80,15 +83,20 @@ class Case:
         flags += [f"{self.micro_batches}x"] if self.micro_batches > 1 else []
         flags += [name for name in ("hostile", "clip", "dropout", "interlude") if getattr(self, name)]
         flags += ["zeros"] if self.clear == "zeros" else []
+        flags += [f"{self.resident}_stays"] if self.resident != "none" else []
         return "-".join(words + flags)
 
 
 def is_possible(choice: Mapping[str, Any]) -> bool:
     """False for what means something else: fused kernels update some optimizers, on fp32; a MasterTwin clears by
-    itself."""
+    itself; a part stays if noria's kernels update it, and if the budget has room for it."""
     is_covered = choice.get("optimizer", "adamw") != "adagrad" and choice.get("dtype") != "bf16"
     clears_itself = choice.get("dtype") == "master"
-    return (choice.get("kernel") != "fused" or is_covered) and not (clears_itself and choice.get("clear") == "zeros")
+    has_part = choice.get("resident") == "part"
+    if has_part and (choice.get("kernel", "fused") != "fused" or choice.get("window", "two") not in ("two", "all")):
+        return False
+    is_fused = choice.get("kernel") == "fused" or has_part
+    return (not is_fused or is_covered) and not (clears_itself and choice.get("clear") == "zeros")
 
 
 # ---- covers -----------------------------------------------------------------------------------------------------
@@ -246,10 +254,14 @@ def make_model(case: Case) -> nn.Module:
 
 
 def policy_of(case: Case, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"device": DEVICE, "kernel": case.kernel, "update": case.update}
+    fields: dict[str, Any] = {"device": DEVICE, "kernel": case.kernel, "update": case.update, "resident": "none"}
     if case.dtype == "master":
         fields["dtype"] = torch.bfloat16
-    return fields | window_of(case.window, model, optimizer, fields)
+    fields |= window_of(case.window, model, optimizer, fields)
+    if case.resident == "part":
+        all_stay = {"resident": "all", "device_memory": "1TiB"}
+        fields["resident"] = noria.plan(model, optimizer, **fields | all_stay).resident_bytes // 2
+    return fields | ({"resident": "auto"} if case.resident == "auto" else {})
 
 
 def window_of(window: str, model: nn.Module, optimizer: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,8 +315,8 @@ def twin_side(case: Case, make_optimizer: MakeOptimizer | None = None) -> Side:
     """See this file's first lines."""
     make_optimizer = make_optimizer or OPTIMIZERS[case.optimizer]
     if case.kernel == "fused":
-        calm = dataclasses.replace(case, window="all", update="blocking", update_threads=1, hostile=False)
-        return wrapped_side(calm, make_optimizer)
+        calm = {"window": "all", "resident": "none", "update": "blocking", "update_threads": 1, "hostile": False}
+        return wrapped_side(dataclasses.replace(case, **calm), make_optimizer)
     model = make_model(case)
     side = Side(case, model)
     if case.dtype == "master":
@@ -385,14 +397,17 @@ def check_moved(case: Case, ours: Side, report: noria.Report, first: Mapping[str
     assert wrapped.context.backend.poisons == case.hostile
     assert all(("fused" in kernel) == (case.kernel == "fused") for kernel in report.kernels)
     check_values_moved(ours, first)
-    check_passes(case, ours, wrapped)
+    if case.resident == "none":
+        check_passes(case, ours, wrapped)
+    if case.resident == "part":
+        assert report.at_rest and len(report.at_rest) < report.num_units and report.num_fetches > 0
     window = wrapped.context.policy.window
     if case.window == "two":
         assert isinstance(window, int)
         assert report.peak_units <= window < report.num_units
     if case.window in ("least", "half"):
         budget = wrapped.context.policy.device_memory
-        assert isinstance(budget, int) and wrapped.context.backend.allocated <= budget // SHARES
+        assert isinstance(budget, int) and wrapped.context.backend.allocated <= budget // SHARES, case.resident
         assert budget // SHARES < sum(unit.weights for unit in wrapped.context.units)
 
 
@@ -440,5 +455,7 @@ def check_memory(wrapped: Wrapped, report: noria.Report) -> None:
     """Device memory taken is device memory planned, and leases stay inside of it."""
     assert report.ledger_agrees, str(report)
     planned = sum(row.planned for row in report.ledger if row.place == report.device)
-    assert wrapped.context.backend.allocated == wrapped.context.backend.capacity == planned
-    assert 0 < report.peak_lease_bytes <= wrapped.context.plan.arena_bytes
+    backend, plan = wrapped.context.backend, wrapped.context.plan
+    assert backend.allocated == planned <= backend.capacity
+    assert backend.capacity == planned or plan.stays or (plan.policy.resident == "auto" and plan.may_stay)
+    assert report.peak_lease_bytes > 0 and (wrapped.rest.is_on or report.peak_lease_bytes <= plan.arena_bytes)

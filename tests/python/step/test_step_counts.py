@@ -35,6 +35,10 @@ class State:
     def is_planned(self, slot: object, key: str) -> bool:
         return self.planned
 
+    def has_placed(self, slot: Any, keys: tuple[str, ...]) -> bool:
+        state = self.shown.unsettled(slot.parameter)
+        return all(state.get(key) is self.placed.get((slot.index, key)) for key in keys)
+
     def moment(self, slot: object, key: str) -> torch.Tensor | None:
         return self.home.setdefault(key, torch.full((3,), 9.0)) if self.planned else None
 
@@ -82,7 +86,9 @@ class Call:
         return dict.__contains__(self.state.shown, self.slot.parameter)
 
     def count(self) -> int:
-        return self.steps.count(self.slot, self.rule)
+        number = self.steps.ready(self.slot, self.rule)
+        self.steps.count(self.slot, self.rule)
+        return number
 
     def ready(self) -> int:
         return self.steps.ready(self.slot, self.rule)
