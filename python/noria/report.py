@@ -484,7 +484,7 @@ def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: Updat
         return f'{found}: update="auto" lets them run behind the next forward'
     compute_us = (sums["forward_us"] + sums["backward_us"]) / sums["num_steps"]
     remedies = []
-    if set(plan.draftable) > plan.drafted and wrapped.draft_policy.pay:
+    if set(plan.draftable) > set(plan.undo_logs) and wrapped.draft_policy.pay:
         needed = sum(plan.draftable.values())
         remedies.append(
             f"draft_memory={needed} ({format_bytes(needed)}) lets all {len(plan.draftable)} units be updated behind "

@@ -166,9 +166,9 @@ class Wrapped:
         return self.recorder.known.costs
 
     def _decide(self) -> None:
-        """Costs are known, or others than before: chooses what stays on the device, perhaps anew."""
+        """Costs are known, or others than before: chooses what stays and what is drafted, perhaps anew."""
         plan, costs = self.context.plan, self.recorder.known.costs
-        if plan.policy.resident != "auto" or costs is None or self.rest.is_given_up:
+        if costs is None or self.rest.is_given_up:
             return
         if (chosen := choose_again(plan, costs)) is not None:
             self.rest.adopt(chosen)

@@ -1,5 +1,6 @@
 """What ops cost is measured in the first steps, shown, and kept for the next run; no bit depends on it."""
 
+import dataclasses
 import json
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from noria import _C
 from noria.cli.main import main
 from noria.planning.cost_cache import load_costs
+from noria.planning.measured_costs import MeasuredCosts, measured_costs
 from noria.wrapped import wrapped_by
 from torch import nn
 
@@ -165,6 +167,63 @@ def test_ranks_have_the_same_costs(folder):
     assert after == other_after and is_kept
     again = on_ranks(2, _costs_on)
     assert again[0][0] == again[1][0] == after
+
+
+def slow_drafts(monkeypatch: Any, draft_gib_s: float) -> None:
+    """Costs are measured, but for updates, which are the wall, and for drafts."""
+
+    def measured(*args: Any) -> MeasuredCosts:
+        found = measured_costs(*args)
+        gib_s = found.gib_s | {"update": 1e-2}
+        return dataclasses.replace(found, gib_s=gib_s, latency_us={}, draft_gib_s=draft_gib_s and 1e-2 * draft_gib_s)
+
+    monkeypatch.setattr("noria.forward.cost_recorder.measured_costs", measured)
+
+
+def test_slow_drafts_are_not_made_any_more_and_no_bit_changes(folder, monkeypatch):
+    def ran(**policy: Any) -> tuple[Any, list[torch.Tensor]]:
+        model, optimizer = noria.wrap(*make(), device=DEVICE, kernel="fused", window=2, **policy)
+        train(model, optimizer, 14)
+        wrapped, report = wrapped_by(model), noria.report(model)
+        kept = [each.clone() for each in model.state_dict().values()]
+        counts = wrapped.context.engine.updates.draft_counts()
+        noria.unwrap(model, optimizer)
+        return (wrapped.context.plan, report, counts), kept
+
+    _, without = ran(draft_memory=0)
+    for path in (folder / "costs").iterdir():
+        path.unlink()
+    slow_drafts(monkeypatch, 0.1)
+    (plan, report, counts), first = ran(draft_memory="1GiB")
+    assert plan.drafted < plan.undo_logs.keys() and any("are drafted" in note for note in report.notes)
+    assert counts["kept"] > 0  # those of the first steps
+    assert all(map(torch.equal, first, without))
+    slow_drafts(monkeypatch, 0.0)  # as a run without drafts measures them
+    for _ in range(2):
+        (lean, report, counts), again = ran(draft_memory="1GiB")
+        assert lean.drafted == plan.drafted == lean.undo_logs.keys() and lean.home_bytes < plan.home_bytes
+        assert report.costs.draft_gib_s == pytest.approx(1e-3)
+        assert all(map(torch.equal, again, without))
+
+
+def _drafts_on(rank, size):
+    with pytest.MonkeyPatch.context() as patch:
+        slow_drafts(patch, [0.1, 1.0][rank])  # rank 1 would draft all
+        model, optimizer = noria.wrap(*make(), device="cpu", kernel="fused", draft_memory="1GiB", window=2)
+        train(model, optimizer, 14)
+    wrapped = wrapped_by(model)
+    found = sorted(wrapped.context.plan.drafted), wrapped.recorder.known.costs
+    kept = [each.clone() for each in model.state_dict().values()]
+    noria.unwrap(model, optimizer)
+    return *found, kept
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks of this test compute on the CPU")
+def test_ranks_with_different_costs_draft_the_same_units(folder):
+    for _ in range(2):
+        (drafted, costs, kept), (other_drafted, other_costs, other_kept) = on_ranks(2, _drafts_on)
+        assert drafted == other_drafted and costs == other_costs and len(drafted) < 4
+        assert all(map(torch.equal, kept, other_kept))
 
 
 class UsesItsEmbedding(nn.Module):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import noria
@@ -15,6 +16,7 @@ from noria.planning.decisions import (
     choose_again,
     choose_by_costs,
     room_for_stays,
+    with_best_drafts,
     with_best_places,
     with_best_stays,
     without_idle_logs,
@@ -194,6 +196,58 @@ def test_more_memory_is_not_slower():
             assert taken <= budget
             times.append(instance.us(chosen))
         assert times[1] <= NEAR * times[0] and times[2] <= NEAR * times[1], seed
+
+
+def drafting(seed: int) -> tuple[WrapPlan, Callable[[WrapPlan], float]]:
+    """A small model that drafts all units, and what simulates a step of it: drafts take up to 8 times as long."""
+    draw = random.Random(seed)
+    widths = [draw.choice((32, 64, 128, 256)) for _ in range(draw.randint(2, 7))]
+    lanes = [10 ** draw.uniform(-2, 0) for _ in range(3)]
+    speeds = PlanSpeeds(*lanes, 10 ** draw.uniform(-4, -2), draft=lanes[2] / draw.uniform(1, 8))
+    planned = plan_of(widths, window=draw.choice((2, 3, "auto")), draft_memory="1GiB")
+    assert len(planned.drafted) == len(widths)
+    return planned, lambda each: PlannedStep(each, 64, speeds).step_us
+
+
+def test_choices_of_drafts_are_close_to_the_best_of_all():
+    gains = 0
+    for seed in range(60):
+        planned, us = drafting(seed)
+        units = sorted(planned.drafted)
+        subsets = (frozenset(each) for n in range(len(units) + 1) for each in itertools.combinations(units, n))
+        best = min(us(dataclasses.replace(planned, drafted=each)) for each in subsets)
+        chosen = us(with_best_drafts(planned, us))
+        assert chosen <= CLOSE * best, seed
+        gains += chosen < 0.9 * us(planned)
+    assert gains > 10  # the control arm: to draft all is often far from the best
+
+
+def test_of_many_units_few_plans_with_other_drafts_are_simulated():
+    planned, seen = plan_of([64] * 200, window=3, draft_memory="1GiB"), []
+
+    def us(each: WrapPlan) -> float:
+        seen.append(each.drafted)
+        return 300.0 - len(each.drafted)
+
+    assert with_best_drafts(planned, us) is planned and len(seen) <= 5
+    few = with_best_drafts(planned, lambda each: 1.0 + len(each.drafted))
+    assert few.drafted == frozenset()
+
+
+def test_drafts_are_chosen_beside_units_that_stay_by_the_users_word():
+    widths = [128] * 6
+    every = plan_of(widths, resident="all")
+    policy = {"resident": every.resident_bytes // 3, "device_memory": every.resident_bytes, "draft_memory": "1GiB"}
+    planned = plan_of(widths, **policy)
+    slow, fast = (costs_of(6, 5000, draft_gib_s=rate) for rate in (1e-3, 0.01))
+    chosen = choose_again(planned, slow)
+    assert chosen is not None and chosen.stays == planned.stays and len(chosen.drafted) < len(planned.drafted)
+    assert choose_again(chosen, slow) is None
+    back = choose_again(chosen, fast)
+    assert back is not None and chosen.drafted < back.drafted <= planned.drafted and back.stays == planned.stays
+    assert without_idle_logs(chosen).home_bytes < planned.home_bytes
+    unmeasured = costs_of(6, 5000)
+    assert choose_again(planned, unmeasured) is None
 
 
 def test_the_same_inputs_give_the_same_choice():

@@ -122,6 +122,8 @@ class CostRecorder:
         costs = dataclasses.replace(costs, forwards=forwards, elements=elements, **self._memory())
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
+        if not costs.draft_gib_s and self.known.costs is not None:  # an earlier run has chosen to draft nothing
+            costs = dataclasses.replace(costs, draft_gib_s=self.known.costs.draft_gib_s)
         if context.ranks is not None:
             self._sync.meet("tell what ops cost")
             costs = slowest(context.ranks.host.gather_objects(costs))
@@ -140,8 +142,7 @@ class CostRecorder:
     def _look_at_inputs(self) -> None:
         """Scales costs if forwards have become larger, smaller, more or fewer than those that were measured."""
         costs, (forwards, elements) = self.known.costs, self._sizes()
-        has_choice = self.context.policy.resident == "auto" and self.context.plan.may_stay
-        if not has_choice or costs is None or not costs.elements or not costs.forwards:
+        if not self._may_choose_stays or costs is None or not costs.elements or not costs.forwards:
             return
         ratio = elements / costs.elements
         if all(1 / _ALIKE <= each <= _ALIKE for each in (ratio, forwards / costs.forwards)):
@@ -150,8 +151,12 @@ class CostRecorder:
         self.known = KnownCosts(costs.scaled(ratio, forwards), f"{measured}; scaled to inputs of now")
         self._on_measured()
 
+    @property
+    def _may_choose_stays(self) -> bool:
+        return self.context.policy.resident == "auto" and bool(self.context.plan.may_stay)
+
     def _device_update_gib_s(self) -> float:
-        if self.context.policy.resident == "auto":
+        if self._may_choose_stays:
             return device_update_gib_s(self.context)
         return 0.0 if self.known.costs is None else self.known.costs.device_update_gib_s
 

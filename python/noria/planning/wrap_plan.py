@@ -21,6 +21,7 @@ from noria.host.device_buffers import ASSIST_SCRATCH, REDUCE_SCRATCH, UPDATE_SLO
 from noria.host.limits import Free, check_fits, min_over_ranks, probe_limits
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import (
+    UNDO_LOGS,
     HomeUnit,
     Region,
     Ring,
@@ -98,7 +99,7 @@ class WrapPlan:
     may_stay: dict[int, int]
     """By index of a unit that may stay: the bytes that it takes on the device."""
     drafted: frozenset[int]
-    """Indices of the units that have undo logs, and so may be drafted."""
+    """Indices of the units that are drafted. Each has an undo log."""
     draftable: dict[int, int]
     """By index of a unit that can be drafted: the bytes of its undo log."""
     states: list[dict[tuple[int, str], StatePlace]]
@@ -130,6 +131,12 @@ class WrapPlan:
     def device_bytes(self) -> int:
         """Bytes on the device that noria takes: the arena, and what lies beside it."""
         return self.arena_bytes + sum(self.beside_the_arena().values())
+
+    @property
+    def undo_logs(self) -> dict[int, int]:
+        """By index of a unit that has an undo log: its bytes."""
+        regions = [region for region in self.regions if region.purpose == UNDO_LOGS]
+        return {unit: size for region in regions for unit, size in enumerate(region.sizes) if size}
 
     @property
     def stands_still(self) -> bool:
@@ -410,7 +417,7 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
         window=window,
         passes={},
         stays=stays,
-        drafted=planned.drafted - stays - streamed.keys(),
+        drafted=frozenset(planned.drafted - stays - streamed.keys()),
         draftable=draftable,
     )
     return dataclasses.replace(result, passes=dict(passes_of_step(result, 1)))

@@ -108,13 +108,18 @@ class Rest:
         context = self.context
         self.end()
         context.settle_units()  # drafts of units that stay from now on
-        before = context.plan.arena_bytes
+        before = context.plan
         context.replace_plan(plan)
-        chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
-        chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
-        context.notes.append(f'resident="auto": {chosen}')
+        if (plan.stays, plan.streamed.keys()) != (before.stays, before.streamed.keys()):
+            chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
+            chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
+            context.notes.append(f'resident="auto": {chosen}')
+        if plan.drafted != before.drafted:
+            context.notes.append(
+                f"{len(plan.drafted)} of {len(context.units)} units are drafted: no other number is faster"
+            )
         self._streamed.end()  # its slots may be in the way of a larger window
-        if plan.arena_bytes != before:
+        if plan.arena_bytes != before.arena_bytes:
             resize_window(context, self.run, plan.arena_bytes)
         self.run.wake_by(self._streamed.begin)
 
