@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from noria import _C
+from noria.forward.link_paces import LinkPaces
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.wrap_plan import with_stays, with_streamed
 from noria.runtime.rest import Rest
@@ -890,7 +891,40 @@ def test_auto_chooses_again_for_other_inputs(folder, monkeypatch, batches):
     assert chosen[0][0] and not chosen[0][1]
     changes = [number for number, (one, other) in enumerate(itertools.pairwise(chosen)) if one != other]
     assert bool(changes) == (batches[-1] == 1), changes
-    assert ("scaled" in noria.report(model).costs_measured) == bool(changes)
+    assert ("inputs of now" in noria.report(model).costs_measured) == bool(changes)
+
+
+@pytest.mark.parametrize("slower", [20_000.0, 1.0])
+def test_auto_chooses_again_if_links_become_slower(folder, monkeypatch, slower):
+    """With fast links nothing stays: the host's updates hide, and the device's are slow."""
+    monkeypatch.setattr("noria.forward.cost_recorder.device_update_gib_s", lambda context: 1e-2)
+
+    def fast_links(spans: Any, num_units: int, *args: Any) -> MeasuredCosts:
+        rates = {"fetch": 10.0, "drain": 10.0, "update": 10.0}
+        return MeasuredCosts([1e3] * num_units, [2e3] * num_units, rates, {})
+
+    monkeypatch.setattr("noria.forward.cost_recorder.measured_costs", fast_links)
+    pace, ratio = LinkPaces._pace, 1.0
+    monkeypatch.setattr(LinkPaces, "_pace", lambda *given: ratio * bool(pace(*given)))
+    every = noria.plan((model := Net()), adamw(model.parameters()), device=DEVICE, kernel="fused", resident="all")
+    room = int(0.7 * (2 if DEVICE == "cuda" else 1) * every.resident_bytes)
+    found = []
+    for policy in ({"resident": "auto", "device_memory": room}, {"window": 2}):
+        torch.manual_seed(0)
+        model = Net().cpu()
+        side = Side(model, adamw(model.parameters()), True)
+        noria.wrap(model, side.optimizer, device=DEVICE, kernel="fused", draft_memory=0, **policy)
+        torch.manual_seed(1)
+        ratio = 1.0
+        side.train(0, 50)
+        assert not wrapped_by(model).context.plan.stays
+        ratio = slower
+        side.train(50, 75)
+        found.append({**side.kept, **model.state_dict()})
+        chooses_again = "resident" in policy and slower > 1
+        assert bool(wrapped_by(model).context.plan.stays) == chooses_again
+        assert ("links of now" in noria.report(model).costs_measured) == chooses_again
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("policy", [{"update": "backward"}, {"activations": "recompute"}, {"kernel": "torch"}], ids=str)

@@ -10,6 +10,7 @@ import torch
 
 from noria import _C
 from noria.forward.device_rate import device_update_gib_s
+from noria.forward.link_paces import LinkPaces
 from noria.forward.operator_watch import tensors_of
 from noria.forward.saved_bytes import SavedBytes
 from noria.model.partition import HookSpec
@@ -36,7 +37,7 @@ _SPANS = 1 << 16
 class CostRecorder:
     """Traces some of the first steps. `known` has what it has measured; before that, what an earlier run had.
 
-    If later steps have other inputs, `known` has the costs scaled to those.
+    If later steps have other inputs, or a link is slower or faster then, `known` has the costs scaled to that.
 
     Ranks that share the model tell each other what they have measured, so all have the same costs.
     """
@@ -57,6 +58,7 @@ class CostRecorder:
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
         self._forwards = self._elements = 0  # how often it has run in this step, and what it has put out
         self._seen: list[tuple[int, int]] = []  # the same, by step since the last look
+        self._links = LinkPaces(context.backend.stats)
         if known.note:
             context.notes.append(known.note)
 
@@ -67,7 +69,7 @@ class CostRecorder:
             self._seen.append((self._forwards, self._elements))
             self._forwards = self._elements = 0
         if self._trace is None and len(self._seen) >= _LOOKED_AT:
-            self._look_at_inputs()
+            self._look_again()
         if self._num_steps == _SKIPPED + 1:
             self._begin()
         elif self._trace is not None:
@@ -139,17 +141,27 @@ class CostRecorder:
         forwards = sum(each for each, _ in seen)
         return forwards / max(len(seen), 1), sum(each for _, each in seen) / max(forwards, 1)
 
-    def _look_at_inputs(self) -> None:
-        """Scales costs if forwards have become larger, smaller, more or fewer than those that were measured."""
+    def _look_again(self) -> None:
+        """Scales costs if forwards have become larger, smaller, more or fewer than those that were measured.
+
+        So it does if a link has become slower or faster. Ranks that share the model do not: each sees other steps.
+        """
         costs, (forwards, elements) = self.known.costs, self._sizes()
-        if not self._may_choose_stays or costs is None or not costs.elements or not costs.forwards:
+        has_choice = self._may_choose_stays or self.context.plan.undo_logs
+        if costs is None or self.context.ranks is not None or not has_choice:
             return
-        ratio = elements / costs.elements
-        if all(1 / _ALIKE <= each <= _ALIKE for each in (ratio, forwards / costs.forwards)):
-            return
-        measured = self.known.measured.partition("; ")[0]
-        self.known = KnownCosts(costs.scaled(ratio, forwards), f"{measured}; scaled to inputs of now")
-        self._on_measured()
+        measured, *scaled = self.known.measured.split("; ")
+        if costs.elements and costs.forwards:
+            ratios = elements / costs.elements, forwards / costs.forwards
+            if not all(1 / _ALIKE <= each <= _ALIKE for each in ratios):
+                costs = costs.scaled(ratios[0], forwards)
+                scaled.append("scaled to inputs of now")
+        if changes := self._links.changes(costs, self.context.plan):
+            costs = costs.with_links(changes)
+            scaled.append("scaled to links of now")
+        if costs is not self.known.costs:
+            self.known = KnownCosts(costs, "; ".join(dict.fromkeys([measured, *scaled])))
+            self._on_measured()
 
     @property
     def _may_choose_stays(self) -> bool:

@@ -75,6 +75,14 @@ class MeasuredCosts:
             elements=ratio * self.elements,
         )
 
+    def with_links(self, ratios: dict[str, float]) -> MeasuredCosts:
+        """Returns the costs if copies of these lanes take so many times as long."""
+        gib_s = {lane: rate / ratios.get(lane, 1.0) for lane, rate in self.gib_s.items()}
+        links = [lane for lane in ("fetch", "drain") if self.gib_s.get(lane)]
+        now, before = (sum(rates[lane] for lane in links) for rates in (gib_s, self.gib_s))
+        both_ways = self.both_ways_gib_s * now / before if links else self.both_ways_gib_s
+        return dataclasses.replace(self, gib_s=gib_s, both_ways_gib_s=both_ways)
+
 
 def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
     """Returns the longest times and the lowest rates of several ranks. They wait for each other in every visit."""
