@@ -40,7 +40,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.wrapped = None
         if wrapped:
-            noria.wrap(self.model, self.optimizer, device="cpu", device_memory=1.0, kernel=kernel)
+            noria.wrap(self.model, self.optimizer, device="cpu", device_memory=1.0, resident="none", kernel=kernel)
             self.wrapped = wrapped_by(model)
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -102,7 +102,7 @@ def hooks(num_blocks: int, rounds: int, frozen: bool) -> dict[str, list[float]]:
     """Microseconds per visit of the plain and of the wrapped model, forward and backward, round by round."""
     plain = Blocks(num_blocks)
     plain.requires_grad_(not frozen)
-    wrapped = noria.wrap(copy.deepcopy(plain), device="cpu", device_memory=1.0)
+    wrapped = noria.wrap(copy.deepcopy(plain), device="cpu", device_memory=1.0, resident="none")
     samples: dict[str, list[float]] = {}
     for number in range(rounds + 5):
         for name, model in (("plain", plain), ("wrapped", wrapped)):

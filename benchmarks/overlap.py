@@ -130,7 +130,7 @@ class Run:
         self.num_steps = 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         with on_machine(limits=limits, update_threads=1):
-            noria.wrap(self.model, self.optimizer, device="cpu", kernel="fused", **policy)
+            noria.wrap(self.model, self.optimizer, device="cpu", kernel="fused", **{"resident": "none", **policy})
         wrapped = wrapped_by(self.model)
         assert wrapped is not None
         self.engine = wrapped.context.engine

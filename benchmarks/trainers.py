@@ -161,8 +161,8 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     policies = {
         PLAIN: None,
         SAME_CODE: {"device_memory": 1.0, "kernel": "torch"},
-        RESIDENT: {"device_memory": 1.0},
-        STREAMED: {"device_memory": window_of(model)},
+        RESIDENT: {"device_memory": 1.0, "resident": "none"},
+        STREAMED: {"device_memory": window_of(model), "resident": "none"},
     }
     turns = Turns(list(policies), steps)
     seconds: dict[str, list[float]] = {}
@@ -262,7 +262,7 @@ class Adapters:
         self.model, self._tokens = model, tokens
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         with on_machine(limits=limits, update_threads=1):
-            noria.wrap(model, self._optimizer, device="cpu", **policy)
+            noria.wrap(model, self._optimizer, device="cpu", **{"resident": "none", **policy})
         self.losses: list[float] = []
 
     def step(self) -> None:
