@@ -113,8 +113,8 @@ class Policy:
     units: str | Sequence[type[nn.Module] | str] = "auto"
     """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").
 
-    If matches are nested, the outermost ones count. "auto": the repeated blocks. The remaining parameters are grouped
-    by module."""
+    If matches are nested, the outermost ones count. "auto": the repeated blocks, split between modules if the device
+    has no room for one. The remaining parameters are grouped by module."""
 
     dtype: torch.dtype | None = None
     """None keeps the model's dtypes. torch.bfloat16 casts as `model.bfloat16()` does, and keeps fp32 masters."""

@@ -21,7 +21,7 @@ import bisect
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from noria._errors import usage_error
 from noria.model.inner_tensors import flaw_of_wrapper, inner_tensors, is_wrapper, tensors_in
 from noria.model.quantised import flaw_of_quantised
 
-__all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "split_units"]
+__all__ = ["HookSpec", "Partition", "UnitSpec", "partition", "parts_of", "split_units"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +71,14 @@ class Partition:
 def partition(
     models: nn.Module | Sequence[nn.Module],
     units: str | Sequence[type[nn.Module] | str] = "auto",
+    split: Container[nn.Module] = (),
 ) -> Partition:
     """Finds the units and hooks of one model or several. With several, names start with "0.", "1.", ...
 
     Args:
         models: One model, or a sequence.
         units: As in `Policy.units`. Patterns are matched with each model's own module names.
+        split: Modules that are too large for a unit. `parts_of` each of them are blocks.
 
     Raises:
         UsageError: for parameters that cannot be moved (sparse, lazy, overlapping, of another type). Also for a class
@@ -93,10 +95,20 @@ def partition(
             for inner, tensor in inner_tensors(parameter, name):
                 names.setdefault(tensor, []).append(inner)
     _refuse_immovable(names, buffers)
-    builder = _Builder(_auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units))
+    blocks = _auto_blocks(roots) if isinstance(units, str) else _chosen_blocks(roots, units)
+    builder = _Builder(_outermost_whole(roots, blocks, split))
     for root, prefix in zip(roots, prefixes, strict=True):
         builder.add_root(root, prefix)
     return builder.finish(roots, prefixes, names)
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules into which a module can be split: the outermost called ones below it. Empty: it stays whole.
+
+    torch's own modules stay whole, because some use the weights of modules inside them without calling these.
+    """
+    is_torchs = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    return [] if is_torchs else [part for child in module.children() for part in _called_parts(child)]
 
 
 def split_units(whole: Partition, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> Partition:
@@ -167,6 +179,13 @@ def _auto_blocks(roots: Sequence[nn.Module]) -> set[nn.Module]:
             if num_elements * 20 >= largest:
                 blocks.update(block for child in module.children() for block in _called_parts(child))
     return _outermost(blocks)
+
+
+def _outermost_whole(roots: Sequence[nn.Module], blocks: set[nn.Module], split: Container[nn.Module]) -> set[nn.Module]:
+    """Returns the blocks, with the parts of those that are split in their place, and those of other split modules."""
+    whole = {module for module in blocks if module not in split}
+    parts = [part for root in roots for module in root.modules() if module in split for part in parts_of(module)]
+    return whole | {part for part in parts if part not in split}
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:

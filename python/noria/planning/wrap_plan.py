@@ -29,7 +29,7 @@ from noria.model.layout import (
     describe_units,
     travel_dtype,
 )
-from noria.model.partition import Partition, partition, split_units
+from noria.model.partition import Partition, partition, parts_of, split_units
 from noria.model.update_rules import FusedRule
 from noria.planning.budgets import Budgets, resident_bytes
 from noria.planning.draft_choice import choose_drafts, left_for_drafts, undo_log_needs
@@ -302,9 +302,7 @@ def make_plan(
     free = free or min_over_ranks([probe_limits(device)])
     if device.type == "cuda" and free.device is None and device_bytes is not None:
         free = Free((device_bytes, device_bytes), None, None)  # of another machine: this one's limits tell nothing
-    parts = partition(roots, policy.units)
-    if grid is not None:  # ranks sum one dtype at a time
-        parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
+    parts = _fine_partition(roots, policy, grid, free, trained)
     if is_carried_out:
         _refuse_without_hooks(parts)
         if values:
@@ -459,6 +457,32 @@ def with_streamed(planned: WrapPlan, units: Container[int]) -> WrapPlan:
         if unit.index in units and unit.gradients
     }
     return with_stays(dataclasses.replace(planned, streamed=pieces), planned.stays)
+
+
+def _fine_partition(
+    roots: list[nn.Module], policy: Policy, grid: Grid | None, free: Free, trained: Container[torch.Tensor]
+) -> Partition:
+    """Returns the partition by `policy.units`. Under "auto" the units of visits that do not fit are split.
+
+    They are split between modules. A unit that fits is not split.
+    """
+    split: set[nn.Module] = set()
+    while True:
+        parts = partition(roots, policy.units, split)
+        if grid is not None:  # ranks sum one dtype at a time
+            parts = split_units(parts, lambda parameter: travel_dtype(parameter, policy.dtype))
+        units = _units_of(parts, policy.dtype, grid, trained)
+        budgets = Budgets.of(policy, free, units)
+        if budgets.device is None or not isinstance(policy.units, str):
+            return parts
+        room, facts = budgets.device // budgets.shares, _facts(units, _C.BufferTable())
+        visits = [visit for visits in _assumed_visits(parts, units) for visit in visits]
+        large = {unit for visit in visits if _C.smallest_budget([visit], facts)[0] > room for unit in visit.needs}
+        modules = {module for unit in large if (module := parts.units[unit].module) is not None}
+        more = {module for module in modules - split if parts_of(module)}
+        if not more:
+            return parts
+        split |= more
 
 
 def _units_of(
@@ -659,7 +683,7 @@ def _device_split(
             largest = max(facts, key=lambda unit: unit.weights + unit.gradients)
             raise usage_error(
                 f"device_memory of at least {format_bytes(needed)} ({needed} bytes)"
-                + (f', with resident="{policy.resident}"' if policy.resident != "none" else "")
+                + (f', with resident="{policy.resident}"' if policy.resident not in ("none", "auto") else "")
                 + (f", {format_bytes(slots)} for pieces that are updated there" if slots else "")
                 + (", half of it for activations" if shares > 1 else ""),
                 f"{format_bytes(budget)}; the largest unit is {largest.name}",
