@@ -180,13 +180,14 @@ class PlannedStep:
                 step=step,
             )
             if phase == "backward" and backward < self.num_simulated - 1 and self.planned.kernels:
-                self._add(phase, "compute", phase, -1, 0, self._landed(set()))  # the loop sees them, and goes on
+                # The loop sees them, and goes on.
+                self._add(phase, "compute", phase, -1, 0, [*self._landed(set()), (self._loop, "write")])
             if 0 < backward < self.num_simulated - 1:
                 self._middle.update(range(first, len(self.ops)))
         self._add_streamed(self._streams.run_all())  # of units that no pass has fetched
         late = [unit for unit in self._at_home if unit.index not in early]
         # The loop goes on when all gradients have landed, and calls step(). Drafts have read theirs.
-        self._add("step", "compute", "user", -1, 0, self._landed(early))
+        self._add("step", "compute", "user", -1, 0, [*self._landed(early), (self._loop, "write")])
         for unit in late:
             self._add_update(step, "update", unit.index)
         self._add_streamed(
@@ -217,6 +218,7 @@ class PlannedStep:
         drained = {op.accesses[0].buffer for op in plan.ops if op.verb == "drain"}
         filled: dict[int, list[int]] = defaultdict(list)  # by visit: its gradient buffers
         fetched: dict[int, list[int]] = defaultdict(list)
+        is_first_fetch = phase == "forward"
         for op in plan.ops:
             if op.verb == "fetch":
                 fetched[op.visit].append(op.unit)
@@ -224,6 +226,9 @@ class PlannedStep:
             for needed in fetched.pop(op.visit, ()):
                 self._add_streamed(self._streams.run(needed))
             accesses = [(access.buffer, access.mode) for access in op.accesses]
+            if op.lane == "fetch" and is_first_fetch:
+                accesses.append((self._loop, "read"))  # a forward's first fetch is issued when the loop has come so far
+                is_first_fetch = False
             if op.lane in held_up:
                 held_up.remove(op.lane)
                 accesses += [(self._buffer("host:2", "optimizer_state", unit.index), "read") for unit in self._trained]
@@ -280,6 +285,11 @@ class PlannedStep:
         """Returns True if the unit's gradients have a slot of the gradient ring until they are updated."""
         ring = self._ring
         return ring is not None and ring.num_slots > 0 and not ring.region.sizes[unit]
+
+    @property
+    def _loop(self) -> int:
+        """The token of how far the user's loop has come."""
+        return self._buffer("host:8", "update_slot", 0)
 
     def _buffer(self, place: str, purpose: str, unit: int) -> int:
         return self.planned.buffers.intern(place, unit, 1, purpose, unit)
