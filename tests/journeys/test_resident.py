@@ -606,6 +606,35 @@ def test_it_streams_with_the_same_bits_where_the_device_has_no_room_left(stay):
     assert noria.report(stays.model).ledger_agrees
 
 
+@pytest.mark.parametrize("policy", ["auto", "an amount"])
+def test_a_choice_for_which_the_device_has_no_room_is_given_up(monkeypatch, policy):
+    """Under "auto", which the user did not ask for. What the user asks for raises."""
+    streams, stays = sides(PART)
+    context = wrapped_by(stays.model).context
+    if policy == "auto":
+        object.__setattr__(context.plan.policy, "resident", "auto")
+        assert context.policy.resident == "auto"
+    take = context.device_buffers.take
+
+    def full(purpose: str, num_bytes: int) -> Any:
+        if purpose.endswith("that stay"):
+            raise _C.MachineError("the device is full")
+        return take(purpose, num_bytes)
+
+    monkeypatch.setattr(context.device_buffers, "take", full)
+    if policy != "auto":
+        stays.train(0, 1)
+        with pytest.raises(_C.MachineError, match="the device is full"):
+            stays.train(1, 2)
+        return
+    for side in (streams, stays):
+        side.train(0, 5)
+    assert_same_bits(stays.model.state_dict(), streams.model.state_dict())
+    report = noria.report(stays.model)
+    assert not report.at_rest and report.ledger_agrees
+    assert any("all units stream: the device is full" in note for note in report.notes)
+
+
 def test_asleep_frees_all_of_it(stay):
     """Also between a forward and its backward."""
 

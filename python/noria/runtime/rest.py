@@ -94,7 +94,12 @@ class Rest:
         if not is_wanted:
             return
         if not self.is_on and self._may_begin():
-            self._begin()
+            try:
+                self._begin()
+            except _C.MachineError as error:  # the device has no room for what the plan lets stay
+                if self.context.policy.resident != "auto":
+                    raise
+                self.context.notes.append(f"all units stream: {error}")
         self._has_seen_pass = True
         if self.is_on:
             self.refresh()
