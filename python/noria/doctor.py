@@ -295,7 +295,9 @@ def _missing(backends: dict[str, str], lockable: int | None) -> list[str]:
             "gradients cannot be held at all; raise it with `ulimit -l unlimited`"
         )
     if not backends["cuda"].startswith("absent") and not _C.has_kernel_images():
-        missing.append('kernels for devices, for resident="all": build noria where there is an nvcc, 12.8 or newer')
+        missing.append(
+            "kernels for devices, so no unit can stay on one: build noria where there is an nvcc, 12.8 or newer"
+        )
     if _huge_pages() == "never":
         missing.append(
             "huge pages are off, so updates and copies walk more page tables: "

@@ -40,7 +40,7 @@ from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen
 from noria.out_of_memory import tell_when_full
 from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
 from noria.planning.cost_cache import load_costs
-from noria.planning.decisions import choose_by_costs, without_idle_logs
+from noria.planning.decisions import as_costs_choose
 from noria.planning.late_optimizers import plan_optimizers
 from noria.planning.wrap_plan import STAGING_RING, WrapPlan, fingerprint, make_plan, with_stays
 from noria.policy import Policy, compute_device, make_policy, refuse_lost_trace
@@ -162,7 +162,8 @@ def plan(
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
     refuse_lost_trace(chosen)
-    return make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
+    planned = make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
+    return planned if grid is not None else as_costs_choose(planned, load_costs(planned).costs)
 
 
 def plan_elsewhere(model: nn.Module, optimizers: list[Optimizer], free_bytes: int, **policy_fields: Any) -> WrapPlan:
@@ -570,8 +571,8 @@ def _carry_out(
     """
     policy, device, units = planned.policy, planned.device, planned.units
     known = load_costs(planned)
-    if known.costs is not None and ranks is None:  # ranks may have kept other costs: they choose when they have met
-        planned = without_idle_logs(choose_by_costs(planned, known.costs))
+    if ranks is None:  # they may have kept other costs: they choose when they have met
+        planned = as_costs_choose(planned, known.costs)
     pool = None
     capacity = planned.device_bytes
     may_stay = policy.resident != "none" and bool(planned.may_stay)

@@ -108,7 +108,7 @@ class Wrapped:
         self.peer_memory = PeerMemory(context, run, stages)
         self.stages = StageAdapters(context, run, self.accumulation)
         peer_cache = PeerCache(context, self.peer_memory)
-        self.activations = Activations(context, late, peer_cache, weakly_asked(self._known_costs))
+        self.activations = Activations(context, late, peer_cache, weakly_asked(self._own_costs))
         self.recorder = CostRecorder(context, self.sync, known, weakly(self._decide))
         self.boundary = StepBoundary(
             every=[self.reads.end, self.stages.begin_step, self.peer_memory.begin_step],
@@ -162,13 +162,14 @@ class Wrapped:
             engine.set_trace(context.trace)
         self._give_undo_logs()
 
-    def _known_costs(self) -> MeasuredCosts | None:
-        return self.recorder.known.costs
+    def _own_costs(self) -> MeasuredCosts | None:
+        """Returns the costs that this run has measured."""
+        return self.recorder.known.costs if self.recorder.has_measured else None
 
     def _decide(self) -> None:
         """Costs are known, or others than before: chooses what stays and what is drafted, perhaps anew."""
         plan, costs = self.context.plan, self.recorder.known.costs
-        if costs is None or self.rest.is_given_up:
+        if costs is None or (self.rest.is_given_up and self.context.ranks is None):  # of ranks no unit stays
             return
         if (chosen := choose_again(plan, costs)) is not None:
             self.rest.adopt(chosen)

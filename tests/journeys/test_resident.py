@@ -26,7 +26,7 @@ from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, SHARES
 from tests.journeys.pairs import OPTIMIZERS, Net, Side, adamw, loss_of, sgd, state_tensors
 
 pytestmark = [
@@ -633,6 +633,48 @@ def test_a_choice_for_which_the_device_has_no_room_is_given_up(monkeypatch, poli
     report = noria.report(stays.model)
     assert not report.at_rest and report.ledger_agrees
     assert any("all units stream: the device is full" in note for note in report.notes)
+
+
+def test_a_new_choice_for_which_the_window_has_no_room_is_given_up(monkeypatch):
+    """The plan of before goes on."""
+    streams, side = (Side(model, adamw(model.parameters()), True) for model in (Net().cpu(), Net().cpu()))
+    side.model.load_state_dict(streams.model.state_dict())
+    every = noria.plan(side.model, side.optimizer, device=DEVICE, kernel="fused", resident="all")
+    room = int(0.95 * SHARES * every.resident_bytes)
+    noria.wrap(streams.model, streams.optimizer, device=DEVICE, kernel="fused", window=2)
+    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="fused", device_memory=room)
+    plain = wrapped_by(side.model).context.plan
+    size = plain.arena_bytes
+    for each in (streams, side):
+        each.train(0, 2)
+    rest_of(side.model).adopt(with_stays(plain, frozenset(list(plain.may_stay)[:4])))
+    own, calls = noria.runtime.rest.resize_window, []
+
+    def full(context: Any, run: Any, num_bytes: int) -> int:
+        calls.append(num_bytes)
+        if len(calls) == 1:
+            raise _C.MachineError("the device is full")
+        return own(context, run, num_bytes)
+
+    monkeypatch.setattr(noria.runtime.rest, "resize_window", full)
+    for each in (streams, side):
+        each.train(2, 6)
+    assert_same_bits(side.model.state_dict(), streams.model.state_dict())
+    report = noria.report(side.model)
+    assert report.ledger_agrees and not report.at_rest and calls[1:] == [size]
+    assert any("the plan of before goes on: the device is full" in note for note in report.notes)
+
+
+def test_other_drafts_alone_do_not_end_the_rest(monkeypatch):
+    _, side = sides(PART, draft_memory="1GiB")
+    side.train(0, 3)
+    rest = rest_of(side.model)
+    assert rest.is_on
+    plan = wrapped_by(side.model).context.plan
+    rest.adopt(dataclasses.replace(plan, drafted=frozenset()))
+    monkeypatch.setattr(Rest, "end", None)
+    side.train(3, 6)
+    assert rest.is_on and not wrapped_by(side.model).context.plan.drafted
 
 
 def test_asleep_frees_all_of_it(stay):

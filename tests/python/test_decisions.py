@@ -250,6 +250,22 @@ def test_drafts_are_chosen_beside_units_that_stay_by_the_users_word():
     assert choose_again(planned, unmeasured) is None
 
 
+def test_what_torch_was_seen_to_take_is_left_to_it():
+    """On a device that torch shares. What all units take that stream is left to noria in any case."""
+    widths = [128] * 6
+    own = plan_of(widths, resident="all").resident_bytes
+    stays = {}
+    for share in (0.0, 2.0, 2.6, 8.0):
+        planned = plan_of(widths, device="cuda", device_memory=4 * own, draft_memory=0)
+        more = {"workspace": int(share * own / 2), "saved": [int(share * own / 12)] * 6}
+        chosen = choose_by_costs(planned, costs_of(6, 10, **more))
+        stays[share] = len(chosen.stays)
+        assert chosen.budgets == planned.budgets
+        taken = chosen.device_bytes + chosen.resident_bytes + sum(chosen.units[unit].gradients for unit in chosen.stays)
+        assert chosen.stands_still or taken <= max(4 * own - 1.25 * share * own, planned.device_bytes)
+    assert stays[0.0] == 6 > stays[2.6] > stays[8.0]
+
+
 def test_the_same_inputs_give_the_same_choice():
     for seed in range(5):
         instance = Instance(seed)

@@ -17,7 +17,7 @@ from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
 from noria.planning.cost_cache import KnownCosts, load_costs
 from noria.planning.cost_table import COLUMNS, cost_rows, rates_text
-from noria.planning.decisions import choose_by_costs, with_best_drafts, with_best_places, without_idle_logs
+from noria.planning.decisions import with_best_drafts, with_best_places, without_idle_logs
 from noria.planning.machines import BOTH_WAYS, Machine, device_named
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
@@ -78,8 +78,6 @@ def run_plan(args: argparse.Namespace) -> int:
     speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s, args.cores)
     given = (*speeds, args.tokens, args.micro_batches)
     known = KnownCosts() if any(each is not None for each in given) else load_costs(planned)
-    if known.costs is not None:
-        planned = without_idle_logs(choose_by_costs(planned, known.costs))
     print(planned)
     if known.note:
         print(f"note: {known.note}")

@@ -58,7 +58,7 @@ class Activations:
         peer_cache: PeerCache,
         costs: Callable[[], MeasuredCosts | None],
     ) -> None:
-        """`costs` returns what has been measured of this model, or None."""
+        """`costs` returns what this run has measured, or None."""
         self.context = context
         self.late = late
         self._handles: list[RemovableHandle] = []

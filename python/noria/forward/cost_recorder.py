@@ -47,6 +47,8 @@ class CostRecorder:
         self.context = context
         self._on_measured = on_measured
         self.known = known
+        self.has_measured = False
+        """True once `known` is of this run."""
         self._sync = sync
         self._num_steps = 0
         self._since_us = 0
@@ -130,6 +132,7 @@ class CostRecorder:
             self._sync.meet("tell what ops cost")
             costs = slowest(context.ranks.host.gather_objects(costs))
         self.known = KnownCosts(costs, f"in this run, inputs of {self._inputs}")
+        self.has_measured = True
         is_first = context.ranks is None or context.ranks.rank == 0
         if is_first and (note := save_costs(context.plan, costs, self._inputs)):
             context.notes.append(note)
@@ -156,6 +159,7 @@ class CostRecorder:
             if not all(1 / _ALIKE <= each <= _ALIKE for each in ratios):
                 costs = costs.scaled(ratios[0], forwards)
                 scaled.append("scaled to inputs of now")
+                self._links.begin_anew()
         if changes := self._links.changes(costs, self.context.plan):
             costs = costs.with_links(changes)
             scaled.append("scaled to links of now")

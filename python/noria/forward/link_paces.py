@@ -16,8 +16,8 @@ _ALIKE = 1.5
 class LinkPaces:
     """Compares the time of copies with what costs say of them.
 
-    Copies wait for the other way, and for updates that share the memory of the host. How long depends on the plan. So
-    what a plan's copies take at first is taken to be usual.
+    Copies wait for the other way, and for updates that share the memory of the host. How long depends on the plan, and
+    on the compute between them. So what a plan's copies take at first is taken to be usual.
     """
 
     def __init__(self, stats: Callable[[str], _C.LaneStats]) -> None:
@@ -27,14 +27,19 @@ class LinkPaces:
         self._usual: dict[str, float] = {}
         self._plan: object = None
 
+    def begin_anew(self) -> None:
+        """Steps have other inputs from now on."""
+        self._plan = None
+
     def changes(self, costs: MeasuredCosts, plan: object) -> dict[str, float]:
         """Returns, by lane, how many times as long as usual copies have taken since the last call.
 
         Lanes whose copies take as long as usual are missing. `plan`: the one whose copies these were.
         """
         paces = {lane: pace for lane in ("fetch", "drain") if (pace := self._pace(lane, costs))}
-        if plan is not self._plan:
+        if plan is not self._plan:  # some of these copies were those of the plan before
             self._plan, self._usual = plan, {}
+            return {}
         ratios = {lane: pace / self._usual.setdefault(lane, pace) for lane, pace in paces.items()}
         return {lane: ratio for lane, ratio in ratios.items() if not 1 / _ALIKE <= ratio <= _ALIKE}
 

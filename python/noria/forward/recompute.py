@@ -125,7 +125,7 @@ class Recomputation:
     def __init__(
         self, context: Context, peer_cache: PeerCache, costs: Callable[[], MeasuredCosts | None], *, chooses: bool
     ) -> None:
-        """`chooses`: measure first, then choose blocks; False: take all. `costs` returns what has been measured."""
+        """`chooses`: measure first, then choose blocks; False: take all. `costs` returns what this run has measured."""
         self.context = context
         self.peer_cache = peer_cache
         self._costs = costs
@@ -273,7 +273,7 @@ class Recomputation:
         assert costs is not None
         found: dict[int, tuple[float, float]] = {}
         gap_us = 0.0
-        for block in reversed(list(self._blocks.values())):  # the last one's backward comes first
+        for block in sorted(self._blocks.values(), key=lambda each: -each.hook):  # the last one's backward comes first
             units = self.context.unit_indices(block.module)
             forward_us = sum(costs.forward_us[unit] for unit in units)
             found[block.hook] = (forward_us, gap_us)

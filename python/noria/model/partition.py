@@ -105,10 +105,12 @@ def partition(
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """Returns the modules into which a module can be split: the outermost called ones below it. Empty: it stays whole.
 
-    torch's own modules stay whole, because some use the weights of modules inside them without calling these.
+    torch's own modules stay whole, and what is derived from them: some use the weights of modules inside them without
+    calling these. So do compiled modules, whose graphs hooks would cut.
     """
-    is_torchs = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
-    return [] if is_torchs else [part for child in module.children() for part in _called_parts(child)]
+    plain = (object, nn.Module, nn.Sequential)
+    own = [each for each in type(module).__mro__ if each.__module__.startswith("torch.") and each not in plain]
+    return [] if own else [part for child in module.children() for part in _called_parts(child)]
 
 
 def split_units(whole: Partition, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> Partition:

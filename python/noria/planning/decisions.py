@@ -23,12 +23,14 @@ from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.wrap_plan import WrapPlan, forward_order, with_stays, with_streamed
 
 __all__ = [
+    "as_costs_choose",
     "choose_again",
     "choose_by_costs",
     "room_for_stays",
     "with_best_drafts",
     "with_best_places",
     "with_best_stays",
+    "without_choices",
     "without_idle_logs",
 ]
 
@@ -38,6 +40,8 @@ _GAIN = 0.01
 """A plan must be faster by this part of a step to be taken in the place of one that keeps less on the device."""
 _PAYS = 0.05
 """By this part a step must be faster for a plan that runs to be given up."""
+_TORCHS = 1.25
+"""So many times what torch was seen to take is left to it."""
 _FEW = 12
 """Of so many units each is looked at by itself. Of more units, one makes little difference."""
 
@@ -261,13 +265,33 @@ def without_idle_logs(planned: WrapPlan) -> WrapPlan:
     return dataclasses.replace(planned, regions=[lean(region) for region in planned.regions])
 
 
+def as_costs_choose(planned: WrapPlan, costs: MeasuredCosts | None) -> WrapPlan:
+    """Returns the plan with which a run begins: by the costs of an earlier run, if there are any."""
+    return planned if costs is None else without_idle_logs(choose_by_costs(planned, costs))
+
+
+def _beside_torch(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
+    """Returns the plan with a budget that leaves torch what it was seen to take, and a quarter more.
+
+    It is no smaller than what noria takes if all units stream.
+    """
+    budgets, torchs = planned.budgets, int(_TORCHS * (costs.workspace + sum(costs.saved)))
+    if budgets.device is None or planned.device.type != "cuda":
+        return planned
+    most = max(budgets.device - torchs, planned.device_bytes)
+    device = min(budgets.device, budgets.shares * most)
+    return dataclasses.replace(planned, budgets=dataclasses.replace(budgets, device=device))
+
+
 def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
     """As `with_best_places` under `resident="auto"`, and `with_best_drafts`, at costs that were measured.
 
     Nothing stays if updates on the device were not measured. All is drafted if drafts were not.
     """
     if planned.policy.resident == "auto" and costs.device_update_gib_s:
-        planned = with_best_places(planned, lambda each: _step_us(each, costs))
+        budgets = planned.budgets
+        best = with_best_places(_beside_torch(planned, costs), lambda each: _step_us(each, costs))
+        planned = dataclasses.replace(best, budgets=budgets)
     if costs.draft_gib_s:
         planned = with_best_drafts(planned, lambda each: _step_us(each, costs))
     return planned
@@ -280,7 +304,7 @@ def choose_again(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan | None:
     """
     if planned.stands_still:
         return None
-    plain = _without_choices(planned)
+    plain = without_choices(planned)
     has_chosen = _choice_of(plain) != _choice_of(planned)
     chosen = choose_by_costs(plain, costs)
     if _choice_of(chosen) == _choice_of(planned):
@@ -298,7 +322,7 @@ def _choice_of(planned: WrapPlan) -> tuple[frozenset[int], frozenset[int], froze
     return planned.stays, frozenset(planned.streamed), planned.drafted
 
 
-def _without_choices(planned: WrapPlan) -> WrapPlan:
+def without_choices(planned: WrapPlan) -> WrapPlan:
     """Returns the plan in which the policy alone says which units stay, and where updates run.
 
     Units that have an undo log are drafted again.

@@ -15,6 +15,7 @@ import torch
 from noria import _C
 from noria.model.layout import AVERAGES, HomeUnit, Region
 from noria.model.moment_formats import MOMENTS
+from noria.planning.decisions import without_choices
 from noria.planning.resident import MIRRORED, mirror_of
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.context import Context
@@ -86,7 +87,10 @@ class Rest:
 
         Order: no pass is under way.
         """
-        if self._adopted is not None and not self._has_averages():
+        plan, chooses = self.context.plan, self.context.policy.resident == "auto"
+        if chooses and plan.stays and self._has_averages():  # these keep units from staying
+            self._adopted = without_choices(plan)
+        if self._adopted is not None and not (self._adopted.stays and self._has_averages()):
             self._take_up(self._adopted)
         is_wanted = bool(self.context.plan.stays) and not self.is_given_up
         if self.is_on and (not is_wanted or self._has_averages()):
@@ -97,9 +101,10 @@ class Rest:
             try:
                 self._begin()
             except _C.MachineError as error:  # the device has no room for what the plan lets stay
-                if self.context.policy.resident != "auto":
+                if not chooses:
                     raise
                 self.context.notes.append(f"all units stream: {error}")
+                self._adopted = without_choices(self.context.plan)
         self._has_seen_pass = True
         if self.is_on:
             self.refresh()
@@ -110,21 +115,34 @@ class Rest:
 
     def _take_up(self, plan: WrapPlan) -> None:
         self._adopted = None
+        context, before = self.context, self.context.plan
+        may_draft = plan.undo_logs.keys() - plan.stays - plan.streamed.keys()
+        if plan.drafted not in (before.drafted, may_draft):
+            drafted = f"{len(plan.drafted)} of {len(context.units)} units are drafted"
+            context.notes.append(f"{drafted}: no other number is faster")
+        if (plan.stays, plan.streamed.keys()) == (before.stays, before.streamed.keys()):
+            context.settle_units()
+            context.replace_plan(plan)
+            return
+        chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
+        chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
+        context.notes.append(f'resident="auto": {chosen}')
+        try:
+            self._change_to(plan)
+        except _C.MachineError as error:  # the device has no room for it
+            self.is_given_up = True
+            context.notes.append(f"the plan of before goes on: {error}")
+            self._change_to(before)
+
+    def _change_to(self, plan: WrapPlan) -> None:
+        """Raises MachineError if the device has no room for the window, or for pieces that are updated there."""
         context = self.context
         self.end()
         context.settle_units()  # drafts of units that stay from now on
-        before = context.plan
+        before = context.plan.arena_bytes
         context.replace_plan(plan)
-        if (plan.stays, plan.streamed.keys()) != (before.stays, before.streamed.keys()):
-            chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
-            chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
-            context.notes.append(f'resident="auto": {chosen}')
-        if plan.drafted != before.drafted:
-            context.notes.append(
-                f"{len(plan.drafted)} of {len(context.units)} units are drafted: no other number is faster"
-            )
         self._streamed.end()  # its slots may be in the way of a larger window
-        if plan.arena_bytes != before.arena_bytes:
+        if plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
         self.run.wake_by(self._streamed.begin)
 

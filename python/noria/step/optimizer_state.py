@@ -250,7 +250,7 @@ class HomeState:
         """Returns what the first write to a tensor of the parameter's state calls. None: nothing has to know of it."""
         plan = self.context.plan
         may_stay = plan.stays if plan.policy.resident != "auto" else plan.may_stay
-        is_told = slot.unit in plan.drafted or slot.unit in may_stay or slot.unit in plan.streamed
+        is_told = slot.unit in plan.undo_logs or slot.unit in may_stay or slot.unit in plan.streamed
         return self.run.while_open(self._before_write, slot.unit) if is_told else None
 
     def _before_write(self, unit: int) -> None:
