@@ -4,12 +4,15 @@ backward and step. If it does nothing, drafts are kept.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import noria
 import pytest
 import torch
 from noria.model import layout
 from noria.model.layout import UNDO_LOGS
-from noria.testing import on_machine
+from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 
 from tests.device import DEVICE
@@ -25,6 +28,9 @@ from tests.journeys.pairs import (
     go_on_here,
     halved_in_hooks,
     loss_of,
+    new_side,
+    state_tensors,
+    wrap_side,
 )
 from tests.roomy_logs import PLANNED_SLOTS
 
@@ -387,3 +393,28 @@ def test_low_bits_of_other_weights_are_dropped_before_anything_is_drafted():
         side.train(80, 84)
 
     both(journey, optimizer=OPTIMIZERS["sgd"], kernel="fused", dtype=torch.bfloat16, window=3, draft_memory="64MiB")
+
+
+def test_state_that_is_loaded_while_its_unit_is_not_drafted_is_watched_later():
+    """A write to it between backward and step counts, as without drafts."""
+    left = []
+    for drafts in ("1GiB", 0):
+        side = new_side()
+        wrap_side(side, {"seed": 3}, window=2, kernel="fused", draft_memory=drafts)
+        context, rest = wrapped_by(side.model).context, wrapped_by(side.model).rest
+        every = context.plan
+        side.train(0, 3)
+        rest.adopt(dataclasses.replace(every, drafted=frozenset()))
+        side.train(3, 5)
+        state = side.optimizer.state_dict()
+        side.optimizer.load_state_dict({**state, "state": copy.deepcopy(state["state"])})
+        rest.adopt(every)
+        side.train(5, 7)
+        moment = side.optimizer.state[side.model.head.weight]["exp_avg"]
+        loss_of(side.model, 7).backward()
+        context.engine.idle()  # the drafts are made
+        moment.mul_(0.5)
+        side.optimizer.step()
+        left.append({**side.kept, **side.model.state_dict(), **state_tensors(side.optimizer)})
+        assert (context.engine.updates.draft_counts()["kept"] > 0) == (drafts != 0)
+    assert_same_bits(*left)

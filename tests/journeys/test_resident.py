@@ -738,6 +738,31 @@ def test_averages_end_it(stay):
     compare(stay, journey, rests=False)
 
 
+def test_averages_end_a_choice_and_the_window_is_whole_again():
+    """Under "auto". So later steps do not stream through what units that cannot stay had left."""
+    streams, side = (Side(model, adamw(model.parameters()), True) for model in (Net().cpu(), Net().cpu()))
+    side.model.load_state_dict(streams.model.state_dict())
+    every = noria.plan(side.model, side.optimizer, device=DEVICE, kernel="fused", resident="all")
+    noria.wrap(streams.model, streams.optimizer, device=DEVICE, kernel="fused", window=2)
+    room = int(0.95 * SHARES * every.resident_bytes)
+    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="fused", device_memory=room)
+    plain = wrapped_by(side.model).context.plan
+    rest_of(side.model).adopt(with_stays(plain, frozenset(list(plain.may_stay)[:4])))
+    for each in (streams, side):
+        each.train(0, 3)
+    assert is_at_rest(side.model) and wrapped_by(side.model).context.plan.arena_bytes < plain.arena_bytes
+    for each in (streams, side):
+        ema = noria.ema(each.model, 0.9)
+        for number in range(3, 6):
+            each.train(number, number + 1)
+            ema.update()
+        with ema.applied():
+            each.keep("average", loss_of(each.model, 9))
+    assert_same_bits({**side.kept, **side.model.state_dict()}, {**streams.kept, **streams.model.state_dict()})
+    assert wrapped_by(side.model).context.plan.arena_bytes == plain.arena_bytes
+    assert not is_at_rest(side.model) and noria.report(side.model).ledger_agrees
+
+
 # ---- sharing and sharded state ------------------------------------------------------------------------------------
 
 

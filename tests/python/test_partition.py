@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria._errors import UsageError
-from noria.model.partition import Partition, partition, split_units
+from noria.model.partition import Partition, partition, parts_of, split_units
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -535,3 +535,25 @@ def test_any_choice_of_modules_is_divided_just_as_well(root, data):
         choice = data.draw(st.lists(st.sampled_from(names), min_size=1))
         found = partition(root, choice)
         check(found, [root])
+
+
+class OwnAttention(nn.MultiheadAttention):
+    """Uses the weight of its out_proj without calling it, as torch's does."""
+
+
+@pytest.mark.parametrize(
+    ("module", "num_parts"),
+    [
+        (Block(), 2),
+        (nn.Sequential(Block(), nn.ReLU(), Block()), 2),
+        (nn.MultiheadAttention(4, 2), 0),
+        (OwnAttention(4, 2), 0),
+        (nn.TransformerEncoderLayer(4, 2, 8), 0),
+        (torch.compile(Block(), backend="eager"), 0),
+        (nn.Linear(4, 4), 0),
+        (Toy(), 6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_modules_are_split_only_where_their_parts_are_called(module, num_parts):
+    assert len(parts_of(module)) == num_parts
