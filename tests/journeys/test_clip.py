@@ -30,7 +30,11 @@ from tests.journeys.gradient_pairs import (  # noqa: F401 - a fixture
 from tests.journeys.pairs import LATE_UPDATES, Net, adamw, sgd
 from tests.pretend_gpu import vehicle
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "deterministic"), pytest.mark.sampled(7), pytest.mark.own_device]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "deterministic", "keeps_plan"),
+    pytest.mark.sampled(7),
+    pytest.mark.own_device,
+]
 
 STEPS = 4
 BITES, BITES_SOMETIMES, NEVER = 0.05, 1.2, 1e6

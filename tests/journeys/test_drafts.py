@@ -34,7 +34,7 @@ from tests.journeys.pairs import (
 )
 from tests.roomy_logs import PLANNED_SLOTS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "keeps_plan")
 
 LATE_DRAFTS = {**HOSTILE, "hold_us": {"draft": 3_000}}
 

@@ -17,7 +17,7 @@ from tests.device import DEVICE
 from tests.journeys.edits import replaced, taken_away
 from tests.journeys.pairs import HOSTILE, Net, Side, adamw, assert_moved, both, loss_of, sgd, state_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "keeps_plan")
 
 STEPS = 6
 BITES, BITES_SOMETIMES, NEVER = 0.05, 1.2, 1e6

@@ -24,7 +24,7 @@ from torch import nn
 
 from tests.device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "keeps_plan")
 
 BLOCKS, WIDTH = 4, 16
 FORWARD_S, BACKWARD_S = 0.003, 0.005

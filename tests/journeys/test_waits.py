@@ -27,7 +27,7 @@ from tests.journeys.pairs import VOCAB, WIDTH, Block, Net, adamw, loss_of
 from tests.python.engine.test_engine_waits import CASES as BARE_CASES
 from tests.python.engine.test_engine_waits import NEVER_LATE
 
-pytestmark = pytest.mark.usefixtures("one_thread", "prompt_device")  # late is what a case holds back, and nothing else
+pytestmark = pytest.mark.usefixtures("one_thread", "prompt_device", "keeps_plan")  # a case alone says what is late
 
 Kept = dict[str, torch.Tensor]
 
