@@ -133,13 +133,13 @@ def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
         name: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=name == "plain") for name, model in runs.items()
     }
     noria.wrap(runs["stays"], optimizers["stays"], device=device, device_memory="4GiB", kernel="fused", resident="all")
+    seconds = _common.seconds
     samples: dict[str, list[list[float]]] = {name: [] for name in runs}
     for number in range(args.pairs + 3):
         tokens = torch.randint(0, 4096, (args.batch, 256)).to(device)
         for name in list(runs) if number % 2 else reversed(runs):
             taken: list[float] = []
             loss: list[torch.Tensor] = []
-            seconds = _common.seconds
             taken.append(seconds(lambda name=name, loss=loss, at=tokens: loss.append(runs[name](at, at)[1])))
             taken.append(seconds(loss[0].backward))
             taken.append(seconds(lambda name=name: (optimizers[name].step(), optimizers[name].zero_grad())))

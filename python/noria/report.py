@@ -484,8 +484,8 @@ def _advice(wrapped: Wrapped, sums: dict[str, int], bound: Bound, updates: Updat
         return f'{found}: update="auto" lets them run behind the next forward'
     compute_us = (sums["forward_us"] + sums["backward_us"]) / sums["num_steps"]
     remedies = []
-    known = wrapped.recorder.known.costs
-    has_chosen = known is not None and known.draft_gib_s > 0  # fewer drafts were faster
+    may_draft = plan.undo_logs.keys() - plan.stays - plan.streamed.keys()
+    has_chosen = wrapped.recorder.began_with_costs or plan.drafted < may_draft  # fewer drafts were faster
     if set(plan.draftable) > set(plan.undo_logs) and wrapped.draft_policy.pay and not has_chosen:
         needed = sum(plan.draftable.values())
         remedies.append(

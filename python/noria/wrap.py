@@ -158,12 +158,25 @@ def plan(
         >>> print(noria.plan(model, optimizer, device_memory="8GiB"))
         5 units, ...
     """
+    planned = plan_without_costs(model, optimizer, policy, mesh=mesh, **policy_fields)
+    return planned if grid_of(mesh) is not None else as_costs_choose(planned, load_costs(planned).costs)
+
+
+def plan_without_costs(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    policy: Policy | None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    **policy_fields: Any,
+) -> WrapPlan:
+    """As `plan`, but what an earlier run has measured does not count."""
     grid = grid_of(mesh)
     roots, updaters = _checked(model, optimizer)
     chosen = make_policy(policy, policy_fields)
     refuse_lost_trace(chosen)
-    planned = make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
-    return planned if grid is not None else as_costs_choose(planned, load_costs(planned).costs)
+    return make_plan(roots, updaters, chosen, is_carried_out=False, grid=grid)
 
 
 def plan_elsewhere(model: nn.Module, optimizers: list[Optimizer], free_bytes: int, **policy_fields: Any) -> WrapPlan:

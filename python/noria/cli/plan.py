@@ -17,7 +17,7 @@ from noria.cli.picture import check_picture, draw_wheel, spans_of
 from noria.cli.tables import show, time_text
 from noria.planning.cost_cache import KnownCosts, load_costs
 from noria.planning.cost_table import COLUMNS, cost_rows, rates_text
-from noria.planning.decisions import with_best_drafts, with_best_places, without_idle_logs
+from noria.planning.decisions import as_costs_choose, with_best_drafts, with_best_places, without_idle_logs
 from noria.planning.machines import BOTH_WAYS, Machine, device_named
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
 from noria.planning.what_if import break_even_tokens, changes, compute_us, largest_model, simulated, wall
@@ -35,7 +35,7 @@ __all__ = ["run_plan"]
 def run_plan(args: argparse.Namespace) -> int:
     import torch
 
-    from noria.wrap import plan
+    from noria.wrap import plan_without_costs
 
     model, optimizers = _model_and_optimizers(args)
     fields: dict[str, Any] = {
@@ -70,7 +70,7 @@ def run_plan(args: argparse.Namespace) -> int:
             raise usage_error("--picture and --trace in two files", f"{args.trace} for both", "name another")
     if args.gpu is not None:
         return _run_elsewhere(args, model, optimizers, fields)
-    planned = plan(model, optimizers or None, **fields)
+    planned = plan_without_costs(model, optimizers or None, **fields)
     if args.pipeline is not None:
         if args.picture is not None or args.trace is not None:
             raise usage_error("--picture and --trace of one device", "--pipeline", "leave one of them out")
@@ -78,6 +78,7 @@ def run_plan(args: argparse.Namespace) -> int:
     speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s, args.cores)
     given = (*speeds, args.tokens, args.micro_batches)
     known = KnownCosts() if any(each is not None for each in given) else load_costs(planned)
+    planned = as_costs_choose(planned, known.costs)
     print(planned)
     if known.note:
         print(f"note: {known.note}")

@@ -47,6 +47,7 @@ class CostRecorder:
         self.context = context
         self._on_measured = on_measured
         self.known = known
+        self.began_with_costs = known.costs is not None
         self.has_measured = False
         """True once `known` is of this run."""
         self._sync = sync

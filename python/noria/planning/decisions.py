@@ -228,6 +228,7 @@ def with_best_drafts(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
     drafted = [unit for unit in forward_order(planned) if unit in planned.drafted]
     if not drafted:
         return planned
+    needs = {unit: planned.draftable[unit] for unit in drafted}
     times = {planned.drafted: step_us(planned)}
 
     def look(chosen: frozenset[int]) -> float:
@@ -237,7 +238,6 @@ def with_best_drafts(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
 
     def look_at_part(part: int) -> None:
         number = len(drafted) * part // _PARTS
-        needs = {unit: planned.draftable[unit] for unit in drafted}
         even = spread_evenly(needs, sum(needs.values()) * part // _PARTS)
         for chosen in (even, drafted[:number], drafted[len(drafted) - number :]):
             look(frozenset(chosen))

@@ -302,19 +302,17 @@ def make_plan(
     free = free or min_over_ranks([probe_limits(device)])
     if device.type == "cuda" and free.device is None and device_bytes is not None:
         free = Free((device_bytes, device_bytes), None, None)  # of another machine: this one's limits tell nothing
-    parts = _fine_partition(roots, policy, grid, free, trained)
+    parts, units, budgets = _fine_partition(roots, policy, grid, free, trained)
     if is_carried_out:
         _refuse_without_hooks(parts)
         if values:
             _refuse_lost_buffers(roots)
-    units = _units_of(parts, policy.dtype, grid, trained)
     if not units:
         raise usage_error(
             "a model with parameters",
             "one without",
             "give a model with parameters: there is nothing to wrap in this one",
         )
-    budgets = Budgets.of(policy, free, units)
     kernels = Kernels.of(units, optimizers, policy)
     kernels.check_states()
     refuse_place(policy)
@@ -461,10 +459,10 @@ def with_streamed(planned: WrapPlan, units: Container[int]) -> WrapPlan:
 
 def _fine_partition(
     roots: list[nn.Module], policy: Policy, grid: Grid | None, free: Free, trained: Container[torch.Tensor]
-) -> Partition:
-    """Returns the partition by `policy.units`. Under "auto" the units of visits that do not fit are split.
+) -> tuple[Partition, list[HomeUnit], Budgets]:
+    """Returns the partition by `policy.units`, its units, and the budgets for them.
 
-    They are split between modules. A unit that fits is not split.
+    Under "auto" the units of visits that do not fit are split, between modules.
     """
     split: set[nn.Module] = set()
     while True:
@@ -474,14 +472,16 @@ def _fine_partition(
         units = _units_of(parts, policy.dtype, grid, trained)
         budgets = Budgets.of(policy, free, units)
         if budgets.device is None or not isinstance(policy.units, str):
-            return parts
+            return parts, units, budgets
         room, facts = budgets.device // budgets.shares, _facts(units, _C.BufferTable())
         visits = [visit for visits in _assumed_visits(parts, units) for visit in visits]
+        if _C.smallest_budget(visits, facts)[0] <= room:
+            return parts, units, budgets
         large = {unit for visit in visits if _C.smallest_budget([visit], facts)[0] > room for unit in visit.needs}
         modules = {module for unit in large if (module := parts.units[unit].module) is not None}
         more = {module for module in modules - split if parts_of(module)}
         if not more:
-            return parts
+            return parts, units, budgets
         split |= more
 
 

@@ -88,7 +88,7 @@ class Rest:
         Order: no pass is under way.
         """
         plan, chooses = self.context.plan, self.context.policy.resident == "auto"
-        if chooses and plan.stays and self._has_averages():  # these keep units from staying
+        if chooses and plan.stays and not self.is_given_up and self._has_averages():  # these keep units from staying
             self._adopted = without_choices(plan)
         if self._adopted is not None and not (self._adopted.stays and self._has_averages()):
             self._take_up(self._adopted)
@@ -120,7 +120,8 @@ class Rest:
         if plan.drafted not in (before.drafted, may_draft):
             drafted = f"{len(plan.drafted)} of {len(context.units)} units are drafted"
             context.notes.append(f"{drafted}: no other number is faster")
-        if (plan.stays, plan.streamed.keys()) == (before.stays, before.streamed.keys()):
+        place, place_before = ((each.stays, each.streamed.keys(), each.arena_bytes) for each in (plan, before))
+        if place == place_before:
             context.settle_units()
             context.replace_plan(plan)
             return
