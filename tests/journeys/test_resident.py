@@ -123,6 +123,26 @@ def train(side: Side, between: Callable[[int], Any] = lambda number: None, steps
         side.keep(f"loss {number}", loss)
 
 
+def beside_a_choice() -> tuple[Side, Side]:
+    """Returns a side that streams through two units, and one whose device has room for most units."""
+    streams, side = (Side(model, adamw(model.parameters()), True) for model in (Net().cpu(), Net().cpu()))
+    side.model.load_state_dict(streams.model.state_dict())
+    every = noria.plan(side.model, side.optimizer, device=DEVICE, kernel="fused", resident="all")
+    room = int(0.95 * SHARES * every.resident_bytes)
+    noria.wrap(streams.model, streams.optimizer, device=DEVICE, kernel="fused", window=2)
+    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="fused", device_memory=room)
+    return streams, side
+
+
+def train_with_averages(side: Side, first: int) -> None:
+    ema = noria.ema(side.model, 0.9)
+    for number in range(first, first + 3):
+        side.train(number, number + 1)
+        ema.update()
+    with ema.applied():
+        side.keep("average", loss_of(side.model, 9))
+
+
 # ---- bits ---------------------------------------------------------------------------------------------------------
 
 
@@ -638,12 +658,7 @@ def test_a_choice_for_which_the_device_has_no_room_is_given_up(monkeypatch, poli
 
 def test_a_new_choice_for_which_the_window_has_no_room_is_given_up(monkeypatch):
     """The plan of before goes on."""
-    streams, side = (Side(model, adamw(model.parameters()), True) for model in (Net().cpu(), Net().cpu()))
-    side.model.load_state_dict(streams.model.state_dict())
-    every = noria.plan(side.model, side.optimizer, device=DEVICE, kernel="fused", resident="all")
-    room = int(0.95 * SHARES * every.resident_bytes)
-    noria.wrap(streams.model, streams.optimizer, device=DEVICE, kernel="fused", window=2)
-    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="fused", device_memory=room)
+    streams, side = beside_a_choice()
     plain = wrapped_by(side.model).context.plan
     size = plain.arena_bytes
     for each in (streams, side):
@@ -729,36 +744,21 @@ def test_averages_end_it(stay):
 
     def journey(side: Side) -> None:
         side.train(0, 2)
-        ema = noria.ema(side.model, 0.9)
-        for number in range(2, 5):
-            side.train(number, number + 1)
-            ema.update()
-        with ema.applied():
-            side.keep("average", loss_of(side.model, 9))
+        train_with_averages(side, 2)
 
     compare(stay, journey, rests=False)
 
 
 def test_averages_end_a_choice_and_the_window_is_whole_again():
     """Under "auto". So later steps do not stream through what units that cannot stay had left."""
-    streams, side = (Side(model, adamw(model.parameters()), True) for model in (Net().cpu(), Net().cpu()))
-    side.model.load_state_dict(streams.model.state_dict())
-    every = noria.plan(side.model, side.optimizer, device=DEVICE, kernel="fused", resident="all")
-    noria.wrap(streams.model, streams.optimizer, device=DEVICE, kernel="fused", window=2)
-    room = int(0.95 * SHARES * every.resident_bytes)
-    noria.wrap(side.model, side.optimizer, device=DEVICE, kernel="fused", device_memory=room)
+    streams, side = beside_a_choice()
     plain = wrapped_by(side.model).context.plan
     rest_of(side.model).adopt(with_stays(plain, frozenset(list(plain.may_stay)[:4])))
     for each in (streams, side):
         each.train(0, 3)
     assert is_at_rest(side.model) and wrapped_by(side.model).context.plan.arena_bytes < plain.arena_bytes
     for each in (streams, side):
-        ema = noria.ema(each.model, 0.9)
-        for number in range(3, 6):
-            each.train(number, number + 1)
-            ema.update()
-        with ema.applied():
-            each.keep("average", loss_of(each.model, 9))
+        train_with_averages(each, 3)
     assert_same_bits({**side.kept, **side.model.state_dict()}, {**streams.kept, **streams.model.state_dict()})
     assert wrapped_by(side.model).context.plan.arena_bytes == plain.arena_bytes
     assert not is_at_rest(side.model) and noria.report(side.model).ledger_agrees
