@@ -86,6 +86,10 @@ void bind_saved(py::module_& m) {
           "set_saved_room",
           [](const EngineSaved& self, std::int64_t room) { self.engine().activations()->set_room(Bytes{room}); },
           py::arg("room"), NoGil())
+      .def(
+          "resize_saved_room",
+          [](const EngineSaved& self, std::int64_t room) { self.engine().activations()->resize_room(Bytes{room}); },
+          py::arg("room"), NoGil())
       .def("saved_stats", &saved_stats)
       .def("saved_by_module", &saved_by_module);
 }

@@ -34,6 +34,13 @@ void ActivationStore::begin_pass(Phase phase, bool saves) {
   order_.begin_forward(is_all_used);
 }
 
+void ActivationStore::resize_room(Bytes room) {
+  own_room_ = room;
+  most_room_ = std::max(most_room_.value_or(room), room);
+  seen_ = {{}, stats_.saved, {}};
+  set_room(room);
+}
+
 bool ActivationStore::shrink_peer(std::int32_t rank, Bytes left) {
   for (SavedId saved : forgotten_) {  // a storage keeps its place until it has left
     if (const Ticket& copy = at(saved).ticket) copy->wait_passed();
@@ -58,6 +65,7 @@ SavedId ActivationStore::save(const std::byte* memory, Bytes bytes) {
   note_there(entry, memory);
   stats_.saved += bytes;
   stats_.most_saved = std::max(stats_.most_saved, stats_.saved);
+  seen_.most_saved = std::max(seen_.most_saved, stats_.saved);
   entries_.emplace(saved, std::move(entry));
   share(saved);
   return saved;
@@ -211,20 +219,24 @@ void ActivationStore::leave(UnitId unit, Stream stream) {
     Bytes bytes;
     for (SavedId each : saved) bytes += at(each).bytes;
     stats_.largest = std::max(stats_.largest, bytes);
+    seen_.largest = std::max(seen_.largest, bytes);
     Bundle& bundle = bundles_.back();
     bundle.left_us = clock_us();
     SavedByModule& module = by_module_[bundle.hook];
     ++module.num_visits;
     module.bytes = std::max(module.bytes, bytes);
+    const bool is_new = seen_.modules.insert(bundle.hook).second;
+    module.expected = is_new ? bytes : std::max(module.expected, bytes);
     note_least(module.forward_us, bundle.left_us - entered_us_);
   } else if (open_ && saves_) {
-    by_module_[open_->hook];  // it saves nothing
+    SavedByModule& module = by_module_[open_->hook];
+    if (seen_.modules.insert(open_->hook).second) module.expected = Bytes{0};  // it saves nothing
   }
   open_.reset();
   end_left();
   tell_trace();
   if (!saves_) return;
-  offload_until(Bytes{0}, room().may_stay(stats_.most_saved), unit);
+  offload_until(Bytes{0}, room().may_stay(seen_.most_saved), unit);
 }
 
 void ActivationStore::tell_trace() const {
@@ -236,15 +248,15 @@ void ActivationStore::tell_trace() const {
 // A block is expected to save as much as other blocks, until its own size is known.
 Bytes ActivationStore::expected_of(HookId hook) const {
   const auto known = by_module_.find(hook);
-  return known == by_module_.end() ? stats_.largest : known->second.bytes;
+  return known == by_module_.end() ? seen_.largest : known->second.expected;
 }
 
 void ActivationStore::refuse_large_bundle() const {
-  const Bytes least = SavedRoom{own_room_, stats_.largest}.least();
-  if (!own_room_ || least <= *own_room_) return;
+  const Bytes least = SavedRoom{own_room_, seen_.largest}.least();
+  if (!most_room_ || least <= *most_room_) return;
   throw UsageError("activation_memory for what two blocks save, " + to_string(least) + " (" +
                        std::to_string(least.count) + " bytes)",
-                   to_string(*own_room_) + " (" + std::to_string(own_room_->count) + " bytes)",
+                   to_string(*most_room_) + " (" + std::to_string(most_room_->count) + " bytes)",
                    "raise it, make the blocks smaller, or say activations=\"recompute\"");
 }
 

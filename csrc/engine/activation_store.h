@@ -63,6 +63,7 @@ struct SavedStats {
 struct SavedByModule {
   std::int64_t num_visits = 0;  // that have saved something
   Bytes bytes;                  // of the largest of these visits
+  Bytes expected;               // the same, since the room was set
   std::int64_t forward_us = 0;
   std::int64_t gap_us = 0;  // from the end of the visit to its backward
 };
@@ -85,6 +86,9 @@ class ActivationStore {
   /// lies beyond. Returns true if nothing does, and no copy there still runs: it waits for copies of what is forgotten.
   /// So do not call it inside of a pass.
   bool shrink_peer(std::int32_t rank, Bytes left);
+  /// Gives the whole room another size. None of it is lent. What modules save may be less from now on: they are seen
+  /// anew. A bundle is too large only if each room so far was too small for it.
+  void resize_room(Bytes room);
   /// Sets what is left of the room: the rest is lent.
   void set_room(Bytes room) {
     room_ = room;
@@ -146,6 +150,11 @@ class ActivationStore {
     std::int64_t left_us = 0;  // when its visit ended
   };
   using Bundles = std::list<Bundle>;
+  /// Holds sizes since the room was set.
+  struct Seen {
+    Bytes largest, most_saved;  // of a bundle; and of all at once
+    std::set<HookId> modules;
+  };
   /// Holds storages that go the same way, in one op.
   struct TransferBatch {
     std::vector<SavedId> saved;
@@ -183,7 +192,7 @@ class ActivationStore {
   std::vector<Bundles::iterator> use(HookId hook);
   void refuse_large_bundle() const;
   Bytes expected_of(HookId hook) const;
-  SavedRoom room() const { return {room_, stats_.largest}; }
+  SavedRoom room() const { return {room_, seen_.largest}; }
   Bytes leaving_bytes() const;
   /// Returns true if it may still be asked for.
   bool is_alive(SavedId saved) const;
@@ -196,8 +205,10 @@ class ActivationStore {
   Issuer& issuer_;
   Backend& backend_;
   EngineCallbacks& callbacks_;
-  const std::optional<Bytes> own_room_;
+  std::optional<Bytes> own_room_;
+  std::optional<Bytes> most_room_ = own_room_;  // that it has ever been
   std::optional<Bytes> room_;  // what is left of it
+  Seen seen_;
   SavedPlaces places_;
   std::map<SavedId, Entry> entries_;
   std::int64_t next_id_ = 0;

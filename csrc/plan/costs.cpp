@@ -27,9 +27,8 @@ double duration_us(const Op& op, const Costs& costs) {
 }
 
 double latency_us_of(const Op& op, const Costs& costs) {
-  const bool is_visit = op.verb == Verb::forward || op.verb == Verb::backward;
-  const bool is_at_rest = op.lane == Lane::compute && op.verb == Verb::update;
-  const bool has_none = op.verb == Verb::evict || is_visit || is_at_rest;
+  const bool is_loop = op.verb == Verb::user;  // the only op of the compute lane that has one
+  const bool has_none = op.verb == Verb::evict || (op.lane == Lane::compute && !is_loop);
   return has_none ? 0.0 : by_lane(costs.latency_us, op.lane);
 }
 

@@ -35,7 +35,7 @@ struct Costs {
 };
 
 /// Returns how long the op takes alone: a visit by its unit, an eviction 0, all else by latency and bandwidth of its
-/// lane.
+/// lane. On the compute lane the loop alone has a latency.
 double duration_us(const Op& op, const Costs& costs);
 double latency_us_of(const Op& op, const Costs& costs);
 double bandwidth_gib_s_of(const Op& op, const Costs& costs);

@@ -68,6 +68,7 @@ class Machine final : public EngineCallbacks {
   const SavedStats& stats() const { return activations_.stats(); }
   Bytes held() const { return activations_.held(); }
   void set_room(Bytes room) { activations_.set_room(room); }
+  void resize_room(Bytes room) { activations_.resize_room(room); }
 
   /// Memory of rank 1, as its owner sees it.
   std::byte* borrow(Bytes bytes) {
@@ -615,6 +616,20 @@ TEST(ActivationStore, where_some_of_the_room_is_lent_two_bundles_have_theirs_sti
   machine.set_room(kBytes + kBytes - Bytes{1});
   EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
   EXPECT_LE(machine.stats().most_there, kBytes * 2);
+}
+
+TEST(ActivationStore, the_room_may_get_another_size_between_steps) {
+  const Bytes plenty = kBytes * 8 * kModules;
+  Machine machine({.seed = 1, .room = plenty});
+  EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
+  EXPECT_EQ(machine.stats().num_offloaded, 0);
+  machine.resize_room(kBytes * 2 - Bytes{1});  // less than two bundles: that is refused only if it was so from the start
+  EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
+  const std::int64_t small = machine.stats().num_offloaded;
+  EXPECT_GT(small, 0);
+  machine.resize_room(plenty);
+  EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
+  EXPECT_EQ(machine.stats().num_offloaded, small);
 }
 
 TEST(ActivationStore, a_peer_that_wants_memory_back_has_it_when_nothing_lies_there_and_it_is_not_used_again) {
