@@ -162,8 +162,9 @@ class Policy:
     activation_memory: str | int = "auto"
     """With activations="auto": the most device memory for the activations that blocks save. "4GiB" or bytes.
 
-    The limit holds if backwards come in the order of their forwards. "auto" is a quarter of `device_memory` on CUDA:
-    the window has half of it, and the rest of the computation needs some too. On "cpu" there is no limit."""
+    The limit holds if backwards come in the order of their forwards. On CUDA "auto" is a quarter of `device_memory`
+    at first: the window has half of it, and the rest of the computation needs some too. When costs are known, the
+    planner chooses it. On "cpu" there is no limit."""
 
     update: str = "auto"
     """When the host optimizer runs. All values give the same bits.

@@ -39,6 +39,7 @@ from noria.model.update_rules import SEPARABLE
 from noria.optimizer import as_plain, check_optimizer, refuse_kept_methods, seen_through, unfacade
 from noria.out_of_memory import tell_when_full
 from noria.pipeline.pipelining_compat import check_stage, module_of, modules_of, stages_of
+from noria.planning.activation_choice import with_first_room
 from noria.planning.cost_cache import load_costs
 from noria.planning.decisions import as_costs_choose
 from noria.planning.late_optimizers import plan_optimizers
@@ -584,12 +585,15 @@ def _carry_out(
     """
     policy, device, units = planned.policy, planned.device, planned.units
     known = load_costs(planned)
+    if stages is not None:  # which blocks compute again depends on what other stages lend
+        planned = dataclasses.replace(planned, chooses_activations=False)
     if ranks is None:  # they may have kept other costs: they choose when they have met
         planned = as_costs_choose(planned, known.costs)
     pool = None
     capacity = planned.device_bytes
     may_stay = policy.resident != "none" and bool(planned.may_stay)
-    if may_stay or (policy.optimizer_device == "device" and not updaters):
+    may_resize = planned.chooses_activations and device.type == "cuda"
+    if may_stay or may_resize or (policy.optimizer_device == "device" and not updaters):
         capacity = max(capacity, planned.budgets.device or _ANY)
     if stages is not None:
         capacity += planned.saved_room or 0  # its unused part may be lent
@@ -602,7 +606,7 @@ def _carry_out(
                 raise usage_error("resident on a device that runs noria's kernels", why, "leave resident out")
             if policy.optimizer_device == "device":
                 raise usage_error("optimizer_device on a device that runs noria's kernels", why, 'say kernel="torch"')
-            planned = with_stays(dataclasses.replace(planned, streamed={}), frozenset())
+            planned = with_stays(dataclasses.replace(with_first_room(planned), streamed={}), frozenset())
         awaits_optimizer = not updaters and any(unit.gradients for unit in units)
         if planned.fused or awaits_optimizer:
             pool = machine().pool(is_beside_device=device.type == "cuda", numa_node=numa_node(backend.pci_bus_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 
@@ -109,7 +110,7 @@ class Wrapped:
         self.stages = StageAdapters(context, run, self.accumulation)
         peer_cache = PeerCache(context, self.peer_memory)
         self.activations = Activations(context, late, peer_cache, weakly_asked(self._own_costs))
-        self.recorder = CostRecorder(context, self.sync, known, weakly(self._decide))
+        self.recorder = CostRecorder(context, self.sync, known, self.activations, weakly(self._decide))
         self.boundary = StepBoundary(
             every=[self.reads.end, self.stages.begin_step, self.peer_memory.begin_step],
             once=[peer_cache.begin_step, self.activations.begin_step, self.recorder.begin_step],
@@ -118,6 +119,7 @@ class Wrapped:
         self.drivers = StepDrivers(context)
         self.streamed = Streamed(context)
         self.rest = Rest(context, run, self.streamed, self.drivers.have_stepped, self.drivers.watch_state)
+        self.rest.on_plan.append(weakly(self.activations.follow_plan))
         # Built after the activations' hooks, so that a block's saved tensors are known when its visit ends.
         try:
             self.hooks = ModuleHooks(
@@ -138,6 +140,7 @@ class Wrapped:
             self.activations.remove()
             raise
         self.hooks.keeps_alive = self
+        run.on_out_of_memory.append(weakly(self.recorder.note_out_of_memory))
         self.state_dicts = ModuleStateDicts(context, run, self.sync, self.weights, self.loads)
         self._connect_engine()
         for root in context.partition.roots:
@@ -171,6 +174,12 @@ class Wrapped:
         plan, costs = self.context.plan, self.recorder.known.costs
         if costs is None or (self.rest.is_given_up and self.context.ranks is None):  # of ranks no unit stays
             return
+        if plan.chooses_activations:
+            # What the clocks of ranks have chosen may differ.
+            now = plan.recomputed if self.context.ranks is not None else self.activations.recomputed_units()
+            plan = dataclasses.replace(plan, recomputed=now or frozenset())
+            self.context.replace_plan(plan)
+            self.activations.follow_plan()
         if (chosen := choose_again(plan, costs)) is not None:
             self.rest.adopt(chosen)
 

@@ -128,6 +128,39 @@ def test_plan_shows_them(folder, capsys, monkeypatch):
     assert "costs, measured" not in capsys.readouterr().out
 
 
+def test_plan_knows_what_fewer_threads_update(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", ["."])
+    found, _ = run(kernel="fused")
+    rates = found.costs.by_threads_gib_s
+    most = noria.report(noria.wrap(*make(), device=DEVICE, window=2, kernel="fused")[0]).costs.by_threads_gib_s
+    assert rates == most and next(iter(rates)) == "1" and min(rates.values()) > 0
+    half = dataclasses.replace(found.costs, by_threads_gib_s={"1": 2.0, "2": 4.0}).with_threads(1)
+    assert half is not None and half.gib_s["update"] == found.costs.gib_s["update"] / 2
+    assert found.costs.with_threads(1000) is None
+    plan = ["plan", "--model", f"{__name__}:make", "--window", "2", "--device", DEVICE, "--kernel", "fused"]
+    assert main([*plan, "--cores", "1"]) == 0
+    assert "with 1 threads" in capsys.readouterr().out
+
+
+def test_the_next_run_leaves_torch_what_it_has_not_found(folder):
+    run(kernel="fused")
+    model, optimizer = noria.wrap(*make(), device=DEVICE, window=2, kernel="fused")
+    train(model, optimizer)
+    wrapped = wrapped_by(model)
+    before = wrapped.recorder.known.costs
+    for told in wrapped.run.on_out_of_memory:
+        told(1 << 30)
+    kept = load_costs(wrapped.context.plan)
+    assert kept.costs.workspace >= (1 << 30) - sum(before.saved) > before.workspace
+    assert "[5, 8]" in kept.measured and dataclasses.replace(kept.costs, workspace=before.workspace) == before
+    for told in wrapped.run.on_out_of_memory:
+        told(1 << 20)
+    assert load_costs(wrapped.context.plan) == kept  # it knows of more
+    noria.unwrap(model, optimizer)
+    found, _ = run(kernel="fused")  # the run after that one remembers it, too
+    assert found.costs.workspace == kept.costs.workspace
+
+
 def test_looking_at_a_graph_runs_no_hook_of_the_users(folder):
     """Neither a checkpoint, which would compute again, nor a hook that unpacks."""
     unpacked = []

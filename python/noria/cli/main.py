@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     policy.add_argument("--window", type=int)
     policy.add_argument("--resident", help='units that stay on the device: all, an amount such as "24GiB", or auto')
     policy.add_argument("--optimizer-device", choices=["host", "device"], help="where updates of the others run")
+    policy.add_argument(
+        "--activations", choices=["keep", "offload", "recompute", "auto"], help="what becomes of those of blocks"
+    )
     policy.add_argument("--dtype", choices=["bf16", "bfloat16"], help="default: the model's own")
     policy.add_argument("--units", action="append", metavar="PATTERN", help='name pattern, such as "*.layers.*"')
     speed = plan.add_argument_group(

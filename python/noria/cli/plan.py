@@ -51,6 +51,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "units",
             "resident",
             "optimizer_device",
+            "activations",
         )
         if getattr(args, name) is not None
     }
@@ -75,9 +76,7 @@ def run_plan(args: argparse.Namespace) -> int:
         if args.picture is not None or args.trace is not None:
             raise usage_error("--picture and --trace of one device", "--pipeline", "leave one of them out")
         return _run_pipeline(args, model, planned)
-    speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s, args.cores)
-    given = (*speeds, args.tokens, args.micro_batches)
-    known = KnownCosts() if any(each is not None for each in given) else load_costs(planned)
+    known = _known_costs(args, planned)
     planned = as_costs_choose(planned, known.costs)
     print(planned)
     if known.note:
@@ -91,6 +90,18 @@ def run_plan(args: argparse.Namespace) -> int:
         step = PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), known.costs)
     _show_step(step)
     return _finish(args, step)
+
+
+def _known_costs(args: argparse.Namespace, planned: WrapPlan) -> KnownCosts:
+    """Returns the costs that a run has measured here, unless speeds are given. `--cores` may be one of its numbers."""
+    speeds = (args.tflops, args.fetch_gib_s, args.drain_gib_s, args.update_gib_s, args.dram_gib_s)
+    if any(each is not None for each in (*speeds, args.tokens, args.micro_batches)):
+        return KnownCosts()
+    known = load_costs(planned)
+    if args.cores is None or known.costs is None:
+        return known if args.cores is None else KnownCosts()
+    costs = known.costs.with_threads(args.cores)
+    return KnownCosts() if costs is None else KnownCosts(costs, f"{known.measured}; with {args.cores} threads")
 
 
 def _tokens(args: argparse.Namespace) -> int:

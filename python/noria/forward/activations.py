@@ -25,6 +25,7 @@ from noria.forward.recompute import Recomputation, is_checkpointed
 from noria.model.layout import Region
 from noria.pipeline.peer_cache import PeerCache
 from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.saved_simulation import piece_at_home
 from noria.runtime.context import Context
 from noria.runtime.hooks import Hook, remove_hooks
 from noria.runtime.late_allocations import LateAllocations
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Activations"]
-
-_LEAST_PIECE = 16 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Activations:
         self._saving = _saving_hooks(weakref.ref(self._saved))
         self._recomputation: Recomputation | None = None
         if self.context.policy.activations == "recompute" or self.context.plan.saved_room is not None:
-            chooses = self.context.plan.saved_room is not None
-            self._recomputation = Recomputation(context, peer_cache, costs, chooses=chooses)
+            self._recomputation = Recomputation(context, peer_cache, costs, context.plan.recomputed)
         if context.plan.least_saved is not None:
             blocks = [spec.module for spec in self.context.partition.hooks if spec.is_block]
             self._saved.set_saved_callback(weakly_asked(self.more_home))
@@ -86,6 +84,24 @@ class Activations:
     def recomputed(self) -> list[str]:
         """Returns the names of the blocks that compute their activations again."""
         return [] if self._recomputation is None else self._recomputation.names()
+
+    def follow_plan(self) -> None:
+        """Does what the plan says, which may be another one than before. Order: no pass is under way."""
+        plan = self.context.plan
+        if self._recomputation is None or not plan.chooses_activations:
+            return
+        if plan.recomputed is not None:
+            self._recomputation.take(plan.recomputed)
+        if plan.saved_room is not None:
+            self._saved.resize_saved_room(plan.saved_room)
+
+    def inputs(self) -> dict[int, int]:
+        """Returns the bytes of inputs, by unit, of blocks that may compute their forward again."""
+        return {} if self._recomputation is None else self._recomputation.inputs()
+
+    def recomputed_units(self) -> frozenset[int]:
+        """Returns the units of the blocks that compute their activations again: of each block the last one."""
+        return frozenset() if self._recomputation is None else self._recomputation.units()
 
     def follow(self, module: nn.Module, now: nn.Module) -> None:
         """Notes that a block is called by another module from now on: torch.compile's, or no longer torch.compile's."""
@@ -133,7 +149,7 @@ class Activations:
 
     def more_home(self, least: int) -> tuple[int, int]:
         """Takes more memory at home for a storage of `least` bytes that finds no room. Returns address and bytes."""
-        size = max(least, _LEAST_PIECE, self._taken // 4)
+        size = piece_at_home(least, self._taken)
         name = "saved for backward" if not self._num_pieces else f"saved for backward, piece {self._num_pieces + 1}"
         units = len(self.context.units)
         [address, *_] = self.late.take(Region.of(name, [size, *[0] * (units - 1)]), together=False)

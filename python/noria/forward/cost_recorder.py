@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from noria import _C
+from noria.forward.activations import Activations
 from noria.forward.device_rate import device_update_gib_s
 from noria.forward.link_paces import LinkPaces
 from noria.forward.operator_watch import tensors_of
 from noria.forward.saved_bytes import SavedBytes
+from noria.forward.thread_rates import update_rates
 from noria.model.partition import HookSpec
-from noria.planning.cost_cache import KnownCosts, save_costs
-from noria.planning.measured_costs import measured_costs, slowest
+from noria.planning.cost_cache import KnownCosts, load_costs, save_costs
+from noria.planning.measured_costs import MeasuredCosts, measured_costs, slowest
+from noria.planning.resident import gradient_bytes
 from noria.planning.step_simulation import bytes_per_copied
 from noria.planning.streamed import bytes_of_ops
 from noria.runtime.context import Context
@@ -42,9 +45,17 @@ class CostRecorder:
     Ranks that share the model tell each other what they have measured, so all have the same costs.
     """
 
-    def __init__(self, context: Context, sync: RankSync, known: KnownCosts, on_measured: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sync: RankSync,
+        known: KnownCosts,
+        activations: Activations,
+        on_measured: Callable[[], None],
+    ) -> None:
         """`on_measured` runs when `known` has changed: at the beginning of a `step()`."""
         self.context = context
+        self._activations = activations
         self._on_measured = on_measured
         self.known = known
         self.began_with_costs = known.costs is not None
@@ -57,6 +68,7 @@ class CostRecorder:
         self._saved: SavedBytes | None = None  # while a step's forwards are counted
         self._counted = SavedBytes(slot.parameter for slot in context.slots)
         self._inputs = ""
+        self._at_rest = 0  # what torch keeps from one step to the next, in bytes
         hooks = context.partition.hooks
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
         self._forwards = self._elements = 0  # how often it has run in this step, and what it has put out
@@ -79,6 +91,22 @@ class CostRecorder:
             self._saved = None
             if self._num_steps == _SKIPPED + 1 + _TRACED:
                 self._end()
+
+    def note_out_of_memory(self, wanted: int) -> None:
+        """torch has found no memory on the device: it needs more than was measured. The next run leaves it that much.
+
+        Nothing is kept before costs are known.
+        """
+        context = self.context
+        if self.known.costs is None or context.ranks is not None:
+            return
+        had = torch.cuda.memory_allocated(context.device) if context.device.type == "cuda" else 0
+        of_stays = gradient_bytes(context.units, context.plan.stays)
+        workspace = had + wanted - max(self._at_rest, of_stays) - self._most_saved()
+        kept = load_costs(context.plan)
+        if kept.costs is not None and workspace > kept.costs.workspace:
+            inputs = kept.measured.partition("inputs of ")[2]
+            save_costs(context.plan, dataclasses.replace(kept.costs, workspace=workspace), inputs)
 
     def stop(self) -> None:
         """Stops measuring for good."""
@@ -124,9 +152,16 @@ class CostRecorder:
         on_device = bytes_of_ops(context.plan.streamed)
         costs = measured_costs(spans, len(context.units), bytes_per_copied(context.device), on_device)
         forwards, elements = self._sizes()
-        costs = dataclasses.replace(costs, forwards=forwards, elements=elements, **self._memory())
+        costs = self.with_activations(dataclasses.replace(costs, forwards=forwards, elements=elements))
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
+        before = self.known.costs
+        if before is not None and before.elements and 1 / _ALIKE <= elements / before.elements <= _ALIKE:
+            costs = dataclasses.replace(costs, workspace=max(costs.workspace, before.workspace))  # perhaps by an error
+        if context.pool is not None:
+            context.pool.idle()
+            with contextlib.suppress(Exception):  # a measurement must not end a training
+                costs = dataclasses.replace(costs, by_threads_gib_s=update_rates(context.pool.num_threads))
         if not costs.draft_gib_s and self.known.costs is not None:  # an earlier run has chosen to draft nothing
             costs = dataclasses.replace(costs, draft_gib_s=self.known.costs.draft_gib_s)
         if context.ranks is not None:
@@ -151,7 +186,8 @@ class CostRecorder:
         So it does if a link has become slower or faster. Ranks that share the model do not: each sees other steps.
         """
         costs, (forwards, elements) = self.known.costs, self._sizes()
-        has_choice = self._may_choose_stays or self.context.plan.undo_logs
+        plan = self.context.plan
+        has_choice = self._may_choose_stays or plan.undo_logs or plan.chooses_activations
         if costs is None or self.context.ranks is not None or not has_choice:
             return
         measured, *scaled = self.known.measured.split("; ")
@@ -177,22 +213,44 @@ class CostRecorder:
             return device_update_gib_s(self.context)
         return 0.0 if self.known.costs is None else self.known.costs.device_update_gib_s
 
-    def _memory(self) -> dict[str, Any]:
-        """Returns what is known of activations and of torch's own memory, as fields of MeasuredCosts."""
-        context = self.context
-        num_units, saved = len(context.units), dict(self._counted.by_unit)
-        if context.policy.activations != "keep":  # what the engine moves, or a checkpoint has packed, is not in a graph
-            by_hook = context.engine.saved.saved_by_module() if context.plan.least_saved is not None else {}
-            hooks = context.partition.hooks
-            for hook, (_, num_bytes, _, _) in by_hook.items():
-                if hook < len(hooks) and hooks[hook].needs:
-                    saved[hooks[hook].needs[-1]] = num_bytes
+    def with_activations(self, costs: MeasuredCosts) -> MeasuredCosts:
+        """Returns the costs of a trace with what is known of activations and of torch's own memory.
+
+        Blocks that compute again since the run began have not shown what they save. It is as much as in an earlier run,
+        for inputs of the same size.
+        """
+        context, again = self.context, self._activations.recomputed_units()
+        num_units, saved = len(context.units), self._saved_by_unit()
+        inputs = [self._activations.inputs().get(unit, -1) for unit in range(num_units)]
+        known = self.known.costs
+        if max(inputs) < 0 and known is not None and known.inputs:
+            alike = known.scaled(costs.elements / known.elements, known.forwards) if known.elements else known
+            inputs = alike.inputs
+            saved |= {unit: alike.saved[unit] for unit in again}
         peak = 0
         if context.device.type == "cuda":
-            now = torch.cuda.memory_allocated(context.device)
-            peak = max(torch.cuda.max_memory_allocated(context.device) - now - sum(saved.values()), 0)
-        return {
-            "saved": [saved.get(unit, 0) for unit in range(num_units)] if saved else [],
-            "saved_by": dict(self._counted.by_operator.most_common()),
-            "workspace": peak,
-        }
+            now = self._at_rest = torch.cuda.memory_allocated(context.device)
+            peak = max(torch.cuda.max_memory_allocated(context.device) - now - self._most_saved(), 0)
+        return dataclasses.replace(
+            costs.without_again(again),
+            saved=[saved.get(unit, 0) for unit in range(num_units)] if saved else [],
+            saved_by=dict(self._counted.by_operator.most_common()),
+            inputs=inputs if max(inputs) >= 0 else [],
+            workspace=peak,
+        )
+
+    def _saved_by_unit(self) -> dict[int, int]:
+        saved = dict(self._counted.by_unit)
+        if self.context.plan.least_saved is not None:  # what the engine moves is not in a graph
+            hooks = self.context.partition.hooks
+            for hook, (_, num_bytes, _, _) in self.context.engine.saved.saved_by_module().items():
+                if hook < len(hooks) and hooks[hook].needs:
+                    saved[hooks[hook].needs[-1]] = num_bytes
+        return saved
+
+    def _most_saved(self) -> int:
+        """Returns the most bytes that autograd has kept on the device at once, of those that were counted."""
+        of_graphs = sum(self._counted.by_unit.values())
+        if self.context.plan.least_saved is None:
+            return of_graphs
+        return of_graphs + int(self.context.engine.saved.saved_stats()["most_there"])

@@ -25,7 +25,7 @@ def device_update_gib_s(context: Context) -> float:
         return 0.0
     try:
         with plainly():
-            arrays = [torch.full((_COUNT,), 1e-3, device=context.device) for _ in range(4)]
+            arrays = [torch.full((_COUNT,), 1e-3, dtype=torch.float32, device=context.device) for _ in range(4)]
     except torch.OutOfMemoryError:
         return 0.0
     master, m, v, gradient = (array.data_ptr() for array in arrays)

@@ -48,15 +48,22 @@ def is_checkpointed() -> bool:
 
 
 class Recomputed:
-    """Replaces the `forward` of a block: it saves the inputs only. A copy of the block gets its own forward."""
+    """Replaces the `forward` of a block: it saves the inputs only. A copy of the block gets its own forward.
 
-    def __init__(self, module: nn.Module) -> None:
+    `by_choice`: noria has chosen the block. It must not write buffers then, as BatchNorm does: a forward that is
+    computed again would write them twice. So the first forward in each mode, training or not, runs as it is and shows
+    whether it does.
+    """
+
+    def __init__(self, module: nn.Module, *, by_choice: bool) -> None:
         self.own: Callable[..., object] | None = module.__dict__.get("forward")
         self.encloses_call = False
         """The block or its forward was compiled: `enclose` stands around that call. So its graph, and its bits, are
         those of a block that keeps its activations."""
         self._module = module
         self._forward = module.forward
+        self._writers = [each for each in module.modules() if by_choice and each._buffers]
+        self._is_pure: dict[tuple[bool, ...], bool] = {}  # by the modes of these modules
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
         if self.encloses_call:
@@ -66,6 +73,12 @@ class Recomputed:
     def enclose(self, call: Callable[..., object], *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled() or is_checkpointed():
             return call(*args, **kwargs)
+        modes = tuple(each.training for each in self._writers)
+        if self._writers and not self._is_pure.get(modes, False) and not torch.compiler.is_compiling():
+            before = _versions(self._module)
+            output = call(*args, **kwargs)
+            self._is_pure[modes] = self._is_pure.get(modes, True) and _versions(self._module) == before
+            return output
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., object] | None:
@@ -123,9 +136,14 @@ class Recomputation:
     """Chooses blocks and replaces their `forward`."""
 
     def __init__(
-        self, context: Context, peer_cache: PeerCache, costs: Callable[[], MeasuredCosts | None], *, chooses: bool
+        self,
+        context: Context,
+        peer_cache: PeerCache,
+        costs: Callable[[], MeasuredCosts | None],
+        chosen: frozenset[int] | None,
     ) -> None:
-        """`chooses`: measure first, then choose blocks; False: take all. `costs` returns what this run has measured."""
+        """`chosen`: units of the blocks that compute again. None: measure first. `costs` returns what this run has
+        measured."""
         self.context = context
         self.peer_cache = peer_cache
         self._costs = costs
@@ -135,14 +153,41 @@ class Recomputation:
             for hook, spec in enumerate(self.context.partition.hooks)
             if spec.is_block
         }
-        self._is_looking = chooses
+        self._is_looking = chosen is None
+        self._by_choice = context.policy.activations == "auto"
+        self._tries = not context.plan.chooses_activations  # else the planner will choose, when costs are known
         self._num_steps = 0
         self._before: _Seen | None = None
         self._offered: list[_Block] | None = None  # after the choice: the blocks that it was made from
         self._tried: tuple[_Block, int] | None = None  # the block, and the wait in us before it was tried
         self._recomputed: list[_Block] = []
-        if not chooses:
-            self._recompute(self._blocks.values())
+        if chosen is not None:
+            self.take(chosen)
+
+    def units(self) -> frozenset[int]:
+        """Returns the units of the blocks that compute again: of each block the last one."""
+        return frozenset(map(self._unit_of, self._recomputed))
+
+    def inputs(self) -> dict[int, int]:
+        """Returns the bytes of inputs, by unit, of blocks that may run twice. They were seen while looking."""
+        return {
+            self._unit_of(block): block.input_bytes
+            for block in self._blocks.values()
+            if block.is_pure and block.input_bytes
+        }
+
+    def take(self, units: frozenset[int]) -> None:
+        """Computes these blocks again from now on, and no others. Nothing else is looked at or tried any more."""
+        self._is_looking = False
+        for block in self._blocks.values():
+            is_wanted = self._unit_of(block) in units
+            if is_wanted and block not in self._recomputed:
+                self._recompute([block])
+            elif not is_wanted and block in self._recomputed:
+                self._keep(block)
+
+    def _unit_of(self, block: _Block) -> int:
+        return self.context.partition.hooks[block.hook].needs[-1]
 
     def names(self) -> list[str]:
         """Returns the names of the blocks that compute again."""
@@ -150,7 +195,7 @@ class Recomputation:
 
     def _recompute(self, blocks: Iterable[_Block]) -> None:
         for block in blocks:
-            block.forward = block.module.__dict__["forward"] = Recomputed(block.module)
+            block.forward = block.module.__dict__["forward"] = Recomputed(block.module, by_choice=self._by_choice)
             self._recomputed.append(block)
 
     def _keep(self, block: _Block) -> None:
@@ -178,7 +223,7 @@ class Recomputation:
             if hasattr(block.module.forward, "_torchdynamo_orig_callable"):
                 assert block.forward is not None
                 block.forward.encloses_call = True
-                block.forward = block.module.__dict__["forward"] = Recomputed(block.module)
+                block.forward = block.module.__dict__["forward"] = Recomputed(block.module, by_choice=self._by_choice)
 
     # ---- measuring ----
 
@@ -260,6 +305,7 @@ class Recomputation:
         host = (speeds[0], speeds[1], free[0], free[1])
         ways = _C.choose_ways(described, more("offloaded"), host, peers)
         chosen = list(zip(self._offered, ways, strict=True))
+        self._is_looking = self._tries
         self._recompute(block for block, way in chosen if way == "recompute")
         if to_peers:
             self.context.engine.saved.send_saved_home({block.hook for block, way in chosen if way == "host"})

@@ -8,7 +8,7 @@ from noria.host.limits import Free
 from noria.model.layout import HomeUnit
 from noria.policy import Policy, to_bytes
 
-__all__ = ["Budgets", "resident_bytes", "room_on_device"]
+__all__ = ["Budgets", "first_room", "resident_bytes", "room_on_device"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Budgets:
     """For undo logs."""
     activations: int | None
     """For activations that blocks save and that stay on the device."""
+    moves_activations: bool = False
+    """True if what blocks save may leave the device."""
     shares: int = 1
     """How many shares of `device` there are; noria has one. On CUDA torch has another one, for activations."""
 
@@ -33,11 +35,21 @@ class Budgets:
             device = to_bytes(policy.device_memory, resident_bytes(units))
         else:
             device = room_on_device(policy, free.device, units)
-        activations = to_bytes(policy.activation_memory)
-        if activations is None and policy.activations == "auto" and free.device is not None and device is not None:
-            activations = device // 4
         shares = 1 if free.device is None else 2
-        return Budgets(device, to_bytes(policy.host_memory), to_bytes(policy.draft_memory), activations, shares)
+        activations = first_room(policy, device, shares)
+        moves = policy.activations == "offload" or activations is not None
+        return Budgets(device, to_bytes(policy.host_memory), to_bytes(policy.draft_memory), activations, moves, shares)
+
+
+def first_room(policy: Policy, device: int | None, shares: int) -> int | None:
+    """Returns the bytes on the device for activations that stay there, before the planner chooses. None: no limit.
+
+    `device`, `shares`: see `Budgets`.
+    """
+    asked = to_bytes(policy.activation_memory)
+    if asked is None and policy.activations == "auto" and shares > 1 and device is not None:
+        return device // 4
+    return asked
 
 
 def resident_bytes(units: list[HomeUnit]) -> int:

@@ -126,7 +126,10 @@ def _checked(found: dict[str, Any], num_units: int) -> MeasuredCosts:
         if len(by_unit) != num_units:
             raise ValueError(by_unit)
         numbers += by_unit
-    for by_name in (costs.gib_s, costs.latency_us, costs.saved_by):
+    if len(costs.inputs or [0] * num_units) != num_units:
+        raise ValueError(costs.inputs)
+    numbers += [size + 1 for size in costs.inputs]  # -1: there are none
+    for by_name in (costs.gib_s, costs.latency_us, costs.saved_by, costs.by_threads_gib_s):
         numbers += by_name.values()
     if not all(isinstance(each, int | float) and math.isfinite(each) and each >= 0 for each in numbers):
         raise ValueError(numbers)

@@ -38,6 +38,9 @@ def rates_text(costs: MeasuredCosts) -> list[str]:
     if costs.device_update_gib_s:
         told.append(f"updates on the device {costs.device_update_gib_s:.2f} GiB/s")
     lines = [", ".join(told)] if told else []
+    if costs.by_threads_gib_s:
+        rates = ", ".join(f"{number}: {rate:.2f}" for number, rate in costs.by_threads_gib_s.items())
+        lines.append(f"AdamW in fp32 alone, GiB/s by the number of threads: {rates}")
     lines.append(
         f"hooks and launches take {costs.hooks_us:.0f} us of a visit, and the loop between backward and updates "
         f"{costs.latency_us.get('compute', 0) / 1e3:.2f} ms"

@@ -16,11 +16,14 @@ from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import UNDO_LOGS, Region
+from noria.planning.activation_choice import activation_choices, beside_stays, with_first_room
+from noria.planning.local_search import FEW, climb
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.resident import all_fit, gradient_bytes
+from noria.planning.saved_simulation import home_of_saved
 from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
-from noria.planning.wrap_plan import WrapPlan, forward_order, with_stays, with_streamed
+from noria.planning.wrap_plan import WrapPlan, forward_order, staging_bytes, with_stays, with_streamed
 
 __all__ = [
     "as_costs_choose",
@@ -40,10 +43,6 @@ _GAIN = 0.01
 """A plan must be faster by this part of a step to be taken in the place of one that keeps less on the device."""
 _PAYS = 0.05
 """By this part a step must be faster for a plan that runs to be given up."""
-_TORCHS = 1.25
-"""So many times what torch was seen to take is left to it."""
-_FEW = 12
-"""Of so many units each is looked at by itself. Of more units, one makes little difference."""
 
 
 def room_for_stays(planned: WrapPlan) -> int:
@@ -78,9 +77,9 @@ def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> 
         for beside in (best - room // (2 * _PARTS), best + room // (2 * _PARTS)):
             if 0 <= beside <= room:
                 search.look(frozenset(choose(needs, beside)))
-        if len(needs) <= _FEW:
+        if len(needs) <= FEW:
             search.try_each(found[best])
-    if len(needs) <= _FEW:
+    if len(needs) <= FEW:
         search.try_each(frozenset())
     if search.all_fit:
         search.prefer(frozenset(needs))
@@ -97,7 +96,7 @@ def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
     if planned.streamed or not planned.may_stay:
         return best
     best_us = step_us(best)
-    if len(planned.units) > _FEW and not _may_gain(planned, best, best_us, step_us):
+    if len(planned.units) > FEW and not _may_gain(planned, best, best_us, step_us):
         return best
     for begin in (best, _all_streamed(planned, step_us)):
         if begin is not None and not begin.stands_still:
@@ -156,22 +155,10 @@ def _with_best_streamed(
     for part in range(_PARTS + 1):
         look(frozenset(spread_evenly(may, every * part // _PARTS)))
     best = min(times, key=lambda chosen: times[chosen])
-    if len(may) <= _FEW:
-        _climb(best, frozenset(may), look)
+    if len(may) <= FEW:
+        climb(best, frozenset(may), look)
         best = min(times, key=lambda chosen: times[chosen])
     return plans[best], times[best]
-
-
-def _climb(now: frozenset[int], units: frozenset[int], look: Callable[[frozenset[int]], float]) -> None:
-    """Adds a unit, leaves one out, or takes one for another, as long as that makes the step shorter."""
-    while True:
-        others = sorted(units - now)
-        near = [now | {unit} for unit in others] + [now - {unit} for unit in sorted(now)]
-        near += [now - {one} | {other} for one in sorted(now) for other in others]
-        next_one = min(near, key=look, default=now)
-        if look(next_one) >= look(now):
-            return
-        now = next_one
 
 
 class _Search:
@@ -211,7 +198,7 @@ class _Search:
         return sum(self._planned.may_stay[unit] for unit in stays)
 
     def try_each(self, now: frozenset[int]) -> None:
-        _climb(now, frozenset(self._planned.may_stay), self.look)
+        climb(now, frozenset(self._planned.may_stay), self.look)
 
 
 def _first_that_fit(needs: dict[int, int], budget: int) -> list[int]:
@@ -244,11 +231,11 @@ def with_best_drafts(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
 
     look(frozenset())
     look_at_part(_PARTS // 2)
-    if min(times.values()) < times[planned.drafted] or len(drafted) <= _FEW:
+    if min(times.values()) < times[planned.drafted] or len(drafted) <= FEW:
         for part in range(1, _PARTS):
             look_at_part(part)
-        if len(drafted) <= _FEW:
-            _climb(min(times, key=lambda each: times[each]), planned.drafted, look)
+        if len(drafted) <= FEW:
+            climb(min(times, key=lambda each: times[each]), planned.drafted, look)
     best = min(times, key=lambda each: times[each])
     gains = times[best] < (1 - _GAIN) * times[planned.drafted]
     return dataclasses.replace(planned, drafted=best) if gains else planned
@@ -270,31 +257,25 @@ def as_costs_choose(planned: WrapPlan, costs: MeasuredCosts | None) -> WrapPlan:
     return planned if costs is None else without_idle_logs(choose_by_costs(planned, costs))
 
 
-def _beside_torch(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
-    """Returns the plan with a budget that leaves torch what it was seen to take, and a quarter more.
-
-    It is no smaller than what noria takes if all units stream.
-    """
-    budgets, torchs = planned.budgets, int(_TORCHS * (costs.workspace + sum(costs.saved)))
-    if budgets.device is None or planned.device.type != "cuda":
-        return planned
-    most = max(budgets.device - torchs, planned.device_bytes)
-    device = min(budgets.device, budgets.shares * most)
-    return dataclasses.replace(planned, budgets=dataclasses.replace(budgets, device=device))
-
-
 def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
-    """As `with_best_places` under `resident="auto"`, and `with_best_drafts`, at costs that were measured.
+    """Returns the plan with the best activations (`activations="auto"`), places (`resident="auto"`) and drafts.
 
     Nothing stays if updates on the device were not measured. All is drafted if drafts were not.
     """
-    if planned.policy.resident == "auto" and costs.device_update_gib_s:
-        budgets = planned.budgets
-        best = with_best_places(_beside_torch(planned, costs), lambda each: _step_us(each, costs))
-        planned = dataclasses.replace(best, budgets=budgets)
-    if costs.draft_gib_s:
-        planned = with_best_drafts(planned, lambda each: _step_us(each, costs))
-    return planned
+
+    def step_us(each: WrapPlan) -> float:
+        return _step_us(each, costs)
+
+    budgets, chooses = planned.budgets, planned.policy.resident == "auto" and costs.device_update_gib_s
+    plans = activation_choices(planned, costs, step_us) if chooses or planned.chooses_activations else [planned]
+    plans = [with_best_places(each, step_us) for each in plans] if chooses else plans[:1]
+    best = plans[0]
+    for other in plans[1:]:
+        if step_us(other) < (1 - _GAIN) * step_us(best):
+            best = other
+    best = beside_stays(planned, best, costs, step_us)
+    planned = dataclasses.replace(best, budgets=dataclasses.replace(budgets, activations=best.budgets.activations))
+    return with_best_drafts(planned, step_us) if costs.draft_gib_s else planned
 
 
 def choose_again(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan | None:
@@ -305,7 +286,7 @@ def choose_again(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan | None:
     if planned.stands_still:
         return None
     plain = without_choices(planned)
-    has_chosen = _choice_of(plain) != _choice_of(planned)
+    has_chosen = _choice_of(plain) != _choice_of(planned) or bool(planned.recomputed)
     chosen = choose_by_costs(plain, costs)
     if _choice_of(chosen) == _choice_of(planned):
         return None
@@ -315,11 +296,15 @@ def choose_again(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan | None:
 
 
 def _step_us(planned: WrapPlan, costs: MeasuredCosts) -> float:
-    return PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), costs).step_us
+    """Returns the time of a step; infinity if what blocks save does not fit into host memory."""
+    simulated = PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), costs)
+    at_home = home_of_saved(simulated.saved.most_at_home)
+    needed, host = planned.home_bytes + staging_bytes(planned.device) + at_home, planned.budgets.host
+    return simulated.step_us if host is None or needed <= host else float("inf")
 
 
-def _choice_of(planned: WrapPlan) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-    return planned.stays, frozenset(planned.streamed), planned.drafted
+def _choice_of(planned: WrapPlan) -> tuple[object, ...]:
+    return planned.stays, frozenset(planned.streamed), planned.drafted, planned.recomputed, planned.saved_room
 
 
 def without_choices(planned: WrapPlan) -> WrapPlan:
@@ -327,7 +312,7 @@ def without_choices(planned: WrapPlan) -> WrapPlan:
 
     Units that have an undo log are drafted again.
     """
-    logs = planned.undo_logs
+    planned, logs = with_first_room(planned), planned.undo_logs
     if planned.policy.resident != "auto":
         on_device = planned.stays | planned.streamed.keys()
         return dataclasses.replace(planned, drafted=frozenset(logs.keys() - on_device))

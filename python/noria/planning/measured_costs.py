@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
@@ -24,7 +25,8 @@ _ENOUGH = 0.1
 class MeasuredCosts:
     """Holds what ops take if nothing makes them wait. Times are in microseconds.
 
-    - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it.
+    - `forward_us`, `backward_us`: one visit, by unit, with the hooks and the launch beside it. Without the forward that
+      noria computes again in a backward.
     - `gib_s`, `latency_us`: by lane. The latency of "compute" is what the user's loop does before updates begin.
     - `draft_gib_s`: of drafts. 0: there were none.
     - `both_ways_gib_s`: of fetches and drains together, while both run. 0: neither slows the other down.
@@ -37,6 +39,10 @@ class MeasuredCosts:
     - `workspace`: bytes on the device that torch had at most, beside what it keeps from one step to the next.
     - `forwards`: how often the first block runs in a step.
     - `elements`: what it puts out each time, in elements. 0: not measured.
+    - `inputs`: bytes of a block's inputs, by unit: all that it keeps if it computes its forward again in backward. -1:
+      it is no block, or must not run twice. Empty: not measured.
+    - `by_threads_gib_s`: of AdamW in fp32 alone, by the number of threads; the last one is that of the run. Empty: not
+      measured.
     """
 
     forward_us: list[float]
@@ -54,6 +60,8 @@ class MeasuredCosts:
     backwards: int = 1
     forwards: float = 0.0
     elements: float = 0.0
+    inputs: list[int] = dataclasses.field(default_factory=list)
+    by_threads_gib_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def scaled(self, ratio: float, forwards: float) -> MeasuredCosts:
         """Returns the costs of steps with `forwards` forwards of `ratio` times the elements.
@@ -70,10 +78,27 @@ class MeasuredCosts:
             backward_us=visits(self.backward_us),
             saved=[round(ratio * size) for size in self.saved],
             saved_by={name: round(ratio * size) for name, size in self.saved_by.items()},
+            inputs=[round(ratio * size) if size >= 0 else size for size in self.inputs],
             backwards=max(round(self.backwards * forwards / self.forwards), 1),
             forwards=forwards,
             elements=ratio * self.elements,
         )
+
+    def without_again(self, units: Iterable[int]) -> MeasuredCosts:
+        """Returns costs of a run in which blocks of these units have computed their forward again in backward."""
+        backward_us = list(self.backward_us)
+        for unit in units:
+            backward_us[unit] = max(backward_us[unit] - self.forward_us[unit], 0.0)
+        return dataclasses.replace(self, backward_us=backward_us)
+
+    def with_threads(self, number: int) -> MeasuredCosts | None:
+        """Returns the costs if so many threads update. None: that was not measured."""
+        rates = self.by_threads_gib_s
+        if str(number) not in rates or "update" not in self.gib_s:
+            return None
+        ratio = rates[str(number)] / list(rates.values())[-1]
+        gib_s = self.gib_s | {"update": ratio * self.gib_s["update"]}
+        return dataclasses.replace(self, gib_s=gib_s, draft_gib_s=ratio * self.draft_gib_s)
 
     def with_links(self, ratios: dict[str, float]) -> MeasuredCosts:
         """Returns the costs if copies of these lanes take so many times as long."""
@@ -92,7 +117,7 @@ def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
 
     def by_key(name: str, choose: Callable[[Iterable[Any]], Any]) -> dict[str, Any]:
         found = [getattr(costs, name) for costs in each]
-        return {key: choose(its[key] for its in found if key in its) for key in sorted(set().union(*found))}
+        return {key: choose(its[key] for its in found if key in its) for key in dict.fromkeys(itertools.chain(*found))}
 
     def lowest(name: str) -> float:
         return min((rate for costs in each if (rate := getattr(costs, name))), default=0.0)
@@ -113,6 +138,12 @@ def slowest(each: Sequence[MeasuredCosts]) -> MeasuredCosts:
         max(costs.backwards for costs in each),
         max(costs.forwards for costs in each),
         max(costs.elements for costs in each),
+        [max(of_unit) if min(of_unit) >= 0 else -1 for of_unit in zip(*(costs.inputs for costs in each), strict=True)]
+        if all(costs.inputs for costs in each)
+        else [],
+        by_key("by_threads_gib_s", min)
+        if all(costs.by_threads_gib_s.keys() == each[0].by_threads_gib_s.keys() for costs in each)
+        else {},
     )
 
 
@@ -140,6 +171,7 @@ def measured_costs(
     visits: dict[tuple[str, int], list[float]] = defaultdict(list)
     hooks: list[float] = []
     landed = sorted(span.end_us for span in spans if span.verb == "drain")
+    left = sorted(span.end_us for span in spans if span.verb == "offload")
     free_us, is_backward = None, False
     backwards = [0]  # by step; the first one may have begun before the trace. A second optimizer's step has none
     last: tuple[str, int] | None = None
@@ -147,6 +179,8 @@ def measured_costs(
     open_visits: Counter[int] = Counter()  # by unit: forwards whose backward has not come
     update_us = update_bytes = 0.0  # of the device, between visits
     for span in compute:
+        if span.verb == "save":  # marks that something is written, and takes no time
+            continue
         if span.verb == "update":
             update_us += span.end_us - span.start_us
             update_bytes += (bytes_on_device or {}).get(span.unit, 0.0)
@@ -157,6 +191,7 @@ def measured_costs(
             since = max([free_us, *(ends[op] for op in span.waits if op in ends)])
             if span.verb == "forward" and last is not None and last[0] == "backward" and not is_again:
                 since = max(since, _last_until(landed, span.start_us) or 0)  # the loop waits for gradients
+            since = max(since, _last_until(left, span.start_us) or 0)  # perhaps it had to make room
             took = span.end_us - min(since, span.start_us)
             hooks.append(max(span.start_us - since, 0))
             if is_again:

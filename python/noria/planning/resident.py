@@ -68,6 +68,12 @@ def choose_stays(
         return frozenset()
     if policy.resident == "all":
         stays = frozenset(unit.index for unit in kernels.units)
+        if budgets.moves_activations:
+            raise usage_error(
+                'resident="all" with activations="keep" or "recompute"',
+                f'activations="{policy.activations}", which moves what blocks save',
+                'say resident="auto" or an amount, or choose one of the two',
+            )
         if strange := sorted(stays - set(may_stay)):
             raise usage_error(
                 'resident="all" with updates by noria\'s own kernels',
@@ -77,6 +83,8 @@ def choose_stays(
             )
     else:
         stays = frozenset(spread_evenly(may_stay, to_bytes(policy.resident) or 0))
+        if budgets.moves_activations and len(stays) == len(kernels.units):  # one streams, so that blocks are visited
+            stays -= {min(may_stay, key=lambda unit: may_stay[unit])}
         if not stays:
             least = min(may_stay.values(), default=0)
             why = f"the smallest unit takes {format_bytes(least)} there" if may_stay else "torch updates all of them"
@@ -93,9 +101,6 @@ def _refusal_of_policy(kernels: Kernels, grid: Grid | None, device: torch.device
         return usage_error(f"{expected} with a model that this rank has alone", "ranks that share it", f"leave {asked}")
     if policy.update == "backward":
         return usage_error(f'{expected} with update="auto" or "blocking"', 'update="backward"', "choose one of the two")
-    if policy.activations != "keep":
-        found = f'activations="{policy.activations}"'
-        return usage_error(f'{expected} with activations="keep"', found, "choose one of the two")
     if policy.reads == "home":
         return usage_error(f"{expected} alone, which shows weights at any time", 'reads="home" too', "leave reads out")
     if policy.state_dtype != "fp32" and kernels.optimizers:
@@ -123,8 +128,11 @@ def _refusal_of_room(units: list[HomeUnit], may_stay: dict[int, int], budgets: B
 
 
 def all_fit(units: list[HomeUnit], may_stay: dict[int, int], budgets: Budgets) -> bool:
-    """Returns True if all units can stay, with their gradients. There is no window then."""
-    if len(may_stay) < len(units):
+    """Returns True if all units can stay, with their gradients. There is no window then, and blocks are not visited.
+
+    So at least one unit streams if what blocks save may leave the device.
+    """
+    if len(may_stay) < len(units) or budgets.moves_activations:
         return False
     needed = sum(may_stay.values()) + gradient_bytes(units, may_stay)
     return budgets.device is None or budgets.shares * needed <= budgets.device

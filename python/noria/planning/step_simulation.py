@@ -13,11 +13,13 @@ from noria import _C
 from noria.model.inner_tensors import tensors_in
 from noria.model.layout import HomeUnit
 from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.saved_simulation import SavedOps
+from noria.planning.simulated_op import SimulatedOp
 from noria.planning.streamed import bytes_moved
-from noria.planning.streamed_simulation import StreamedOp, StreamedOps
+from noria.planning.streamed_simulation import StreamedOps
 from noria.planning.wrap_plan import WrapPlan, forward_order, passes_of_step
 
-__all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied"]
+__all__ = ["PlanSpeeds", "PlannedStep", "bytes_per_copied", "saved_by_blocks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,40 @@ class PlanSpeeds:
     measured: tuple[str, ...] = ()
 
 
+def saved_by_blocks(planned: WrapPlan, measured: MeasuredCosts) -> dict[int, int]:
+    """Returns the bytes that blocks save for their backwards, and that may leave the device, by unit.
+
+    Of a block that computes again these are its inputs.
+    """
+    if planned.least_saved is None or not measured.saved:
+        return {}
+    again = planned.recomputed or ()
+    sizes = {unit: (measured.inputs if unit in again else measured.saved)[unit] for unit in planned.block_units}
+    return {unit: size for unit, size in sorted(sizes.items()) if size > 0}
+
+
 def bytes_per_copied(device: torch.device) -> int:
     """Returns how often a copied byte is read or written in the host's memory."""
     return 2 if device.type == "cpu" else 1  # there the device's memory is the host's
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PassOp:
+    """Holds what is needed of an op of a pass plan: each step looks at it."""
+
+    lane: str
+    verb: str
+    unit: int
+    num_bytes: int
+    visit: int
+    accesses: list[tuple[int, str]]
+
+
+def _ops_of(plan: _C.PassPlan) -> list[_PassOp]:
+    return [
+        _PassOp(op.lane, op.verb, op.unit, op.bytes, op.visit, [(each.buffer, each.mode) for each in op.accesses])
+        for op in plan.ops
+    ]
 
 
 _STEPS = 4
@@ -79,11 +112,15 @@ class PlannedStep:
         self.backwards = backwards if measured is None else measured.backwards
         self.num_simulated = min(self.backwards, _BACKWARDS)
         """How many of the backwards are simulated."""
-        self._passes = passes_of_step(planned, self.num_simulated)
+        self._passes = [(phase, _ops_of(plan)) for phase, plan in passes_of_step(planned, self.num_simulated)]
+        self._visited = {phase: [visit.needs[-1] for visit in visits] for phase, visits in planned.visits.items()}
+        """By phase and visit: its last unit."""
         self._ring = planned.ring if self.backwards == 1 else None  # who accumulates holds all gradients
         self.ops: list[_C.Op] = []
+        self._made: list[tuple[str, str, int, int, list[_C.Access]]] = []  # what these ops were made of
         self.phases: list[str] = []
         self._priorities: list[int] = []
+        self._accesses: dict[tuple[int, str], _C.Access] = {}
         order = [planned.units[index] for index in forward_order(planned)]
         self._order = {unit.index: place for place, unit in enumerate(order)}
         trained = [unit for unit in order if planned.kernels and unit.gradients]
@@ -91,14 +128,18 @@ class PlannedStep:
         self._at_home = [unit for unit in self._trained if unit.index not in planned.streamed]
         self._streams = StreamedOps(planned.streamed, planned.buffers, self._bytes_on_device)
         self._at_rest = [unit for unit in trained if unit.index in planned.stays]
+        saved = {} if measured is None else saved_by_blocks(planned, measured)
+        is_prompt = planned.device.type == "cpu"
+        self.saved = SavedOps(saved, planned.saved_room, planned.buffers, is_prompt=is_prompt)
         self._first: list[int] = []  # by step: its first op
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
-        for step in range(_STEPS):
+        for step in range(2):
             self._first.append(len(self.ops))
             self._middle.clear()
             self._add_step(step)
+        self._repeat_last_step(_STEPS - 2)
         self.waits = _C.derive(self.ops, planned.buffers)
         self._costs = self._estimated() if measured is None else self._measured(measured)
         ring = (0 if self._ring is None else self._ring.num_slots), self._takes, self._gives
@@ -126,17 +167,23 @@ class PlannedStep:
         rates = {"fetch": speeds.fetch, "drain": speeds.drain, "update": speeds.update, "compute": speeds.device}
         tokens = self.tokens / self.backwards
         forward_us = [2 * tokens * count / speeds.tflops / 1e6 for count in self._multiplied()]
-        backward_us = [2 * us for us in forward_us]
+        backward_us = self._computed_again([2 * us for us in forward_us], forward_us)
         by_visit = self._by_visit("forward", forward_us), self._by_visit("backward", backward_us)
         return _C.Costs(rates, {}, *by_visit, speeds.draft, speeds.both_ways, speeds.host, self._bytes_per_copied)
 
     def _measured(self, measured: MeasuredCosts) -> _C.Costs:
-        by_visit = measured.forward_us, measured.backward_us
+        backward_us = self._computed_again(measured.backward_us, measured.forward_us)
+        by_visit = measured.forward_us, backward_us
         both_ways = measured.both_ways_gib_s or self.speeds.both_ways
         host = measured.host_gib_s or self.speeds.host
         shared = measured.draft_gib_s, both_ways, host, self._bytes_per_copied
         rates = measured.gib_s | {"compute": measured.device_update_gib_s or self.speeds.device}
         return _C.Costs(rates, measured.latency_us, *by_visit, *shared)
+
+    def _computed_again(self, backward_us: list[float], forward_us: list[float]) -> list[float]:
+        """Returns the times of backward visits, with the forwards that some of them compute again."""
+        again = self.planned.recomputed or ()
+        return [us + forward_us[unit] if unit in again else us for unit, us in enumerate(backward_us)]
 
     @property
     def step_us(self) -> int:
@@ -184,19 +231,38 @@ class PlannedStep:
                 self._add(phase, "compute", phase, -1, 0, [*self._landed(set()), (self._loop, "write")])
             if 0 < backward < self.num_simulated - 1:
                 self._middle.update(range(first, len(self.ops)))
-        self._add_streamed(self._streams.run_all())  # of units that no pass has fetched
+        self._add_ops("forward", self._streams.run_all())  # of units that no pass has fetched
         late = [unit for unit in self._at_home if unit.index not in early]
         # The loop goes on when all gradients have landed, and calls step(). Drafts have read theirs.
         self._add("step", "compute", "user", -1, 0, [*self._landed(early), (self._loop, "write")])
         for unit in late:
             self._add_update(step, "update", unit.index)
-        self._add_streamed(
-            self._streams.expect(unit.index for unit in self._trained if unit.index in self.planned.streamed)
-        )
+        streamed = (unit.index for unit in self._trained if unit.index in self.planned.streamed)
+        self._add_ops("forward", self._streams.expect(streamed))
         if mode == "blocking":
-            self._add_streamed(self._streams.run_all())
+            self._add_ops("forward", self._streams.run_all())
         for unit in self._at_rest:
             self._add("step", "compute", "update", unit.index, self._update_bytes(unit, is_logged=False), [])
+
+    def _repeat_last_step(self, times: int) -> None:
+        """Adds the ops of the last step again. Only the first step differs: nothing has come before it."""
+        first, end = self._first[-1], len(self.ops)
+        ops = self._made[first:]
+        phases, priorities = self.phases[first:], self._priorities[first:]
+        takes, gives = ([op for op in each if op >= first] for each in (self._takes, self._gives))
+        middle = frozenset(self._middle)
+        for number in range(1, times + 1):
+            later = number * (end - first)
+            self._first.append(first + later)
+            self.ops += [
+                _C.Op(op, lane, verb, unit, size, -1, accesses)
+                for op, (lane, verb, unit, size, accesses) in enumerate(ops, first + later)
+            ]
+            self.phases += phases
+            self._priorities += [priority + number * len(self.planned.units) for priority in priorities]
+            self._takes += [op + later for op in takes]
+            self._gives += [op + later for op in gives]
+            self._middle = {op + later for op in middle}
 
     def _landed(self, read: Container[int]) -> list[tuple[int, str]]:
         """Returns what the user's loop accesses when all gradients have landed. `read`: units that it does not edit."""
@@ -206,7 +272,7 @@ class PlannedStep:
         ]
 
     def _add_pass(
-        self, phase: str, plan: _C.PassPlan, *, held_up: set[str], completes: Container[int], step: int
+        self, phase: str, ops: list[_PassOp], *, held_up: set[str], completes: Container[int], step: int
     ) -> None:
         """Adds the ops of a pass.
 
@@ -214,18 +280,24 @@ class PlannedStep:
             held_up: lanes whose first op waits until `step()` has returned, and so until all is updated.
             completes: units that are updated as soon as this pass has drained their gradients.
         """
-        left = Counter(op.unit for op in plan.ops if op.verb == "drain" and op.unit in completes)
-        drained = {op.accesses[0].buffer for op in plan.ops if op.verb == "drain"}
+        left = Counter(op.unit for op in ops if op.verb == "drain" and op.unit in completes)
+        drained = {op.accesses[0][0] for op in ops if op.verb == "drain"}
         filled: dict[int, list[int]] = defaultdict(list)  # by visit: its gradient buffers
         fetched: dict[int, list[int]] = defaultdict(list)
         is_first_fetch = phase == "forward"
-        for op in plan.ops:
+        open_visit: int | None = None
+        if phase == "forward":
+            self.saved.begin_forward()
+        for op in ops:
             if op.verb == "fetch":
                 fetched[op.visit].append(op.unit)
-        for op in plan.ops:
+        for op in ops:
+            if open_visit is not None and op.visit > open_visit:
+                self._leave(phase, open_visit)
+                open_visit = None
             for needed in fetched.pop(op.visit, ()):
-                self._add_streamed(self._streams.run(needed))
-            accesses = [(access.buffer, access.mode) for access in op.accesses]
+                self._add_ops("forward", self._streams.run(needed))
+            accesses = list(op.accesses)
             if op.lane == "fetch" and is_first_fetch:
                 accesses.append((self._loop, "read"))  # a forward's first fetch is issued when the loop has come so far
                 is_first_fetch = False
@@ -237,20 +309,32 @@ class PlannedStep:
             number = op.unit
             buffers = [buffer for buffer, mode in accesses if mode == "write" and buffer in drained]
             if op.verb in ("forward", "backward"):
-                number = self.planned.visits[phase][op.visit].needs[-1]  # the op does not name a unit that stays
+                number = self._visited[phase][op.visit]  # the op does not name a unit that stays
                 filled[op.visit] = buffers
+                open_visit = op.visit
+                if phase == "forward":
+                    self._add_ops(phase, self.saved.enter_forward(number))
+                else:
+                    self._add_ops(phase, self.saved.enter_backward(number))
+                    accesses += self.saved.reads(number)
             elif op.lane == "fetch" and buffers and self.planned.device.type == "cpu":
                 # It is issued when a visit begins. On the CPU the visit before has ended by then.
                 accesses += [(buffer, "read") for buffer in filled[op.visit - 1]]
-            self._add(phase, op.lane, op.verb, number, op.bytes, accesses)
+            self._add(phase, op.lane, op.verb, number, op.num_bytes, accesses)
             if op.verb == "drain" and op.unit in left:
                 left[op.unit] -= 1
                 if left[op.unit] == 0:
                     self._add_update(step, "update" if self.planned.policy.update == "backward" else "draft", op.unit)
+        if open_visit is not None:
+            self._leave(phase, open_visit)
 
-    def _add_streamed(self, ops: Iterable[StreamedOp]) -> None:
+    def _leave(self, phase: str, visit: int) -> None:
+        if phase == "forward":
+            self._add_ops(phase, self.saved.leave_forward(self._visited[phase][visit]))
+
+    def _add_ops(self, phase: str, ops: Iterable[SimulatedOp]) -> None:
         for op in ops:
-            self._add("forward", op.lane, op.verb, op.unit, op.num_bytes, op.accesses)
+            self._add(phase, op.lane, op.verb, op.unit, op.num_bytes, op.accesses)
 
     def _bytes_on_device(self, unit: int) -> float:
         """Returns the bytes of an update on the device, and those of its matrix products."""
@@ -332,8 +416,10 @@ class PlannedStep:
         priority: int = 0,
     ) -> None:
         """Adds an op. All versions start at 0 and are counted anew, because each pass was planned alone."""
-        made = [_C.Access(buffer, 0, mode) for buffer, mode in accesses]
+        known = self._accesses
+        made = [known.get(each) or known.setdefault(each, _C.Access(each[0], 0, each[1])) for each in accesses]
         self.ops.append(_C.Op(len(self.ops), lane, verb, unit, num_bytes, -1, made))
+        self._made.append((lane, verb, unit, num_bytes, made))
         self.phases.append(phase)
         self._priorities.append(priority)
 

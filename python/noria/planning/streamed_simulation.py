@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from noria import _C
+from noria.planning.simulated_op import SimulatedOp
 from noria.planning.streamed import NUM_SLOTS, StreamPiece
 
-__all__ = ["StreamedOp", "StreamedOps"]
+__all__ = ["StreamedOps"]
 
 
 _MOST = 4
@@ -24,17 +25,6 @@ class _Piece:
     gradients: int
     comes: int
     goes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamedOp:
-    """Describes an op. `accesses`: buffers, each with "read" or "write"."""
-
-    lane: str
-    verb: str
-    unit: int
-    num_bytes: int
-    accesses: list[tuple[int, str]]
 
 
 class StreamedOps:
@@ -57,35 +47,37 @@ class StreamedOps:
         self._expected: deque[_Piece] = deque()
         self._ahead: list[tuple[_Piece, int]] = []
 
-    def expect(self, units: Iterable[int]) -> Iterator[StreamedOp]:
+    def expect(self, units: Iterable[int]) -> Iterator[SimulatedOp]:
         """The next step updates these units, in this order."""
+        if not self._ahead:  # so that all steps are alike
+            self._free = deque(range(NUM_SLOTS))
         self._expected.extend(piece for unit in units for piece in self._pieces[unit])
         yield from self._fetch_ahead()
 
-    def run(self, unit: int) -> Iterator[StreamedOp]:
+    def run(self, unit: int) -> Iterator[SimulatedOp]:
         """Updates the unit, if its update is expected. Units are run in the order of `expect`."""
         while self._ahead and self._ahead[0][0].unit == unit:
             piece, slot = self._ahead.pop(0)
             yield from self._fetch_ahead()
             share = piece.gradients / sum(each.gradients for each in self._pieces[unit])
             at = self._slot(slot)
-            yield StreamedOp("compute", "update", unit, int(self._update_bytes(unit) * share), [(at, "write")])
+            yield SimulatedOp("compute", "update", unit, int(self._update_bytes(unit) * share), [(at, "write")])
             home = [(self._home(place, purpose, unit), "write") for place, purpose in _WRITTEN]
-            yield StreamedOp("drain", "drain_state", unit, piece.goes, [*home, (at, "read")])
+            yield SimulatedOp("drain", "drain_state", unit, piece.goes, [*home, (at, "read")])
             self._free.append(slot)
         yield from self._fetch_ahead()
 
-    def run_all(self) -> Iterator[StreamedOp]:
+    def run_all(self) -> Iterator[SimulatedOp]:
         while self._ahead:
             yield from self.run(self._ahead[0][0].unit)
 
-    def _fetch_ahead(self) -> Iterator[StreamedOp]:
+    def _fetch_ahead(self) -> Iterator[SimulatedOp]:
         while self._free and self._expected:
             piece, slot = self._expected.popleft(), self._free.popleft()
             self._ahead.append((piece, slot))
             # Not the state: a piece has bytes of its own there, and the table has one token for the unit.
             read = self._home("host:1", "held_gradient", piece.unit)
-            yield StreamedOp(
+            yield SimulatedOp(
                 "fetch", "fetch_state", piece.unit, piece.comes, [(read, "read"), (self._slot(slot), "write")]
             )
 

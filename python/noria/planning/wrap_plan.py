@@ -122,6 +122,11 @@ class WrapPlan:
     """Bytes of the scratch memory in which 16-bit gradients are summed over ranks in fp32."""
     assist_bytes: int = 0
     """Bytes of the scratch memory for one shard: of a unit that only other ranks visit, or of held gradients."""
+    chooses_activations: bool = False
+    """True if the planner chooses what becomes of what blocks save: with `activations="auto"`, outside of pipelines."""
+    recomputed: frozenset[int] | None = frozenset()
+    """Indices of the units whose block computes its forward again in backward. A block of several is its last one.
+    None: the planner does not know, because that is chosen while the model runs."""
     without_masters: str = ""
     """A note if weights are updated in bfloat16."""
     least_device: int = 0
@@ -131,6 +136,11 @@ class WrapPlan:
     def device_bytes(self) -> int:
         """Bytes on the device that noria takes: the arena, and what lies beside it."""
         return self.arena_bytes + sum(self.beside_the_arena().values())
+
+    @property
+    def block_units(self) -> frozenset[int]:
+        """Indices of the units that stand for blocks: the last one of each."""
+        return frozenset(hook.needs[-1] for hook in self.partition.hooks if hook.is_block)
 
     @property
     def undo_logs(self) -> dict[int, int]:
@@ -161,8 +171,7 @@ class WrapPlan:
     @property
     def least_saved(self) -> int | None:
         """Bytes of the smallest storage that may leave the device when a block saves it. None if none leaves."""
-        leaves = self.policy.activations == "offload" or self.saved_room is not None
-        return LEAST_SAVED if leaves else None
+        return LEAST_SAVED if self.budgets.moves_activations else None
 
     @property
     def home_bytes(self) -> int:
@@ -375,8 +384,12 @@ def make_plan(
         ring,
         reduce_bytes,
         assist_bytes,
-        without_masters,
+        without_masters=without_masters,
     )
+    if policy.activations == "recompute":
+        result = dataclasses.replace(result, recomputed=result.block_units)
+    elif result.saved_room is not None:
+        result = dataclasses.replace(result, chooses_activations=True, recomputed=None)
     result = with_stays(result, stays)
     result = dataclasses.replace(result, least_device=least_arena + sum(result.beside_the_arena().values()))
     _check_host(result, is_carried_out, free)

@@ -59,6 +59,8 @@ class Rest:
         self._watch_state = watch_state
         self.is_given_up = False
         """True if no unit stays any more, because the device had no room."""
+        self.on_plan: list[Callable[[], None]] = []
+        """Runs when another plan has been taken up."""
         self._adopted: WrapPlan | None = None
         self._has_seen_pass = False
         self._newer: set[int] = set()
@@ -121,13 +123,18 @@ class Rest:
             drafted = f"{len(plan.drafted)} of {len(context.units)} units are drafted"
             context.notes.append(f"{drafted}: no other number is faster")
         place, place_before = ((each.stays, each.streamed.keys(), each.arena_bytes) for each in (plan, before))
+        if (plan.recomputed or frozenset()) != (before.recomputed or frozenset()):
+            again = f"{len(plan.recomputed or ())} of {len(plan.block_units)} blocks"
+            context.notes.append(f'activations="auto": {again} compute their forward again')
         if place == place_before:
             context.settle_units()
             context.replace_plan(plan)
+            self._tell_plan()
             return
-        chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
-        chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
-        context.notes.append(f'resident="auto": {chosen}')
+        if place[:2] != place_before[:2]:
+            chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
+            chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
+            context.notes.append(f'resident="auto": {chosen}')
         try:
             self._change_to(plan)
         except _C.MachineError as error:  # the device has no room for it
@@ -146,6 +153,11 @@ class Rest:
         if plan.arena_bytes != before:
             resize_window(context, self.run, plan.arena_bytes)
         self.run.wake_by(self._streamed.begin)
+        self._tell_plan()
+
+    def _tell_plan(self) -> None:
+        for told in self.on_plan:
+            told()
 
     def _may_begin(self) -> bool:
         return (

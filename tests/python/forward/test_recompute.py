@@ -39,10 +39,11 @@ class Machine:
         *forward_us: int,
         device: str = "cpu",
         chooses: bool = True,
+        plans: bool = False,
         writes: bool = False,
         own: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`own`: a forward that the user has given each block."""
+        """`own`: a forward that the user has given each block. `plans`: the planner will choose later."""
         self.forward_us = forward_us
         self.blocks = [Block(writes=writes) for _ in forward_us]
         for block in self.blocks if own is not None else ():
@@ -54,8 +55,11 @@ class Machine:
         self.stalled_us = self.num_steps = 0
         self.sent_home: list[set[int]] = []
         self.peer_cache: Any = SimpleNamespace(is_settled=True)
-        hooks = [SimpleNamespace(module=nn.Identity(), is_block=False, name="")]
-        hooks += [SimpleNamespace(module=m, is_block=True, name=n) for m, n in zip(self.blocks, "abc", strict=False)]
+        hooks = [SimpleNamespace(module=nn.Identity(), is_block=False, name="", needs=[0])]
+        hooks += [
+            SimpleNamespace(module=each, is_block=True, name=name, needs=[unit])
+            for unit, (each, name) in enumerate(zip(self.blocks, "abc", strict=False), 1)
+        ]
         saved = SimpleNamespace(
             saved_stats=self.saved_stats, saved_by_module=self.by_hook, send_saved_home=self.sent_home.append
         )
@@ -65,9 +69,12 @@ class Machine:
             backend=SimpleNamespace(stats=self.stats),
             engine=SimpleNamespace(saved=saved, statistics=SimpleNamespace(step_sums=self.step_sums)),
             unit_indices=lambda module: [1 + self.blocks.index(module)],
+            policy=SimpleNamespace(activations="auto" if chooses else "recompute"),
+            plan=SimpleNamespace(chooses_activations=plans),
         )
         self.costs: MeasuredCosts | None = None
-        self.recomputation = Recomputation(context, self.peer_cache, lambda: self.costs, chooses=chooses)
+        chosen = None if chooses else frozenset({1, 2, 3})
+        self.recomputation = Recomputation(context, self.peer_cache, lambda: self.costs, chosen)
 
     def saved_stats(self) -> dict[str, int]:
         self.saved["num_looks"] += 1
@@ -255,7 +262,7 @@ def gradients(block: nn.Module) -> tuple[list[torch.Tensor], list[int]]:
 
 def test_a_block_that_computes_again_saves_nothing_inside_and_has_the_same_bits():
     plain, again = Block(), Block()
-    again.__dict__["forward"] = Recomputed(again)
+    again.__dict__["forward"] = Recomputed(again, by_choice=False)
     (expected, saved), (found, saved_again) = gradients(plain), gradients(again)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert len(saved_again) < len(saved)
@@ -263,7 +270,7 @@ def test_a_block_that_computes_again_saves_nothing_inside_and_has_the_same_bits(
 
 def test_a_copy_of_a_block_computes_once_by_its_own_forward():
     block = Block()
-    block.__dict__["forward"] = Recomputed(block)
+    block.__dict__["forward"] = Recomputed(block, by_choice=False)
     copied = copy.deepcopy(block)
     assert copied.forward.__func__ is Block.forward and copied.forward.__self__ is copied
 
@@ -271,5 +278,35 @@ def test_a_copy_of_a_block_computes_once_by_its_own_forward():
 def test_a_copy_of_a_block_keeps_a_forward_of_the_users_own():
     block = Block()
     block.__dict__["forward"] = torch.sin
-    block.__dict__["forward"] = Recomputed(block)
+    block.__dict__["forward"] = Recomputed(block, by_choice=False)
     assert copy.deepcopy(block).forward is torch.sin
+
+
+# ---- by the planner's choice ----
+
+
+def test_where_the_planner_will_choose_nothing_is_tried():
+    machine = Machine(10, 5000, 20, plans=True)
+    assert [len(machine.step(stalled_us=10**6)) for _ in range(6)] == [0, 0, 2, 2, 2, 2]
+
+
+def test_a_chosen_block_is_not_computed_again_in_a_mode_in_which_it_writes_buffers():
+    """The first forward in each mode shows it. In eval mode BatchNorm only reads."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    block.__dict__["forward"] = Recomputed(block, by_choice=True)
+    calls = []
+    block[0].register_forward_hook(lambda *_: calls.append(1))
+
+    def num_forwards() -> int:
+        """Of one step."""
+        calls.clear()
+        block(torch.randn(3, 4)).sum().backward()
+        return len(calls)
+
+    block.eval()
+    assert [num_forwards() for _ in range(3)] == [1, 2, 2]
+    block.train()
+    assert [num_forwards() for _ in range(3)] == [1, 1, 1]
+    assert block[1].num_batches_tracked == 3
+    block[1].eval()
+    assert [num_forwards() for _ in range(2)] == [2, 2]  # known

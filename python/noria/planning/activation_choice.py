@@ -1,0 +1,193 @@
+"""Decides which blocks compute their forward again in backward, and how much of the device is for what blocks save.
+
+A block that computes again takes one forward more. What other blocks save and has no room goes home and comes back,
+over links that units need too. Room for it is missing in the window, and for units that stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+from noria._errors import UsageError
+from noria.planning.budgets import first_room
+from noria.planning.local_search import FEW, climb
+from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.saved_simulation import MOST_WORKING
+from noria.planning.spread import spread_evenly
+from noria.planning.step_simulation import saved_by_blocks
+from noria.planning.wrap_plan import WrapPlan, with_stays
+
+__all__ = ["activation_choices", "beside_stays", "beside_torch", "with_first_room"]
+
+_PARTS = 4
+_GAIN = 0.01
+"""By this part of a step a plan must be faster if more blocks compute again."""
+_TORCHS = 1.25
+"""So many times what torch was seen to take is left to it."""
+_Choice = tuple[frozenset[int], int | None]  # who computes again, and the room on the device for what others save
+
+
+def beside_torch(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
+    """Returns the plan with a budget that leaves torch what it was seen to take, and a quarter more.
+
+    noria keeps its half of the device at most, and what it takes if all units stream at least. If activations are the
+    planner's choice, it has what they leave, which may be too little.
+    """
+    budgets = planned.budgets
+    if budgets.device is None or not _is_shared_with_torch(planned):
+        return planned
+    most = budgets.device - int(_TORCHS * (costs.workspace + _kept(planned, costs)))
+    if not planned.chooses_activations or not costs.inputs:
+        most = min(max(most, planned.device_bytes), budgets.device // budgets.shares)
+    return dataclasses.replace(planned, budgets=dataclasses.replace(budgets, device=budgets.shares * max(most, 0)))
+
+
+def _is_shared_with_torch(planned: WrapPlan) -> bool:
+    """Returns True if the device's memory is torch's too, and noria may give it more or less of that.
+
+    Ranks that share the model keep what they were given: all must take the same.
+    """
+    return planned.device.type == "cuda" and all(unit.num_shards == 1 for unit in planned.units)
+
+
+def _kept(planned: WrapPlan, costs: MeasuredCosts) -> int:
+    """Returns the most bytes on the device that autograd keeps, as the plan has it."""
+    if not costs.saved or not planned.budgets.moves_activations:
+        return sum(costs.saved)
+    again = planned.recomputed or frozenset()
+    outside = sum(size for unit, size in enumerate(costs.saved) if unit not in planned.block_units)
+    one_block = max((costs.saved[unit] for unit in again), default=0)
+    saved = saved_by_blocks(planned, costs).values()
+    room = MOST_WORKING * max(saved, default=0) if planned.saved_room is None else planned.saved_room
+    return outside + one_block + min(sum(saved), room)
+
+
+def with_first_room(planned: WrapPlan) -> WrapPlan:
+    """Returns the plan with as much of the device for activations as the policy alone says."""
+    budgets = planned.budgets
+    room = first_room(planned.policy, budgets.device, budgets.shares)
+    return dataclasses.replace(planned, budgets=dataclasses.replace(budgets, activations=room))
+
+
+def activation_choices(planned: WrapPlan, costs: MeasuredCosts, step_us: Callable[[WrapPlan], float]) -> list[WrapPlan]:
+    """Returns plans to go on with: that of the shortest step while no unit stays, and that in which blocks save least.
+
+    The second one has the most room for units that stay. Each has a budget for noria alone.
+    """
+    if not planned.chooses_activations or not costs.inputs:
+        return [beside_torch(planned, costs)]
+    search = _Search(planned, costs, step_us)
+    best = search.best()
+    plans = [search.plans[each] for each in dict.fromkeys((best, search.least)) if each in search.plans]
+    return plans or [planned]
+
+
+def beside_stays(
+    planned: WrapPlan, chosen: WrapPlan, costs: MeasuredCosts, step_us: Callable[[WrapPlan], float]
+) -> WrapPlan:
+    """Returns the chosen plan, in which units stay, with other blocks that compute again if that makes steps shorter.
+
+    `planned` has the budgets for noria and torch. Of many blocks none is looked at.
+    """
+    if not chosen.chooses_activations or chosen.recomputed is None:
+        return chosen
+    may = _bytes_freed(chosen, costs)
+    if not chosen.stays or len(may) > FEW:
+        return chosen
+    plans, times = {chosen.recomputed: chosen}, {chosen.recomputed: step_us(chosen)}
+
+    def look(again: frozenset[int]) -> float:
+        if again not in times:
+            times[again] = float("inf")
+            budgets = dataclasses.replace(planned.budgets, activations=chosen.saved_room)
+            candidate = dataclasses.replace(chosen, recomputed=again, budgets=budgets)
+            with contextlib.suppress(UsageError):  # no room on the device
+                plans[again] = with_stays(beside_torch(candidate, costs), chosen.stays)
+                times[again] = step_us(plans[again])
+        return times[again]
+
+    every = frozenset(may)
+    found = [climb(begin, every, look) for begin in (chosen.recomputed, frozenset(), every)]
+    best = min(found, key=look)
+    is_more = len(best) > len(chosen.recomputed)
+    gains = look(best) < look(chosen.recomputed) * (1 - _GAIN if is_more else 1)
+    return plans[best] if gains else chosen
+
+
+def _bytes_freed(planned: WrapPlan, costs: MeasuredCosts) -> dict[int, int]:
+    """Returns the bytes that it frees if a block computes again, by its unit. Others must not, or gain nothing."""
+    saved = saved_by_blocks(dataclasses.replace(planned, recomputed=frozenset()), costs)
+    return {unit: size - costs.inputs[unit] for unit, size in saved.items() if 0 <= costs.inputs[unit] < size}
+
+
+class _Search:
+    """Simulates choices while no unit stays, and remembers them."""
+
+    def __init__(self, planned: WrapPlan, costs: MeasuredCosts, step_us: Callable[[WrapPlan], float]) -> None:
+        self._planned = dataclasses.replace(planned, recomputed=frozenset())
+        self._costs = costs
+        self._step_us = step_us
+        saved = saved_by_blocks(self._planned, costs)
+        self._saves = _bytes_freed(planned, costs)
+        # A room for two blocks is the least. A quarter more has room for somewhat larger inputs.
+        least, every = int(2 * _TORCHS * max(saved.values(), default=0)), sum(saved.values())
+        chooses_room = planned.policy.activation_memory == "auto" and _is_shared_with_torch(planned)
+        self._rooms = (
+            [least + max(every - least, 0) * part // _PARTS for part in range(_PARTS + 1)]
+            if chooses_room
+            else [planned.saved_room]
+        )
+        self.least: _Choice = (frozenset(self._saves), self._rooms[0])
+        self.plans: dict[_Choice, WrapPlan] = {}
+        self._times: dict[_Choice, float] = {}
+
+    def best(self) -> _Choice:
+        """Returns the choice of the shortest step. Of those that are about as short, who computes less again is it."""
+        for room in self._rooms:
+            self._look((frozenset(), room))
+        rooms = dict.fromkeys((self._best()[1], self._rooms[0]))
+        some = self._some()
+        half_and_all = some[len(some) // 2 - 1 :: max(len(some) // 2, 1)]
+        for sets in (half_and_all, some):
+            for again, room in itertools.product(sets, rooms):
+                self._look((again, room))
+            if len(self._saves) > FEW and not self._best()[0]:
+                break
+        if len(self._saves) <= FEW:
+            again, room = self._best()
+            climb(again, frozenset(self._saves), lambda each: self._look((each, room)))
+        return self._best()
+
+    def _best(self) -> _Choice:
+        best = min(self._times, key=lambda each: len(each[0]))
+        for each in sorted(self._times, key=lambda each: (len(each[0]), self._times[each])):
+            is_more = len(each[0]) > len(best[0])
+            if self._times[each] < self._times[best] * (1 - _GAIN if is_more else 1):
+                best = each
+        return best
+
+    def _some(self) -> list[frozenset[int]]:
+        """Returns sets of blocks: spread evenly, and those that free the most for their time."""
+        every, us = sum(self._saves.values()), self._costs.forward_us
+        by_price = sorted(self._saves, key=lambda unit: us[unit] / self._saves[unit])
+        parts = len(by_price) if len(by_price) <= FEW else _PARTS
+        found = []
+        for part in range(1, parts + 1):
+            found.append(frozenset(spread_evenly(self._saves, every * part // parts)))
+            found.append(frozenset(by_price[: len(by_price) * part // parts]))
+        return found
+
+    def _look(self, choice: _Choice) -> float:
+        """Returns the time of a step; infinity if the device has no room."""
+        if choice not in self._times:
+            self._times[choice] = float("inf")
+            again, room = choice
+            budgets = dataclasses.replace(self._planned.budgets, activations=room)
+            candidate = dataclasses.replace(self._planned, recomputed=again, budgets=budgets)
+            with contextlib.suppress(UsageError):  # no room on the device
+                self.plans[choice] = with_stays(beside_torch(candidate, self._costs), candidate.stays)
+                self._times[choice] = self._step_us(self.plans[choice])
+        return self._times[choice]

@@ -1,0 +1,25 @@
+"""Searches sets of units by small changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["FEW", "climb"]
+
+FEW = 12
+"""Of so many units each is looked at by itself. Of more units, one makes little difference."""
+
+
+def climb(now: frozenset[int], units: frozenset[int], look: Callable[[frozenset[int]], float]) -> frozenset[int]:
+    """Adds a unit, leaves one out, or takes one for another, as long as that makes the step shorter.
+
+    `look` returns the time of a step. Returns the set that no such change makes shorter.
+    """
+    while True:
+        others = sorted(units - now)
+        near = [now | {unit} for unit in others] + [now - {unit} for unit in sorted(now)]
+        near += [now - {one} | {other} for one in sorted(now) for other in others]
+        next_one = min(near, key=look, default=now)
+        if look(next_one) >= look(now):
+            return now
+        now = next_one
