@@ -32,6 +32,8 @@ from overlap import Setting as Rates
 from torch import nn
 
 BLOCKS, WIDTH, FORWARD_S, BACKWARD_S = 12, 128, 0.003, 0.0045
+SAVED = 2
+"""How many tensors of a batch a block saves."""
 EQUAL = (WIDTH,) * BLOCKS
 UNEQUAL = tuple(WIDTH * (1 + number % 4) // 2 for number in range(BLOCKS))
 DRAFTS: dict[str, Any] = {"draft_memory": "1GiB"}
@@ -39,6 +41,8 @@ DEFERRED: dict[str, Any] = {"draft_memory": 0}
 BACKWARD: dict[str, Any] = {"update": "backward"}
 BLOCKING: dict[str, Any] = {"update": "blocking"}
 ON_DEVICE: dict[str, Any] = {"optimizer_device": "device"}
+OFFLOAD: dict[str, Any] = {"activations": "offload"}
+LIMITED: dict[str, Any] = {"activations": "auto", "activation_memory": BLOCKS // 3 * 256 * WIDTH * 4 * SAVED}
 BALANCED, FETCHES, DRAINS, UPDATES = SETTINGS
 MODES = {"drafts": DRAFTS, "deferred": DEFERRED, "in backward": BACKWARD, "blocking": BLOCKING}
 
@@ -51,6 +55,8 @@ class Setting:
     hidden: tuple[int, ...] = EQUAL
     backwards: int = 1
     """Of a step: it accumulates gradients."""
+    batch: int = 16
+    """How many rows. Of 256, a block saves tensors that are large enough to leave the device."""
 
 
 CASES = [
@@ -84,6 +90,18 @@ CASES = [
             (UPDATES, "blocking", 2),
         )
     ),
+    # And these with activations that leave the device.
+    *(
+        Setting(f"{rates.name}, {mode}, {name}", rates, {"window": 4, **policy, **MODES[mode]}, EQUAL, 1, 256)
+        for rates, mode, name, policy in (
+            (BALANCED, "deferred", "offload", OFFLOAD),
+            (FETCHES, "drafts", "offload", OFFLOAD),
+            (DRAINS, "deferred", "offload", OFFLOAD),
+            (UPDATES, "drafts", "offload", OFFLOAD),
+            (BALANCED, "drafts", "a third of them stays", LIMITED),
+            (UPDATES, "in backward", "a third of them stays", LIMITED),
+        )
+    ),
 ]
 SETTLING, COSTS = 20, 10
 
@@ -106,25 +124,26 @@ class Slow(torch.autograd.Function):
 class Block(nn.Module):
     """Takes a time that grows with its weights.
 
-    `adds`: it accumulates gradients. Then its time begins only when the gradients have been added to the held ones.
+    `waits_first`: a forward takes its time before all else, and a backward after all else. So gradients have been added
+    to held ones by then, and a forward that is computed again takes its time again.
     """
 
-    def __init__(self, hidden: int, adds: bool = False) -> None:
+    def __init__(self, hidden: int, waits_first: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.pace = ({}, FORWARD_S * hidden / WIDTH, BACKWARD_S * hidden / WIDTH)
-        self.adds = adds
+        self.waits_first = waits_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.adds:
+        if self.waits_first:
             return self.down(self.up(Slow.apply(x, *self.pace[1:])).tanh())
         return Paced.apply(self.down(self.up(Paced.apply(x, *self.pace)).tanh()), *self.pace)
 
 
 class Chain(nn.Module):
-    def __init__(self, hidden: tuple[int, ...], adds: bool = False) -> None:
+    def __init__(self, hidden: tuple[int, ...], waits_first: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(each, adds) for each in hidden)
+        self.blocks = nn.ModuleList(Block(each, waits_first) for each in hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -134,14 +153,14 @@ class Chain(nn.Module):
 
 def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Chain(setting.hidden, adds=setting.backwards > 1)
+    model = Chain(setting.hidden, waits_first=setting.backwards > 1 or "activations" in setting.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     forward_us, backward_us = (1e6 * sum(block.pace[number] for block in model.blocks) for number in (1, 2))
     with on_machine(limits=limits_of(setting.rates, model, forward_us, backward_us), update_threads=1):
         noria.wrap(model, optimizer, device="cpu", kernel="fused", trace=folder / "trace.json", **setting.policy)
     wrapped = wrapped_by(model)
     assert wrapped is not None
-    context, batch = wrapped.context, torch.randn(16, WIDTH, requires_grad=True)
+    context, batch = wrapped.context, torch.randn(setting.batch, WIDTH, requires_grad=True)
     assert context.trace is not None
 
     def train(number: int) -> list[float]:
@@ -161,6 +180,7 @@ def run(setting: Setting, num_steps: int, folder: Path) -> dict[str, Any]:
     train(COSTS)
     on_device = bytes_of_ops(context.plan.streamed)
     costs = measured_costs(context.trace.spans(), len(context.units), bytes_on_device=on_device)
+    costs = wrapped.recorder.with_activations(costs)
     predicted = PlannedStep(context.plan, 1, PlanSpeeds(1, 1, 1, 1), costs)
     times = train(num_steps)
     rows = [(row.planned, row.taken) for row in noria.report(model).ledger]

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import prediction
 
 
-def test_there_are_36_settings_and_each_has_a_name_of_its_own():
-    assert len({case.name for case in prediction.CASES}) == len(prediction.CASES) == 36
+def test_there_are_42_settings_and_each_has_a_name_of_its_own():
+    assert len({case.name for case in prediction.CASES}) == len(prediction.CASES) == 42
 
 
 @pytest.mark.parametrize(
