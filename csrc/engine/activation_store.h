@@ -207,7 +207,7 @@ class ActivationStore {
   EngineCallbacks& callbacks_;
   std::optional<Bytes> own_room_;
   std::optional<Bytes> most_room_ = own_room_;  // that it has ever been
-  std::optional<Bytes> room_;  // what is left of it
+  std::optional<Bytes> room_;                   // what is left of it
   Seen seen_;
   SavedPlaces places_;
   std::map<SavedId, Entry> entries_;

@@ -643,7 +643,7 @@ def _carry_out(
         reduce_scratch=device_buffers.address(REDUCE_SCRATCH),
         assist_scratch=device_buffers.address(ASSIST_SCRATCH),
         least_saved=planned.least_saved,
-        saved_room=planned.saved_room,
+        saved_room=_most_saved_room(planned),
     )
     trace = None if policy.trace is None else _C.Trace(1 << 18)
     context = Context(planned, home, engine, backend, device_buffers, pool, ranks, trace)
@@ -677,6 +677,12 @@ def _carry_out(
         wrapped.take_optimizer(updater, kernel, places)
     wrapped.reads.begin()
     return wrapped
+
+
+def _most_saved_room(planned: WrapPlan) -> int | None:
+    """Returns the room for activations that the plan has, or has at first: a larger block is refused."""
+    rooms = [each.saved_room for each in (planned, with_first_room(planned))]
+    return max((room for room in rooms if room is not None), default=None)
 
 
 def _ring_slots(planned: WrapPlan, home: Home) -> tuple[int, int, int] | None:

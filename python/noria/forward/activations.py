@@ -75,6 +75,7 @@ class Activations:
             for block in blocks:
                 self._handles.append(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                 self._handles.append(block.register_forward_hook(Hook(self._leave), always_call=True))
+            self._resize_room()
 
     def remove(self) -> None:
         remove_hooks(self._handles)
@@ -92,12 +93,20 @@ class Activations:
             return
         if plan.recomputed is not None:
             self._recomputation.take(plan.recomputed)
-        if plan.saved_room is not None:
+        self._resize_room()
+
+    def _resize_room(self) -> None:
+        plan = self.context.plan
+        if plan.chooses_activations and plan.saved_room is not None:
             self._saved.resize_saved_room(plan.saved_room)
 
     def inputs(self) -> dict[int, int]:
         """Returns the bytes of inputs, by unit, of blocks that may compute their forward again."""
         return {} if self._recomputation is None else self._recomputation.inputs()
+
+    def writers(self) -> frozenset[int]:
+        """Returns the units of blocks that were to compute again, but write buffers."""
+        return frozenset() if self._recomputation is None else self._recomputation.writers()
 
     def recomputed_units(self) -> frozenset[int]:
         """Returns the units of the blocks that compute their activations again: of each block the last one."""

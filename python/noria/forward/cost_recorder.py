@@ -16,6 +16,7 @@ from noria.forward.operator_watch import tensors_of
 from noria.forward.saved_bytes import SavedBytes
 from noria.forward.thread_rates import update_rates
 from noria.model.partition import HookSpec
+from noria.planning.activation_choice import kept_by_autograd
 from noria.planning.cost_cache import KnownCosts, load_costs, save_costs
 from noria.planning.measured_costs import MeasuredCosts, measured_costs, slowest
 from noria.planning.resident import gradient_bytes
@@ -68,6 +69,7 @@ class CostRecorder:
         self._saved: SavedBytes | None = None  # while a step's forwards are counted
         self._counted = SavedBytes(slot.parameter for slot in context.slots)
         self._inputs = ""
+        self._most_saved = 0  # most bytes that autograd has kept on the device at once, of those that were counted
         self._at_rest = 0  # what torch keeps from one step to the next, in bytes
         hooks = context.partition.hooks
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
@@ -80,6 +82,7 @@ class CostRecorder:
     def begin_step(self) -> None:
         """A `step()` begins, the first one after a forward that may train."""
         self._num_steps += 1
+        self._most_saved = self._count_saved()
         if self._forwards:  # else the step of another model, or of another optimizer
             self._seen.append((self._forwards, self._elements))
             self._forwards = self._elements = 0
@@ -97,12 +100,17 @@ class CostRecorder:
 
         Nothing is kept before costs are known.
         """
-        context = self.context
-        if self.known.costs is None or context.ranks is not None:
+        context, costs = self.context, self.known.costs
+        if costs is None or context.ranks is not None:
             return
+        if self._forwards and not self._is_alike(self._elements / self._forwards, costs):
+            return  # of other inputs
         had = torch.cuda.memory_allocated(context.device) if context.device.type == "cuda" else 0
         of_stays = gradient_bytes(context.units, context.plan.stays)
-        workspace = had + wanted - max(self._at_rest, of_stays) - self._most_saved()
+        saved = self._most_saved if self._counted.by_unit else kept_by_autograd(context.plan, costs)
+        workspace = had + wanted - max(self._at_rest, of_stays) - saved
+        if workspace > costs.workspace:
+            self.known = dataclasses.replace(self.known, costs=dataclasses.replace(costs, workspace=workspace))
         kept = load_costs(context.plan)
         if kept.costs is not None and workspace > kept.costs.workspace:
             inputs = kept.measured.partition("inputs of ")[2]
@@ -156,7 +164,7 @@ class CostRecorder:
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
         before = self.known.costs
-        if before is not None and before.elements and 1 / _ALIKE <= elements / before.elements <= _ALIKE:
+        if before is not None and self._is_alike(elements, before):
             costs = dataclasses.replace(costs, workspace=max(costs.workspace, before.workspace))  # perhaps by an error
         if context.pool is not None:
             context.pool.idle()
@@ -173,6 +181,11 @@ class CostRecorder:
         if is_first and (note := save_costs(context.plan, costs, self._inputs)):
             context.notes.append(note)
         self._on_measured()
+
+    @staticmethod
+    def _is_alike(elements: float, costs: MeasuredCosts) -> bool:
+        """Returns True if forwards are about as large as those that costs are of."""
+        return bool(costs.elements) and 1 / _ALIKE <= elements / costs.elements <= _ALIKE
 
     def _sizes(self) -> tuple[float, float]:
         """Returns how often the gauge runs in a step, and what it puts out each time: the means since the last call."""
@@ -225,12 +238,14 @@ class CostRecorder:
         known = self.known.costs
         if max(inputs) < 0 and known is not None and known.inputs:
             alike = known.scaled(costs.elements / known.elements, known.forwards) if known.elements else known
-            inputs = alike.inputs
+            writers = self._activations.writers()
+            inputs = [-1 if unit in writers else size for unit, size in enumerate(alike.inputs)]
             saved |= {unit: alike.saved[unit] for unit in again}
         peak = 0
         if context.device.type == "cuda":
             now = self._at_rest = torch.cuda.memory_allocated(context.device)
-            peak = max(torch.cuda.max_memory_allocated(context.device) - now - self._most_saved(), 0)
+            one_block = max((saved.get(unit, 0) for unit in again), default=0)
+            peak = max(torch.cuda.max_memory_allocated(context.device) - now - self._most_saved - one_block, 0)
         return dataclasses.replace(
             costs.without_again(again),
             saved=[saved.get(unit, 0) for unit in range(num_units)] if saved else [],
@@ -248,8 +263,7 @@ class CostRecorder:
                     saved[hooks[hook].needs[-1]] = num_bytes
         return saved
 
-    def _most_saved(self) -> int:
-        """Returns the most bytes that autograd has kept on the device at once, of those that were counted."""
+    def _count_saved(self) -> int:
         of_graphs = sum(self._counted.by_unit.values())
         if self.context.plan.least_saved is None:
             return of_graphs

@@ -60,6 +60,8 @@ class Recomputed:
         self.encloses_call = False
         """The block or its forward was compiled: `enclose` stands around that call. So its graph, and its bits, are
         those of a block that keeps its activations."""
+        self.is_off = False
+        """It only calls the forward: the user has put another forward around it."""
         self._module = module
         self._forward = module.forward
         self._writers = [each for each in module.modules() if by_choice and each._buffers]
@@ -71,15 +73,19 @@ class Recomputed:
         return self.enclose(self._forward, *args, **kwargs)
 
     def enclose(self, call: Callable[..., object], *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled() or is_checkpointed():
+        if self.is_off or not torch.is_grad_enabled() or is_checkpointed():
             return call(*args, **kwargs)
         modes = tuple(each.training for each in self._writers)
         if self._writers and not self._is_pure.get(modes, False) and not torch.compiler.is_compiling():
-            before = _versions(self._module)
+            before = _Buffers(self._module)
             output = call(*args, **kwargs)
-            self._is_pure[modes] = self._is_pure.get(modes, True) and _versions(self._module) == before
+            self._is_pure[modes] = self._is_pure.get(modes, True) and before.are_unwritten()
             return output
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
+    def writes(self) -> bool:
+        """Returns True if the block has written buffers, in some mode."""
+        return not all(self._is_pure.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., object] | None:
         copied = memo.get(id(self._module))
@@ -91,6 +97,21 @@ class Recomputed:
         return (getattr, (self._module, "forward"))
 
 
+class _Buffers:
+    """Holds a module's buffers as they are before a forward. Not all writes raise a version: those of batch_norm."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def are_unwritten(self) -> bool:
+        now = list(self._module.buffers())
+        return len(now) == len(self._before) and all(
+            buffer is before and buffer._version == version and torch.equal(buffer, value)
+            for buffer, (before, version, value) in zip(now, self._before, strict=True)
+        )
+
+
 @dataclasses.dataclass
 class _Block:
     """Describes a block that may be computed again, and what that costs and saves in a step."""
@@ -100,8 +121,8 @@ class _Block:
     forward: Recomputed | None = None
     """What replaces the module's own forward, while it is computed again."""
     input_bytes: int = 0
-    versions: int = 0
-    """Sum of its buffers' versions, before the forward that is under way."""
+    buffers: _Buffers | None = None
+    """Its buffers before the forward that is under way."""
     is_pure: bool = True
     """False once a forward has written a buffer, as BatchNorm does: computing it again would write it again."""
     price_us: float = 0.0
@@ -166,7 +187,11 @@ class Recomputation:
 
     def units(self) -> frozenset[int]:
         """Returns the units of the blocks that compute again: of each block the last one."""
-        return frozenset(map(self._unit_of, self._recomputed))
+        return frozenset(self._unit_of(block) for block in self._recomputed if not _writes(block))
+
+    def writers(self) -> frozenset[int]:
+        """Returns the units of blocks that were to compute again, but write buffers."""
+        return frozenset(self._unit_of(block) for block in self._recomputed if _writes(block))
 
     def inputs(self) -> dict[int, int]:
         """Returns the bytes of inputs, by unit, of blocks that may run twice. They were seen while looking."""
@@ -191,7 +216,7 @@ class Recomputation:
 
     def names(self) -> list[str]:
         """Returns the names of the blocks that compute again."""
-        return [self.context.partition.hooks[block.hook].name for block in self._recomputed]
+        return [self.context.partition.hooks[block.hook].name for block in self._recomputed if not _writes(block)]
 
     def _recompute(self, blocks: Iterable[_Block]) -> None:
         for block in blocks:
@@ -200,6 +225,10 @@ class Recomputation:
 
     def _keep(self, block: _Block) -> None:
         self._recomputed.remove(block)
+        if block.module.__dict__.get("forward") is not block.forward:  # the user has put another one around it
+            assert block.forward is not None
+            block.forward.is_off = True
+            return
         forward = block.module.__dict__.pop("forward")
         if forward.own is not None:
             block.module.__dict__["forward"] = forward.own
@@ -232,12 +261,13 @@ class Recomputation:
         if self._is_looking:
             block = self._blocks[id(module)]
             block.input_bytes = max(block.input_bytes, sum(each.nbytes for each in tensors_of((args, kwargs))))
-            block.versions = _versions(module)
+            block.buffers = _Buffers(module)
 
     def leave(self, module: nn.Module) -> None:
         if self._is_looking:
             block = self._blocks[id(module)]
-            block.is_pure &= _versions(module) == block.versions
+            block.is_pure &= block.buffers is None or block.buffers.are_unwritten()
+            block.buffers = None
 
     def begin_step(self) -> None:
         if not self._is_looking:
@@ -348,5 +378,5 @@ class Recomputation:
             self._keep(block)
 
 
-def _versions(module: nn.Module) -> int:
-    return sum(buffer._version for buffer in module.buffers())
+def _writes(block: _Block) -> bool:
+    return block.forward is not None and block.forward.writes()

@@ -20,7 +20,7 @@ from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import saved_by_blocks
 from noria.planning.wrap_plan import WrapPlan, with_stays
 
-__all__ = ["activation_choices", "beside_stays", "beside_torch", "with_first_room"]
+__all__ = ["activation_choices", "beside_stays", "beside_torch", "kept_by_autograd", "with_first_room"]
 
 _PARTS = 4
 _GAIN = 0.01
@@ -39,7 +39,7 @@ def beside_torch(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
     budgets = planned.budgets
     if budgets.device is None or not _is_shared_with_torch(planned):
         return planned
-    most = budgets.device - int(_TORCHS * (costs.workspace + _kept(planned, costs)))
+    most = budgets.device - int(_TORCHS * (costs.workspace + kept_by_autograd(planned, costs)))
     if not planned.chooses_activations or not costs.inputs:
         most = min(max(most, planned.device_bytes), budgets.device // budgets.shares)
     return dataclasses.replace(planned, budgets=dataclasses.replace(budgets, device=budgets.shares * max(most, 0)))
@@ -53,7 +53,7 @@ def _is_shared_with_torch(planned: WrapPlan) -> bool:
     return planned.device.type == "cuda" and all(unit.num_shards == 1 for unit in planned.units)
 
 
-def _kept(planned: WrapPlan, costs: MeasuredCosts) -> int:
+def kept_by_autograd(planned: WrapPlan, costs: MeasuredCosts) -> int:
     """Returns the most bytes on the device that autograd keeps, as the plan has it."""
     if not costs.saved or not planned.budgets.moves_activations:
         return sum(costs.saved)
@@ -82,7 +82,10 @@ def activation_choices(planned: WrapPlan, costs: MeasuredCosts, step_us: Callabl
     search = _Search(planned, costs, step_us)
     best = search.best()
     plans = [search.plans[each] for each in dict.fromkeys((best, search.least)) if each in search.plans]
-    return plans or [planned]
+    if plans:
+        return plans
+    kept = beside_torch(dataclasses.replace(planned, chooses_activations=False), costs)
+    return [dataclasses.replace(kept, chooses_activations=True)]
 
 
 def beside_stays(

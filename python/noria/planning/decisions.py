@@ -315,7 +315,8 @@ def without_choices(planned: WrapPlan) -> WrapPlan:
     planned, logs = with_first_room(planned), planned.undo_logs
     if planned.policy.resident != "auto":
         on_device = planned.stays | planned.streamed.keys()
-        return dataclasses.replace(planned, drafted=frozenset(logs.keys() - on_device))
+        plain = dataclasses.replace(planned, drafted=frozenset(logs.keys() - on_device))
+        return with_stays(plain, plain.stays) if planned.chooses_activations else plain
     drafts: dict[str, Any] = {"drafted": frozenset(logs), "draftable": planned.draftable | logs}
     plain = with_stays(dataclasses.replace(planned, streamed={}, **drafts), frozenset())
     if planned.policy.optimizer_device == "host":

@@ -623,7 +623,8 @@ TEST(ActivationStore, the_room_may_get_another_size_between_steps) {
   Machine machine({.seed = 1, .room = plenty});
   EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
   EXPECT_EQ(machine.stats().num_offloaded, 0);
-  machine.resize_room(kBytes * 2 - Bytes{1});  // less than two bundles: that is refused only if it was so from the start
+  machine.resize_room(kBytes * 2 -
+                      Bytes{1});  // less than two bundles: that is refused only if it was so from the start
   EXPECT_EQ(count_wrong(machine, /*in_order=*/true), 0);
   const std::int64_t small = machine.stats().num_offloaded;
   EXPECT_GT(small, 0);

@@ -310,3 +310,56 @@ def test_a_chosen_block_is_not_computed_again_in_a_mode_in_which_it_writes_buffe
     assert block[1].num_batches_tracked == 3
     block[1].eval()
     assert [num_forwards() for _ in range(2)] == [2, 2]  # known
+
+
+class Counting(nn.Module):
+    """Writes buffers in ways that raise no version."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.replaces, self.num_calls = replaces, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        x = self.linear(x)
+        if self.replaces:
+            self.mean = self.mean + 1
+            return x
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_write_that_raises_no_version_is_seen(replaces):
+    block = Counting(replaces=replaces)
+    block.__dict__["forward"] = Recomputed(block, by_choice=True)
+    for _ in range(3):
+        block(torch.randn(3, 4)).sum().backward()
+    assert block.num_calls == 3 and block.forward.writes()
+
+
+def test_a_block_that_writes_is_not_among_those_that_compute_again():
+    machine = Machine(10, 10, writes=True)
+    machine.recomputation.take(frozenset({1, 2}))
+    assert machine.recomputation.units() == {1, 2}  # nothing has run yet
+    machine.step()
+    assert machine.recomputation.names() == [] and machine.recomputation.writers() == {1, 2}
+
+
+def test_a_forward_that_the_user_has_put_around_a_chosen_one_stays():
+    machine = Machine(10, 10)
+    machine.recomputation.take(frozenset({1, 2}))
+    block = machine.blocks[0]
+    inside, calls = block.forward, []
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return inside(x)
+
+    block.forward = around
+    machine.recomputation.take(frozenset({2}))
+    assert machine.recomputation.units() == {2} and block.forward is around and inside.is_off
+    block(torch.zeros(25)).sum().backward()
+    assert calls == [1]
