@@ -98,9 +98,9 @@ def _known_costs(args: argparse.Namespace, planned: WrapPlan) -> KnownCosts:
     if any(each is not None for each in (*speeds, args.tokens, args.micro_batches)):
         return KnownCosts()
     known = load_costs(planned)
-    if args.cores is None or known.costs is None:
-        return known if args.cores is None else KnownCosts()
-    costs = known.costs.with_threads(args.cores)
+    if args.cores is None:
+        return known
+    costs = None if known.costs is None else known.costs.with_threads(args.cores)
     return KnownCosts() if costs is None else KnownCosts(costs, f"{known.measured}; with {args.cores} threads")
 
 

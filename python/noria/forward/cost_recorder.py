@@ -69,7 +69,9 @@ class CostRecorder:
         self._saved: SavedBytes | None = None  # while a step's forwards are counted
         self._counted = SavedBytes(slot.parameter for slot in context.slots)
         self._inputs = ""
-        self._most_saved = 0  # most bytes that autograd has kept on the device at once, of those that were counted
+        self._most_there = (
+            0  # most bytes on the device of what the engine moves; an allocator may ask inside of the engine
+        )
         self._at_rest = 0  # what torch keeps from one step to the next, in bytes
         hooks = context.partition.hooks
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
@@ -82,7 +84,8 @@ class CostRecorder:
     def begin_step(self) -> None:
         """A `step()` begins, the first one after a forward that may train."""
         self._num_steps += 1
-        self._most_saved = self._count_saved()
+        if self.context.plan.least_saved is not None:
+            self._most_there = int(self.context.engine.saved.saved_stats()["most_there"])
         if self._forwards:  # else the step of another model, or of another optimizer
             self._seen.append((self._forwards, self._elements))
             self._forwards = self._elements = 0
@@ -103,7 +106,7 @@ class CostRecorder:
         context, costs = self.context, self.known.costs
         if costs is None or context.ranks is not None:
             return
-        if self._forwards and not self._is_alike(self._elements / self._forwards, costs):
+        if self._forwards and not _are_alike(self._elements / self._forwards, costs):
             return  # of other inputs
         had = torch.cuda.memory_allocated(context.device) if context.device.type == "cuda" else 0
         of_stays = gradient_bytes(context.units, context.plan.stays)
@@ -164,7 +167,7 @@ class CostRecorder:
         if not on_device:
             costs = dataclasses.replace(costs, device_update_gib_s=self._device_update_gib_s())
         before = self.known.costs
-        if before is not None and self._is_alike(elements, before):
+        if before is not None and _are_alike(elements, before):
             costs = dataclasses.replace(costs, workspace=max(costs.workspace, before.workspace))  # perhaps by an error
         if context.pool is not None:
             context.pool.idle()
@@ -181,11 +184,6 @@ class CostRecorder:
         if is_first and (note := save_costs(context.plan, costs, self._inputs)):
             context.notes.append(note)
         self._on_measured()
-
-    @staticmethod
-    def _is_alike(elements: float, costs: MeasuredCosts) -> bool:
-        """Returns True if forwards are about as large as those that costs are of."""
-        return bool(costs.elements) and 1 / _ALIKE <= elements / costs.elements <= _ALIKE
 
     def _sizes(self) -> tuple[float, float]:
         """Returns how often the gauge runs in a step, and what it puts out each time: the means since the last call."""
@@ -206,7 +204,7 @@ class CostRecorder:
         measured, *scaled = self.known.measured.split("; ")
         if costs.elements and costs.forwards:
             ratios = elements / costs.elements, forwards / costs.forwards
-            if not all(1 / _ALIKE <= each <= _ALIKE for each in ratios):
+            if not all(map(_is_alike, ratios)):
                 costs = costs.scaled(ratios[0], forwards)
                 scaled.append("scaled to inputs of now")
                 self._links.begin_anew()
@@ -263,8 +261,16 @@ class CostRecorder:
                     saved[hooks[hook].needs[-1]] = num_bytes
         return saved
 
-    def _count_saved(self) -> int:
-        of_graphs = sum(self._counted.by_unit.values())
-        if self.context.plan.least_saved is None:
-            return of_graphs
-        return of_graphs + int(self.context.engine.saved.saved_stats()["most_there"])
+    @property
+    def _most_saved(self) -> int:
+        """The most bytes that autograd has kept on the device at once, of those that were counted."""
+        return sum(self._counted.by_unit.values()) + self._most_there
+
+
+def _is_alike(ratio: float) -> bool:
+    return 1 / _ALIKE <= ratio <= _ALIKE
+
+
+def _are_alike(elements: float, costs: MeasuredCosts) -> bool:
+    """Returns True if forwards are about as large as those that costs are of."""
+    return bool(costs.elements) and _is_alike(elements / costs.elements)

@@ -6,7 +6,8 @@ how long blocks compute. On a CUDA device it does not know, so there the choice 
 has measured. If the other stages lack room for all, the choice also says which activations go there and which go to the
 host (csrc/plan/swap.h).
 
-Bursts and other stages add waits that the measurement cannot show, so noria then tries. If a step waits longer for
+Outside of pipelines the planner chooses anew when costs are known (planning/activation_choice.py). In pipelines other
+stages add waits that the measurement cannot show, so noria then tries. If a step waits longer for
 copies than it takes to compute one more block again, one more block computes again. If that has not paid, it is undone,
 and the trials end.
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from noria._errors import UsageError
 from noria.planning.budgets import first_room
-from noria.planning.local_search import FEW, climb
+from noria.planning.local_search import FEW, GAIN, PARTS, climb
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.saved_simulation import MOST_WORKING
 from noria.planning.spread import spread_evenly
@@ -22,9 +22,6 @@ from noria.planning.wrap_plan import WrapPlan, with_stays
 
 __all__ = ["activation_choices", "beside_stays", "beside_torch", "kept_by_autograd", "with_first_room"]
 
-_PARTS = 4
-_GAIN = 0.01
-"""By this part of a step a plan must be faster if more blocks compute again."""
 _TORCHS = 1.25
 """So many times what torch was seen to take is left to it."""
 _Choice = tuple[frozenset[int], int | None]  # who computes again, and the room on the device for what others save
@@ -116,7 +113,7 @@ def beside_stays(
     found = [climb(begin, every, look) for begin in (chosen.recomputed, frozenset(), every)]
     best = min(found, key=look)
     is_more = len(best) > len(chosen.recomputed)
-    gains = look(best) < look(chosen.recomputed) * (1 - _GAIN if is_more else 1)
+    gains = look(best) < look(chosen.recomputed) * (1 - GAIN if is_more else 1)
     return plans[best] if gains else chosen
 
 
@@ -139,7 +136,7 @@ class _Search:
         least, every = int(2 * _TORCHS * max(saved.values(), default=0)), sum(saved.values())
         chooses_room = planned.policy.activation_memory == "auto" and _is_shared_with_torch(planned)
         self._rooms = (
-            [least + max(every - least, 0) * part // _PARTS for part in range(_PARTS + 1)]
+            [least + max(every - least, 0) * part // PARTS for part in range(PARTS + 1)]
             if chooses_room
             else [planned.saved_room]
         )
@@ -168,7 +165,7 @@ class _Search:
         best = min(self._times, key=lambda each: len(each[0]))
         for each in sorted(self._times, key=lambda each: (len(each[0]), self._times[each])):
             is_more = len(each[0]) > len(best[0])
-            if self._times[each] < self._times[best] * (1 - _GAIN if is_more else 1):
+            if self._times[each] < self._times[best] * (1 - GAIN if is_more else 1):
                 best = each
         return best
 
@@ -176,7 +173,7 @@ class _Search:
         """Returns sets of blocks: spread evenly, and those that free the most for their time."""
         every, us = sum(self._saves.values()), self._costs.forward_us
         by_price = sorted(self._saves, key=lambda unit: us[unit] / self._saves[unit])
-        parts = len(by_price) if len(by_price) <= FEW else _PARTS
+        parts = len(by_price) if len(by_price) <= FEW else PARTS
         found = []
         for part in range(1, parts + 1):
             found.append(frozenset(spread_evenly(self._saves, every * part // parts)))

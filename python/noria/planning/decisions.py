@@ -17,7 +17,7 @@ from typing import Any
 from noria._errors import UsageError
 from noria.model.layout import UNDO_LOGS, Region
 from noria.planning.activation_choice import activation_choices, beside_stays, with_first_room
-from noria.planning.local_search import FEW, climb
+from noria.planning.local_search import FEW, GAIN, PARTS, climb
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.resident import all_fit, gradient_bytes
 from noria.planning.saved_simulation import home_of_saved
@@ -37,10 +37,6 @@ __all__ = [
     "without_idle_logs",
 ]
 
-_PARTS = 4
-"""Into how many parts the room is divided at first: a plan is simulated for each."""
-_GAIN = 0.01
-"""A plan must be faster by this part of a step to be taken in the place of one that keeps less on the device."""
 _PAYS = 0.05
 """By this part a step must be faster for a plan that runs to be given up."""
 
@@ -69,12 +65,12 @@ def with_best_stays(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> 
     """
     search = _Search(planned, step_us)
     room = room_for_stays(planned)
-    amounts = [room * part // _PARTS for part in range(_PARTS + 1)]
+    amounts = [room * part // PARTS for part in range(PARTS + 1)]
     needs = {unit: planned.may_stay[unit] for unit in forward_order(planned) if unit in planned.may_stay}
     for choose in (spread_evenly, _first_that_fit):
         found = {amount: frozenset(choose(needs, amount)) for amount in amounts}
         best = min(amounts, key=lambda amount: search.look(found[amount]))
-        for beside in (best - room // (2 * _PARTS), best + room // (2 * _PARTS)):
+        for beside in (best - room // (2 * PARTS), best + room // (2 * PARTS)):
             if 0 <= beside <= room:
                 search.look(frozenset(choose(needs, beside)))
         if len(needs) <= FEW:
@@ -102,7 +98,7 @@ def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
         if begin is not None and not begin.stands_still:
             found, us = _with_best_streamed(planned, begin, step_us)
             is_more = len(found.streamed) > len(best.streamed)
-            if us < best_us * (1 - _GAIN if is_more else 1):
+            if us < best_us * (1 - GAIN if is_more else 1):
                 best, best_us = found, us
     return best
 
@@ -110,7 +106,7 @@ def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
 def _may_gain(planned: WrapPlan, best: WrapPlan, best_us: float, step_us: Callable[[WrapPlan], float]) -> bool:
     """Returns True if one of two plans with updates on the device, beside those that stay, makes steps shorter."""
     others = [unit for unit in sorted(planned.may_stay) if unit not in best.stays]
-    for begin, units in ((best, others[::_PARTS]), (planned, list(planned.may_stay))):
+    for begin, units in ((best, others[::PARTS]), (planned, list(planned.may_stay))):
         with contextlib.suppress(UsageError):  # no room for the pieces
             if step_us(with_streamed(begin, units)) < best_us:
                 return True
@@ -152,8 +148,8 @@ def _with_best_streamed(
         return times[chosen]
 
     every = sum(may.values())
-    for part in range(_PARTS + 1):
-        look(frozenset(spread_evenly(may, every * part // _PARTS)))
+    for part in range(PARTS + 1):
+        look(frozenset(spread_evenly(may, every * part // PARTS)))
     best = min(times, key=lambda chosen: times[chosen])
     if len(may) <= FEW:
         climb(best, frozenset(may), look)
@@ -185,13 +181,13 @@ class _Search:
                 pass
         self._times[stays] = us
         is_more = self._bytes(stays) > self._bytes(self.best.stays)
-        if us < self._best_us * (1 - _GAIN if is_more else 1):
+        if us < self._best_us * (1 - GAIN if is_more else 1):
             self.best, self._best_us = candidate, us
         return us
 
     def prefer(self, stays: frozenset[int]) -> None:
         """Takes these units if that makes the step hardly slower."""
-        if self.look(stays) <= self._best_us * (1 + _GAIN):
+        if self.look(stays) <= self._best_us * (1 + GAIN):
             self.best = with_stays(self._planned, stays)
 
     def _bytes(self, stays: frozenset[int]) -> int:
@@ -224,20 +220,20 @@ def with_best_drafts(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
         return times[chosen]
 
     def look_at_part(part: int) -> None:
-        number = len(drafted) * part // _PARTS
-        even = spread_evenly(needs, sum(needs.values()) * part // _PARTS)
+        number = len(drafted) * part // PARTS
+        even = spread_evenly(needs, sum(needs.values()) * part // PARTS)
         for chosen in (even, drafted[:number], drafted[len(drafted) - number :]):
             look(frozenset(chosen))
 
     look(frozenset())
-    look_at_part(_PARTS // 2)
+    look_at_part(PARTS // 2)
     if min(times.values()) < times[planned.drafted] or len(drafted) <= FEW:
-        for part in range(1, _PARTS):
+        for part in range(1, PARTS):
             look_at_part(part)
         if len(drafted) <= FEW:
             climb(min(times, key=lambda each: times[each]), planned.drafted, look)
     best = min(times, key=lambda each: times[each])
-    gains = times[best] < (1 - _GAIN) * times[planned.drafted]
+    gains = times[best] < (1 - GAIN) * times[planned.drafted]
     return dataclasses.replace(planned, drafted=best) if gains else planned
 
 
@@ -271,7 +267,7 @@ def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
     plans = [with_best_places(each, step_us) for each in plans] if chooses else plans[:1]
     best = plans[0]
     for other in plans[1:]:
-        if step_us(other) < (1 - _GAIN) * step_us(best):
+        if step_us(other) < (1 - GAIN) * step_us(best):
             best = other
     best = beside_stays(planned, best, costs, step_us)
     planned = dataclasses.replace(best, budgets=dataclasses.replace(budgets, activations=best.budgets.activations))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["FEW", "climb"]
+__all__ = ["FEW", "GAIN", "PARTS", "climb"]
+
+PARTS = 4
+"""Into how many parts an amount is divided at first: a plan is simulated for each."""
+GAIN = 0.01
+"""By this part of a step a plan must be faster than one that takes less memory, or computes less again."""
 
 FEW = 12
 """Of so many units each is looked at by itself. Of more units, one makes little difference."""
