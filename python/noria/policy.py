@@ -108,7 +108,8 @@ class Policy:
       with a `window` of your own, and on "cpu" without a `device_memory`.
 
     noria refuses what does not fit into `device_memory`, or on CUDA into half of it. The home stays allocated, and what
-    a read of it needs is copied there first. On CUDA training needs a noria that was built with nvcc."""
+    a read of it needs is copied there first. Units that torch's code updates stay with optimizer_device="device" alone.
+    On CUDA the others need a noria that was built with nvcc, if they train."""
 
     units: str | Sequence[type[nn.Module] | str] = "auto"
     """Which modules move together: a list of module classes, or of name patterns as in `fnmatch` ("*.layers.*").

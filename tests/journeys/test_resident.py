@@ -21,14 +21,18 @@ from noria import _C
 from noria.forward.cost_recorder import CostRecorder
 from noria.forward.link_paces import LinkPaces
 from noria.planning.measured_costs import MeasuredCosts
+from noria.planning.streamed import NUM_SLOTS
 from noria.planning.wrap_plan import with_stays, with_streamed
 from noria.runtime.rest import Rest
+from noria.step.torch_on_device import TorchOnDevice
+from noria.step.torch_step import TorchStep
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
 
 from tests.device import DEVICE, SHARES
 from tests.journeys.pairs import OPTIMIZERS, Net, Side, adamw, loss_of, sgd, state_tensors
+from tests.journeys.test_streamed import BY_TORCH as TORCHS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -42,6 +46,13 @@ STAYED = 2
 PART = "part"
 """In place of an amount: what about half of the units take. The others stream."""
 MASTERS = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "masters"])
+BY_TORCH: dict[str, Any] = {"kernel": "torch", "optimizer_device": "device"}
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{}, {"dtype": torch.bfloat16}, BY_TORCH, {**BY_TORCH, "dtype": torch.bfloat16}],
+    ids=["fp32", "masters", "by torch", "masters by torch"],
+)
+BOTH = pytest.mark.parametrize("kind", [{}, {**BY_TORCH, "dtype": torch.bfloat16}], ids=["fp32", "masters by torch"])
 
 
 @pytest.fixture(params=["all", PART])
@@ -134,6 +145,10 @@ def beside_a_choice() -> tuple[Side, Side]:
     return streams, side
 
 
+def adamw_of_trained(parameters: Any) -> torch.optim.Optimizer:
+    return adamw([parameter for parameter in parameters if parameter.requires_grad])
+
+
 def train_with_averages(side: Side, first: int) -> None:
     ema = noria.ema(side.model, 0.9)
     for number in range(first, first + 3):
@@ -146,10 +161,10 @@ def train_with_averages(side: Side, first: int) -> None:
 # ---- bits ---------------------------------------------------------------------------------------------------------
 
 
-@MASTERS
+@KINDS
 @pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_bits_are_those_of_a_model_that_streams(stay, rule, dtype):
-    stays = compare(stay, train, optimizer=OPTIMIZERS[rule], dtype=dtype)
+def test_bits_are_those_of_a_model_that_streams(stay, rule, kind):
+    stays = compare(stay, train, optimizer=OPTIMIZERS[rule], **kind)
     context = wrapped_by(stays.model).context
     before = context.engine.copies.times_fetched()
     train(Side(stays.model, stays.optimizer, True), steps=2)
@@ -157,6 +172,45 @@ def test_bits_are_those_of_a_model_that_streams(stay, rule, dtype):
     still = {unit for unit, number in enumerate(after) if number == before[unit]}
     assert still == context.plan.stays  # the others move
     assert len(noria.report(stays.model).at_rest) == len(still)
+
+
+@MASTERS
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_optimizers_have_the_bits_of_the_device(stay, name, dtype, monkeypatch):
+    """Also in steps in which nothing is at rest."""
+
+    def at_home(self: TorchStep, unit: int, *args: Any) -> None:
+        raise AssertionError(f"unit {unit} is updated at home")
+
+    monkeypatch.setattr(TorchStep, "run_now", at_home)
+    model, optimizer = TORCHS[name]
+
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        rest_of(side.model).end()
+        loss_of(side.model, 3).backward()
+        rest_of(side.model).end()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(4, 6)
+
+    compare(stay, journey, model=model, optimizer=optimizer, dtype=dtype, **BY_TORCH)
+
+
+def test_torch_gets_few_elements_at_once(stay, monkeypatch):
+    sizes = []
+
+    def run(self: TorchOnDevice, groups: Any, memory: Any, gradient: Any) -> None:
+        if isinstance(memory, Rest):
+            sizes.append([slot.like.numel() for _, slots in groups for slot in slots])
+        whole(self, groups, memory, gradient)
+
+    whole = TorchOnDevice.run
+    monkeypatch.setattr(TorchOnDevice, "run", run)
+    monkeypatch.setattr("noria.step.resident_step._ELEMENTS", 200)
+    compare(stay, train, **BY_TORCH)
+    several = [each for each in sizes if len(each) > 1]
+    assert several and all(sum(each) <= 200 for each in several) and any(sum(each) > 200 for each in sizes)
 
 
 class Given(nn.Module):
@@ -219,8 +273,8 @@ def test_a_device_that_is_not_brought_up_to_date_has_other_bits(stay, monkeypatc
         compare(stay, journey)
 
 
-@MASTERS
-def test_clips_and_accumulation(stay, dtype):
+@KINDS
+def test_clips_and_accumulation(stay, kind):
     def journey(side: Side) -> None:
         def between(number: int) -> None:
             loss_of(side.model, 100 + number).backward()
@@ -228,12 +282,12 @@ def test_clips_and_accumulation(stay, dtype):
 
         train(side, between)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-@MASTERS
+@KINDS
 @pytest.mark.parametrize("policy", [{"max_grad_norm": 0.05}, {}], ids=["policy", "call"])
-def test_norias_own_clips_have_the_same_norms(stay, policy, dtype):
+def test_norias_own_clips_have_the_same_norms(stay, policy, kind):
     def journey(side: Side) -> None:
         def between(number: int) -> None:
             if not policy:
@@ -243,10 +297,11 @@ def test_norias_own_clips_have_the_same_norms(stay, policy, dtype):
         if policy:
             side.keep("last norm", side.optimizer.grad_norm)
 
-    compare(stay, journey, dtype=dtype, **policy)
+    compare(stay, journey, **kind, **policy)
 
 
-def test_a_scaler_unscales_and_skips(stay):
+@BOTH
+def test_a_scaler_unscales_and_skips(stay, kind):
     def journey(side: Side) -> None:
         scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
         for number in range(6):
@@ -260,10 +315,11 @@ def test_a_scaler_unscales_and_skips(stay):
             side.keep_gradients(f"step {number}")
             side.optimizer.zero_grad()
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
-def test_edited_and_foreign_gradients(stay):
+@BOTH
+def test_edited_and_foreign_gradients(stay, kind):
     def journey(side: Side) -> None:
         def between(number: int) -> None:
             first, second, *_ = side.model.parameters()
@@ -273,10 +329,11 @@ def test_edited_and_foreign_gradients(stay):
 
         train(side, between)
 
-    compare(stay, journey, optimizer=sgd)
+    compare(stay, journey, optimizer=sgd, **kind)
 
 
-def test_a_parameter_whose_first_gradient_comes_late(stay):
+@BOTH
+def test_a_parameter_whose_first_gradient_comes_late(stay, kind):
     """Its state is made by a step that streams."""
 
     class Branch(Net):
@@ -291,10 +348,11 @@ def test_a_parameter_whose_first_gradient_comes_late(stay):
             side.model.takes = number >= 3
             side.train(number, number + 1)
 
-    compare(stay, journey, model=Branch)
+    compare(stay, journey, model=Branch, **kind)
 
 
-def test_closures_schedulers_and_param_groups(stay):
+@BOTH
+def test_closures_schedulers_and_param_groups(stay, kind):
     def journey(side: Side) -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
         for number in range(5):
@@ -306,20 +364,22 @@ def test_closures_schedulers_and_param_groups(stay):
         first, *others = parameters
         return adamw([{"params": [first], "lr": 0.1}, {"params": others, "weight_decay": 0.3}])
 
-    compare(stay, journey, optimizer=groups)
+    compare(stay, journey, optimizer=groups, **kind)
 
 
-def test_frozen_parameters_and_tied_weights(stay):
+@BOTH
+def test_frozen_parameters_and_tied_weights(stay, kind):
     def tied() -> nn.Module:
         net = Net()
         net.head.weight = net.embed.weight
         net.blocks[1].requires_grad_(False)
         return net
 
-    compare(stay, train, model=tied, optimizer=lambda parameters: adamw([p for p in parameters if p.requires_grad]))
+    compare(stay, train, model=tied, optimizer=adamw_of_trained, **kind)
 
 
-def test_gradients_that_are_there_when_it_begins(stay):
+@BOTH
+def test_gradients_that_are_there_when_it_begins(stay, kind):
     """And gradients that are zeroed, not dropped."""
 
     def journey(side: Side) -> None:
@@ -330,7 +390,7 @@ def test_gradients_that_are_there_when_it_begins(stay):
             side.optimizer.step()
             side.optimizer.zero_grad(set_to_none=False)
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
 def test_two_models_whose_backward_comes_after_both_forwards(stay):
@@ -382,8 +442,8 @@ def test_inference_alone(stay):
 # ---- looks at the home --------------------------------------------------------------------------------------------
 
 
-@MASTERS
-def test_looks_see_what_is_on_the_device(stay, dtype):
+@KINDS
+def test_looks_see_what_is_on_the_device(stay, kind):
     def journey(side: Side) -> None:
         for number in range(4):
             side.train(number, number + 1)
@@ -393,11 +453,11 @@ def test_looks_see_what_is_on_the_device(stay, dtype):
             with noria.materialize(side.model, read_only=True):
                 side.keep(f"materialized {number}", side.model.embed.weight)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-@MASTERS
-def test_edits_reach_the_device(stay, dtype):
+@KINDS
+def test_edits_reach_the_device(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 2)
         with torch.no_grad(), noria.materialize(side.model):
@@ -413,10 +473,11 @@ def test_edits_reach_the_device(stay, dtype):
         side.model.state_dict()["embed.weight"].mul_(2)
         side.train(9, 11)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-def test_writes_to_weights_on_the_device_stay(stay):
+@BOTH
+def test_writes_to_weights_on_the_device_stay(stay, kind):
     """A model that streams takes them inside of noria.materialize."""
 
     def journey(side: Side) -> None:
@@ -429,11 +490,11 @@ def test_writes_to_weights_on_the_device_stay(stay):
             stayed(side.model).norm.bias.zero_()
         side.train(2, 4)
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
-@MASTERS
-def test_a_write_to_state_and_one_to_a_weight_of_the_same_unit_both_count(stay, dtype):
+@KINDS
+def test_a_write_to_state_and_one_to_a_weight_of_the_same_unit_both_count(stay, kind):
     """As dormant neurons are made anew."""
 
     def journey(side: Side) -> None:
@@ -448,10 +509,11 @@ def test_a_write_to_state_and_one_to_a_weight_of_the_same_unit_both_count(stay, 
                 parameter.fill_(3.0)  # no element has this value
         side.train(3, 6)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-def test_looks_between_a_forward_and_its_backward(stay):
+@BOTH
+def test_looks_between_a_forward_and_its_backward(stay, kind):
     def journey(side: Side) -> None:
         for number in range(4):
             loss = loss_of(side.model, number)
@@ -462,11 +524,11 @@ def test_looks_between_a_forward_and_its_backward(stay):
             side.optimizer.step()
             side.optimizer.zero_grad()
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
-@MASTERS
-def test_loads_inside_of_an_open_home(stay, dtype):
+@KINDS
+def test_loads_inside_of_an_open_home(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 3)
         saved = {key: value.clone() for key, value in side.model.state_dict().items()}
@@ -478,10 +540,11 @@ def test_loads_inside_of_an_open_home(stay, dtype):
                 side.model.blocks[0].norm.weight.mul_(2)
         side.train(5, 7)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-def test_a_write_in_a_read_only_block_is_kept_and_told(stay):
+@BOTH
+def test_a_write_in_a_read_only_block_is_kept_and_told(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 3)
         with (
@@ -492,7 +555,7 @@ def test_a_write_in_a_read_only_block_is_kept_and_told(stay):
             side.model.head.bias.add_(1)
         side.train(3, 5)
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
 def test_momentum_that_is_turned_on_later_streams(stay):
@@ -541,8 +604,9 @@ def test_nothing_of_it_outlives_the_model(stay):
     assert gone() is None and _C.living()["backends"] == backends - 1
 
 
-def test_an_interrupted_sleep_loses_nothing(stay, monkeypatch):
-    streams, stays = sides(stay)
+@BOTH
+def test_an_interrupted_sleep_loses_nothing(stay, kind, monkeypatch):
+    streams, stays = sides(stay, **kind)
     copied: list[int] = []
 
     def interrupted(self: Rest, unit: Any, purposes: Any, *, to_device: bool) -> None:
@@ -578,8 +642,8 @@ def test_a_written_split_master_becomes_what_is_shown(stay):
     assert torch.equal(stays.model.state_dict()[name], shown.cpu())
 
 
-@MASTERS
-def test_save_and_resume(stay, dtype, tmp_path):
+@KINDS
+def test_save_and_resume(stay, kind, tmp_path):
     def journey(side: Side) -> None:
         side.train(0, 3)
         noria.save(tmp_path / "checkpoint", side.model, side.optimizer)
@@ -587,10 +651,11 @@ def test_save_and_resume(stay, dtype, tmp_path):
         noria.load(tmp_path / "checkpoint", side.model, side.optimizer)
         side.train(3, 6)
 
-    compare(stay, journey, dtype=dtype)
+    compare(stay, journey, **kind)
 
 
-def test_torch_save_of_both(stay):
+@BOTH
+def test_torch_save_of_both(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 3)
         file = io.BytesIO()
@@ -602,11 +667,12 @@ def test_torch_save_of_both(stay):
         side.optimizer.load_state_dict(loaded["optimizer"])
         side.train(3, 6)
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
-def test_unwrap_gives_the_current_values(stay):
-    streams, stays = sides(stay)
+@BOTH
+def test_unwrap_gives_the_current_values(stay, kind):
+    streams, stays = sides(stay, **kind)
     for side in (streams, stays):
         side.train(0, 4)
         noria.unwrap(side.model, side.optimizer)
@@ -617,13 +683,14 @@ def test_unwrap_gives_the_current_values(stay):
 # ---- the wheel turns again ----------------------------------------------------------------------------------------
 
 
-def test_it_streams_with_the_same_bits_where_the_device_has_no_room_left(stay):
+@BOTH
+def test_it_streams_with_the_same_bits_where_the_device_has_no_room_left(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 3)
         rest_of(side.model).give_up()  # as after an out-of-memory error
         side.train(3, 6)
 
-    stays = compare(stay, journey, rests=False)
+    stays = compare(stay, journey, rests=False, **kind)
     assert noria.report(stays.model).ledger_agrees
 
 
@@ -693,7 +760,8 @@ def test_other_drafts_alone_do_not_end_the_rest(monkeypatch):
     assert rest.is_on and not wrapped_by(side.model).context.plan.drafted
 
 
-def test_asleep_frees_all_of_it(stay):
+@BOTH
+def test_asleep_frees_all_of_it(stay, kind):
     """Also between a forward and its backward."""
 
     def journey(side: Side) -> None:
@@ -706,10 +774,11 @@ def test_asleep_frees_all_of_it(stay):
             side.optimizer.step()
             side.optimizer.zero_grad()
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
-def test_more_parameters_train(stay):
+@BOTH
+def test_more_parameters_train(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 2)
         side.model.blocks[0].requires_grad_(True)
@@ -721,10 +790,11 @@ def test_more_parameters_train(stay):
         net.blocks[0].requires_grad_(False)
         return net
 
-    compare(stay, journey, model=frozen, optimizer=lambda parameters: adamw([p for p in parameters if p.requires_grad]))
+    compare(stay, journey, model=frozen, optimizer=adamw_of_trained, **kind)
 
 
-def test_an_optimizer_that_comes_later(stay):
+@BOTH
+def test_an_optimizer_that_comes_later(stay, kind):
     def journey(side: Side) -> None:
         with torch.no_grad():
             for number in range(3):
@@ -734,19 +804,21 @@ def test_an_optimizer_that_comes_later(stay):
         side.train(3, 6)
         plan, taken = wrapped_by(side.model).context.plan, noria.report(side.model).ledger
         on_device = sum(row.taken for row in taken if row.place == DEVICE or row.place.startswith("cuda"))
-        assert on_device == plan.resident_bytes + plan.arena_bytes * (not plan.stands_still)
+        beside = plan.arena_bytes + plan.update_slot_bytes * NUM_SLOTS
+        assert on_device == plan.resident_bytes + beside * (not plan.stands_still)
 
-    compare(stay, journey, optimizer=None)
+    compare(stay, journey, optimizer=None, **kind)
 
 
-def test_averages_end_it(stay):
+@BOTH
+def test_averages_end_it(stay, kind):
     """They are moved at home after every step."""
 
     def journey(side: Side) -> None:
         side.train(0, 2)
         train_with_averages(side, 2)
 
-    compare(stay, journey, rests=False)
+    compare(stay, journey, rests=False, **kind)
 
 
 def test_averages_end_a_choice_and_the_window_is_whole_again():
@@ -767,7 +839,8 @@ def test_averages_end_a_choice_and_the_window_is_whole_again():
 # ---- sharing and sharded state ------------------------------------------------------------------------------------
 
 
-def test_weights_for_others_and_sharded_state_are_current(stay, tmp_path):
+@BOTH
+def test_weights_for_others_and_sharded_state_are_current(stay, kind, tmp_path):
     def journey(side: Side) -> None:
         for number in range(3):
             side.train(number, number + 1)
@@ -780,7 +853,7 @@ def test_weights_for_others_and_sharded_state_are_current(stay, tmp_path):
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
         side.train(3, 6)
 
-    compare(stay, journey)
+    compare(stay, journey, **kind)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -842,6 +915,36 @@ def test_a_step_that_breaks_off_is_known_as_torn(stay, monkeypatch):
         loss_of(stays.model, 4)
     with pytest.raises(noria.UsageError, match="different steps"):
         stays.model.state_dict()
+
+
+def test_a_step_of_torchs_that_raises_is_broken_off_as_in_torch(stay, monkeypatch):
+    """It may be made again."""
+    streams, stays = sides(stay, **BY_TORCH)
+    whole = TorchOnDevice.run
+    runs: list[int] = []
+
+    def broken(self: TorchOnDevice, *args: Any) -> None:
+        if len(runs) == 2:
+            raise ValueError("as the test wants it")
+        runs.append(1)
+        whole(self, *args)
+
+    for side in (streams, stays):
+        side.train(0, 3)
+        loss_of(side.model, 3).backward()
+        wrapped_by(side.model).context.engine.updates.run_all_deferred()
+    before = copy.deepcopy(stays.model.state_dict())
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="as the test wants it") as caught:
+        patch.setattr(TorchOnDevice, "run", broken)
+        stays.optimizer.step()
+    assert "where it stays" in caught.value.__notes__[0] and "broken off" in caught.value.__notes__[0]
+    stays.model.load_state_dict(before)  # two units had made their step
+    stays.optimizer.load_state_dict(copy.deepcopy(streams.optimizer.state_dict()))
+    for side in (streams, stays):
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        side.train(4, 6)
+    assert_same_bits(stays.model.state_dict(), streams.model.state_dict())
 
 
 def test_the_plan_and_the_report_say_so(stay):
@@ -924,6 +1027,28 @@ def test_auto_updates_on_the_device_where_few_units_can_stay(folder, monkeypatch
     assert not any("which updates" in note for note in report.notes)  # the last run began so
     assert_same_bits(seen[1], seen[0])
     assert_same_bits(seen[2], seen[0])
+
+
+def test_auto_lets_units_stay_that_torch_updates_on_the_device(folder):
+    """The first run chooses once costs are known, the second one begins so."""
+    found = []
+    for run, auto in enumerate((True, True, False)):
+        torch.manual_seed(0)
+        model, optimizer = TORCHS["muon"]
+        side = Side(model().cpu(), optimizer, True)
+        side.optimizer = optimizer(side.model.parameters())
+        every = noria.plan(side.model, side.optimizer, device=DEVICE, resident="all", **BY_TORCH)
+        room = 2 * SHARES * every.resident_bytes
+        own = {"resident": "auto", "device_memory": room} if auto else {"resident": "none", "window": 2}
+        noria.wrap(side.model, side.optimizer, device=DEVICE, **BY_TORCH, **own)
+        torch.manual_seed(1)
+        side.train(0, 2)
+        assert is_at_rest(side.model) == (run == 1)
+        side.train(2, 12)
+        assert is_at_rest(side.model) == auto and noria.report(side.model).ledger_agrees
+        found.append({**side.kept, **side.model.state_dict(), **state_tensors(side.optimizer)})
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])
 
 
 def test_auto_counts_on_all_backwards_of_a_step(folder, monkeypatch):
@@ -1093,8 +1218,9 @@ def test_state_that_is_written_after_the_choice_counts(folder, monkeypatch):
     assert_same_bits(*found)
 
 
-def test_an_end_that_is_interrupted_loses_nothing(stay, monkeypatch):
-    streams, stays = sides(stay)
+@BOTH
+def test_an_end_that_is_interrupted_loses_nothing(stay, kind, monkeypatch):
+    streams, stays = sides(stay, **kind)
 
     def interrupted(context: Any) -> None:
         whole(context)

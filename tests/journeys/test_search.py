@@ -240,13 +240,13 @@ def drawn(seed: int) -> Draw:
     }
     journeys = WITHOUT_GRADIENTS if policy["update"] == "backward" else JOURNEYS
     optimizer = draw.choice(tuple(OPTIMIZERS))
-    may_stay = policy["kernel"] == "fused" and policy["update"] != "backward"
-    if may_stay and (DEVICE == "cpu" or _C.has_kernel_images()):
-        may_stand_still = policy["activations"] in ("keep", "recompute")
-        policy["resident"] = draw.choice(("none", "all" if may_stand_still else "auto", "8KiB", "40KiB", "100KiB"))
     runs_there = policy["kernel"] == "torch" or DEVICE == "cpu" or _C.has_kernel_images()
-    if policy["update"] != "backward" and runs_there and draw.random() < 0.3:
-        policy["optimizer_device"] = "device"
+    if policy["update"] != "backward" and runs_there:
+        if draw.random() < 0.3:
+            policy["optimizer_device"] = "device"
+        if policy["kernel"] == "fused" or "optimizer_device" in policy:
+            may_stand_still = policy["activations"] in ("keep", "recompute")
+            policy["resident"] = draw.choice(("none", "all" if may_stand_still else "auto", "8KiB", "40KiB", "100KiB"))
     return Draw(draw.choice(journeys), optimizer, policy, hostility, machine)
 
 

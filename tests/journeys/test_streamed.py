@@ -15,7 +15,8 @@ import torch
 from noria import _C
 from noria.host.device_buffers import DeviceBuffers
 from noria.planning import streamed as planned
-from noria.step import streamed_step
+from noria.runtime.masters import follow_there, round_there
+from noria.step import streamed_step, torch_on_device
 from noria.testing import assert_same_bits, on_machine
 from noria.wrapped import wrapped_by
 from torch import nn
@@ -332,7 +333,7 @@ def raising(*args: Any) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
-        (streamed_step, "step_of", lambda cls: raising),
+        (torch_on_device, "step_of", lambda cls: raising),
         (streamed_step.StreamedStep, "_scale", raising),  # before torch's step, as if memory were missing
     ],
     ids=["in torch's step", "before it"],
@@ -451,11 +452,25 @@ def test_an_optimizer_may_come_while_the_model_sleeps():
 def test_a_nan_with_all_bits_set_stays_a_nan():
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32)  # where journeys train
     master, working = bits.view(torch.float32), torch.zeros(4, dtype=torch.bfloat16)
-    streamed_step._round(master, working)
+    round_there(master, working)
     assert working.isnan().all()
     values = torch.randn(1000)
     rounded = torch.zeros(1000, dtype=torch.bfloat16)
-    streamed_step._round(values, rounded)
+    round_there(values, rounded)
     at_home, other = values.cpu(), torch.zeros(1000, dtype=torch.bfloat16, device="cpu")
     _C.split_master(at_home.data_ptr(), other.data_ptr(), 0, 1000)
     assert torch.equal(rounded.cpu(), other)
+
+
+def test_a_master_follows_what_was_written_to_its_working_copy():
+    master = torch.randn(1000)
+    working = torch.zeros(1000, dtype=torch.bfloat16)
+    round_there(master, working)
+    before = master.clone()
+    follow_there(master, working)
+    assert torch.equal(master, before)
+    working[::7] = 3
+    follow_there(master, working)
+    assert torch.equal(master[::7], torch.full_like(master[::7], 3))
+    others = torch.arange(1000) % 7 > 0
+    assert torch.equal(master[others], before[others])

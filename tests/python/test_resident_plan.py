@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from noria import _C
+from noria.planning.resident import gradient_bytes
 from noria.planning.spread import spread_evenly
 from noria.planning.step_simulation import PlannedStep, PlanSpeeds
+from noria.planning.streamed import NUM_SLOTS
 from torch import nn
 
 WIDTH, BLOCKS = 64, 8
@@ -72,6 +75,27 @@ def test_units_that_stay_and_the_window_share_the_device():
         plan_of(resident=2 * of_one, device_memory=2 * of_one + 2 * weights)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "masters"])
+def test_units_that_torch_updates_stay_with_pieces_for_updates_until_they_do(dtype):
+    own = {"kernel": "torch", "optimizer_device": "device", "dtype": dtype}
+    every = plan_of(resident="all", **own)
+    of_one, unit = every.resident_bytes // BLOCKS, every.units[0]
+    each = 4 + 4 + 4 if dtype is None else 2 + 4 + 4 + 4  # weights, masters, two moments
+    least = each * sum(slot.parameter.numel() for slot in unit.parameters)
+    assert least <= of_one < least + 4 * len(unit.parameters) * _C.TENSOR_ALIGNMENT
+    assert every.stands_still and every.streamed.keys() == every.stays and not every.streamed_beside_stays
+    part = plan_of(resident=2 * of_one, **own)
+    assert len(part.stays) == 2 and part.streamed.keys() == {unit.index for unit in part.units}
+    slots = NUM_SLOTS * part.update_slot_bytes
+    at_rest = slots + part.resident_bytes + gradient_bytes(part.units, part.stays)
+    least = at_rest + 2 * (unit.weights + unit.gradients)
+    for room in (least, least + unit.weights):
+        planned = plan_of(resident=2 * of_one, device_memory=room, window="auto", **own)
+        assert planned.arena_bytes + at_rest <= room
+    with pytest.raises(noria.UsageError, match="for pieces that are updated there"):
+        plan_of(resident=2 * of_one, device_memory=slots, window="auto", **own)
+
+
 def test_units_that_stay_are_not_drafted():
     planned = plan_of(resident=3 * plan_of(resident="all").resident_bytes // BLOCKS, draft_memory="1GiB")
     assert len(planned.stays) == 3 and planned.stays | planned.drafted == set(range(BLOCKS))
@@ -106,3 +130,13 @@ def test_updates_on_the_device_take_time_there():
     updates = [span for span in slow.spans if span.lane == "compute" and span.verb == "update"]
     assert {span.unit for span in updates} == planned.stays
     assert slow.step_us - fast.step_us == pytest.approx(sum(span.end_us - span.start_us for span in updates), rel=0.05)
+
+
+@pytest.mark.parametrize("own", [{}, {"kernel": "torch", "optimizer_device": "device"}], ids=["kernels", "by torch"])
+def test_no_step_is_simulated_faster_than_its_bound(own):
+    """Updates of units that stay may run while others are fetched."""
+    of_one = plan_of(resident="all", **own).resident_bytes // BLOCKS
+    for number in range(1, BLOCKS):
+        step = PlannedStep(plan_of(resident=number * of_one, **own), 64, PlanSpeeds(0.1, 0.1, 1, 1, device=0.1))
+        rounded = len(step.spans)  # each op takes whole microseconds
+        assert step.step_us + rounded >= _C.deferred_bound_us(step.times()) > 100 * rounded, number

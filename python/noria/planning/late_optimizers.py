@@ -52,7 +52,7 @@ def plan_optimizers(
     notes = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, notes)
     budgets, first = planned.budgets, _regions(planned, kernels, frozenset(), state_bytes)
-    may_stay = bytes_to_stay(kernels, first, grid, planned.device, budgets)
+    may_stay = bytes_to_stay(kernels, first, states, grid, planned.device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, notes)
     streamed = choose_streamed(kernels, stays, planned.device)
     draftable = undo_log_needs(kernels, stays | streamed)

@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.dist.ranks import Grid
-from noria.model.layout import HomeUnit, Region
+from noria.model.layout import HomeUnit, Region, StatePlace, aligned
 from noria.model.moment_formats import MOMENTS
 from noria.planning.budgets import Budgets
 from noria.planning.kernels import Kernels
 from noria.planning.spread import spread_evenly
 from noria.policy import format_bytes, to_bytes
 
-__all__ = ["MIRRORED", "all_fit", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirror_of"]
+__all__ = ["STATE", "Mirror", "all_fit", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirrors_of"]
 
-MIRRORED = ("working copies", "low bits", *MOMENTS)
-"""The arenas of the home whose parts lie on the device too, for units that stay there."""
+_BY_TORCH = "optimizer state"
+STATE = (*MOMENTS, _BY_TORCH)
+"""The arenas of the home in which optimizers keep their state."""
 
 
-def mirror_of(region: Region, stays: Container[int]) -> Region:
-    """Returns the arena on the device for the parts of these units in an arena of the home."""
-    sizes = [size if unit in stays else 0 for unit, size in enumerate(region.sizes)]
-    return Region.of(f"{region.purpose} that stay", sizes)
+@dataclasses.dataclass(frozen=True)
+class Mirror:
+    """Describes the arena on the device for the parts of an arena of the home that belong to units that stay.
+
+    `parts`: by unit, each range that is copied: its offset at home, its offset here, and its bytes.
+    """
+
+    region: Region
+    parts: dict[int, list[tuple[int, int, int]]]
+
+
+def mirrors_of(
+    units: Iterable[HomeUnit],
+    fused: Container[int],
+    regions: Iterable[Region],
+    states: Sequence[dict[tuple[int, str], StatePlace]],
+) -> dict[str, Mirror]:
+    """Returns, by purpose of an arena of the home, where its parts lie on the device if these units stay.
+
+    Plain masters are those of units that torch updates. What it keeps has a place for each tensor.
+    """
+    found: dict[str, Mirror] = {}
+    units = list(units)
+    count = 1 + max((unit.index for unit in units), default=-1)
+    for region in regions:
+        if region.purpose == _BY_TORCH:
+            of_units = _ranges_of_state(units, states)
+        elif region.purpose in ("working copies", "low bits", "masters", *MOMENTS):
+            is_plain = region.purpose == "masters"
+            of_units = {
+                unit.index: [(region.offsets[unit.index], region.sizes[unit.index])]
+                for unit in units
+                if region.sizes[unit.index] and not (is_plain and unit.index in fused)
+            }
+        else:
+            continue
+        sizes = [sum(aligned(size) for _, size in of_units.get(index, ())) for index in range(count)]
+        stays = "stays" if region.purpose == _BY_TORCH else "stay"
+        there = Region.of(f"{region.purpose} that {stays}", sizes)
+        parts: dict[int, list[tuple[int, int, int]]] = {}
+        for unit, ranges in of_units.items():
+            offset, parts[unit] = there.offsets[unit], []
+            for at_home, size in ranges:
+                parts[unit].append((at_home, offset, size))
+                offset += aligned(size)
+        found[region.purpose] = Mirror(there, parts)
+    return found
+
+
+def _ranges_of_state(
+    units: Iterable[HomeUnit], states: Sequence[dict[tuple[int, str], StatePlace]]
+) -> dict[int, list[tuple[int, int]]]:
+    """Returns the offset and the bytes of each tensor that torch's optimizers keep, by unit."""
+    unit_of = {slot.index: unit.index for unit in units for slot in unit.parameters}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for places in states:
+        for (index, _), place in places.items():
+            if index in unit_of and place.num_bytes:
+                found.setdefault(unit_of[index], []).append((place.offset, place.num_bytes))
+    return found
 
 
 def bytes_to_stay(
-    kernels: Kernels, regions: list[Region], grid: Grid | None, device: torch.device, budgets: Budgets
+    kernels: Kernels,
+    regions: list[Region],
+    states: Sequence[dict[tuple[int, str], StatePlace]],
+    grid: Grid | None,
+    device: torch.device,
+    budgets: Budgets,
 ) -> dict[int, int]:
     """Returns the bytes on the device that each unit takes if it stays, by index. Units that cannot stay are missing.
 
@@ -42,12 +105,9 @@ def bytes_to_stay(
         if policy.resident in ("none", "auto"):
             return {}
         raise refusal
-    mirrored = [region for region in regions if region.purpose in MIRRORED]
-    return {
-        unit.index: sum(region.sizes[unit.index] for region in mirrored)
-        for unit in kernels.units
-        if _can_stay(kernels, unit)
-    }
+    can_stay = [unit for unit in kernels.units if _can_stay(kernels, unit)]
+    mirrors = mirrors_of(can_stay, kernels.fused, regions, states).values()
+    return {unit.index: sum(mirror.region.sizes[unit.index] for mirror in mirrors) for unit in can_stay}
 
 
 def choose_stays(
@@ -76,10 +136,10 @@ def choose_stays(
             )
         if strange := sorted(stays - set(may_stay)):
             raise usage_error(
-                'resident="all" with updates by noria\'s own kernels',
-                f'"{kernels.units[strange[0]].name}", which torch updates',
-                'say resident="auto" or an amount, which let the others stay, or choose AdamW, Adam, SGD or '
-                "noria.optim.Lion on fp32 weights or masters",
+                'resident="all" with updates by noria\'s own kernels, or with optimizer_device="device"',
+                f'"{kernels.units[strange[0]].name}", which torch updates on the host',
+                'say optimizer_device="device", or resident="auto" or an amount, which let the others stay, or choose '
+                "AdamW, Adam, SGD or noria.optim.Lion on fp32 weights or masters",
             )
     else:
         stays = frozenset(spread_evenly(may_stay, to_bytes(policy.resident) or 0))
@@ -87,7 +147,8 @@ def choose_stays(
             stays -= {min(may_stay, key=lambda unit: may_stay[unit])}
         if not stays:
             least = min(may_stay.values(), default=0)
-            why = f"the smallest unit takes {format_bytes(least)} there" if may_stay else "torch updates all of them"
+            smallest = f"the smallest unit takes {format_bytes(least)} there"
+            why = smallest if may_stay else "torch updates all of them on the host"
             notes.append(f"no unit stays on the device: {why}")
     if len(stays) == len(kernels.units) and not all_fit(kernels.units, may_stay, budgets):
         raise _refusal_of_room(kernels.units, may_stay, budgets)
@@ -106,7 +167,7 @@ def _refusal_of_policy(kernels: Kernels, grid: Grid | None, device: torch.device
     if policy.state_dtype != "fp32" and kernels.optimizers:
         found = f'state_dtype="{policy.state_dtype}"'
         return usage_error(f'{expected} with state_dtype="fp32"', found, "choose one of the two")
-    if device.type != "cpu" and kernels.optimizers and not _C.has_kernel_images():
+    if device.type != "cpu" and kernels.fused and not _C.has_kernel_images():
         return usage_error(
             f"{expected} in a build of noria with kernels for devices",
             "one that was built without nvcc",
@@ -144,6 +205,11 @@ def gradient_bytes(units: list[HomeUnit], stays: Container[int]) -> int:
 
 
 def _can_stay(kernels: Kernels, unit: HomeUnit) -> bool:
-    """Returns True if noria's own kernels can update all that is trained in the unit, or if nothing is."""
+    """Returns True if an update on the device has the bits that the policy asks for, or if nothing in it is trained.
+
+    noria's kernels have the same bits everywhere. torch's code has those of the device on which it runs.
+    """
+    if unit.index in kernels.fused or kernels.policy.optimizer_device == "device":
+        return True
     held = set().union(*kernels.held()) if kernels.optimizers else set()
-    return unit.index in kernels.fused or not any(slot.trainable and slot.parameter in held for slot in unit.parameters)
+    return not any(slot.trainable and slot.parameter in held for slot in unit.parameters)

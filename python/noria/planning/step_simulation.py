@@ -242,7 +242,10 @@ class PlannedStep:
         if mode == "blocking":
             self._add_ops("forward", self._streams.run_all())
         for unit in self._at_rest:
-            self._add("step", "compute", "update", unit.index, self._update_bytes(unit, is_logged=False), [])
+            # torch's updates there are measured in pieces.
+            by_torch = unit.index in self.planned.streamed
+            moved = self._bytes_on_device(unit.index) if by_torch else self._update_bytes(unit, is_logged=False)
+            self._add("step", "compute", "update", unit.index, int(moved), [])
 
     def _repeat_last_step(self, times: int) -> None:
         """Adds the ops of the last step again. Only the first step differs: nothing has come before it."""
@@ -456,7 +459,7 @@ class PlannedStep:
             if span.lane == "peer":
                 name = "peer_us"
             elif span.lane == "compute" and span.verb == "update":
-                name = "forward_us" if span.unit in self.planned.streamed else "backward_us"
+                name = "forward_us"  # fetches of the next forward go on meanwhile
             if name in sums and span.lane != "update":
                 sums[name] += self._stands_for(span) * _C.duration_us(self.ops[span.op], self._costs)
         for unit in self._at_home:  # plain updates: no mode does less

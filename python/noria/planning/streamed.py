@@ -87,6 +87,8 @@ def refuse_place(policy: Policy) -> None:
 def choose_streamed(kernels: Kernels, stays: Container[int], device: torch.device) -> frozenset[int]:
     """Returns the units that the device updates though their state lies at home, by the policy's `optimizer_device`.
 
+    Units that torch updates are among them also if they stay: so they have the device's bits before they do.
+
     Raises UsageError if the device cannot. Order: `refuse_place` comes first.
     """
     if kernels.policy.optimizer_device == "host":
@@ -102,7 +104,8 @@ def choose_streamed(kernels: Kernels, stays: Container[int], device: torch.devic
     units = [
         unit
         for unit in kernels.units
-        if unit.index not in stays and any(slot.trainable and slot.parameter in held for slot in unit.parameters)
+        if (unit.index not in stays or unit.index not in kernels.fused)
+        and any(slot.trainable and slot.parameter in held for slot in unit.parameters)
     ]
     if device.type != "cpu" and not _C.has_kernel_images() and any(unit.index in kernels.fused for unit in units):
         raise usage_error(

@@ -113,7 +113,8 @@ class WrapPlan:
     buffers: _C.BufferTable
     """Table of the buffers that the passes' ops name."""
     streamed: dict[int, list[StreamPiece]]
-    """By index of a unit that the device updates though its state lies at home: the pieces that go there and back."""
+    """By index of a unit that the device updates though its state lies at home: the pieces that go there and back.
+    A unit that torch updates has them also if it stays, for updates while it does not yet."""
     update_flops: dict[int, float]
     """By index of a unit whose update multiplies matrices: floating-point operations of these products."""
     ring: Ring | None = None
@@ -157,6 +158,11 @@ class WrapPlan:
     def resident_bytes(self) -> int:
         """Bytes on the device that noria takes for what stays."""
         return sum(self.may_stay[unit] for unit in self.stays)
+
+    @property
+    def streamed_beside_stays(self) -> dict[int, list[StreamPiece]]:
+        """By index of a unit that does not stay, and that the device updates: its pieces."""
+        return {unit: pieces for unit, pieces in self.streamed.items() if unit not in self.stays}
 
     @property
     def update_slot_bytes(self) -> int:
@@ -236,11 +242,11 @@ class WrapPlan:
                 f"from the second step on {units} of these stay on the device, in {format_bytes(self.resident_bytes)} "
                 "beside the window, and are updated there; the passes above are those of the others"
             )
-        if self.streamed:
-            number = len(self.streamed)
+        if streamed := self.streamed_beside_stays:
+            largest = slot_bytes(piece for pieces in streamed.values() for piece in pieces)
             lines.append(
-                f"the device updates {number} of {len(self.units)} units; each goes there and back in pieces of at "
-                f"most {format_bytes(self.update_slot_bytes)}"
+                f"the device updates {len(streamed)} of {len(self.units)} units; each goes there and back in pieces of "
+                f"at most {format_bytes(largest)}"
             )
         if self.saved_room is not None:
             lines.append(
@@ -341,7 +347,7 @@ def make_plan(
     unpredicted = [*kernels.fp32_states(), *filter(None, [without_masters])]
     states, state_bytes = state_places(kernels, unpredicted)
     first = home_regions(kernels, frozenset(), state_bytes)
-    may_stay = bytes_to_stay(kernels, first, grid, device, budgets)
+    may_stay = bytes_to_stay(kernels, first, states, grid, device, budgets)
     stays = choose_stays(kernels, may_stay, budgets, unpredicted)
     streamed = choose_streamed(kernels, stays, device)
     draftable = undo_log_needs(kernels, stays | streamed)
@@ -407,15 +413,19 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
 
     Raises UsageError if the device has no room for both.
     """
-    streamed = {unit: pieces for unit, pieces in planned.streamed.items() if unit not in stays}
-    planned = dataclasses.replace(planned, streamed=streamed)
+    streamed = {
+        unit: pieces for unit, pieces in planned.streamed.items() if unit not in stays or unit not in planned.fused
+    }
+    planned = dataclasses.replace(planned, streamed=streamed, stays=stays)
     facts = _facts(planned.units, planned.buffers)
     forward, backward = planned.visits["forward"], planned.visits["backward"]
     beside = sum(planned.beside_the_arena().values())
-    if len(stays) < len(planned.units):  # else there is no window then
-        beside += sum(planned.may_stay[unit] for unit in stays)
-        beside += gradient_bytes(planned.units, stays)
     slots = planned.update_slot_bytes * NUM_SLOTS
+    if not planned.stands_still:  # else there is no window then
+        # Pieces of units that stay have slots until they do.
+        others = (piece for pieces in planned.streamed_beside_stays.values() for piece in pieces)
+        at_rest = NUM_SLOTS * slot_bytes(others) + planned.resident_bytes + gradient_bytes(planned.units, stays)
+        beside += max(at_rest - slots, 0)
     arena, window = _device_split(
         planned.policy, planned.budgets, planned.units, facts, forward + backward, beside, slots
     )
@@ -425,7 +435,6 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
         arena_bytes=arena,
         window=window,
         passes={},
-        stays=stays,
         drafted=frozenset(planned.drafted - stays - streamed.keys()),
         draftable=draftable,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from noria import _C
@@ -9,7 +11,7 @@ from noria.host.home import Home
 from noria.model.layout import HomeParameter
 from noria.torch_state import plainly
 
-__all__ = ["Masters", "rounded"]
+__all__ = ["Masters", "follow_there", "round_there", "rounded"]
 
 _PIECE = 1 << 18
 """How many elements of a loaded value are converted at a time."""
@@ -20,6 +22,20 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
     working = torch.empty_like(master, dtype=torch.bfloat16)
     _C.split_master(master.data_ptr(), working.data_ptr(), 0, master.numel())
     return working
+
+
+def round_there(master: torch.Tensor, working: torch.Tensor) -> None:
+    """Rounds a dense fp32 master on any device into its working copy, with the bits of `rounded`."""
+    bits = master.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
+    working.view(torch.int16).copy_(bits)
+    working.masked_fill_(master.isnan() & ~working.isnan(), math.nan)  # a GPU's NaN has all bits, and would carry
+
+
+def follow_there(master: torch.Tensor, working: torch.Tensor) -> None:
+    """Copies elements of the working copy that were written to the plain master, on any device."""
+    before = torch.empty_like(working)
+    round_there(master, before)
+    master.copy_(torch.where(working.view(torch.int16) == before.view(torch.int16), master, working.float()))
 
 
 class Masters:

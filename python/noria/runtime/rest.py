@@ -1,4 +1,4 @@
-"""Keeps units on the device between steps: weights, low bits and moments. Gradients lie in torch's memory.
+"""Keeps units on the device between steps: weights, masters and state. Gradients lie in torch's memory.
 
 Their parameters are ordinary tensors of the device, and `step()` updates in place. Before anything reads a unit's home,
 noria copies the unit back from the device. What is written to the home is copied to the device before the next forward
@@ -7,24 +7,26 @@ or step. The other units stream. If there are none, the engine sleeps: the wheel
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
 
 from noria import _C
-from noria.model.layout import AVERAGES, HomeUnit, Region
-from noria.model.moment_formats import MOMENTS
+from noria.model.layout import AVERAGES, HomeParameter, HomeUnit, StatePlace
 from noria.planning.decisions import without_choices
-from noria.planning.resident import MIRRORED, mirror_of
+from noria.planning.resident import STATE, Mirror, mirrors_of
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.context import Context
+from noria.runtime.device_memory import tensor_at
+from noria.runtime.masters import follow_there
 from noria.runtime.state import RunState, weakly
 from noria.runtime.streamed import Streamed
 from noria.runtime.window import give_window_back, resize_window, take_window
 from noria.torch_state import await_device, empty_cache, plainly
 
 __all__ = ["Rest"]
+
+_WEIGHTS = "working copies"
 
 
 class Rest:
@@ -53,7 +55,7 @@ class Rest:
         self.is_on = False
         self.units: list[HomeUnit] = []
         """Those that are at rest while `is_on`."""
-        self._mirrors: dict[str, Region] = {}
+        self._mirrors: dict[str, Mirror] = {}
         self._streamed = streamed
         self._can_update = can_update
         self._watch_state = watch_state
@@ -65,7 +67,7 @@ class Rest:
         self._has_seen_pass = False
         self._newer: set[int] = set()
         self._stale: set[int] = set()
-        self._stale_state: set[int] = set()  # of these the moments alone
+        self._stale_state: set[int] = set()  # of these the optimizer's state alone
         self._versions: dict[int, int] = {}  # by slot with a split master: its version when it was shown or updated
         self._is_fresh = False  # True: no unit is stale or hidden
         run.on_state_write.append(self._note_state_written)
@@ -133,7 +135,8 @@ class Rest:
             return
         if place[:2] != place_before[:2]:
             chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
-            chosen += f", which updates {len(plan.streamed)} others" if plan.streamed else ""
+            others = len(plan.streamed_beside_stays)
+            chosen += f", which updates {others} others" if others else ""
             context.notes.append(f'resident="auto": {chosen}')
         try:
             self._change_to(plan)
@@ -174,8 +177,8 @@ class Rest:
     def _begin(self) -> None:
         context = self.context
         self.units = [context.units[unit] for unit in sorted(context.plan.stays)]
-        homes = [context.home.regions[purpose] for purpose in MIRRORED if purpose in context.home.arenas]
-        self._mirrors = {region.purpose: mirror_of(region, context.plan.stays) for region in homes}
+        homes = [region for purpose, region in context.home.regions.items() if purpose in context.home.arenas]
+        self._mirrors = mirrors_of(self.units, context.plan.fused, homes, context.plan.states)
         self.run.settle_writes()
         context.engine.home.raise_lost_writes()
         context.engine.updates.run_all_deferred()
@@ -188,6 +191,7 @@ class Rest:
         try:
             give_window_back(context)
             context.engine.rest.set_units([unit.index for unit in self.units])
+            self._streamed.begin()  # slots for the others alone
             self._take_memory()
             if not context.plan.stands_still:
                 take_window(context)
@@ -216,7 +220,7 @@ class Rest:
             return
         self.suspend()
         if not self.stands_still:
-            self.run.wake_later(functools.partial(take_window, self.context))
+            self.run.wake_later(self._stream_again)
             give_window_back(self.context)
         self.is_on = False
         self._leave(wakes=wakes)
@@ -245,7 +249,11 @@ class Rest:
         self._give_memory_back()
         self.context.engine.rest.set_units([])
         if wakes:
-            self.run.wake_by(functools.partial(take_window, self.context))
+            self.run.wake_by(self._stream_again)
+
+    def _stream_again(self) -> None:
+        take_window(self.context)
+        self._streamed.begin()
 
     def _forget_device(self) -> None:
         """What the device has does not count any more."""
@@ -256,23 +264,21 @@ class Rest:
     def _take_memory(self) -> None:
         """Takes what is missing: an earlier try may have been interrupted."""
         context = self.context
-        missing = [
-            mirror
-            for mirror in self._mirrors.values()
-            if mirror.bytes and mirror.purpose not in context.device_buffers.taken
-        ]
+        regions = [mirror.region for mirror in self._mirrors.values()]
+        taken = context.device_buffers.taken
+        missing = [region for region in regions if region.bytes and region.purpose not in taken]
         if missing:
             empty_cache(context.device)
-        for mirror in missing:
-            context.ledger.expect(str(context.device), mirror.purpose, mirror.bytes)
-            context.device_buffers.take(mirror.purpose, mirror.bytes)
+        for region in missing:
+            context.ledger.expect(str(context.device), region.purpose, region.bytes)
+            context.device_buffers.take(region.purpose, region.bytes)
 
     def _give_memory_back(self) -> None:
         context = self.context
         for mirror in self._mirrors.values():
-            if mirror.purpose in context.device_buffers.taken:
-                context.device_buffers.free(mirror.purpose)
-            context.ledger.expect(str(context.device), mirror.purpose, 0)
+            if mirror.region.purpose in context.device_buffers.taken:
+                context.device_buffers.free(mirror.region.purpose)
+            context.ledger.expect(str(context.device), mirror.region.purpose, 0)
 
     # ---- home and device ----
 
@@ -299,7 +305,7 @@ class Rest:
             if unit.index in self._stale:
                 self._copy(unit, self._mirrors, to_device=True)
             elif unit.index in self._stale_state:
-                self._copy(unit, [purpose for purpose in self._mirrors if purpose in MOMENTS], to_device=True)
+                self._copy(unit, [purpose for purpose in self._mirrors if purpose in STATE], to_device=True)
             self._stale.discard(unit.index)
             self._stale_state.discard(unit.index)
             if not self.context.engine.rest.is_shown(unit.index):
@@ -312,8 +318,25 @@ class Rest:
         mirror = self._mirrors.get(purpose)
         if mirror is None:
             return 0
-        base = self.context.device_buffers.address(mirror.purpose)
-        return base + mirror.offsets[unit] if base else 0
+        base = self.context.device_buffers.address(mirror.region.purpose)
+        return base + mirror.region.offsets[unit] if base else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.context.device
+
+    def tensor(self, purpose: str, slot: HomeParameter, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a parameter's part of an arena, as a tensor of the device."""
+        begin = slot.home_offset // slot.dtype.itemsize * dtype.itemsize
+        like = slot.like
+        return tensor_at(self.address(purpose, slot.unit) + begin, self.device, dtype, tuple(like.shape), like.stride())
+
+    def state(self, slot: HomeParameter, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of torch's state on the device."""
+        mirror = self._mirrors["optimizer state"]
+        there = next(there for at_home, there, _ in mirror.parts[slot.unit] if at_home == place.offset)
+        base = self.context.device_buffers.address(mirror.region.purpose)
+        return tensor_at(base + there, self.device, place.dtype, place.shape, strides)
 
     def note_newer(self, unit: int) -> None:
         """A step updates the unit on the device."""
@@ -364,8 +387,8 @@ class Rest:
     def _bring_home(self, unit: HomeUnit) -> None:
         self._take_writes(unit)
         if unit.index in self._newer:
-            has_state = unit.index not in self._stale_state  # else the home's moments are newer
-            purposes = [purpose for purpose in self._mirrors if has_state or purpose not in MOMENTS]
+            has_state = unit.index not in self._stale_state  # else the home's state is newer
+            purposes = [purpose for purpose in self._mirrors if has_state or purpose not in STATE]
             self._copy(unit, purposes, to_device=False)
             self._newer.discard(unit.index)
 
@@ -379,25 +402,24 @@ class Rest:
         if not written and rest.is_told(unit.index):  # `p.data.mul_()` raises no version
             written = split
         for slot in written:
-            self._part("low bits", unit.index, slot.home_offset, slot.like.numel() * 2).zero_()
+            self.tensor("low bits", slot, torch.int16).zero_()
+        with plainly(), torch.no_grad():
+            for slot in unit.parameters:
+                if slot.has_master and not slot.is_split:
+                    follow_there(self.tensor("masters", slot, torch.float32), self.tensor(_WEIGHTS, slot, slot.dtype))
         self._show(unit)  # the next write is noticed anew
 
     def _show(self, unit: HomeUnit) -> None:
-        self.context.engine.rest.show(unit.index, self.address("working copies", unit.index))
+        self.context.engine.rest.show(unit.index, self.address(_WEIGHTS, unit.index))
         self.note_versions(unit.index)
 
     def _copy(self, unit: HomeUnit, purposes: Iterable[str], *, to_device: bool) -> None:
-        home = self.context.home
         with plainly(), torch.no_grad():
             for purpose in purposes:
-                region = home.regions[purpose]
-                size = region.sizes[unit.index]
-                if not size:
-                    continue
-                like = torch.empty(size, dtype=torch.uint8, device="meta")
-                at_home = home.tensor(purpose, unit.index, 0, like, torch.uint8)
-                on_device = self._part(purpose, unit.index, 0, size)
-                on_device.copy_(at_home) if to_device else at_home.copy_(on_device)
-
-    def _part(self, purpose: str, unit: int, offset: int, size: int) -> torch.Tensor:
-        return _C.bytes_at(self.address(purpose, unit) + offset, size, str(self.context.device))
+                mirror = self._mirrors[purpose]
+                home = self.context.home.arenas[purpose].data
+                base = self.context.device_buffers.address(mirror.region.purpose)
+                for home_offset, offset, size in mirror.parts.get(unit.index, ()):
+                    at_home = _C.bytes_at(home + home_offset, size, "cpu")
+                    on_device = _C.bytes_at(base + offset, size, str(self.context.device))
+                    on_device.copy_(at_home) if to_device else at_home.copy_(on_device)

@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-from noria import _C
 from noria.host.device_buffers import UPDATE_SLOTS
 from noria.model.layout import HomeParameter, StatePlace
-from noria.planning.streamed import NUM_SLOTS, StreamPiece
+from noria.planning.streamed import NUM_SLOTS, StreamPiece, slot_bytes
 from noria.runtime.context import Context
+from noria.runtime.device_memory import tensor_at
 from noria.torch_state import empty_cache
 
 __all__ = ["PieceNow", "Streamed"]
@@ -35,7 +35,7 @@ class PieceNow:
         begin = (slot.home_offset - self.piece.begin) // slot.dtype.itemsize * dtype.itemsize
         return self._at(self.address_of(purpose, begin), dtype, tuple(slot.like.shape), slot.like.stride())
 
-    def state(self, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
+    def state(self, slot: HomeParameter, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of torch's state."""
         return self._at(self.address + self.piece.offsets[place.offset], place.dtype, place.shape, strides)
 
@@ -43,15 +43,13 @@ class PieceNow:
         return self._at(self.address_of(purpose, begin), dtype, (count,), (1,))
 
     def _at(self, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        count = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        memory = _C.bytes_at(address, count * dtype.itemsize, str(self.device))
-        return memory.view(dtype).as_strided(shape, strides)
+        return tensor_at(address, self.device, dtype, shape, strides)
 
 
 class Streamed:
     """Tells the engine the plan's pieces, and gives it the slots.
 
-    Order: `begin` comes when the home has its pages, and again when the plan has changed.
+    Order: `begin` comes when the home has its pages, and again when the plan has changed, or what is at rest.
     """
 
     def __init__(self, context: Context) -> None:
@@ -64,12 +62,13 @@ class Streamed:
     def begin(self) -> None:
         """Raises MachineError if the device has no room. No update runs there then; call it again later."""
         context, updates = self._context, self._context.engine.updates
-        wanted = context.plan.streamed
+        is_at_rest = context.engine.rest.has
+        wanted = {unit: pieces for unit, pieces in context.plan.streamed.items() if not is_at_rest(unit)}
         if not wanted and not self._told:
             return
         copies = [copy for pieces in wanted.values() for piece in pieces for copy in piece.copies]
         context.home.pin({copy.purpose for copy in copies}, context.backend)
-        size = context.plan.update_slot_bytes * NUM_SLOTS
+        size = NUM_SLOTS * slot_bytes(piece for pieces in wanted.values() for piece in pieces)
         if context.device_buffers.taken.get(UPDATE_SLOTS, 0) != size:
             self.end()
         if size and UPDATE_SLOTS not in context.device_buffers.taken:

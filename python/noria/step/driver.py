@@ -43,6 +43,7 @@ from noria.step.sharded_state import OptimizerShards
 from noria.step.state_dict import load_state_dict, state_dict
 from noria.step.step_counts import StepCounts
 from noria.step.streamed_step import StreamedStep
+from noria.step.torch_on_device import TorchOnDevice
 from noria.step.torch_step import TorchStep
 from noria.step.whole_step import WholeStep
 from noria.torch_state import autocast_now, plainly, refuse_inside_backward
@@ -154,8 +155,9 @@ class StepDriver:
         self._torch_step = TorchStep(members, state, weights.masters)
         self._steps = steps = StepCounts(members, state, weights)
         self._fused = fused = HostKernels(members, state, steps, services.stages.scaling)
-        self._resident = ResidentStep(members, state, fused, weights.masters, services.rest)
-        self._streamed = StreamedStep(members, state, fused, services.streamed)
+        self._on_device = there = TorchOnDevice(members, state)
+        self._resident = ResidentStep(members, state, fused, there, weights.masters, services.rest)
+        self._streamed = StreamedStep(members, state, fused, there, services.streamed)
         self._norms = norms = GradNorm(members, fused, run, services.sync, self._resident)
         self._drafts = Drafts(members, steps, fused, norms, services.draft_policy)
         self._backward_step = BackwardStep(
@@ -228,7 +230,7 @@ class StepDriver:
         if found_inf is not None and found_inf.item() != 0:
             self._norms.grad_norm = None if self._norms.max_grad_norm is None else torch.tensor(math.inf, device="cpu")
             return loss
-        self._torch_step.autocast = self._streamed.autocast = autocast_now(self.context.device.type)
+        self._torch_step.autocast = self._on_device.autocast = autocast_now(self.context.device.type)
         with plainly():
             if self.in_backward:
                 refusal = self._backward_step.claim()
@@ -258,10 +260,11 @@ class StepDriver:
         if at_rest:
             rest.refresh()
             rest.take_writes()
+            self._resident.update_by_torch({unit: groups for unit, groups in at_rest.items() if unit not in ready})
         streams = not rest.stands_still
         order = self._begin_updates(jobs) if streams else []
         if at_rest:
-            self._resident.update({unit: ready.pop(unit) for unit in at_rest})
+            self._resident.update({unit: ready.pop(unit) for unit in at_rest if unit in ready})
         for priority, unit in enumerate(order):
             if self._streamed.takes(unit, ready.get(unit)):
                 self._streamed.defer(unit, jobs[unit], ready.get(unit))

@@ -15,29 +15,41 @@ from noria.runtime.rest import Rest
 from noria.step.collect_grads import prepare_jobs, refuse_gradient
 from noria.step.host_kernels import HostKernels, Ready
 from noria.step.optimizer_state import HomeState
-from noria.step.param_groups import Jobs, ParamGroups
+from noria.step.param_groups import Groups, Jobs, ParamGroups
+from noria.step.torch_on_device import TorchOnDevice
+from noria.step.torch_step import broken_off
 from noria.torch_state import plainly
 
 __all__ = ["ResidentStep"]
+
+_ELEMENTS = 8 << 20
+"""As many elements torch's optimizer gets at once, or one parameter: its own scratch memory is then small."""
 
 
 class ResidentStep:
     """Makes one optimizer's updates of the units that are at rest."""
 
     def __init__(
-        self, members: ParamGroups, state: HomeState, fused: HostKernels, masters: Masters, rest: Rest
+        self,
+        members: ParamGroups,
+        state: HomeState,
+        fused: HostKernels,
+        by_torch: TorchOnDevice,
+        masters: Masters,
+        rest: Rest,
     ) -> None:
         self.members = members
         self.context = members.context
         self.rest = rest
         self._state = state
         self._fused = fused
+        self._by_torch = by_torch
         self._masters = masters
 
     def has_state(self) -> bool:
-        """Returns True if all parameters with a gradient have their state. A step that streams makes what is missing.
+        """Returns True if all parameters that noria's kernels update have their state. torch makes what is missing.
 
-        If the plan has no place for some of it, the rest is given up.
+        For the kernels a step that streams makes it. If the plan has no place for it, the rest is given up.
         """
         has_all = True
         for slot, rule in self._with_gradients():
@@ -71,6 +83,20 @@ class ResidentStep:
             self.context.engine.mark_torn("a step was interrupted")
             raise
 
+    def update_by_torch(self, jobs: Jobs) -> None:
+        """Updates these units by torch's optimizer. If it raises, the step is broken off, as in torch."""
+        begun: list[int] = []
+        try:
+            for unit, groups in jobs.items():
+                self.rest.note_newer(unit)
+                for part in _in_parts(groups):
+                    begun += [slot.index for _, slots in part for slot in slots]
+                    self._by_torch.run(part, self.rest, _gradient_for_torch)
+        except BaseException as error:
+            self.context.engine.home.bump_versions(begun)
+            error.add_note(broken_off(self.context.units[unit].name, "on the device, where it stays"))
+            raise
+
     def sums(self, slots: list[HomeParameter]) -> dict[int, float]:
         """Returns the sum of the squares of each gradient, by slot. It has the bits of the sum of a held gradient."""
         gradients = [_dense_gradient(slot) for slot in slots]
@@ -91,11 +117,11 @@ class ResidentStep:
         return found
 
     def _with_gradients(self) -> Iterator[tuple[HomeParameter, FusedRule]]:
-        for group in self.members.optimizer.param_groups:
+        for group in self.members.optimizer.param_groups if self.members.kernel == "fused" else ():
             rule = rule_of(self.members.cls, group)
             for parameter in group["params"]:
                 slot = self.context.slot_of.get(parameter)
-                if slot is not None and self._has_gradient(slot):
+                if slot is not None and self.members.fuses(slot.unit) and self._has_gradient(slot):
                     yield slot, rule
 
     def _has_gradient(self, slot: HomeParameter) -> bool:
@@ -110,3 +136,25 @@ def _dense_gradient(slot: HomeParameter) -> torch.Tensor:
     if is_alike and gradient.stride() == slot.strides:
         return gradient
     return torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=parameter.device).copy_(gradient)
+
+
+def _gradient_for_torch(slot: HomeParameter) -> torch.Tensor:
+    gradient = _dense_gradient(slot)
+    return gradient.to(torch.float32) if slot.has_master else gradient
+
+
+def _in_parts(groups: Groups) -> Iterator[Groups]:
+    """Yields the groups in parts of at most `_ELEMENTS` elements, each with at least one parameter."""
+    part: Groups = []
+    count = 0
+    for hyper, slots in groups:
+        for slot in slots:
+            if part and count + slot.like.numel() > _ELEMENTS:
+                yield part
+                part, count = [], 0
+            if not part or part[-1][0] is not hyper:
+                part.append((hyper, []))
+            part[-1][1].append(slot)
+            count += slot.like.numel()
+    if part:
+        yield part

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, TypeGuard
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from noria import _C
 from noria.model.layout import HomeParameter
-from noria.model.optimizer_classes import step_of
-from noria.model.shadow_optimizer import is_array, worker_of
 from noria.planning.streamed import GRADIENTS_IN_FP32
 from noria.runtime.streamed import PieceNow, Streamed
 from noria.step.host_kernels import HostKernels, Ready
 from noria.step.optimizer_state import HomeState
 from noria.step.param_groups import Groups, ParamGroups
+from noria.step.torch_on_device import TorchOnDevice
 from noria.step.torch_step import PUT_OFF, broken_off
-from noria.torch_state import autocast_now, plainly
+from noria.torch_state import plainly
 
 __all__ = ["StreamedStep"]
-
-_Moved = dict[int, tuple[torch.Tensor, int | None, torch.Tensor]]
-"""State that torch's optimizer gets, by the id of its tensor on the device: that tensor, its version, and the tensor at
-home. The version is None if the engine copies it home."""
 
 _Scales = dict[int, tuple[int, int]]
 """By slot index: the address of its late scales at home, and how many there are."""
@@ -44,12 +35,14 @@ class _Job:
 class StreamedStep:
     """Makes one optimizer's updates of units that `Streamed` has."""
 
-    def __init__(self, members: ParamGroups, state: HomeState, fused: HostKernels, streamed: Streamed) -> None:
+    def __init__(
+        self, members: ParamGroups, state: HomeState, fused: HostKernels, by_torch: TorchOnDevice, streamed: Streamed
+    ) -> None:
         self.members = members
         self.context = members.context
-        self.autocast = autocast_now(members.context.device.type)
         self._state = state
         self._fused = fused
+        self._by_torch = by_torch
         self._streamed = streamed
         self._jobs: dict[int, _Job] = {}
 
@@ -88,11 +81,11 @@ class StreamedStep:
             return
         now = self._streamed.now(unit)
         try:
-            with plainly(self.autocast):
-                if job.ready:
+            if job.ready:
+                with plainly():
                     self._run_fused(now, job)
-                else:
-                    self._run_torch(now, job)
+            else:
+                self._run_torch(now, job)
         except BaseException as error:
             self._jobs.clear()  # the engine will still ask for them, and nothing runs
             error.add_note(broken_off(self.context.units[unit].name, PUT_OFF))
@@ -125,54 +118,13 @@ class StreamedStep:
             raise
 
     def _run_torch(self, now: PieceNow, job: _Job) -> None:
+        def gradient(slot: HomeParameter) -> torch.Tensor:
+            held = now.tensor("held gradients", slot, slot.dtype)
+            self._scale(held, job.scales[slot.index])
+            return now.tensor(GRADIENTS_IN_FP32, slot, torch.float32).copy_(held) if slot.has_master else held
+
         here = [(hyper, [slot for slot in slots if slot.index in now.piece.parameters]) for hyper, slots in job.groups]
-        slots = [slot for _, slots in here for slot in slots]
-        if not slots:
-            return
-        parameters = {slot.index: self._parameter(now, slot, job.scales[slot.index]) for slot in slots}
-        members = [{**hyper, "params": [parameters[slot.index] for slot in slots]} for hyper, slots in here if slots]
-        worker = worker_of(self.members.optimizer, members)
-        moved: _Moved = {}
-        for hyper, slots_here in here:
-            for slot in slots_here:
-                if dict.__contains__(self._state.shown, slot.parameter):
-                    worker.state[parameters[slot.index]] = self._state_on_device(now, slot, hyper, moved)
-        versions = {index: parameter._version for index, parameter in parameters.items()}
-        try:
-            step_of(type(worker))(worker)
-        except BaseException:
-            touched = [slot for slot in slots if parameters[slot.index]._version != versions[slot.index]]
-            self._take_back(now, touched, parameters, worker, moved)
-            raise
-        self._take_back(now, slots, parameters, worker, moved)
-
-    def _take_back(
-        self,
-        now: PieceNow,
-        updated: list[HomeParameter],
-        parameters: dict[int, nn.Parameter],
-        worker: Optimizer,
-        moved: _Moved,
-    ) -> None:
-        """Takes over what torch's optimizer has left in the slot, for the engine to copy it home."""
-        for slot in updated:
-            parameter = parameters[slot.index]
-            if parameter in worker.state:
-                self._take_state(now, slot, worker.state[parameter], moved)
-            if slot.has_master:
-                _round(parameter.detach(), now.tensor("working copies", slot, slot.dtype))
-
-    def _parameter(self, now: PieceNow, slot: HomeParameter, scales: tuple[int, int]) -> nn.Parameter:
-        """Returns what torch's optimizer updates: the master, or the working copy, with its gradient."""
-        gradient = now.tensor("held gradients", slot, slot.dtype)
-        self._scale(gradient, scales)
-        if not slot.has_master:
-            parameter = nn.Parameter(now.tensor("working copies", slot, slot.dtype))
-            parameter.grad = gradient
-        else:
-            parameter = nn.Parameter(now.tensor("masters", slot, torch.float32))
-            parameter.grad = now.tensor(GRADIENTS_IN_FP32, slot, torch.float32).copy_(gradient)
-        return parameter
+        self._by_torch.run(here, now, gradient)
 
     def _scale(self, gradient: torch.Tensor, scales: tuple[int, int]) -> None:
         """Multiplies by late scales, with the bits of `p.grad.mul_(number)`."""
@@ -184,55 +136,3 @@ class StreamedStep:
                 gradient.mul_(scale)
             else:
                 gradient.copy_(gradient.to(torch.float32).mul_(scale))
-
-    def _state_on_device(
-        self, now: PieceNow, slot: HomeParameter, hyper: dict[str, Any], moved: _Moved
-    ) -> dict[str, Any]:
-        """Returns the parameter's state for torch's optimizer. Adds to `moved` what is not the tensor at home."""
-        counts_there = hyper.get("capturable") or hyper.get("fused")
-        values = {}
-        for key, value in self._state.shown.unsettled(slot.parameter).items():
-            place = self._state.place_of(slot, key)
-            at_home = self._state.placed.get((slot.index, key))
-            if place is not None and at_home is not None and value is at_home:
-                there = now.state(place, at_home.stride())
-                moved[id(there)] = (there, None, value)
-                value = there
-            elif _is_dense(value) and (is_array(key, value) or counts_there) and value.device != now.device:
-                there = value.to(now.device)
-                moved[id(there)] = (there, there._version, value)
-                value = there
-            values[key] = value
-        return values
-
-    def _take_state(self, now: PieceNow, slot: HomeParameter, values: dict[str, Any], moved: _Moved) -> None:
-        """Takes over the state that torch's optimizer has left. What has no place at home gets memory of its own."""
-        taken: dict[str, Any] = {}
-        for key, value in values.items():
-            there, version, own = moved.get(id(value), (None, 0, None))
-            if own is not None and there is not None and version in (None, there._version):
-                value = own  # the engine copies it home, or the optimizer has only read it
-            elif _is_dense(value) and is_array(key, value):
-                place, at_home = self._state.place_of(slot, key), self._state.home_tensor(slot, key, value)
-                if place is None or at_home is None:
-                    value = value.to("cpu")
-                else:
-                    there = now.state(place, at_home.stride())
-                    if there.data_ptr() != value.data_ptr():
-                        there.copy_(value)
-                    value = at_home
-            taken[key] = value
-        shown = self._state.shown.unsettled(slot.parameter)  # the user may hold this dict
-        shown.clear()
-        shown.update(taken)
-
-
-def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _round(master: torch.Tensor, working: torch.Tensor) -> None:
-    """Rounds a master into its working copy: to nearest, ties away from zero, as csrc/optim/split_master.h."""
-    bits = master.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
-    working.view(torch.int16).copy_(bits)
-    working.masked_fill_(master.isnan() & ~working.isnan(), math.nan)  # a GPU's NaN has all bits, and would carry
