@@ -10,11 +10,10 @@ import torch
 
 from noria import _C
 from noria.forward.activations import Activations
-from noria.forward.device_rate import device_update_gib_s
 from noria.forward.link_paces import LinkPaces
 from noria.forward.operator_watch import tensors_of
 from noria.forward.saved_bytes import SavedBytes
-from noria.forward.thread_rates import update_rates
+from noria.forward.update_rates import device_update_gib_s, update_rates
 from noria.model.partition import HookSpec
 from noria.planning.activation_choice import kept_by_autograd
 from noria.planning.cost_cache import KnownCosts, load_costs, save_costs

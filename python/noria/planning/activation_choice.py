@@ -6,14 +6,12 @@ over links that units need too. Room for it is missing in the window, and for un
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
 
-from noria._errors import UsageError
 from noria.planning.budgets import first_room
-from noria.planning.local_search import FEW, GAIN, PARTS, climb
+from noria.planning.local_search import FEW, PARTS, Tried, climb, pays
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.saved_simulation import MOST_WORKING
 from noria.planning.spread import spread_evenly
@@ -77,8 +75,8 @@ def activation_choices(planned: WrapPlan, costs: MeasuredCosts, step_us: Callabl
     if not planned.chooses_activations or not costs.inputs:
         return [beside_torch(planned, costs)]
     search = _Search(planned, costs, step_us)
-    best = search.best()
-    plans = [search.plans[each] for each in dict.fromkeys((best, search.least)) if each in search.plans]
+    best, found = search.best(), search.tried.plans
+    plans = [found[each] for each in dict.fromkeys((best, search.least)) if each in found]
     if plans:
         return plans
     kept = beside_torch(dataclasses.replace(planned, chooses_activations=False), costs)
@@ -97,24 +95,18 @@ def beside_stays(
     may = _bytes_freed(chosen, costs)
     if not chosen.stays or len(may) > FEW:
         return chosen
-    plans, times = {chosen.recomputed: chosen}, {chosen.recomputed: step_us(chosen)}
+    now, every = chosen.recomputed, frozenset(may)
 
-    def look(again: frozenset[int]) -> float:
-        if again not in times:
-            times[again] = float("inf")
-            budgets = dataclasses.replace(planned.budgets, activations=chosen.saved_room)
-            candidate = dataclasses.replace(chosen, recomputed=again, budgets=budgets)
-            with contextlib.suppress(UsageError):  # no room on the device
-                plans[again] = with_stays(beside_torch(candidate, costs), chosen.stays)
-                times[again] = step_us(plans[again])
-        return times[again]
+    def plan(again: frozenset[int]) -> WrapPlan:
+        if again == now:
+            return chosen
+        budgets = dataclasses.replace(planned.budgets, activations=chosen.saved_room)
+        candidate = dataclasses.replace(chosen, recomputed=again, budgets=budgets)
+        return with_stays(beside_torch(candidate, costs), chosen.stays)
 
-    every = frozenset(may)
-    found = [climb(begin, every, look) for begin in (chosen.recomputed, frozenset(), every)]
-    best = min(found, key=look)
-    is_more = len(best) > len(chosen.recomputed)
-    gains = look(best) < look(chosen.recomputed) * (1 - GAIN if is_more else 1)
-    return plans[best] if gains else chosen
+    tried = Tried(plan, step_us)
+    best = min((climb(begin, every, tried) for begin in (now, frozenset(), every)), key=tried)
+    return tried.plans[best] if pays(tried(best), tried(now), is_more=len(best) > len(now)) else chosen
 
 
 def _bytes_freed(planned: WrapPlan, costs: MeasuredCosts) -> dict[int, int]:
@@ -129,7 +121,6 @@ class _Search:
     def __init__(self, planned: WrapPlan, costs: MeasuredCosts, step_us: Callable[[WrapPlan], float]) -> None:
         self._planned = dataclasses.replace(planned, recomputed=frozenset())
         self._costs = costs
-        self._step_us = step_us
         saved = saved_by_blocks(self._planned, costs)
         self._saves = _bytes_freed(planned, costs)
         # A room for two blocks is the least. A quarter more has room for somewhat larger inputs.
@@ -141,31 +132,30 @@ class _Search:
             else [planned.saved_room]
         )
         self.least: _Choice = (frozenset(self._saves), self._rooms[0])
-        self.plans: dict[_Choice, WrapPlan] = {}
-        self._times: dict[_Choice, float] = {}
+        self.tried = Tried(self._plan, step_us)
 
     def best(self) -> _Choice:
         """Returns the choice of the shortest step. Of those that are about as short, who computes less again is it."""
         for room in self._rooms:
-            self._look((frozenset(), room))
+            self.tried((frozenset(), room))
         rooms = dict.fromkeys((self._best()[1], self._rooms[0]))
         some = self._some()
         half_and_all = some[len(some) // 2 - 1 :: max(len(some) // 2, 1)]
         for sets in (half_and_all, some):
             for again, room in itertools.product(sets, rooms):
-                self._look((again, room))
+                self.tried((again, room))
             if len(self._saves) > FEW and not self._best()[0]:
                 break
         if len(self._saves) <= FEW:
             again, room = self._best()
-            climb(again, frozenset(self._saves), lambda each: self._look((each, room)))
+            climb(again, frozenset(self._saves), lambda each: self.tried((each, room)))
         return self._best()
 
     def _best(self) -> _Choice:
-        best = min(self._times, key=lambda each: len(each[0]))
-        for each in sorted(self._times, key=lambda each: (len(each[0]), self._times[each])):
-            is_more = len(each[0]) > len(best[0])
-            if self._times[each] < self._times[best] * (1 - GAIN if is_more else 1):
+        times = self.tried.times
+        best = min(times, key=lambda each: len(each[0]))
+        for each in sorted(times, key=lambda each: (len(each[0]), times[each])):
+            if pays(times[each], times[best], is_more=len(each[0]) > len(best[0])):
                 best = each
         return best
 
@@ -180,14 +170,8 @@ class _Search:
             found.append(frozenset(by_price[: len(by_price) * part // parts]))
         return found
 
-    def _look(self, choice: _Choice) -> float:
-        """Returns the time of a step; infinity if the device has no room."""
-        if choice not in self._times:
-            self._times[choice] = float("inf")
-            again, room = choice
-            budgets = dataclasses.replace(self._planned.budgets, activations=room)
-            candidate = dataclasses.replace(self._planned, recomputed=again, budgets=budgets)
-            with contextlib.suppress(UsageError):  # no room on the device
-                self.plans[choice] = with_stays(beside_torch(candidate, self._costs), candidate.stays)
-                self._times[choice] = self._step_us(self.plans[choice])
-        return self._times[choice]
+    def _plan(self, choice: _Choice) -> WrapPlan:
+        again, room = choice
+        budgets = dataclasses.replace(self._planned.budgets, activations=room)
+        candidate = dataclasses.replace(self._planned, recomputed=again, budgets=budgets)
+        return with_stays(beside_torch(candidate, self._costs), candidate.stays)

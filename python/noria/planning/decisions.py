@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from noria._errors import UsageError
 from noria.model.layout import UNDO_LOGS, Region
 from noria.planning.activation_choice import activation_choices, beside_stays, with_first_room
-from noria.planning.local_search import FEW, GAIN, PARTS, climb
+from noria.planning.local_search import FEW, PARTS, Tried, climb, is_about_as_fast, pays
 from noria.planning.measured_costs import MeasuredCosts
 from noria.planning.resident import all_fit, gradient_bytes
 from noria.planning.saved_simulation import home_of_saved
@@ -97,8 +98,7 @@ def with_best_places(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
     for begin in (best, _all_streamed(planned, step_us)):
         if begin is not None and not begin.stands_still:
             found, us = _with_best_streamed(planned, begin, step_us)
-            is_more = len(found.streamed) > len(best.streamed)
-            if us < best_us * (1 - GAIN if is_more else 1):
+            if pays(us, best_us, is_more=len(found.streamed) > len(best.streamed)):
                 best, best_us = found, us
     return best
 
@@ -134,27 +134,20 @@ def _with_best_streamed(
         for unit in forward_order(begin)
         if unit in begin.may_stay and unit not in begin.stays and begin.units[unit].gradients
     }
-    plans: dict[frozenset[int], WrapPlan] = {frozenset(begin.streamed): begin}
-    times = {frozenset(begin.streamed): step_us(begin)}
+    now = frozenset(begin.streamed)
 
-    def look(chosen: frozenset[int]) -> float:
-        if chosen not in times:
-            times[chosen] = float("inf")
-            try:
-                plans[chosen] = with_streamed(same_stays, chosen)
-                times[chosen] = step_us(plans[chosen])
-            except UsageError:  # no room for the pieces
-                pass
-        return times[chosen]
+    def plan(chosen: frozenset[int]) -> WrapPlan:
+        return begin if chosen == now else with_streamed(same_stays, chosen)
 
+    tried = Tried(plan, step_us)
+    tried(now)
     every = sum(may.values())
     for part in range(PARTS + 1):
-        look(frozenset(spread_evenly(may, every * part // PARTS)))
-    best = min(times, key=lambda chosen: times[chosen])
+        tried(frozenset(spread_evenly(may, every * part // PARTS)))
     if len(may) <= FEW:
-        climb(best, frozenset(may), look)
-        best = min(times, key=lambda chosen: times[chosen])
-    return plans[best], times[best]
+        climb(tried.best(), frozenset(may), tried)
+    best = tried.best()
+    return tried.plans[best], tried.times[best]
 
 
 class _Search:
@@ -163,32 +156,27 @@ class _Search:
     def __init__(self, planned: WrapPlan, step_us: Callable[[WrapPlan], float]) -> None:
         self._planned = planned
         self.all_fit = all_fit(planned.units, planned.may_stay, planned.budgets)
-        self._step_us = step_us
-        self._times: dict[frozenset[int], float] = {}
         self.best = with_stays(planned, frozenset())
-        self._best_us = self._times[frozenset()] = step_us(self.best)
+        self._tried = Tried(self._plan, step_us)
+        self._best_us = self._tried(frozenset())
+
+    def _plan(self, stays: frozenset[int]) -> WrapPlan:
+        return with_stays(self._planned, stays)
 
     def look(self, stays: frozenset[int]) -> float:
         """Returns the time of a step if these units stay; infinity if the device has no room for them."""
-        if stays in self._times:
-            return self._times[stays]
-        us = float("inf")
-        if len(stays) < len(self._planned.units) or self.all_fit:
-            try:
-                candidate = with_stays(self._planned, stays)
-                us = self._step_us(candidate)
-            except UsageError:  # it does not fit beside the window and the gradients of what stays
-                pass
-        self._times[stays] = us
-        is_more = self._bytes(stays) > self._bytes(self.best.stays)
-        if us < self._best_us * (1 - GAIN if is_more else 1):
-            self.best, self._best_us = candidate, us
+        if len(stays) == len(self._planned.units) and not self.all_fit:
+            return math.inf
+        is_new = stays not in self._tried.times
+        us = self._tried(stays)
+        if is_new and pays(us, self._best_us, is_more=self._bytes(stays) > self._bytes(self.best.stays)):
+            self.best, self._best_us = self._tried.plans[stays], us
         return us
 
     def prefer(self, stays: frozenset[int]) -> None:
         """Takes these units if that makes the step hardly slower."""
-        if self.look(stays) <= self._best_us * (1 + GAIN):
-            self.best = with_stays(self._planned, stays)
+        if is_about_as_fast(self.look(stays), self._best_us):
+            self.best = self._tried.plans[stays]
 
     def _bytes(self, stays: frozenset[int]) -> int:
         return sum(self._planned.may_stay[unit] for unit in stays)
@@ -212,29 +200,24 @@ def with_best_drafts(planned: WrapPlan, step_us: Callable[[WrapPlan], float]) ->
     if not drafted:
         return planned
     needs = {unit: planned.draftable[unit] for unit in drafted}
-    times = {planned.drafted: step_us(planned)}
-
-    def look(chosen: frozenset[int]) -> float:
-        if chosen not in times:
-            times[chosen] = step_us(dataclasses.replace(planned, drafted=chosen))
-        return times[chosen]
+    tried: Tried[frozenset[int]] = Tried(lambda chosen: dataclasses.replace(planned, drafted=chosen), step_us)
+    all_us = tried(planned.drafted)
 
     def look_at_part(part: int) -> None:
         number = len(drafted) * part // PARTS
         even = spread_evenly(needs, sum(needs.values()) * part // PARTS)
         for chosen in (even, drafted[:number], drafted[len(drafted) - number :]):
-            look(frozenset(chosen))
+            tried(frozenset(chosen))
 
-    look(frozenset())
+    tried(frozenset())
     look_at_part(PARTS // 2)
-    if min(times.values()) < times[planned.drafted] or len(drafted) <= FEW:
+    if tried(tried.best()) < all_us or len(drafted) <= FEW:
         for part in range(1, PARTS):
             look_at_part(part)
         if len(drafted) <= FEW:
-            climb(min(times, key=lambda each: times[each]), planned.drafted, look)
-    best = min(times, key=lambda each: times[each])
-    gains = times[best] < (1 - GAIN) * times[planned.drafted]
-    return dataclasses.replace(planned, drafted=best) if gains else planned
+            climb(tried.best(), planned.drafted, tried)
+    best = tried.best()
+    return tried.plans[best] if pays(tried(best), all_us, is_more=True) else planned
 
 
 def without_idle_logs(planned: WrapPlan) -> WrapPlan:
@@ -267,7 +250,7 @@ def choose_by_costs(planned: WrapPlan, costs: MeasuredCosts) -> WrapPlan:
     plans = [with_best_places(each, step_us) for each in plans] if chooses else plans[:1]
     best = plans[0]
     for other in plans[1:]:
-        if step_us(other) < (1 - GAIN) * step_us(best):
+        if pays(step_us(other), step_us(best), is_more=True):
             best = other
     best = beside_stays(planned, best, costs, step_us)
     planned = dataclasses.replace(best, budgets=dataclasses.replace(budgets, activations=best.budgets.activations))
@@ -296,7 +279,7 @@ def _step_us(planned: WrapPlan, costs: MeasuredCosts) -> float:
     simulated = PlannedStep(planned, 0, PlanSpeeds(0, 0, 0, 0), costs)
     at_home = home_of_saved(simulated.saved.most_at_home)
     needed, host = planned.home_bytes + staging_bytes(planned.device) + at_home, planned.budgets.host
-    return simulated.step_us if host is None or needed <= host else float("inf")
+    return simulated.step_us if host is None or needed <= host else math.inf
 
 
 def _choice_of(planned: WrapPlan) -> tuple[object, ...]:
