@@ -31,7 +31,7 @@ from noria.host.limits import Free, check_fits, min_over_ranks, numa_node, probe
 from noria.host.machine import machine, on
 from noria.model.inner_tensors import update_wrapper_devices
 from noria.model.kept_views import kept_beside, kept_of, warn_of_kept
-from noria.model.layout import AVERAGES, GRADIENT_RING
+from noria.model.layout import AVERAGES, GRADIENT_RING, TORCH_STATE
 from noria.model.moment_formats import PURPOSE_OF
 from noria.model.optimizer_classes import original_class
 from noria.model.quantised import give_back_quantised, take_quantised
@@ -449,7 +449,7 @@ def _refuse_too_much(wrapped: Wrapped, planned: WrapPlan, free: Free) -> None:
     is_shared, regions = context.ranks is not None, context.home.regions
     widening = {"fp32": 1, "bf16": 2, "8bit": 4}[context.policy.state_dtype]
     moments = sum(region.bytes for purpose, region in regions.items() if purpose in _MOMENTS)
-    others = sum(regions[purpose].bytes for purpose in ("optimizer state", "low bits") if purpose in regions)
+    others = sum(regions[purpose].bytes for purpose in (TORCH_STATE, "low bits") if purpose in regions)
     kept = [
         ("the new home", planned.home_bytes),
         ("gradients of open blocks", wrapped.accumulation.open_bytes(planned.units)),
@@ -600,8 +600,8 @@ def _carry_out(
     met = [each for each in (ranks, stages) if each is not None]
     with raised_by_all(met, "noria.wrap"):
         backend = machine().backend(device, capacity)
-        needs_kernels = planned.stays or planned.streamed.keys() & planned.fused.keys()
-        if needs_kernels and updaters and device.type != "cpu" and (why := backend.kernels_absent()):
+        needs_kernels = (planned.stays | planned.streamed.keys()) & planned.fused.keys()
+        if needs_kernels and device.type != "cpu" and (why := backend.kernels_absent()):
             if policy.resident not in ("none", "auto"):
                 raise usage_error("resident on a device that runs noria's kernels", why, "leave resident out")
             if policy.optimizer_device == "device":

@@ -17,7 +17,7 @@ from noria.forward.cost_recorder import CostRecorder
 from noria.forward.module_hooks import ModuleHooks
 from noria.host.limits import Free
 from noria.host.machine import machine
-from noria.model.layout import UNDO_LOGS, StatePlace
+from noria.model.layout import TORCH_STATE, UNDO_LOGS, StatePlace
 from noria.model.optimizer_classes import look_up_overrides
 from noria.optimizer import facade
 from noria.pipeline.peer_cache import PeerCache
@@ -206,7 +206,7 @@ class Wrapped:
             self.streamed,
             weakly(self.wrap_anew),
         )
-        arena = self.context.home.arenas.get("optimizer state")
+        arena = self.context.home.arenas.get(TORCH_STATE)
         driver = StepDriver(self.context, services, self.drivers, optimizer, kernel, places, arena)
         self.drivers.append(driver)
         facade(optimizer, driver)

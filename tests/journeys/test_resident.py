@@ -528,6 +528,22 @@ def test_looks_between_a_forward_and_its_backward(stay, kind):
 
 
 @KINDS
+def test_low_bits_that_do_not_belong_to_a_master_are_dropped(stay, kind):
+    def journey(side: Side) -> None:
+        side.train(0, 3)
+        state = copy.deepcopy(side.optimizer.state_dict())
+        for values in state["state"].values():
+            if "low_bits" in values:
+                values["low_bits"].fill_(-1)  # beside a zero this is a NaN
+        side.model.load_state_dict({key: torch.zeros_like(value) for key, value in side.model.state_dict().items()})
+        side.optimizer.load_state_dict(state)
+        side.train(3, 6)
+        assert not any(value.isnan().any() for value in side.model.state_dict().values())
+
+    compare(stay, journey, **kind)
+
+
+@KINDS
 def test_loads_inside_of_an_open_home(stay, kind):
     def journey(side: Side) -> None:
         side.train(0, 3)
@@ -705,7 +721,7 @@ def test_a_choice_for_which_the_device_has_no_room_is_given_up(monkeypatch, poli
     take = context.device_buffers.take
 
     def full(purpose: str, num_bytes: int) -> Any:
-        if purpose.endswith("that stay"):
+        if purpose.endswith("at rest"):
             raise _C.MachineError("the device is full")
         return take(purpose, num_bytes)
 
@@ -791,6 +807,51 @@ def test_more_parameters_train(stay, kind):
         return net
 
     compare(stay, journey, model=frozen, optimizer=adamw_of_trained, **kind)
+
+
+@pytest.mark.parametrize("own", [{"kernel": "torch"}, BY_TORCH], ids=["host", "device"])
+def test_parameters_that_no_optimizer_held_are_updated_where_the_policy_says(own, monkeypatch):
+    updated: set[tuple[str, int]] = set()
+
+    def at_home(self: TorchStep, unit: int, *args: Any) -> None:
+        updated.add(("host", unit))
+        on_host(self, unit, *args)
+
+    def there(self: TorchOnDevice, groups: Any, *args: Any) -> None:
+        updated.update(("device", slot.unit) for _, slots in groups for slot in slots)
+        on_device(self, groups, *args)
+
+    on_host, on_device = TorchStep.run_now, TorchOnDevice.run
+    monkeypatch.setattr(TorchStep, "run_now", at_home)
+    monkeypatch.setattr(TorchOnDevice, "run", there)
+    model = Net().cpu()
+    side = Side(model, adamw([*model.embed.parameters(), *model.blocks.parameters()]), True)
+    amount = 4 * sum(parameter.numel() for parameter in model.parameters())
+    noria.wrap(model, side.optimizer, device=DEVICE, window=2, resident=amount, device_memory=ROOM, **own)
+    head = wrapped_by(model).context.slot_of[model.head.weight].unit
+    side.train(0, 3)
+    assert rest_of(model).has(head)
+    side.optimizer.add_param_group({"params": list(model.head.parameters())})
+    side.train(3, 6)
+    wrapped_by(model).context.engine.updates.run_all_deferred()
+    where = "device" if own is BY_TORCH else "host"
+    assert updated == {(where, unit.index) for unit in wrapped_by(model).context.units}
+
+
+@BOTH
+def test_a_parameter_without_elements(stay, kind):
+    class Empty(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.first = nn.Parameter(torch.zeros(0, 8))
+                block.contract.last = nn.Parameter(torch.zeros(8, 0))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            nothing = sum(block.first.sum() + block.contract.last.sum() for block in self.blocks)
+            return super().forward(tokens) + nothing
+
+    compare(stay, train, model=Empty, **kind)
 
 
 @BOTH

@@ -83,7 +83,7 @@ def test_units_that_torch_updates_stay_with_pieces_for_updates_until_they_do(dty
     each = 4 + 4 + 4 if dtype is None else 2 + 4 + 4 + 4  # weights, masters, two moments
     least = each * sum(slot.parameter.numel() for slot in unit.parameters)
     assert least <= of_one < least + 4 * len(unit.parameters) * _C.TENSOR_ALIGNMENT
-    assert every.stands_still and every.streamed.keys() == every.stays and not every.streamed_beside_stays
+    assert every.stands_still and every.streamed.keys() == every.stays and not every.streamed_at_rest
     part = plan_of(resident=2 * of_one, **own)
     assert len(part.stays) == 2 and part.streamed.keys() == {unit.index for unit in part.units}
     slots = NUM_SLOTS * part.update_slot_bytes

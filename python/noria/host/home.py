@@ -19,7 +19,16 @@ from noria import _C
 from noria._errors import usage_error
 from noria._progress import Bar
 from noria.host.limits import numa_node
-from noria.model.layout import AVERAGES, GRADIENT_RING, GRADIENT_SCALES, UNDO_LOGS, HomeParameter, HomeUnit, Region
+from noria.model.layout import (
+    AVERAGES,
+    GRADIENT_RING,
+    GRADIENT_SCALES,
+    TORCH_STATE,
+    UNDO_LOGS,
+    HomeParameter,
+    HomeUnit,
+    Region,
+)
 from noria.model.moment_formats import MOMENTS, SCALES
 from noria.policy import format_bytes
 from noria.torch_state import plainly
@@ -35,7 +44,7 @@ _USES = {
 }
 
 # Purposes whose pages are taken after the weights have moved.
-_LATE = (*MOMENTS, *SCALES, "optimizer state", UNDO_LOGS)
+_LATE = (*MOMENTS, *SCALES, TORCH_STATE, UNDO_LOGS)
 
 # Purposes that only the host reads and writes: their arenas are not registered, unless updates run on the device.
 _HOST_ONLY = (*_LATE, "low bits", "masters", "update scratch", AVERAGES)

@@ -21,6 +21,7 @@ __all__ = [
     "GRADIENT_RING",
     "GRADIENT_SCALES",
     "SHOWN",
+    "TORCH_STATE",
     "UNDO_LOGS",
     "UNSUMMED",
     "HomeParameter",
@@ -45,6 +46,7 @@ GRADIENT_SCALES = "gradient scales"
 """The purpose of the arena for late scales: factors that `p.grad` was multiplied by, kept beside held gradients."""
 
 UNDO_LOGS = "undo logs"
+TORCH_STATE = "optimizer state"
 """The purpose of the arena for what undoes drafts."""
 
 SLOTS_PER_ELEMENT = 1 / 32
@@ -188,7 +190,7 @@ class HomeUnit:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlace:
-    """Describes a place in the arena "optimizer state", and the tensor that it was planned for."""
+    """Describes a place in the arena TORCH_STATE, and the tensor that it was planned for."""
 
     offset: int
     shape: tuple[int, ...]

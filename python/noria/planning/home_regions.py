@@ -9,6 +9,7 @@ import torch
 
 from noria import _C
 from noria.model.layout import (
+    TORCH_STATE,
     UNDO_LOGS,
     HomeParameter,
     HomeUnit,
@@ -54,7 +55,7 @@ def home_regions(kernels: Kernels, drafted: frozenset[int], state_bytes: int) ->
         regions.append(Region.of(purpose, sizes))
         sizes = (scale_bytes(unit, policy.state_dtype) if unit else 0 for unit in kept)
         regions.append(Region.of(SCALES[number], sizes))
-    regions.append(Region.of("optimizer state", [state_bytes]))
+    regions.append(Region.of(TORCH_STATE, [state_bytes]))
     logged = (undo_log_bytes(unit) if unit.index in drafted else 0 for unit in units)
     regions.append(Region.of(UNDO_LOGS, logged))
     return regions
@@ -65,7 +66,7 @@ def undo_log_bytes(unit: HomeUnit) -> int:
 
 
 def state_places(kernels: Kernels, notes: list[str]) -> tuple[list[dict[tuple[int, str], StatePlace]], int]:
-    """Returns, by optimizer, the place in "optimizer state" of each tensor that torch keeps, and the arena's bytes.
+    """Returns, by optimizer, the place in TORCH_STATE of each tensor that torch keeps, and the arena's bytes.
 
     Adds to `notes` what is not known before the first step.
     """

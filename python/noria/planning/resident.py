@@ -10,64 +10,58 @@ import torch
 from noria import _C
 from noria._errors import UsageError, usage_error
 from noria.dist.ranks import Grid
-from noria.model.layout import HomeUnit, Region, StatePlace, aligned
+from noria.model.layout import TORCH_STATE, HomeUnit, Region, StatePlace, aligned
 from noria.model.moment_formats import MOMENTS
 from noria.planning.budgets import Budgets
 from noria.planning.kernels import Kernels
 from noria.planning.spread import spread_evenly
 from noria.policy import format_bytes, to_bytes
 
-__all__ = ["STATE", "Mirror", "all_fit", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirrors_of"]
+__all__ = ["STATE_ARENAS", "Mirror", "all_fit", "bytes_to_stay", "choose_stays", "gradient_bytes", "mirrors_of"]
 
-_BY_TORCH = "optimizer state"
-STATE = (*MOMENTS, _BY_TORCH)
+STATE_ARENAS = (*MOMENTS, TORCH_STATE)
 """The arenas of the home in which optimizers keep their state."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mirror:
-    """Describes the arena on the device for the parts of an arena of the home that belong to units that stay.
+    """Describes the arena on the device for the parts of an arena of the home that belong to units at rest.
 
-    `parts`: by unit, each range that is copied: its offset at home, its offset here, and its bytes.
+    `parts`: by unit, then by offset at home, what is copied: its offset here, and its bytes.
     """
 
     region: Region
-    parts: dict[int, list[tuple[int, int, int]]]
+    parts: dict[int, dict[int, tuple[int, int]]]
 
 
 def mirrors_of(
-    units: Iterable[HomeUnit],
+    units: list[HomeUnit],
     fused: Container[int],
     regions: Iterable[Region],
     states: Sequence[dict[tuple[int, str], StatePlace]],
 ) -> dict[str, Mirror]:
-    """Returns, by purpose of an arena of the home, where its parts lie on the device if these units stay.
+    """Returns, by purpose of an arena of the home, where its parts lie on the device if these units are at rest.
 
     Plain masters are those of units that torch updates. What it keeps has a place for each tensor.
     """
     found: dict[str, Mirror] = {}
-    units = list(units)
-    count = 1 + max((unit.index for unit in units), default=-1)
     for region in regions:
-        if region.purpose == _BY_TORCH:
-            of_units = _ranges_of_state(units, states)
+        if region.purpose == TORCH_STATE:
+            ranges = _ranges_of_state(units, states)
         elif region.purpose in ("working copies", "low bits", "masters", *MOMENTS):
             is_plain = region.purpose == "masters"
-            of_units = {
-                unit.index: [(region.offsets[unit.index], region.sizes[unit.index])]
-                for unit in units
-                if region.sizes[unit.index] and not (is_plain and unit.index in fused)
-            }
+            own = [unit.index for unit in units if not (is_plain and unit.index in fused)]
+            ranges = {unit: [(region.offsets[unit], region.sizes[unit])] for unit in own}
         else:
             continue
-        sizes = [sum(aligned(size) for _, size in of_units.get(index, ())) for index in range(count)]
-        stays = "stays" if region.purpose == _BY_TORCH else "stay"
-        there = Region.of(f"{region.purpose} that {stays}", sizes)
-        parts: dict[int, list[tuple[int, int, int]]] = {}
-        for unit, ranges in of_units.items():
-            offset, parts[unit] = there.offsets[unit], []
-            for at_home, size in ranges:
-                parts[unit].append((at_home, offset, size))
+        count = 1 + max((unit.index for unit in units), default=-1)
+        sizes = [sum(aligned(size) for _, size in ranges.get(index, ())) for index in range(count)]
+        there = Region.of(f"{region.purpose} at rest", sizes)
+        parts: dict[int, dict[int, tuple[int, int]]] = {}
+        for unit, each in ranges.items():
+            offset, parts[unit] = there.offsets[unit], {}
+            for at_home, size in each:  # a tensor without elements has the offset of the next one, here too
+                parts[unit][at_home] = offset, size
                 offset += aligned(size)
         found[region.purpose] = Mirror(there, parts)
     return found
@@ -78,11 +72,11 @@ def _ranges_of_state(
 ) -> dict[int, list[tuple[int, int]]]:
     """Returns the offset and the bytes of each tensor that torch's optimizers keep, by unit."""
     unit_of = {slot.index: unit.index for unit in units for slot in unit.parameters}
-    found: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, list[tuple[int, int]]] = {unit.index: [] for unit in units}
     for places in states:
         for (index, _), place in places.items():
-            if index in unit_of and place.num_bytes:
-                found.setdefault(unit_of[index], []).append((place.offset, place.num_bytes))
+            if index in unit_of:
+                found[unit_of[index]].append((place.offset, place.num_bytes))
     return found
 
 

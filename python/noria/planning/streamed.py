@@ -10,7 +10,7 @@ import torch
 
 from noria import _C
 from noria._errors import usage_error
-from noria.model.layout import HomeUnit, Region, StatePlace, aligned
+from noria.model.layout import TORCH_STATE, HomeUnit, Region, StatePlace, aligned
 from noria.model.moment_formats import MOMENTS
 from noria.planning.kernels import Kernels
 from noria.policy import Policy
@@ -37,8 +37,6 @@ _ELEMENTS = 8 << 20
 GRADIENTS_IN_FP32 = "gradients in fp32"
 """The part of a slot in which torch's update finds gradients, if masters are fp32 and gradients are not."""
 
-_STATE = "optimizer state"
-
 
 @dataclasses.dataclass(frozen=True)
 class StreamCopy:
@@ -57,7 +55,7 @@ class StreamPiece:
     """Describes the bytes from `begin` to `end` of a unit's held gradients, and what its slot holds.
 
     `offsets`: where in the slot the piece's part of an arena begins, by purpose. Tensors of torch's state have entries
-    by their offset in the arena "optimizer state". GRADIENTS_IN_FP32 is for torch's update beside masters.
+    by their offset in the arena TORCH_STATE. GRADIENTS_IN_FP32 is for torch's update beside masters.
     """
 
     unit: int
@@ -85,9 +83,10 @@ def refuse_place(policy: Policy) -> None:
 
 
 def choose_streamed(kernels: Kernels, stays: Container[int], device: torch.device) -> frozenset[int]:
-    """Returns the units that the device updates though their state lies at home, by the policy's `optimizer_device`.
+    """Returns the units that the device updates in pieces, by the policy's `optimizer_device`.
 
-    Units that torch updates are among them also if they stay: so they have the device's bits before they do.
+    Units that torch updates are among them also if they stay: so they have the device's bits also while they are not at
+    rest. So are units that no optimizer holds yet.
 
     Raises UsageError if the device cannot. Order: `refuse_place` comes first.
     """
@@ -100,12 +99,13 @@ def choose_streamed(kernels: Kernels, stays: Container[int], device: torch.devic
                 f"{type(optimizer).__name__}, which may look at all parameters",
                 'use optimizer_device="host", or an optimizer of torch.optim other than LBFGS and SparseAdam',
             )
-    held = set().union(*kernels.held()) if kernels.optimizers else set()
+    if not kernels.optimizers:
+        return frozenset()
     units = [
         unit
         for unit in kernels.units
         if (unit.index not in stays or unit.index not in kernels.fused)
-        and any(slot.trainable and slot.parameter in held for slot in unit.parameters)
+        and any(slot.trainable for slot in unit.parameters)
     ]
     if device.type != "cpu" and not _C.has_kernel_images() and any(unit.index in kernels.fused for unit in units):
         raise usage_error(
@@ -147,7 +147,7 @@ def pieces_of(
         for places in states if not is_fused else ():
             for (index, _), place in places.items():
                 if index in inside:
-                    made.add(_STATE, place.offset, place.num_bytes, comes=True, goes=True, key=place.offset)
+                    made.add(TORCH_STATE, place.offset, place.num_bytes, comes=True, goes=True, key=place.offset)
         if has_masters:
             made.offsets[GRADIENTS_IN_FP32] = made.leave(2 * (end - begin))
         copies, parameters = tuple(made.copies), frozenset(inside)

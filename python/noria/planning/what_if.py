@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from noria._errors import UsageError
-from noria.model.layout import GRADIENT_RING, UNDO_LOGS
+from noria.model.layout import GRADIENT_RING, TORCH_STATE, UNDO_LOGS
 from noria.planning.decisions import room_for_stays
 from noria.planning.machines import Machine
 from noria.planning.step_simulation import PlannedStep
@@ -143,7 +143,7 @@ def largest_model(planned: WrapPlan, host_bytes: int) -> Largest | None:
     for region in regions:
         if len(region.sizes) == len(planned.units):
             own += region.sizes[block.index]
-        elif region.purpose in ("optimizer state", GRADIENT_RING) and trained:  # not by unit
+        elif region.purpose in (TORCH_STATE, GRADIENT_RING) and trained:  # not by unit
             own += region.bytes * block.gradients // trained
     rest = sum(region.bytes for region in regions) - num_blocks * own
     most = (host_bytes - staging_bytes(planned.device) - rest) // own

@@ -103,7 +103,7 @@ class WrapPlan:
     draftable: dict[int, int]
     """By index of a unit that can be drafted: the bytes of its undo log."""
     states: list[dict[tuple[int, str], StatePlace]]
-    """By optimizer, then by slot index and key: the place in "optimizer state" of a tensor that torch keeps."""
+    """By optimizer, then by slot index and key: the place in the arena TORCH_STATE of a tensor that torch keeps."""
     visits: dict[str, list[_C.Visit]]
     """The visits that the plan assumes, in "forward" and in "backward"."""
     passes: dict[str, _C.PassPlan]
@@ -113,8 +113,8 @@ class WrapPlan:
     buffers: _C.BufferTable
     """Table of the buffers that the passes' ops name."""
     streamed: dict[int, list[StreamPiece]]
-    """By index of a unit that the device updates though its state lies at home: the pieces that go there and back.
-    A unit that torch updates has them also if it stays, for updates while it does not yet."""
+    """By index of a unit that the device updates in pieces, which go there and back. Its state lies at home.
+    A unit that torch updates has them also if it stays, for updates while it is not at rest."""
     update_flops: dict[int, float]
     """By index of a unit whose update multiplies matrices: floating-point operations of these products."""
     ring: Ring | None = None
@@ -160,8 +160,8 @@ class WrapPlan:
         return sum(self.may_stay[unit] for unit in self.stays)
 
     @property
-    def streamed_beside_stays(self) -> dict[int, list[StreamPiece]]:
-        """By index of a unit that does not stay, and that the device updates: its pieces."""
+    def streamed_at_rest(self) -> dict[int, list[StreamPiece]]:
+        """Those of `streamed` that stream also when what stays is at rest."""
         return {unit: pieces for unit, pieces in self.streamed.items() if unit not in self.stays}
 
     @property
@@ -242,7 +242,7 @@ class WrapPlan:
                 f"from the second step on {units} of these stay on the device, in {format_bytes(self.resident_bytes)} "
                 "beside the window, and are updated there; the passes above are those of the others"
             )
-        if streamed := self.streamed_beside_stays:
+        if streamed := self.streamed_at_rest:
             largest = slot_bytes(piece for pieces in streamed.values() for piece in pieces)
             lines.append(
                 f"the device updates {len(streamed)} of {len(self.units)} units; each goes there and back in pieces of "
@@ -423,7 +423,7 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     slots = planned.update_slot_bytes * NUM_SLOTS
     if not planned.stands_still:  # else there is no window then
         # Pieces of units that stay have slots until they do.
-        others = (piece for pieces in planned.streamed_beside_stays.values() for piece in pieces)
+        others = (piece for pieces in planned.streamed_at_rest.values() for piece in pieces)
         at_rest = NUM_SLOTS * slot_bytes(others) + planned.resident_bytes + gradient_bytes(planned.units, stays)
         beside += max(at_rest - slots, 0)
     arena, window = _device_split(

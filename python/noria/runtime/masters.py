@@ -14,7 +14,7 @@ from noria.torch_state import plainly
 __all__ = ["Masters", "follow_there", "round_there", "rounded"]
 
 _PIECE = 1 << 18
-"""How many elements of a loaded value are converted at a time."""
+"""How many elements are converted at a time."""
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
@@ -25,17 +25,19 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
 
 
 def round_there(master: torch.Tensor, working: torch.Tensor) -> None:
-    """Rounds a dense fp32 master on any device into its working copy, with the bits of `rounded`."""
+    """Rounds a dense fp32 master on any device into its working copy, as `rounded` does. NaNs stay NaNs."""
     bits = master.view(torch.int32).add(0x8000).bitwise_right_shift_(16)
     working.view(torch.int16).copy_(bits)
     working.masked_fill_(master.isnan() & ~working.isnan(), math.nan)  # a GPU's NaN has all bits, and would carry
 
 
 def follow_there(master: torch.Tensor, working: torch.Tensor) -> None:
-    """Copies elements of the working copy that were written to the plain master, on any device."""
-    before = torch.empty_like(working)
-    round_there(master, before)
-    master.copy_(torch.where(working.view(torch.int16) == before.view(torch.int16), master, working.float()))
+    """Copies elements of the working copy that were written to the plain master. Both are flat, on any device."""
+    for piece, shown in zip(master.split(_PIECE), working.split(_PIECE), strict=True):
+        before = torch.empty_like(shown)
+        round_there(piece, before)
+        is_kept = shown.view(torch.int16) == before.view(torch.int16)
+        piece.copy_(torch.where(is_kept, piece, shown.float()))
 
 
 class Masters:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from noria import _C
-from noria.model.layout import AVERAGES, HomeParameter, HomeUnit, StatePlace
+from noria.model.layout import AVERAGES, TORCH_STATE, HomeParameter, HomeUnit, StatePlace
 from noria.planning.decisions import without_choices
-from noria.planning.resident import STATE, Mirror, mirrors_of
+from noria.planning.resident import STATE_ARENAS, Mirror, mirrors_of
 from noria.planning.wrap_plan import WrapPlan
 from noria.runtime.context import Context
 from noria.runtime.device_memory import tensor_at
@@ -135,7 +135,7 @@ class Rest:
             return
         if place[:2] != place_before[:2]:
             chosen = f"{len(plan.stays)} of {len(context.units)} units stay on the device"
-            others = len(plan.streamed_beside_stays)
+            others = len(plan.streamed_at_rest)
             chosen += f", which updates {others} others" if others else ""
             context.notes.append(f'resident="auto": {chosen}')
         try:
@@ -305,13 +305,15 @@ class Rest:
             if unit.index in self._stale:
                 self._copy(unit, self._mirrors, to_device=True)
             elif unit.index in self._stale_state:
-                self._copy(unit, [purpose for purpose in self._mirrors if purpose in STATE], to_device=True)
+                self._copy(unit, [purpose for purpose in self._mirrors if purpose in STATE_ARENAS], to_device=True)
             self._stale.discard(unit.index)
             self._stale_state.discard(unit.index)
             if not self.context.engine.rest.is_shown(unit.index):
                 self._show(unit)
         self._watch_state()
         self._is_fresh = True
+
+    # ---- as DeviceMemory ----
 
     def address(self, purpose: str, unit: int) -> int:
         """Returns the address on the device of the unit's part of an arena, or 0 if there is no such arena."""
@@ -333,10 +335,12 @@ class Rest:
 
     def state(self, slot: HomeParameter, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of torch's state on the device."""
-        mirror = self._mirrors["optimizer state"]
-        there = next(there for at_home, there, _ in mirror.parts[slot.unit] if at_home == place.offset)
+        mirror = self._mirrors[TORCH_STATE]
+        there, _ = mirror.parts[slot.unit][place.offset]
         base = self.context.device_buffers.address(mirror.region.purpose)
         return tensor_at(base + there, self.device, place.dtype, place.shape, strides)
+
+    # ---- what is newer where ----
 
     def note_newer(self, unit: int) -> None:
         """A step updates the unit on the device."""
@@ -388,7 +392,7 @@ class Rest:
         self._take_writes(unit)
         if unit.index in self._newer:
             has_state = unit.index not in self._stale_state  # else the home's state is newer
-            purposes = [purpose for purpose in self._mirrors if has_state or purpose not in STATE]
+            purposes = [purpose for purpose in self._mirrors if has_state or purpose not in STATE_ARENAS]
             self._copy(unit, purposes, to_device=False)
             self._newer.discard(unit.index)
 
@@ -406,7 +410,8 @@ class Rest:
         with plainly(), torch.no_grad():
             for slot in unit.parameters:
                 if slot.has_master and not slot.is_split:
-                    follow_there(self.tensor("masters", slot, torch.float32), self.tensor(_WEIGHTS, slot, slot.dtype))
+                    master = self.tensor("masters", slot, torch.float32)
+                    follow_there(slot.flat(master), slot.flat(self.tensor(_WEIGHTS, slot, slot.dtype)))
         self._show(unit)  # the next write is noticed anew
 
     def _show(self, unit: HomeUnit) -> None:
@@ -419,7 +424,9 @@ class Rest:
                 mirror = self._mirrors[purpose]
                 home = self.context.home.arenas[purpose].data
                 base = self.context.device_buffers.address(mirror.region.purpose)
-                for home_offset, offset, size in mirror.parts.get(unit.index, ()):
+                for home_offset, (offset, size) in mirror.parts.get(unit.index, {}).items():
+                    if not size:
+                        continue
                     at_home = _C.bytes_at(home + home_offset, size, "cpu")
                     on_device = _C.bytes_at(base + offset, size, str(self.context.device))
                     on_device.copy_(at_home) if to_device else at_home.copy_(on_device)

@@ -33,17 +33,16 @@ class PieceNow:
     def tensor(self, purpose: str, slot: HomeParameter, dtype: torch.dtype) -> torch.Tensor:
         """Returns a parameter's part of an arena, as a tensor of the device."""
         begin = (slot.home_offset - self.piece.begin) // slot.dtype.itemsize * dtype.itemsize
-        return self._at(self.address_of(purpose, begin), dtype, tuple(slot.like.shape), slot.like.stride())
+        shape, strides = tuple(slot.like.shape), slot.like.stride()
+        return tensor_at(self.address_of(purpose, begin), self.device, dtype, shape, strides)
 
     def state(self, slot: HomeParameter, place: StatePlace, strides: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of torch's state."""
-        return self._at(self.address + self.piece.offsets[place.offset], place.dtype, place.shape, strides)
+        at = self.address + self.piece.offsets[place.offset]
+        return tensor_at(at, self.device, place.dtype, place.shape, strides)
 
     def flat(self, purpose: str, begin: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        return self._at(self.address_of(purpose, begin), dtype, (count,), (1,))
-
-    def _at(self, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        return tensor_at(address, self.device, dtype, shape, strides)
+        return tensor_at(self.address_of(purpose, begin), self.device, dtype, (count,), (1,))
 
 
 class Streamed:

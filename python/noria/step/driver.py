@@ -247,7 +247,7 @@ class StepDriver:
 
     def _begin(self) -> None:
         norms, rest, updates = self._norms, self.services.rest, self.context.engine.updates
-        if rest.is_on and not self._resident.has_state():
+        if rest.is_on and not self._resident.can_update():
             rest.end()  # a step at home makes what is missing
         self._members.check_options()
         self._fused.number_elements()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from noria import _C
 from noria.model.layout import HomeParameter
-from noria.model.update_rules import FusedRule, rule_of
+from noria.model.update_rules import rule_of
 from noria.runtime.masters import Masters
 from noria.runtime.rest import Rest
 from noria.step.collect_grads import prepare_jobs, refuse_gradient
@@ -46,13 +47,20 @@ class ResidentStep:
         self._by_torch = by_torch
         self._masters = masters
 
-    def has_state(self) -> bool:
-        """Returns True if all parameters that noria's kernels update have their state. torch makes what is missing.
+    def can_update(self) -> bool:
+        """Returns True if this optimizer can update all that is at rest there.
 
-        For the kernels a step that streams makes it. If the plan has no place for it, the rest is given up.
+        noria's kernels need the state, which a step that streams makes. If the plan has no place for it, the rest is
+        given up. It is so too if torch would update a unit there that is planned for the host.
         """
         has_all = True
-        for slot, rule in self._with_gradients():
+        for slot, group in self._with_gradients():
+            if not self.members.fuses(slot.unit):
+                if slot.unit not in self.context.plan.streamed:
+                    self.rest.give_up()
+                    return False
+                continue
+            rule = rule_of(self.members.cls, group)
             values = dict.get(self._state.shown, slot.parameter) or {}
             for key in rule.keys:
                 has_all = has_all and values.get(key) is not None
@@ -116,13 +124,13 @@ class ResidentStep:
                 found[slot.index] += each
         return found
 
-    def _with_gradients(self) -> Iterator[tuple[HomeParameter, FusedRule]]:
-        for group in self.members.optimizer.param_groups if self.members.kernel == "fused" else ():
-            rule = rule_of(self.members.cls, group)
+    def _with_gradients(self) -> Iterator[tuple[HomeParameter, dict[str, Any]]]:
+        """Yields the parameters at rest that have a gradient, each with its group."""
+        for group in self.members.optimizer.param_groups:
             for parameter in group["params"]:
                 slot = self.context.slot_of.get(parameter)
-                if slot is not None and self.members.fuses(slot.unit) and self._has_gradient(slot):
-                    yield slot, rule
+                if slot is not None and self._has_gradient(slot):
+                    yield slot, group
 
     def _has_gradient(self, slot: HomeParameter) -> bool:
         return slot.parameter.grad is not None and self.rest.has(slot.unit)
