@@ -259,6 +259,33 @@ def test_ranks_with_different_costs_draft_the_same_units(folder):
         assert all(map(torch.equal, kept, other_kept))
 
 
+def _drafts_anew_on(rank, size):
+    """Rank 1 gets longer inputs in mid-run, then shorter ones again."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_drafts(patch, [0.1, 1.0][rank])
+        patch.setattr("noria.forward.cost_recorder._LOOKED_AT", 4)
+        model, optimizer = noria.wrap(*make(), device="cpu", kernel="fused", draft_memory="1GiB", window=2)
+        wrapped, found = wrapped_by(model), []
+        for batch in ([5] * 14, [5 + 400 * rank] * 8, [5] * 8):
+            for rows in batch:
+                model(torch.randn(rows, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((sorted(wrapped.context.plan.drafted), wrapped.recorder.known))
+    kept = [each.clone() for each in model.state_dict().values()]
+    noria.unwrap(model, optimizer)
+    return found, kept
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks of this test compute on the CPU")
+def test_ranks_with_different_steps_choose_anew_alike(folder):
+    (found, kept), (other_found, other_kept) = on_ranks(2, _drafts_anew_on)
+    assert found == other_found and all(map(torch.equal, kept, other_kept))
+    first, longer, shorter = (known.costs for _, known in found)
+    assert longer.forward_us > first.forward_us and "scaled to inputs of now" in found[1][1].measured
+    assert shorter.elements == pytest.approx(first.elements)
+
+
 class UsesItsEmbedding(nn.Module):
     """The head computes with the weight of a unit that has left the device when the graph is looked at."""
 

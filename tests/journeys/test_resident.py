@@ -197,6 +197,21 @@ def test_torchs_optimizers_have_the_bits_of_the_device(stay, name, dtype, monkey
     compare(stay, journey, model=model, optimizer=optimizer, dtype=dtype, **BY_TORCH)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the host has all kernels")
+@pytest.mark.parametrize("resident", ["all", "auto"])
+def test_torch_needs_no_kernels_of_norias(monkeypatch, resident):
+    """As in a build without nvcc."""
+    monkeypatch.setattr(_C, "has_kernel_images", lambda: False)
+    model = Net().cpu()
+    side = Side(model, adamw(model.parameters()), True)
+    noria.wrap(model, side.optimizer, device=DEVICE, device_memory=ROOM, resident=resident, **BY_TORCH)
+    side.train(0, 3)
+    assert is_at_rest(model) == (resident == "all")
+    model = Net().cpu()
+    with pytest.raises(noria.UsageError, match="without nvcc"):
+        noria.wrap(model, adamw(model.parameters()), device=DEVICE, resident="all", device_memory=ROOM)
+
+
 def test_torch_gets_few_elements_at_once(stay, monkeypatch):
     sizes = []
 

@@ -76,6 +76,7 @@ class CostRecorder:
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])
         self._forwards = self._elements = 0  # how often it has run in this step, and what it has put out
         self._seen: list[tuple[int, int]] = []  # the same, by step since the last look
+        self._last_look = 0  # the step
         self._links = LinkPaces(context.backend.stats)
         if known.note:
             context.notes.append(known.note)
@@ -88,7 +89,7 @@ class CostRecorder:
         if self._forwards:  # else the step of another model, or of another optimizer
             self._seen.append((self._forwards, self._elements))
             self._forwards = self._elements = 0
-        if self._trace is None and len(self._seen) >= _LOOKED_AT:
+        if self._trace is None and self._num_steps - self._last_look >= _LOOKED_AT:
             self._look_again()
         if self._num_steps == _SKIPPED + 1:
             self._begin()
@@ -186,29 +187,38 @@ class CostRecorder:
 
     def _sizes(self) -> tuple[float, float]:
         """Returns how often the gauge runs in a step, and what it puts out each time: the means since the last call."""
-        seen, self._seen = self._seen, []
+        seen, self._seen, self._last_look = self._seen, [], self._num_steps
         forwards = sum(each for each, _ in seen)
         return forwards / max(len(seen), 1), sum(each for _, each in seen) / max(forwards, 1)
 
     def _look_again(self) -> None:
         """Scales costs if forwards have become larger, smaller, more or fewer than those that were measured.
 
-        So it does if a link has become slower or faster. Ranks that share the model do not: each sees other steps.
+        So it does if a link has become slower or faster. Ranks that share the model count on the largest forwards and
+        the slowest links of all.
         """
         costs, (forwards, elements) = self.known.costs, self._sizes()
-        plan = self.context.plan
+        ranks, plan = self.context.ranks, self.context.plan
         has_choice = self._may_choose_stays or plan.undo_logs or plan.chooses_activations
-        if costs is None or self.context.ranks is not None or not has_choice:
+        if costs is None or not has_choice:
             return
+        links = self._links.changes(costs, plan)
+        if ranks is not None:
+            self._sync.meet("tell how steps have changed")
+            found = ranks.host.gather_objects((forwards, elements, links))
+            forwards, elements = max(each for each, _, _ in found), max(each for _, each, _ in found)
+            lanes = {lane for *_, changes in found for lane in changes}
+            slowest_links = {lane: max(changes.get(lane, 1.0) for *_, changes in found) for lane in sorted(lanes)}
+            links = {lane: ratio for lane, ratio in slowest_links.items() if ratio != 1.0}
         measured, *scaled = self.known.measured.split("; ")
-        if costs.elements and costs.forwards:
+        if costs.elements and costs.forwards and elements:
             ratios = elements / costs.elements, forwards / costs.forwards
             if not all(map(_is_alike, ratios)):
-                costs = costs.scaled(ratios[0], forwards)
+                costs, links = costs.scaled(ratios[0], forwards), {}
                 scaled.append("scaled to inputs of now")
                 self._links.begin_anew()
-        if changes := self._links.changes(costs, self.context.plan):
-            costs = costs.with_links(changes)
+        if links:
+            costs = costs.with_links(links)
             scaled.append("scaled to links of now")
         if costs is not self.known.costs:
             self.known = KnownCosts(costs, "; ".join(dict.fromkeys([measured, *scaled])))

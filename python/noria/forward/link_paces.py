@@ -29,7 +29,7 @@ class LinkPaces:
 
     def begin_anew(self) -> None:
         """Steps have other inputs from now on."""
-        self._plan = None
+        self._usual = {}
 
     def changes(self, costs: MeasuredCosts, plan: object) -> dict[str, float]:
         """Returns, by lane, how many times as long as usual copies have taken since the last call.
