@@ -259,10 +259,16 @@ def test_ranks_with_different_costs_draft_the_same_units(folder):
         assert all(map(torch.equal, kept, other_kept))
 
 
+def all_or_none(planned, costs):
+    """All units are drafted if forwards are long."""
+    drafted = frozenset(planned.undo_logs if costs.elements > 400 else ())
+    return None if drafted == planned.drafted else dataclasses.replace(planned, drafted=drafted)
+
+
 def _drafts_anew_on(rank, size):
     """Rank 1 gets longer inputs in mid-run, then shorter ones again."""
     with pytest.MonkeyPatch.context() as patch:
-        slow_drafts(patch, [0.1, 1.0][rank])
+        patch.setattr("noria.wrapped.choose_again", all_or_none)
         patch.setattr("noria.forward.cost_recorder._LOOKED_AT", 4)
         model, optimizer = noria.wrap(*make(), device="cpu", kernel="fused", draft_memory="1GiB", window=2)
         wrapped, found = wrapped_by(model), []
@@ -284,6 +290,7 @@ def test_ranks_with_different_steps_choose_anew_alike(folder):
     first, longer, shorter = (known.costs for _, known in found)
     assert longer.forward_us > first.forward_us and "scaled to inputs of now" in found[1][1].measured
     assert shorter.elements == pytest.approx(first.elements)
+    assert [drafted for drafted, _ in found] == [[], [0, 1, 2, 3], []]
 
 
 class UsesItsEmbedding(nn.Module):
