@@ -135,11 +135,13 @@ class PlannedStep:
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
-        for step in range(2):
+        # The first step has nothing of a step before it. If there would be something, it differs from the others.
+        differs = bool(saved or planned.streamed_at_rest) or planned.policy.update == "blocking"
+        for step in range(1 + differs):
             self._first.append(len(self.ops))
             self._middle.clear()
             self._add_step(step)
-        self._repeat_last_step(_STEPS - 2)
+        self._repeat_last_step(_STEPS - len(self._first))
         self.waits = _C.derive(self.ops, planned.buffers)
         self._costs = self._estimated() if measured is None else self._measured(measured)
         ring = (0 if self._ring is None else self._ring.num_slots), self._takes, self._gives
@@ -248,7 +250,7 @@ class PlannedStep:
             self._add("step", "compute", "update", unit.index, int(moved), [])
 
     def _repeat_last_step(self, times: int) -> None:
-        """Adds the ops of the last step again. Only the first step differs: nothing has come before it."""
+        """Adds the ops of the last step again."""
         first, end = self._first[-1], len(self.ops)
         ops = self._made[first:]
         phases, priorities = self.phases[first:], self._priorities[first:]
