@@ -62,7 +62,7 @@ def whole_steps(args: Any) -> tuple[dict[str, list[float]], dict[str, Any]]:
         "torch": Run(copy.deepcopy(plain), wrapped=True),
         "fused": Run(plain, wrapped=True, kernel="fused"),
     }
-    batches = [torch.randint(0, 4096, (args.batch, 256)) for _ in range(args.steps + 3)]
+    batches = [torch.randint(0, 4096, (args.batch, args.length)) for _ in range(args.steps + 3)]
     samples: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -136,7 +136,7 @@ def stays(args: Any) -> tuple[dict[str, list[list[float]]], dict[str, Any]]:
     seconds = _common.seconds
     samples: dict[str, list[list[float]]] = {name: [] for name in runs}
     for number in range(args.pairs + 3):
-        tokens = torch.randint(0, 4096, (args.batch, 256)).to(device)
+        tokens = torch.randint(0, 4096, (args.batch, args.length)).to(device)
         for name in list(runs) if number % 2 else reversed(runs):
             taken: list[float] = []
             loss: list[torch.Tensor] = []
@@ -174,7 +174,8 @@ def added(samples: dict[str, list[float]], phase: str) -> float:
 def main() -> int:
     parser = _common.parser_of(__doc__)
     parser.add_argument("--steps", type=int, help="measured steps of each run")
-    parser.add_argument("--batch", type=int, help="sequences of 256 tokens in a step")
+    parser.add_argument("--batch", type=int, help="sequences of a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--pairs", type=int, help="pairs of steps of the third table")
     parser.add_argument("--only", choices=["steps", "hooks", "stays"], help="one of the three questions")
     args = parser.parse_args()
@@ -233,7 +234,8 @@ def main() -> int:
             f"losses the same to the bit as plain PyTorch's: {whole['same_losses_to_the_bit']}; "
             f"{whole['fetches_per_step']} fetches a step, planned {whole['fetches_planned']}"
         )
-    settings = {"steps": args.steps, "batch": args.batch, "pairs": args.pairs, "torch_threads": torch.get_num_threads()}
+    settings = {name: getattr(args, name) for name in ("steps", "batch", "length", "pairs")}
+    settings["torch_threads"] = torch.get_num_threads()
     _common.Result("overhead", samples, summary, settings).write(args, began)
     return 0
 

@@ -41,18 +41,27 @@ pytestmark = [
     ),
 ]
 
+
+def sampled(parametrize: pytest.MarkDecorator) -> Callable[[Any], Any]:
+    return lambda test: pytest.mark.sampled(3)(parametrize(test))
+
+
 ROOM = "64MiB"
 STAYED = 2
 PART = "part"
 """In place of an amount: what about half of the units take. The others stream."""
 MASTERS = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "masters"])
 BY_TORCH: dict[str, Any] = {"kernel": "torch", "optimizer_device": "device"}
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [{}, {"dtype": torch.bfloat16}, BY_TORCH, {**BY_TORCH, "dtype": torch.bfloat16}],
-    ids=["fp32", "masters", "by torch", "masters by torch"],
+KINDS = sampled(
+    pytest.mark.parametrize(
+        "kind",
+        [{}, {"dtype": torch.bfloat16}, BY_TORCH, {**BY_TORCH, "dtype": torch.bfloat16}],
+        ids=["fp32", "masters", "by torch", "masters by torch"],
+    )
 )
-BOTH = pytest.mark.parametrize("kind", [{}, {**BY_TORCH, "dtype": torch.bfloat16}], ids=["fp32", "masters by torch"])
+BOTH = sampled(
+    pytest.mark.parametrize("kind", [{}, {**BY_TORCH, "dtype": torch.bfloat16}], ids=["fp32", "masters by torch"])
+)
 
 
 @pytest.fixture(params=["all", PART])
@@ -174,6 +183,7 @@ def test_bits_are_those_of_a_model_that_streams(stay, rule, kind):
     assert len(noria.report(stays.model).at_rest) == len(still)
 
 
+@pytest.mark.sampled(3)
 @MASTERS
 @pytest.mark.parametrize("name", TORCHS)
 def test_torchs_optimizers_have_the_bits_of_the_device(stay, name, dtype, monkeypatch):

@@ -155,6 +155,7 @@ def compare(
 # ---- bits ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @NEEDS_KERNELS
 @MASTERS
 @pytest.mark.parametrize("rule", OPTIMIZERS)
@@ -162,6 +163,7 @@ def test_norias_kernels_have_the_bits_of_the_host(rule, dtype):
     compare(train, optimizer=OPTIMIZERS[rule], dtype=dtype, kernel="fused")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("update", ["auto", "blocking"])
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_torchs_optimizers_have_the_bits_of_plain_pytorch_on_the_device(name, update, stepping_there):
@@ -179,6 +181,7 @@ def test_torchs_optimizers_have_the_bits_of_plain_pytorch_on_the_device(name, up
 
 
 @pytest.mark.skipif(device.DEVICE == "cuda" and not device.IS_PRETEND, reason="a GPU and the host differ in last bits")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_beside_masters_torchs_optimizers_have_the_bits_of_the_host_if_the_device_is_one(name):
     model, optimizer = BY_TORCH[name]
