@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from tests.device import DEVICE
-from tests.journeys.pairs import WIDTH, Side, adamw, both, new_side, wrap_side
+from tests.journeys.pairs import HOSTILE, WIDTH, Side, adamw, both, new_side, wrap_side
 from tests.journeys.wrapper import Codes, adapted
 from tests.ranks import alone, on_ranks
 
@@ -75,7 +75,8 @@ def test_an_optimizer_may_hold_them():
 
 
 def gradients(omitted: str = "") -> list[torch.Tensor]:
-    side = wrap_side(new_side(model=adapted, optimizer=adapters), kernel="torch", window=2)
+    late = {**HOSTILE, "hold_us": {"fetch": 10_000}}  # longer than a busy machine dawdles
+    side = wrap_side(new_side(model=adapted, optimizer=adapters), kernel="torch", window=2, hostility=late)
     if omitted:
         omit_wait(side.model, omitted)
     train(side)
