@@ -232,7 +232,7 @@ def test_torch_gets_few_elements_at_once(stay, monkeypatch):
 
     whole = TorchOnDevice.run
     monkeypatch.setattr(TorchOnDevice, "run", run)
-    monkeypatch.setattr("noria.step.resident_step._ELEMENTS", 200)
+    monkeypatch.setattr("noria.step.resident_step.PIECE_ELEMENTS", 200)
     compare(stay, train, **BY_TORCH)
     several = [each for each in sizes if len(each) > 1]
     assert several and all(sum(each) <= 200 for each in several) and any(sum(each) > 200 for each in sizes)

@@ -47,7 +47,7 @@ WHOLE, CUT = 8 << 20, 200
 @pytest.fixture(params=[WHOLE, CUT], ids=["whole", "cut"], autouse=True)
 def piece(request, monkeypatch) -> int:
     """How many elements make a piece: all of a unit, or few, so that a unit has more pieces than there are slots."""
-    monkeypatch.setattr(planned, "_ELEMENTS", request.param)
+    monkeypatch.setattr(planned, "PIECE_ELEMENTS", request.param)
     return request.param
 
 

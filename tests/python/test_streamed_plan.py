@@ -35,7 +35,7 @@ def plan_of(optimizer: Any = torch.optim.AdamW, **policy: Any) -> WrapPlan:
 @pytest.mark.parametrize("kernel", ["fused", "torch"])
 @pytest.mark.parametrize("elements", [8 << 20, 5000, 100])
 def test_pieces_cover_their_unit_and_fit_into_a_slot(monkeypatch, elements, kernel, dtype):
-    monkeypatch.setattr(streamed, "_ELEMENTS", elements)
+    monkeypatch.setattr(streamed, "PIECE_ELEMENTS", elements)
     planned = plan_of(kernel=kernel, dtype=dtype)
     assert planned.streamed.keys() == set(range(BLOCKS))
     for unit, pieces in planned.streamed.items():

@@ -68,9 +68,8 @@ class CostRecorder:
         self._saved: SavedBytes | None = None  # while a step's forwards are counted
         self._counted = SavedBytes(slot.parameter for slot in context.slots)
         self._inputs = ""
-        self._most_there = (
-            0  # most bytes on the device of what the engine moves; an allocator may ask inside of the engine
-        )
+        # Most bytes on the device of what the engine moves. It is kept here: an allocator may ask inside of the engine.
+        self._most_there = 0
         self._at_rest = 0  # what torch keeps from one step to the next, in bytes
         hooks = context.partition.hooks
         self._gauge = next((spec for spec in hooks if spec.is_block), hooks[0])

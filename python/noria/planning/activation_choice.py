@@ -98,13 +98,12 @@ def beside_stays(
     now, every = chosen.recomputed, frozenset(may)
 
     def plan(again: frozenset[int]) -> WrapPlan:
-        if again == now:
-            return chosen
         budgets = dataclasses.replace(planned.budgets, activations=chosen.saved_room)
         candidate = dataclasses.replace(chosen, recomputed=again, budgets=budgets)
         return with_stays(beside_torch(candidate, costs), chosen.stays)
 
     tried = Tried(plan, step_us)
+    tried.add(now, chosen)
     best = min((climb(begin, every, tried) for begin in (now, frozenset(), every)), key=tried)
     return tried.plans[best] if pays(tried(best), tried(now), is_more=len(best) > len(now)) else chosen
 

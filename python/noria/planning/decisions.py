@@ -134,13 +134,8 @@ def _with_best_streamed(
         for unit in forward_order(begin)
         if unit in begin.may_stay and unit not in begin.stays and begin.units[unit].gradients
     }
-    now = frozenset(begin.streamed)
-
-    def plan(chosen: frozenset[int]) -> WrapPlan:
-        return begin if chosen == now else with_streamed(same_stays, chosen)
-
-    tried = Tried(plan, step_us)
-    tried(now)
+    tried: Tried[frozenset[int]] = Tried(lambda chosen: with_streamed(same_stays, chosen), step_us)
+    tried.add(frozenset(begin.streamed), begin)
     every = sum(may.values())
     for part in range(PARTS + 1):
         tried(frozenset(spread_evenly(may, every * part // PARTS)))
@@ -157,11 +152,8 @@ class _Search:
         self._planned = planned
         self.all_fit = all_fit(planned.units, planned.may_stay, planned.budgets)
         self.best = with_stays(planned, frozenset())
-        self._tried = Tried(self._plan, step_us)
-        self._best_us = self._tried(frozenset())
-
-    def _plan(self, stays: frozenset[int]) -> WrapPlan:
-        return with_stays(self._planned, stays)
+        self._tried: Tried[frozenset[int]] = Tried(lambda stays: with_stays(planned, stays), step_us)
+        self._best_us = self._tried.add(frozenset(), self.best)
 
     def look(self, stays: frozenset[int]) -> float:
         """Returns the time of a step if these units stay; infinity if the device has no room for them."""

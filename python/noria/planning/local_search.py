@@ -38,9 +38,12 @@ class Tried(Generic[Choice]):
         if choice not in self.times:
             self.times[choice] = math.inf
             with contextlib.suppress(UsageError):
-                planned = self._plan(choice)
-                self.times[choice] = self._step_us(planned)
-                self.plans[choice] = planned
+                self.add(choice, self._plan(choice))
+        return self.times[choice]
+
+    def add(self, choice: Choice, planned: WrapPlan) -> float:
+        """Takes the plan of a choice, and returns the time of its step."""
+        self.times[choice], self.plans[choice] = self._step_us(planned), planned
         return self.times[choice]
 
     def best(self) -> Choice:

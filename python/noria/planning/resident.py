@@ -45,6 +45,7 @@ def mirrors_of(
     Plain masters are those of units that torch updates. What it keeps has a place for each tensor.
     """
     found: dict[str, Mirror] = {}
+    count = 1 + max((unit.index for unit in units), default=-1)
     for region in regions:
         if region.purpose == TORCH_STATE:
             ranges = _ranges_of_state(units, states)
@@ -54,7 +55,6 @@ def mirrors_of(
             ranges = {unit: [(region.offsets[unit], region.sizes[unit])] for unit in own}
         else:
             continue
-        count = 1 + max((unit.index for unit in units), default=-1)
         sizes = [sum(aligned(size) for _, size in ranges.get(index, ())) for index in range(count)]
         there = Region.of(f"{region.purpose} at rest", sizes)
         parts: dict[int, dict[int, tuple[int, int]]] = {}

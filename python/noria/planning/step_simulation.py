@@ -135,7 +135,7 @@ class PlannedStep:
         self._middle: set[int] = set()  # ops of the second of three backwards, and of its forward
         self._takes: list[int] = []  # ops that take a slot of the gradient ring
         self._gives: list[int] = []
-        # The first step has nothing of a step before it. If there would be something, it differs from the others.
+        # If something of a step is still under way in the next one, the first step differs from the others.
         differs = bool(saved or planned.streamed_at_rest) or planned.policy.update == "blocking"
         for step in range(1 + differs):
             self._first.append(len(self.ops))

@@ -18,6 +18,7 @@ from noria.policy import Policy
 __all__ = [
     "GRADIENTS_IN_FP32",
     "NUM_SLOTS",
+    "PIECE_ELEMENTS",
     "StreamCopy",
     "StreamPiece",
     "bytes_moved",
@@ -31,7 +32,7 @@ __all__ = [
 NUM_SLOTS = 3
 """How many pieces have memory on the device at once: one is updated, one comes, and one goes home."""
 
-_ELEMENTS = 8 << 20
+PIECE_ELEMENTS = 8 << 20
 """How many elements of a unit make a piece. With AdamW in bfloat16 a slot then takes 112 MiB, and no copy is short."""
 
 GRADIENTS_IN_FP32 = "gradients in fp32"
@@ -131,7 +132,7 @@ def pieces_of(
     offsets = {region.purpose: region.offsets[unit.index] for region in regions if len(region.sizes) > unit.index}
     trainable = sorted((slot for slot in unit.parameters if slot.trainable), key=lambda slot: slot.home_offset)
     item = min(slot.dtype.itemsize for slot in trainable)
-    bounds = _bounds(unit, [slot.home_offset for slot in trainable], _ELEMENTS * item, cuts_anywhere=is_fused)
+    bounds = _bounds(unit, [slot.home_offset for slot in trainable], PIECE_ELEMENTS * item, cuts_anywhere=is_fused)
     has_masters = not is_fused and sizes.get("masters", 0) > 0
     pieces = []
     for begin, end in itertools.pairwise(bounds):
@@ -155,9 +156,9 @@ def pieces_of(
     return pieces
 
 
-def slot_bytes(pieces: Iterable[StreamPiece]) -> int:
-    """Returns the bytes of one slot, in which any of these pieces fits."""
-    return max((piece.num_bytes for piece in pieces), default=0)
+def slot_bytes(streamed: Mapping[int, Sequence[StreamPiece]]) -> int:
+    """Returns the bytes of one slot, in which any piece of these units fits."""
+    return max((piece.num_bytes for pieces in streamed.values() for piece in pieces), default=0)
 
 
 def bytes_moved(pieces: Iterable[StreamPiece]) -> int:

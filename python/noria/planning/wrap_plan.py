@@ -167,7 +167,7 @@ class WrapPlan:
     @property
     def update_slot_bytes(self) -> int:
         """Bytes on the device for one piece of a unit that is updated there; 0 if none is."""
-        return slot_bytes(piece for pieces in self.streamed.values() for piece in pieces)
+        return slot_bytes(self.streamed)
 
     @property
     def saved_room(self) -> int | None:
@@ -243,10 +243,9 @@ class WrapPlan:
                 "beside the window, and are updated there; the passes above are those of the others"
             )
         if streamed := self.streamed_at_rest:
-            largest = slot_bytes(piece for pieces in streamed.values() for piece in pieces)
             lines.append(
                 f"the device updates {len(streamed)} of {len(self.units)} units; each goes there and back in pieces of "
-                f"at most {format_bytes(largest)}"
+                f"at most {format_bytes(slot_bytes(streamed))}"
             )
         if self.saved_room is not None:
             lines.append(
@@ -423,8 +422,8 @@ def with_stays(planned: WrapPlan, stays: frozenset[int]) -> WrapPlan:
     slots = planned.update_slot_bytes * NUM_SLOTS
     if not planned.stands_still:  # else there is no window then
         # Pieces of units that stay have slots until they do.
-        others = (piece for pieces in planned.streamed_at_rest.values() for piece in pieces)
-        at_rest = NUM_SLOTS * slot_bytes(others) + planned.resident_bytes + gradient_bytes(planned.units, stays)
+        at_rest = NUM_SLOTS * slot_bytes(planned.streamed_at_rest)
+        at_rest += planned.resident_bytes + gradient_bytes(planned.units, stays)
         beside += max(at_rest - slots, 0)
     arena, window = _device_split(
         planned.policy, planned.budgets, planned.units, facts, forward + backward, beside, slots

@@ -67,7 +67,7 @@ class Streamed:
             return
         copies = [copy for pieces in wanted.values() for piece in pieces for copy in piece.copies]
         context.home.pin({copy.purpose for copy in copies}, context.backend)
-        size = NUM_SLOTS * slot_bytes(piece for pieces in wanted.values() for piece in pieces)
+        size = NUM_SLOTS * slot_bytes(wanted)
         if context.device_buffers.taken.get(UPDATE_SLOTS, 0) != size:
             self.end()
         if size and UPDATE_SLOTS not in context.device_buffers.taken:

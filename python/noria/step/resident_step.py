@@ -11,6 +11,7 @@ import torch
 from noria import _C
 from noria.model.layout import HomeParameter
 from noria.model.update_rules import rule_of
+from noria.planning.streamed import PIECE_ELEMENTS
 from noria.runtime.masters import Masters
 from noria.runtime.rest import Rest
 from noria.step.collect_grads import prepare_jobs, refuse_gradient
@@ -22,9 +23,6 @@ from noria.step.torch_step import broken_off
 from noria.torch_state import plainly
 
 __all__ = ["ResidentStep"]
-
-_ELEMENTS = 8 << 20
-"""As many elements torch's optimizer gets at once, or one parameter: its own scratch memory is then small."""
 
 
 class ResidentStep:
@@ -152,12 +150,15 @@ def _gradient_for_torch(slot: HomeParameter) -> torch.Tensor:
 
 
 def _in_parts(groups: Groups) -> Iterator[Groups]:
-    """Yields the groups in parts of at most `_ELEMENTS` elements, each with at least one parameter."""
+    """Yields the groups in parts of at most `PIECE_ELEMENTS` elements, each with at least one parameter.
+
+    So torch's own scratch memory is as small as for pieces.
+    """
     part: Groups = []
     count = 0
     for hyper, slots in groups:
         for slot in slots:
-            if part and count + slot.like.numel() > _ELEMENTS:
+            if part and count + slot.like.numel() > PIECE_ELEMENTS:
                 yield part
                 part, count = [], 0
             if not part or part[-1][0] is not hyper:
