@@ -73,10 +73,10 @@ test-modules: all
 # new examples. Of each test that `make pretend` runs, it runs some cases there. Ranks that are forked have one hash
 # seed. Some tests of ranks run again with ranks that have their own.
 test-all: tidy googletest sanitize test-modules
-	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=default --durations=40
+	$(BIN)/python $(PYTEST) -m "" --hypothesis-profile=new --durations=40
 	RANKS=spawn $(BIN)/python $(PYTEST) $(SPAWNED:%=tests/journeys/test_%.py)
 	$(call on_pretend_gpu,$${PRETEND_GPU:-1},tests/pretend_gpu tests/journeys -m "not long and not rest" \
-	  --hypothesis-profile=default --durations=40)
+	  --hypothesis-profile=new --durations=40)
 
 googletest: all
 	@$(CMAKE) build/current >/dev/null  # GoogleTest may have been installed since

@@ -165,32 +165,25 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         STREAMED: {"device_memory": window_of(model), "resident": "none"},
     }
     turns = Turns(list(policies), steps)
+    taken: dict[str, Turn] = {}
     seconds: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
     fetches: dict[str, int] = {}
     busy_s: dict[str, dict[str, float]] = {}
 
-    def run(name: str, folder: str) -> None:
+    def build(name: str, arguments: TrainingArguments) -> Trainer:
+        policy, turn = policies[name], Turn(name, turns)
+        given = {"model": copy.deepcopy(model), "args": arguments, "train_dataset": data, "callbacks": [turn]}
+        trainer = Trainer(**given) if policy is None else NoriaTrainer(**given, noria=policy)
+        trainer.remove_callback(NoriaCallback)  # it prints the report
+        taken[name] = turn
+        return trainer
+
+    def run(name: str, trainer: Trainer) -> None:
         try:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                max_steps=steps,
-                per_device_train_batch_size=batch,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-                seed=0,
-            )
-            turn = Turn(name, turns)
-            given = {"model": copy.deepcopy(model), "args": arguments, "train_dataset": data, "callbacks": [turn]}
-            policy = policies[name]
-            trainer = Trainer(**given) if policy is None else NoriaTrainer(**given, noria=policy)
-            trainer.remove_callback(NoriaCallback)  # it prints the report
             losses[name] = trainer.train().training_loss
-            seconds[name] = turn.seconds[WARM_UP:]
-            if policy is not None:
+            seconds[name] = taken[name].seconds[WARM_UP:]
+            if policies[name] is not None:
                 report = noria.report(trainer.model, write_trace=False)
                 fetches[name] = report.num_fetches
                 busy_s[name] = {each.lane: each.busy_us / 1e6 / report.num_steps for each in report.lanes}
@@ -198,7 +191,19 @@ def trainer_steps(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             turns.fail(error)
 
     with tempfile.TemporaryDirectory() as folder:
-        threads = [threading.Thread(target=run, args=(name, folder)) for name in policies]
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainers = {name: build(name, arguments) for name in policies}  # one after another: they share what they set up
+        threads = [threading.Thread(target=run, args=each) for each in trainers.items()]
         for thread in threads:
             thread.start()
         for thread in threads:

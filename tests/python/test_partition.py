@@ -518,7 +518,7 @@ def is_worth_a_unit(module: nn.Module) -> bool:
     return is_called(module) and any(True for _ in module.parameters())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(roots=st.lists(models(), min_size=1, max_size=2))
 def test_any_model_is_divided_so_that_every_parameter_has_one_unit_and_its_user_announces_it(roots):
     found = partition(roots if len(roots) > 1 else roots[0])
@@ -527,7 +527,7 @@ def test_any_model_is_divided_so_that_every_parameter_has_one_unit_and_its_user_
     assert unit_names(again) == unit_names(found) and again.hooks == found.hooks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(root=models(), data=st.data())
 def test_any_choice_of_modules_is_divided_just_as_well(root, data):
     names = [name for name, module in root.named_modules() if name and any(map(is_worth_a_unit, module.modules()))]

@@ -39,7 +39,7 @@ class Holder(nn.Module):
             setattr(self, f"p{number}", nn.Parameter(value, requires_grad=trainable))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PARAMETERS, DTYPES, st.integers(1, 5))
 def test_the_parts_of_all_ranks_tile_every_parameter(parameters, dtypes, num_ranks):
     own, travels_in = dtypes
@@ -85,7 +85,7 @@ def test_the_parts_of_all_ranks_tile_every_parameter(parameters, dtypes, num_ran
             assert torch.equal(rebuilt, value)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(PARAMETERS, DTYPES)
 def test_one_rank_has_the_home_that_it_always_had(parameters, dtypes):
     own, travels_in = dtypes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria import _C
 
@@ -28,7 +28,7 @@ from tests.python.optim import units
 MIB = 1 << 20
 PATIENCE_S = 60  # how long a test waits for what must happen; only a failing test takes so long
 
-some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=20)
 
 
 def noise(num_bytes: int, seed: int = 0) -> bytes:
@@ -462,7 +462,7 @@ def test_shared_memory_is_poisoned_before_it_is_used(host):
     assert host.drained(backend, backend.allocate_shared(5000), 5000) == b"\xff" * 5000
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(seed=st.integers(1, 1 << 40))
 def test_no_delay_loses_a_byte_on_its_way_to_a_peer_and_back(machine, seed):
     """One window and one range of the peer's, used again every round: every wait matters."""
@@ -898,7 +898,7 @@ def test_hostile_delays_are_a_function_of_seed_and_lane():
     assert drawn(0, "fetch") == [0] * 100
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(seed=st.integers(1, 1 << 40))
 def test_no_delay_reorders_a_lane_or_outruns_a_ticket(machine, seed):
     backend, trace = machine.backend(seed=seed, max_delay_us=200), _C.Trace(1000)
@@ -946,7 +946,7 @@ def test_a_hold_keeps_back_the_ops_of_its_verb_alone(host, verb):
 # ---- limits of the host backend: they promise times ----
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5)
 @given(
     sizes=st.lists(st.integers(1, MIB), min_size=1, max_size=4),
     gib_s=st.sampled_from([0.25, 1.0, 4.0]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from noria import _C
 
@@ -206,7 +206,7 @@ def run(model, program, twin=None, **settings_of_engine):
 # ---- exactness ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_loop_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data):
     model, program = data.draw(programs())
@@ -304,7 +304,7 @@ def lent(draw, model, program):
     return calls
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_loop_has_the_same_bits_with_units_at_a_peer(data):
     model, program = data.draw(programs())
@@ -473,7 +473,7 @@ def loops_with_a_ring(draw):
     return model, loop.calls
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80)
 @given(data=st.data())
 def test_updates_inside_backward_give_the_bits_of_updates_after_it(data):
     model, program = data.draw(loops_with_a_ring())

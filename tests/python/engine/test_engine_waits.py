@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.python.engine.bare import (
@@ -424,7 +424,7 @@ def test_results_are_wrong_without_this_kind_of_wait_and_right_with_it(kind):
     assert case.only_in_the_arena == all(each.startswith("arena") for each in wrong), wrong
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120)
 @given(data=st.data())
 def test_no_program_has_a_kind_of_wait_that_is_not_shown_to_matter(data):
     model, program = data.draw(programs())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.python.engine.bare import Call, Model, Twin, differences, play
@@ -68,10 +68,7 @@ def followed(size: int, model: Model, program: list[Call], **settings_of_engines
     return ranks
 
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_loop_of_ranks_in_any_window_gives_the_bits_of_a_loop_that_moves_nothing(data):
     model, program = data.draw(programs())

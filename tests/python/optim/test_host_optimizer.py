@@ -66,7 +66,7 @@ def test_threads_and_pieces_change_no_bit(num_threads, split):
     edges=st.lists(st.lists(st.integers(0, 100), max_size=3), min_size=1, max_size=8),
     data=st.data(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_job_runs_after_all_its_tickets_if_any_of_them_are_late(seed, edges, data):
     """Random graphs of updates, gates given in random order, random delays. Each unit is updated twice, the
     second time after the first: any other order shows in its bits."""
@@ -352,7 +352,7 @@ def test_what_has_begun_or_is_done_or_is_anothers_is_not_recalled():
 
 
 @given(seed=st.integers(1, 2**32), data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_recall_at_any_moment_leaves_each_job_either_done_or_undone(seed, data):
     pool = _C.HostOptimizer(2, pace=_C.SlowPace(hostility={"seed": seed, "max_delay_us": 100}))
     made = [Unit(500, seed=index) for index in range(8)]

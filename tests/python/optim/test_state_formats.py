@@ -145,7 +145,7 @@ def outcome(rule, state, count, seed, *, wild=False, split=False, factor=1.0, ro
 @reduced
 @pytest.mark.parametrize("split", [False, True])
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 700), wild=st.booleans(), factor=st.sampled_from([1.0, 0.3]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_instruction_sets_and_drafts_give_the_same_bits(rule, state, split, seed, count, wild, factor):
     def of(**how):
         return outcome(rule, state, count, seed, wild=wild, split=split, factor=factor, **how)
@@ -159,7 +159,7 @@ def test_instruction_sets_and_drafts_give_the_same_bits(rule, state, split, seed
 @rules
 @reduced
 @given(seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_cutting_the_arrays_changes_no_bit(rule, state, seed, data):
     cut = data.draw(st.lists(st.integers(0, 5000), max_size=6))
     if state == "8bit":
@@ -290,7 +290,7 @@ def test_a_second_moment_decays_where_rounding_to_nearest_would_hold_it(state):
 
 @rules
 @given(seed=st.integers(0, 2**32), wild=st.booleans(), count=st.integers(1, 900))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_codes_come_back_from_plain_floats_as_they_were(rule, seed, wild, count):
     unit = make(rule, count, seed, wild=wild, state="8bit")
     for step in range(3):

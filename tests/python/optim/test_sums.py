@@ -45,7 +45,7 @@ def drawn(split: bool, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("split", [False, True])
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 300))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_instruction_set_gives_the_bits_of_the_slow_twin(split, seed, count):
     memory, values = drawn(split, count + 7, seed)
     for name in [*SETS, ""]:
@@ -97,7 +97,7 @@ def test_one_element_that_is_not_finite_is_seen_and_large_ones_are_not_taken_for
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_bits_are_summed_as_numpy_sums_them(seed):
     values = any_floats(np.random.default_rng(seed), 64)
     with np.errstate(all="ignore"):

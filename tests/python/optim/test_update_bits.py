@@ -36,7 +36,7 @@ def steps_of(unit: Unit, count: int = 3, *, may_stay: bool = False, **how) -> by
 
 @pytest.mark.parametrize(("rule", "changed", "split"), EVERY, ids=str)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 300), wild=st.booleans(), factor=st.sampled_from([1.0, 0.3]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_instruction_sets_and_drafts_give_the_same_bits(rule, changed, split, seed, count, wild, factor):
     def outcome(**how):
         unit = make(rule, count, seed, wild=wild, split_master=split)
@@ -50,7 +50,7 @@ def test_instruction_sets_and_drafts_give_the_same_bits(rule, changed, split, se
 
 @pytest.mark.parametrize("rule", RULES)
 @given(seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_cutting_the_arrays_changes_no_bit(rule, seed, data):
     """Also where pieces begin at addresses that no vector is aligned to."""
     cut = data.draw(st.lists(st.integers(0, 5000), max_size=6))

@@ -149,7 +149,7 @@ def wild_ops(draw):
 # ---- they suffice, and none is left that could go ----------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(programs(), st.integers(0, 2**32))
 def test_no_read_sees_a_wrong_version_in_any_order_that_lanes_and_waits_allow(program, seed):
     ops, buffers = program.ops, program.model.buffers
@@ -158,7 +158,7 @@ def test_no_read_sees_a_wrong_version_in_any_order_that_lanes_and_waits_allow(pr
         assert run.num_wrong_reads(waits, seed + k) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(programs().map(lambda program: (program.ops, program.model.buffers)), wild_ops()))
 def test_waits_are_those_of_the_obvious_twin(case):
     ops, buffers = case
@@ -247,7 +247,7 @@ def test_each_kind_of_wait_matters(name):
 # ---- check -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(programs(), st.randoms(use_true_random=False))
 def test_check_accepts_derived_waits_and_misses_each_one_that_is_removed(program, rng):
     ops, buffers = program.ops, program.model.buffers

@@ -28,7 +28,7 @@ signatures = st.builds(_C.Signature, st.just("forward"), st.integers(0, 1), st.b
 loops = st.lists(st.tuples(signatures, hook_lists, st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loops)
 def test_a_loop_of_passes_is_recognised_from_its_second_round_on(loop):
     """The first pass of round two had another predecessor; from round three on every pass is expected
@@ -57,7 +57,7 @@ def test_a_loop_of_passes_is_recognised_from_its_second_round_on(loop):
             assert expected == [itinerary] * len(expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(hook_lists, min_size=1, max_size=4), hook_lists)
 def test_the_expected_itinerary_always_begins_like_what_was_announced(known, hooks):
     book = _C.ItineraryBook()

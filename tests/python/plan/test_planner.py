@@ -84,7 +84,7 @@ def judge(model, plan, arena, window, entry=(), adds=False):
     return weights
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_every_visit_has_what_it_needs_and_no_two_leases_overlap(data):
     model = data.draw(models())
@@ -98,7 +98,7 @@ def test_every_visit_has_what_it_needs_and_no_two_leases_overlap(data):
         entry = plan.exit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_leases_say_from_which_op_to_which_a_range_is_taken(data):
     model, adds = data.draw(models()), data.draw(st.booleans())
@@ -119,7 +119,7 @@ def test_leases_say_from_which_op_to_which_a_range_is_taken(data):
     assert [lease.first_op for lease in leases].count(-1) == len(forward.exit)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_fetches_are_issued_in_the_order_of_need_and_as_early_as_memory_and_window_allow(data):
     model = data.draw(models())
@@ -183,7 +183,7 @@ def lru_fetches(visits, num_slots, entry):
     return fetches
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_units_of_one_size_are_fetched_as_seldom_as_any_schedule_could(data):
     model = data.draw(models(equal=True))
@@ -198,7 +198,7 @@ def test_units_of_one_size_are_fetched_as_seldom_as_any_schedule_could(data):
     assert plan.num_fetches <= lru_fetches(visits, slots, [unit for unit, _ in entry])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_what_lies_there_at_entry_is_not_fetched(data):
     model = data.draw(models())
@@ -242,7 +242,7 @@ def test_a_gradient_buffer_is_not_put_where_the_last_one_was(num_cells):
 # ---- what does not fit -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_smallest_budget_is_enough_and_anything_less_is_refused(data):
     model = data.draw(models())
@@ -280,7 +280,7 @@ def test_an_impossible_entry_is_our_mistake():
 # ---- versions and text -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_versions_count_the_writes_of_a_buffer_since_the_pass_began(data):
     model = data.draw(models())
@@ -294,7 +294,7 @@ def test_versions_count_the_writes_of_a_buffer_since_the_pass_began(data):
             assert access.version == writes[access.buffer]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_same_request_gives_the_same_plan(data):
     model = data.draw(models())

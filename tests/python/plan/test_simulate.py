@@ -19,7 +19,7 @@ def costs(draw, num_units):
     return _C.Costs(bandwidth, {lane: draw(st.integers(0, 5)) for lane in lanes}, draw(times), draw(times))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_every_op_starts_when_its_lane_is_free_and_its_waits_have_ended_and_not_later(data):
     model = data.draw(models())
@@ -151,7 +151,7 @@ def test_copies_and_updates_share_the_memory_of_the_host():
     assert ends_of(ops, latency)[0] == 2_500_000  # a latency takes no memory
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_lanes_that_share_take_no_more_than_there_is_and_never_less_time(data):
     model = data.draw(models())

@@ -40,7 +40,7 @@ def resident_bytes(mapping):
 
 
 @given(num_bytes=st.integers(1, 3 * HUGE_PAGE))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_size_is_rounded_to_the_page_and_to_nothing_else(num_bytes):
     arena = _C.Arena(num_bytes)
     assert arena.bytes == num_bytes
