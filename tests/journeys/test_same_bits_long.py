@@ -52,8 +52,9 @@ def product() -> Iterator[Case]:
         if not is_possible(row):
             continue
         row |= {name: draw.choice(axes[name]) for name in axes if name not in WHOLE}
-        if not is_possible(row):
-            row["clear"] = "none"
+        for name in ("resident", "clear"):
+            if not is_possible(row):
+                row[name] = "none"
         yield Case(**row, seed=number, held=draw.choice(("", "fetch", "drain", "update", "poison")))
 
 
