@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "optim/update_kernels.h"
-
 namespace noria {
 namespace {
 
@@ -14,10 +12,15 @@ namespace {
 #undef NORIA_INDEPENDENT
 
 template <class Codes>
-void encode(const float* values, u8* codes, float* scales, std::size_t count) {
+void encode(const float* values, u8* codes, float* scales, std::size_t count, bool is_first) {
   for (std::size_t at = 0; at < count; at += kStateBlock) {
-    const auto to_nearest = [](std::size_t) { return 0.5f; };
-    *scales++ = encode_block<Codes>(values + at, codes + at, std::min(kStateBlock, count - at), to_nearest);
+    const std::size_t size = std::min(kStateBlock, count - at);
+    const Block block = block_for<Codes>(values + at, size);
+    for (std::size_t i = at; i < at + size; ++i) {
+      codes[i] = static_cast<u8>(Codes::encode(values[i], block, Codes::Magnitude::kToNearest));
+    }
+    if (block.has_nans && is_first) mark_nans(values + at, codes + at, size);
+    *scales++ = block.scale;
   }
 }
 
@@ -31,13 +34,15 @@ void decode(const u8* codes, const float* scales, float* values, std::size_t cou
 }  // namespace
 
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first) {
-  (is_first ? encode<FirstCodes> : encode<SecondCodes>)(values, codes, scales, count);
+  (is_first ? encode<FirstCodes> : encode<SecondCodes>)(values, codes, scales, count, is_first);
 }
 
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first) {
   (is_first ? decode<FirstCodes> : decode<SecondCodes>)(codes, scales, values, count);
 }
 
-std::uint32_t random_bits_of(std::uint32_t number) { return random_bits(number, 0); }
+Rounding first_random(std::uint32_t key, std::uint64_t element) {
+  return moved({key ^ random_bits(static_cast<u32>(element >> 32))}, element);
+}
 
 }  // namespace noria

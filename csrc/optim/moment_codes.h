@@ -11,13 +11,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optim/update_kernels.h"
+
 namespace noria {
 
 /// `is_first`: it is a first moment, which has a sign.
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first);
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first);
 
-/// Returns the random bits that rounding derives from a number, as the kernels do. 0 stays 0.
-std::uint32_t random_bits_of(std::uint32_t number);
+/// Returns from which number an update derives random bits for the element with this number, and those behind it.
+Rounding first_random(std::uint32_t key, std::uint64_t element);
 
 }  // namespace noria

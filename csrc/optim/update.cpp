@@ -93,12 +93,6 @@ UnitArrays at(const UnitArrays& arrays, std::size_t offset, std::size_t block) {
           at(arrays.v, offset, block)};
 }
 
-// The upper half of an element's number goes into the key. The kernel counts the lower half.
-Rounding rounding_of(const UpdateScalars& scalars, std::uint64_t number) {
-  return {scalars.rounding ^ random_bits_of(static_cast<std::uint32_t>(number >> 32)),
-          static_cast<std::uint32_t>(number)};
-}
-
 // A piece of a job on one instruction set. Ranges count as `UpdatePiece::offset` does.
 class Elements {
  public:
@@ -118,7 +112,7 @@ class Elements {
       Scaled scaled;
       const void* gradient = seen(piece_.scalars, begin, size, scaled);
       const FlushDenormals flush(is_flushed());
-      way_.update(arrays(begin), gradient, size, piece_.scalars, rounding_of(piece_.scalars, number(begin)));
+      way_.update(arrays(begin), gradient, size, piece_.scalars, first_random(piece_.scalars.rounding, number(begin)));
       begin += size;
     }
   }
@@ -132,7 +126,8 @@ class Elements {
     Scaled scaled;
     const void* gradient = seen(piece_.scalars, begin, end - begin, scaled);
     const FlushDenormals flush(is_flushed());
-    way_.draft(arrays(begin), gradient, end - begin, piece_.scalars, rounding_of(piece_.scalars, number(begin)), log);
+    way_.draft(arrays(begin), gradient, end - begin, piece_.scalars,
+               first_random(piece_.scalars.rounding, number(begin)), log);
   }
   void undo(std::size_t begin, std::size_t end) const {
     const UndoBlock log = log_of(begin);

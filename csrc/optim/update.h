@@ -23,8 +23,8 @@
 // half of the last bit. The random bits are a hash of seed, step and the number of the element
 // (`UpdatePiece::first`). So the result does not depend on schedule, thread, cut or instruction set.
 //
-// Values that are not finite: bf16 keeps them, element by element, as fp32 does. In 8 bits an infinite first moment
-// becomes NaN. An overflowed second moment stops its whole block. A NaN stays with its element.
+// Values that are not finite: bf16 keeps them, element by element, as fp32 does. In 8 bits a first moment above 2^125
+// becomes NaN. A second moment above that stops its whole block. A NaN stays with its element.
 // (optim/state_formats.inc.)
 //
 // Note [Factor]. Unscaling, clipping and the sign of maximize reach the rule as one factor on the gradient. The product

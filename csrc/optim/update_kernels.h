@@ -52,10 +52,9 @@ struct UpdateScalars {
   std::uint32_t rounding;  // of moments in fewer bits: from seed and step
 };
 
-/// Gives a range of elements its random bits, by a key and the number of the first element.
+/// Gives a range of elements its random bits: those of its first element come from this number.
 struct Rounding {
-  std::uint32_t key;
-  std::uint32_t first;
+  std::uint32_t number;
 };
 
 /// Points at one moment, in the one format whose array is not null.

@@ -9,7 +9,7 @@ such a file finds words in place of moments, and raises at its step: it never ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -61,8 +61,11 @@ _MARK = "noria"
 _KEPT_AS_CODES = "kept as codes: noria.plain_state_dict makes floats of them"
 """Stands under the key of the moment: a plain optimizer's step raises because of it."""
 
-_FORMAT = {"moments": "8bit", "block": _C.STATE_BLOCK, "version": 1}
+_FORMAT = {"moments": "8bit", "block": _C.STATE_BLOCK, "version": 2}
 """The mark. Another version has other codes or keys."""
+
+_ROOTS = {**_FORMAT, "version": 1}
+"""The mark of files whose codes stand for roots. They become floats when they are read."""
 
 PURPOSE_OF = {key: MOMENTS[number] for key, number in MOMENT_OF.items()} | {
     SCALES_KEY[key]: SCALES[number] for key, number in MOMENT_OF.items()
@@ -113,8 +116,8 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     _C.encode_moment(dense.data_ptr(), codes.data_ptr(), scales.data_ptr(), dense.numel(), is_first=is_first)
 
 
-def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Computes floats on the CPU. Raises UsageError if a block has no scale."""
+def _checked(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns both on the CPU. Raises UsageError if a block has no scale."""
     codes, scales = codes.cpu(), scales.cpu().contiguous()
     num_blocks = -(-codes.numel() // _C.STATE_BLOCK)
     if scales.numel() < num_blocks or scales.dtype is not torch.float32:
@@ -123,9 +126,30 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             f"{scales.numel()} in {scales.dtype}",
             "load a state that noria.save has written",
         )
+    return codes, scales
+
+
+def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    codes, scales = _checked(codes, scales)
     values = torch.empty_like(codes, dtype=torch.float32)
     is_first = codes.dtype is torch.int8
     _C.decode_moment(codes.data_ptr(), scales.data_ptr(), values.data_ptr(), values.numel(), is_first=is_first)
+    return values
+
+
+def _decode_roots(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Computes floats from codes of version 1: signed square roots, or fourth roots, of shares of the scale."""
+    codes, scales = _checked(codes, scales)
+    values = torch.empty_like(codes, dtype=torch.float32)
+    in_order = torch.as_strided(values, (values.numel(),), (1,))  # as scales count
+    in_order.copy_(torch.as_strided(codes, (codes.numel(),), (1,)))
+    scale = scales.repeat_interleave(_C.STATE_BLOCK)[: in_order.numel()]
+    if codes.dtype is torch.int8:
+        root = in_order * (1 / 127)
+        in_order.copy_(torch.where(in_order == -128, torch.nan, root * root.abs() * scale))
+    else:
+        square = (in_order * (1 / 255)).square()
+        in_order.copy_(square * square * scale)
     return values
 
 
@@ -145,12 +169,13 @@ def coded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 def named_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns a state dict of a file with its codes under the keys of the moments, as `optimizer.state` shows them.
 
-    Raises UsageError if the file has another format.
+    Codes of the first version come back as the floats that they stand for. Raises UsageError if the file has an unknown
+    format.
     """
     if not isinstance(state_dict, dict) or _MARK not in state_dict:
         return state_dict
     mark = state_dict[_MARK]
-    if mark != _FORMAT:
+    if mark not in (_FORMAT, _ROOTS):
         raise usage_error(
             f"an optimizer's state in the format {_FORMAT}", str(mark), "load it by the version of noria that saved it"
         )
@@ -159,7 +184,8 @@ def named_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
     for number, values in state.items():
         if isinstance(values, dict):
             kept = {key: value for key, value in values.items() if not _stands_for_codes(value)}
-            state[number] = {moments.get(key, key): value for key, value in kept.items()}
+            named = {moments.get(key, key): value for key, value in kept.items()}
+            state[number] = named if mark == _FORMAT else plain_values(named, decode=_decode_roots)
     return {**{key: value for key, value in state_dict.items() if key != _MARK}, "state": state}
 
 
@@ -202,7 +228,12 @@ def are_low_bits(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dtype is torch.int16
 
 
-def plain_values(values: Mapping[str, Any], *, widen: bool = False) -> dict[str, Any]:
+def plain_values(
+    values: Mapping[str, Any],
+    *,
+    widen: bool = False,
+    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _decode,
+) -> dict[str, Any]:
     """Returns a parameter's state with floats instead of codes. `widen`: moments in bf16 become fp32 too."""
     plain = dict(values)
     for key in MOMENT_OF:
@@ -210,7 +241,7 @@ def plain_values(values: Mapping[str, Any], *, widen: bool = False) -> dict[str,
         if not isinstance(value, torch.Tensor):
             continue
         if scales is not None and not value.is_floating_point():
-            plain[key] = _decode(value, scales)
+            plain[key] = decode(value, scales)
         elif widen and value.dtype is torch.bfloat16:
             plain[key] = value.float()
     return plain
