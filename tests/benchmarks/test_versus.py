@@ -230,6 +230,7 @@ def test_systems_that_were_not_begun_in_time_are_in_the_result(task, own_folder,
     assert samples["refused"] == {"noria backward": "not begun: no time was left"}
 
 
+@pytest.mark.long  # minutes, on a busy machine: three steps of a model that fills the limit
 def test_an_attempt_is_held_to_the_limit_of_the_host(task, own_folder):
     """Three steps of a small model within enough, and within too little."""
     family = Task(**{**vars(task), "model": "family-1", "dtype": "bf16", "clip": 0.0})
