@@ -231,7 +231,7 @@ def test_every_optimizer_loads_a_file_of_codes(optimizer, to, tmp_path):
 
 @pytest.mark.parametrize("to", ["fp32", "8bit"])
 def test_a_file_of_an_older_versions_codes_loads_as_the_floats_that_it_read(to):
-    """The file was written by that version, with the floats that it decoded."""
+    """The older version wrote the file. It holds the codes, and the floats that the older version made of them."""
     old = torch.load(Path(__file__).with_name("codes_of_version_1.pt"), weights_only=True)
     model = torch.nn.Linear(40, 10)
     optimizer = torch.optim.AdamW(model.parameters())
