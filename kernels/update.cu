@@ -59,6 +59,9 @@ NORIA_EACH inline float seen(typename Master::Gradient gradient, const UpdateSca
   return Master::value(gradient);
 }
 
+// A GPU's own NaN has all bits set: its high half, rounded, would be zero. A NaN of a moment may become that of p.
+NORIA_EACH inline float stored(float value) { return value != value ? as_float(0x7fc00000u) : value; }
+
 template <class Rule, class Master>
 NORIA_EACH inline void update_one(const UnitArrays& arrays, const void* gradients, std::size_t i,
                                   const UpdateScalars& s) {
@@ -67,10 +70,9 @@ NORIA_EACH inline void update_one(const UnitArrays& arrays, const void* gradient
   if constexpr (Rule::kMoments > 0) m = arrays.m.fp32[i];
   if constexpr (Rule::kMoments > 1) v = arrays.v.fp32[i];
   Rule::update(p, m, v, g, s);
-  if (p != p) p = as_float(0x7fc00000u);  // a GPU's own NaN has all bits set: its high half would round to zero
-  if constexpr (Rule::kMoments > 0) arrays.m.fp32[i] = m;
-  if constexpr (Rule::kMoments > 1) arrays.v.fp32[i] = v;
-  Master::store(arrays, i, p);
+  if constexpr (Rule::kMoments > 0) arrays.m.fp32[i] = stored(m);
+  if constexpr (Rule::kMoments > 1) arrays.v.fp32[i] = stored(v);
+  Master::store(arrays, i, stored(p));
 }
 
 // As UpdateKernels::Sum, for one of the sums of one chunk.

@@ -161,6 +161,24 @@ TEST(DeviceKernels, have_the_bits_of_the_hosts) {
   }
 }
 
+TEST(DeviceKernels, store_one_nan) {
+  for (const Case& each : kCases) {
+    Arrays arrays(each.is_split);
+    const std::uint32_t all_bits = 0x7fffffff, ours = 0x7fc00000;
+    std::memcpy(&arrays.m[0], &all_bits, sizeof all_bits);
+    std::memcpy(&arrays.v[0], &all_bits, sizeof all_bits);
+    const UpdateScalars scalars = update_scalars(each.rule, {.momentum = 0.9}, 7);
+    const UpdateJob job = arrays.job(each.rule, scalars);
+    each.kernel(job.arrays, job.gradient, arrays.master.size(), scalars);
+    const auto is_ours = [&](float value) { return !std::isnan(value) || std::memcmp(&value, &ours, 4) == 0; };
+    for (std::size_t i = 0; i < arrays.master.size(); ++i) {
+      EXPECT_TRUE(is_ours(arrays.value(i)));
+      if (num_moments(each.rule) > 0) EXPECT_TRUE(is_ours(arrays.m[i]));
+      if (num_moments(each.rule) > 1) EXPECT_TRUE(is_ours(arrays.v[i]));
+    }
+  }
+}
+
 TEST(DeviceKernels, that_do_not_flush_have_other_bits) {
   const Case& adamw = kCases[0];
   const UpdateScalars scalars = update_scalars(adamw.rule, {}, 7);

@@ -363,6 +363,17 @@ def test_a_nan_gradient_spoils_its_element_and_no_other(rule, state, count):
         np.testing.assert_array_equal(spoilt.moment(name)[others], clean.moment(name)[others])
 
 
+@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd_momentum"])
+@reduced
+def test_a_nan_moment_shows_in_the_working_copy_of_its_element(rule, state):
+    m = np.ones(BLOCK, f32)
+    m[3] = np.nan
+    moments = (m, np.ones(BLOCK, f32))[: MOMENTS[rule]]
+    unit = Unit(rule, np.ones(BLOCK, f32), np.ones(BLOCK, f32), moments=moments, split_master=True, state=state)
+    unit.step(2)
+    np.testing.assert_array_equal(np.isnan(widened(unit.arrays["working"])), np.isnan(m))
+
+
 def test_an_overflowed_second_moment_stops_its_block_of_codes_and_its_element_in_bf16():
     for state, stopped in (("bf16", slice(3, 4)), ("8bit", slice(0, BLOCK))):
         unit = make("adamw", 2 * BLOCK, 1, state=state)
