@@ -167,6 +167,7 @@ def test_bytes_through_the_memory_of_the_host_are_those_counted_by_hand():
     assert memory.updated == 28 * PARAMETERS  # fp32: weight, two moments, each read and written; a gradient
     assert memory.copied == (2 if DEVICE == "cpu" else 1) * ((4 + 2) * UNIT_BYTES + 4 * PARAMETERS)
     assert memory.us == pytest.approx((memory.updated + memory.copied) / 2**30 * 1e6)
+    assert memory.parameters == PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,26 @@ def test_an_update_moves_what_its_states_and_dtypes_make_it_move(policy, each):
         optimizer.step()
         optimizer.zero_grad()
     assert host_memory_of(model, 1.0)[1].updated == each * PARAMETERS
+
+
+@pytest.mark.parametrize(("state_dtype", "most"), [("fp32", 32), ("bf16", 24), ("8bit", 20)])
+@pytest.mark.parametrize("update", ["blocking", "backward"])
+def test_a_step_moves_few_bytes_of_host_memory_for_each_parameter(state_dtype, most, update):
+    """At most the update's, and 2 by each of two fetches and a drain. Two of four blocks are fetched only once."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = {"dtype": torch.bfloat16, "kernel": "fused", "state_dtype": state_dtype, "draft_memory": 0}
+    noria.wrap(model, optimizer, device=DEVICE, window=2, units=[nn.Linear], update=update, **policy)
+    for _ in range(3):
+        model(torch.ones(2, 256, dtype=torch.bfloat16)).square().mean().backward()
+        wrapped_by(model).context.engine.idle()  # updates in backward belong to this step
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = host_memory_of(model, 1.0)[1]
+    copied = memory.copied / (2 if DEVICE == "cpu" else 1)
+    assert most - 1 <= (memory.updated + copied) / memory.parameters <= most
+    assert memory.bytes_per_parameter == (memory.updated + memory.copied) / (4 * 256 * 256)
+    assert f"{memory.bytes_per_parameter:.1f} bytes for each trained parameter" in str(noria.report(model))
 
 
 def test_where_the_memory_of_the_host_is_slowest_it_is_the_bound_and_named():
