@@ -10,6 +10,7 @@ import pytest
 import torch
 from noria import _C
 from noria.cli.main import main
+from noria.forward import update_rates
 from noria.planning.cost_cache import load_costs
 from noria.planning.measured_costs import MeasuredCosts, measured_costs
 from noria.wrapped import wrapped_by
@@ -39,7 +40,7 @@ def make():
 def train(model, optimizer, steps=STEPS):
     torch.manual_seed(1)
     for _ in range(steps):
-        model(torch.randn(5, 8, device=DEVICE)).square().mean().backward()
+        model(torch.randn(5, 8, device=DEVICE, dtype=next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -142,6 +143,29 @@ def test_plan_knows_what_fewer_threads_update(folder, capsys, monkeypatch):
     assert "with 1 threads" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("policy", "each"),
+    [
+        ({}, 28),
+        ({"state_dtype": "bf16"}, 20),
+        ({"dtype": torch.bfloat16}, 26),
+        ({"dtype": torch.bfloat16, "state_dtype": "8bit"}, 14 + 16 / 256),
+    ],
+)
+def test_threads_are_tried_with_the_formats_of_the_run(policy, each, folder, monkeypatch):
+    tried = []
+
+    def rate(job, update):
+        update()
+        tried.append(job.bytes)
+        return float(len(tried))
+
+    monkeypatch.setattr(update_rates, "_gib_s", rate)
+    rates = run(kernel="fused", **policy)[0].costs.by_threads_gib_s
+    assert list(rates.values()) == list(range(1, 1 + len(rates)))
+    assert tried[: len(rates)] == [each * (4 << 20)] * len(rates)
+
+
 def test_the_next_run_leaves_torch_what_it_has_not_found(folder):
     run(kernel="fused")
     model, optimizer = noria.wrap(*make(), device=DEVICE, window=2, kernel="fused")
@@ -172,7 +196,7 @@ def test_looking_at_a_graph_runs_no_hook_of_the_users(folder):
     model, optimizer = noria.wrap(*make(), device=DEVICE, window=2)
     for _ in range(STEPS):
         with torch.autograd.graph.saved_tensors_hooks(lambda each: each.clone(), unpack):
-            loss = model(torch.randn(5, 8, device=DEVICE)).square().mean()
+            loss = model(torch.randn(5, 8, device=DEVICE, dtype=next(model.parameters()).dtype)).square().mean()
         assert not unpacked
         loss.backward()
         unpacked.clear()
@@ -358,7 +382,7 @@ def test_backwards_of_a_step_are_counted(folder):
         model, optimizer = noria.wrap(*make(), device=DEVICE, window=2)
         for _ in range(STEPS):
             for _ in range(number):
-                model(torch.randn(5, 8, device=DEVICE)).square().mean().backward()
+                model(torch.randn(5, 8, device=DEVICE, dtype=next(model.parameters()).dtype)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert noria.report(model).costs.backwards == number

@@ -171,7 +171,10 @@ class CostRecorder:
         if context.pool is not None:
             context.pool.idle()
             with contextlib.suppress(Exception):  # a measurement must not end a training
-                costs = dataclasses.replace(costs, by_threads_gib_s=update_rates(context.pool.num_threads))
+                is_split = any(slot.is_split for unit in context.units for slot in unit.parameters)
+                state_dtype = context.policy.state_dtype
+                rates = update_rates(context.pool.num_threads, is_split=is_split, state_dtype=state_dtype)
+                costs = dataclasses.replace(costs, by_threads_gib_s=rates)
         if not costs.draft_gib_s and self.known.costs is not None:  # an earlier run has chosen to draft nothing
             costs = dataclasses.replace(costs, draft_gib_s=self.known.costs.draft_gib_s)
         if context.ranks is not None:

@@ -40,7 +40,7 @@ def rates_text(costs: MeasuredCosts) -> list[str]:
     lines = [", ".join(told)] if told else []
     if costs.by_threads_gib_s:
         rates = ", ".join(f"{number}: {rate:.2f}" for number, rate in costs.by_threads_gib_s.items())
-        lines.append(f"AdamW in fp32 alone, GiB/s by the number of threads: {rates}")
+        lines.append(f"AdamW alone, GiB/s by the number of threads: {rates}")
     lines.append(
         f"hooks and launches take {costs.hooks_us:.0f} us of a visit, and the loop between backward and updates "
         f"{costs.latency_us.get('compute', 0) / 1e3:.2f} ms"

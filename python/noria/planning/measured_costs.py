@@ -41,8 +41,8 @@ class MeasuredCosts:
     - `elements`: what it puts out each time, in elements. 0: not measured.
     - `inputs`: bytes of a block's inputs, by unit: all that it keeps if it computes its forward again in backward. -1:
       it is no block, or must not run twice. Empty: not measured.
-    - `by_threads_gib_s`: of AdamW in fp32 alone, by the number of threads; the last one is that of the run. Empty: not
-      measured.
+    - `by_threads_gib_s`: of AdamW alone, in the run's formats, by the number of threads; the last one is that of the
+      run. Empty: not measured.
     """
 
     forward_us: list[float]
