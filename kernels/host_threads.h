@@ -2,7 +2,7 @@
 // elements.
 //
 // Order: the caller turns on the flushing of denormals (csrc/optim/flush_denormals.h) around kernels of rules that
-// flush. Processors other than x86 keep denormals.
+// flush.
 #pragma once
 
 #include <cstddef>
@@ -19,19 +19,13 @@ namespace noria {
 /// Keeps denormals during its lifetime.
 class KeepDenormals {
  public:
-#if defined(__x86_64__)
-  KeepDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
-  ~KeepDenormals() { _mm_setcsr(saved_); }
-#else
-  KeepDenormals() = default;
-#endif
+  KeepDenormals() : saved_(FloatControl::read()) { FloatControl::write(saved_ & ~FloatControl::kFlushes); }
+  ~KeepDenormals() { FloatControl::write(saved_); }
   KeepDenormals(const KeepDenormals&) = delete;  // one restore for one save
   KeepDenormals& operator=(const KeepDenormals&) = delete;
 
-#if defined(__x86_64__)
  private:
-  const unsigned saved_;
-#endif
+  const std::uint64_t saved_;
 };
 
 // `volatile` stops the compiler from moving the operation outside of the changed mode.

@@ -12,14 +12,14 @@ namespace {
 #undef NORIA_INDEPENDENT
 
 template <class Codes>
-void encode(const float* values, u8* codes, float* scales, std::size_t count, bool is_first) {
+void encode(const float* values, u8* codes, float* scales, std::size_t count) {
   for (std::size_t at = 0; at < count; at += kStateBlock) {
     const std::size_t size = std::min(kStateBlock, count - at);
     const Block block = block_for<Codes>(values + at, size);
     for (std::size_t i = at; i < at + size; ++i) {
       codes[i] = static_cast<u8>(Codes::encode(values[i], block, Codes::Magnitude::kToNearest));
     }
-    if (block.has_nans && is_first) mark_nans(values + at, codes + at, size);
+    if (Codes::kHasNans && block.has_nans) mark_nans(values + at, codes + at, size);
     *scales++ = block.scale;
   }
 }
@@ -34,7 +34,7 @@ void decode(const u8* codes, const float* scales, float* values, std::size_t cou
 }  // namespace
 
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first) {
-  (is_first ? encode<FirstCodes> : encode<SecondCodes>)(values, codes, scales, count, is_first);
+  (is_first ? encode<FirstCodes> : encode<SecondCodes>)(values, codes, scales, count);
 }
 
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first) {

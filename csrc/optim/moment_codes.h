@@ -19,7 +19,7 @@ namespace noria {
 void encode_moment(const float* values, std::uint8_t* codes, float* scales, std::size_t count, bool is_first);
 void decode_moment(const std::uint8_t* codes, const float* scales, float* values, std::size_t count, bool is_first);
 
-/// Returns from which number an update derives random bits for the element with this number, and those behind it.
+/// Returns where the random bits of an element begin, and of those behind it. `element`: its number; see UpdatePiece.
 Rounding first_random(std::uint32_t key, std::uint64_t element);
 
 }  // namespace noria

@@ -10,8 +10,7 @@
 // first moment was about (m - (1 - beta1) g) / beta1, for example. So for each element the log keeps how many floats
 // the old value is away from that estimate. m has 4 bits for this number, v and p have 2. If one of them is too far
 // away, its old bits are kept in a list (an exception). The estimate is a formula (optim/walk_back.inc), and both the
-// draft and the undo compute it, with the same bits on every machine. So the old bits come back however bad an estimate
-// is.
+// draft and the undo compute it, with the same bits. So the old bits come back however bad an estimate is.
 //
 // The list of a unit has a planned number of slots, one for each old value. If it is full, a block is left out: the
 // draft undoes what it has made of the block, and `step` updates it. In the first steps after a start many estimates

@@ -4,6 +4,11 @@
 #include <array>
 #include <utility>
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "base/errors.h"
 #include "optim/flush_denormals.h"
 #include "optim/moment_codes.h"
@@ -22,7 +27,13 @@ static_assert(kChunk % kStateBlock == 0 && kChunk % kUndoBlock == 0);
 using NamedKernels = std::pair<std::string, const UpdateKernels*>;
 
 std::vector<NamedKernels> find_kernels() {
+#if defined(__aarch64__)
+  std::vector<NamedKernels> found{{"neon", &kBaselineKernels}};
+  const bool sve2 = (getauxval(AT_HWCAP2) & HWCAP2_SVE2) != 0;
+  if (sve2 && kSve2Kernels.scale[0] != nullptr) found.emplace_back("sve2", &kSve2Kernels);
+#else
   std::vector<NamedKernels> found{{"baseline", &kBaselineKernels}};
+#endif
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -9,13 +9,18 @@
 //
 // Note [Same bits everywhere]. A rule is plain C++ with every fused multiply-add written out (optim/update_rules.inc).
 // It is compiled with -ffp-contract=off once per instruction set. So auto-vectorised code of any width gives the same
-// bits.
+// bits. (Of a NaN only that it is one: which NaN an operation makes is the machine's own.)
 //
-// Denormal moments and products are flushed by control register, inside `update_elements` and never outside of it. The
-// reason: the moments of a parameter without gradient decay into denormals, which cost up to ten times the time on some
-// processors. The price: if a gradient is below 3e-18, its square is lost from v. That shows only if eps is below
-// 1e-15. (With eps = 0 such an element divides by zero, as a zero gradient does in torch.) Lion is not flushed, because
-// its step is a sign: a moment that became zero would take no step, but torch takes a whole one.
+// Note [Denormals]. Denormal moments and products are flushed by control register, inside `update_elements` and never
+// outside of it. The reason: the moments of a parameter without gradient decay into denormals, which cost up to ten
+// times the time on some processors. The price: if a gradient is below 3e-18, its square is lost from v. That shows
+// only if eps is below 1e-15. (With eps = 0 such an element divides by zero, as a zero gradient does in torch.) Lion is
+// not flushed, because its step is a sign: a moment that became zero would take no step, but torch takes a whole one.
+//
+// x86 flushes a result that is a denormal after rounding, ARM one that was a denormal before. So a product just below
+// 2^-126, which rounds up to it, is 2^-126 on x86 and 0 on ARM. Sums of floats that small are exact, so they are the
+// same. On machines other than x86, products are computed twice. The second time they are 2^64 times as large, and show
+// how they round. GPUs do so, too: this is right however they flush. It has not run on a GPU.
 //
 // Note [State formats]. Moments are floats, bf16, or codes of 8 bits with one fp32 scale for each block of 256
 // elements. The rule computes with floats, and p moves by moments that are not rounded yet. Rounding is stochastic and
@@ -173,7 +178,7 @@ UnitArrays arrays_at(const UpdateJob& job, const UpdatePiece& piece, std::int64_
 void check(const UpdateJob& job);
 
 /// Returns the instruction sets that this build has and this machine can run, widest last: "baseline", "avx2",
-/// "avx512".
+/// "avx512"; on ARM "neon", "sve2".
 std::vector<std::string> instruction_sets();
 
 /// See UpdateKernels::Sum. `offset` and `count` are as for `update_elements`. The sum of a longer range is the sum of

@@ -136,5 +136,6 @@ struct UpdateKernels {
 extern const UpdateKernels kBaselineKernels;
 extern const UpdateKernels kAvx2Kernels;
 extern const UpdateKernels kAvx512Kernels;
+extern const UpdateKernels kSve2Kernels;
 
 }  // namespace noria

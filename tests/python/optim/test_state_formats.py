@@ -203,7 +203,8 @@ def test_seed_step_and_number_each_make_other_bits_and_master_of_the_step_is_tha
     assert len(set(scalars)) == len(scalars)
 
 
-def test_random_bits_are_spread_evenly_and_know_nothing_of_each_other():
+@pytest.mark.parametrize(("of_m", "of_v"), [(16, 16), (20, 19)])
+def test_random_bits_are_spread_evenly_and_know_nothing_of_each_other(of_m, of_v):
     """The bits for m and for v, those of neighbours, and those of one element in two steps: the mean of n uniform
     numbers has a variance of 1 / 12 n, and that of n products of two independent ones 1 / 144 n."""
     numbers = np.arange(64, dtype=np.uint64)
@@ -212,12 +213,12 @@ def test_random_bits_are_spread_evenly_and_know_nothing_of_each_other():
     x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x7FEB352D)) & np.uint64(0xFFFFFFFF)
     x ^= x >> np.uint64(16)
     assert int(x[3, 5]) == random_of(5, 0, 4)
-    low, high = (x & np.uint64(0xFFFF)) / 2**16 - 0.5, (x >> np.uint64(16)) / 2**16 - 0.5
-    for half in (low, high):
-        assert abs(half.mean()) * np.sqrt(12 * half.size) < SIGMAS
+    low, high = (x & np.uint64(2**of_m - 1)) / 2**of_m - 0.5, (x >> np.uint64(32 - of_v)) / 2**of_v - 0.5
+    for draw in (low, high):
+        assert abs(draw.mean()) * np.sqrt(12 * draw.size) < SIGMAS
     pairs = [(low, high)]
-    for half in (low, high):
-        pairs += [(half[:, :-1], half[:, 1:]), (half[:-1], half[1:])]
+    for draw in (low, high):
+        pairs += [(draw[:, :-1], draw[:, 1:]), (draw[:-1], draw[1:])]
     for a, b in pairs:
         assert abs((a * b).mean()) * 12 * np.sqrt(a.size) < SIGMAS
 

@@ -1,0 +1,460 @@
+// Updates on one architecture, compared with those on another. The program needs neither torch, Python nor TBB.
+//
+//     update_vectors write FILE            what this machine's updates make of the samples
+//     update_vectors compare FILE [SET]    does each instruction set (or SET) make the same? One line for each.
+//
+// Each case is a rule, a master and a format of moments. The samples are all combinations of special values as p, m, v
+// and gradient, random bits, and edges: an operation of the rule makes a result just below 2^-126 of them. See
+// csrc/optim/update.h, Note [Denormals]. Each case is updated, drafted and undone. A NaN is like any other NaN.
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <limits>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "optim/moment_codes.h"
+#include "optim/update.h"
+
+namespace noria {
+namespace {
+
+constexpr std::array<float, 2> kFactors{1.0f, -0.3f};
+
+// ---- samples -------------------------------------------------------------------------------------------------------
+
+std::vector<float> special_values() {
+  using Limits = std::numeric_limits<float>;
+  std::vector<float> values = {0.0f,   1.0f, Limits::infinity(), Limits::quiet_NaN(), 1e20f, Limits::min(),
+                               1e-38f, 3e-5f};
+  const std::size_t num_positive = values.size();
+  for (std::size_t i = 0; i < num_positive; ++i) values.push_back(-values[i]);
+  return values;
+}
+
+constexpr float kSmallest = 0x1p-126f;
+
+struct Sample {
+  float p, m, v, gradient;
+};
+
+// Is it a result that rounds up to the smallest normal? A long double holds it exactly, or nearly so.
+bool is_edge(long double result) {
+  const long double magnitude = std::abs(result), smallest = kSmallest;
+  return magnitude < smallest && magnitude >= smallest * (1 - 0x1p-25L);
+}
+
+// Counts the edges among the operations of each rule, which this repeats: those that optim/update_rules.inc writes as
+// `product` or `fused`.
+class Edges {
+ public:
+  Edges(UpdateRule rule, const UpdateScalars& scalars) : rule_(rule), s_(scalars) {}
+
+  /// Returns true if an operation on this sample is an edge.
+  bool count(const Sample& x) {
+    is_found_ = false;
+    const bool is_adamw = rule_ == UpdateRule::adamw;
+    if (is_adamw || rule_ == UpdateRule::adam) {
+      const float g = is_adamw ? x.gradient : decayed(x);
+      const float m = fused("m", s_.one_minus_beta1, g - x.m, x.m);
+      const float v = fused("v", s_.one_minus_beta2, g * g - x.v, x.v);
+      const float step = product("step", s_.negative_step, m) / std::fma(std::sqrt(v), s_.inverse_bias2_root, s_.eps);
+      if (is_adamw) fused("p", x.p, s_.decay, step);
+    } else if (rule_ == UpdateRule::sgd) {
+      fused("p", s_.negative_step, decayed(x), x.p);
+    } else if (rule_ == UpdateRule::sgd_momentum) {
+      const float g = decayed(x);
+      const float m = fused("m", s_.gradient_share, g, product("momentum", s_.momentum, x.m));
+      fused("p", s_.negative_step, fused("nesterov", s_.momentum, m, g), x.p);
+    }
+    return is_found_;
+  }
+
+  std::map<std::string, int> counts;
+
+ private:
+  float decayed(const Sample& x) { return fused("decay", s_.decay, x.p, x.gradient); }
+  float product(const char* name, float a, float b) { return fused(name, a, b, 0.0f); }
+  float fused(const char* name, float a, float b, float c) {
+    const bool is_one = is_edge(static_cast<long double>(a) * b + c);
+    counts[name] += is_one ? 1 : 0;
+    is_found_ = is_found_ || is_one;
+    return std::fma(a, b, c);
+  }
+
+  UpdateRule rule_;
+  UpdateScalars s_;
+  bool is_found_ = false;
+};
+
+class Samples {
+ public:
+  Samples(UpdateRule rule, const UpdateScalars& scalars) : edges(rule, scalars), s_(scalars) {
+    const std::vector<float> special = special_values();
+    for (const float p : special) {
+      for (const float m : special) {
+        for (const float v : special) {
+          for (const float g : special) all.push_back({p, m, v, g});
+        }
+      }
+    }
+    for (std::size_t i = 0, count = all.size() / 2; i < count; ++i) {
+      const float p = any(), m = any(), v = any(), g = any();  // in this order with every compiler
+      all.push_back({p, m, v, g});
+    }
+    add_edges();
+    // Blocks whose gradients are so small that a moment's smallest code counts: one for first moments, one for second.
+    all.resize((all.size() + kStateBlock - 1) / kStateBlock * kStateBlock, Sample{});
+    all.resize(all.size() + 4 * kStateBlock, {0.0f, 0.0f, 0.0f, 5 * kSmallest});
+    all.resize(all.size() + 4 * kStateBlock, {0.0f, 0.0f, 0.0f, 0x1p-60f});
+  }
+
+  std::vector<Sample> all;
+  Edges edges;
+
+ private:
+  float any() {
+    const auto value = std::bit_cast<float>(static_cast<std::uint32_t>(random_()));
+    return value == value ? value : std::numeric_limits<float>::quiet_NaN();  // masters have no others
+  }
+  /// Returns a random number from 1 to 2.
+  float fraction() { return std::bit_cast<float>(0x3f800000u | static_cast<std::uint32_t>(random_()) >> 9); }
+
+  // What comes close to an edge, and the floats around it.
+  void add_edges() {
+    constexpr float kLarger = 5 * kSmallest;  // beside which a result that is flushed makes a difference
+    for (int i = 0; i < 200; ++i) {
+      const float near = i == 0 ? 0.0f : kSmallest * fraction() * (i % 2 == 0 ? 1.0f : 2.0f);
+      const auto to = [&](float factor) { return (kSmallest - near) / factor; };
+      const float again = s_.momentum * s_.momentum, decayed = std::fma(s_.decay, kLarger, near);
+      const float pushed = (kSmallest - decayed) / s_.momentum - s_.gradient_share * decayed;
+      for (int floats = -3; floats <= 3; ++floats) {
+        const auto at = [&](float value) {
+          for (int j = 0; j < std::abs(floats); ++j) value = std::nextafter(value, floats < 0 ? 0.0f : 2 * value);
+          return value;
+        };
+        add({0.0f, near, 0.0f, at(to(s_.one_minus_beta1)) + near});
+        add({0.0f, 0.0f, at(kSmallest / (1 - s_.one_minus_beta2)), 0.0f});
+        add({0.0f, at(to(s_.negative_step)), 0.0f, at(to(s_.negative_step))});
+        add({at(to(s_.decay)), 0.0f, 0.0f, near});
+        add({at(to(s_.decay)), kLarger, 0.0f, near});
+        add({0.0f, 0.0f, 0.0f, at(to(s_.negative_step))});
+        add({0.0f, at(to(s_.momentum)), 0.0f, 0.0f});
+        add({0.0f, 0.0f, 0.0f, at(to(s_.gradient_share))});
+        add({0.0f, at(kSmallest / s_.negative_step / again), 0.0f, 0.0f});
+        add({kLarger, at(pushed / s_.momentum), 0.0f, near});
+      }
+    }
+  }
+  void add(const Sample& sample) {
+    for (const float value : {sample.p, sample.m, sample.v, sample.gradient}) {
+      if (!std::isfinite(value) || (value != 0.0f && std::abs(value) < kSmallest)) return;
+    }
+    if (edges.count(sample)) all.push_back(sample);
+  }
+
+  UpdateScalars s_;
+  std::mt19937 random_{3};
+};
+
+// ---- arrays --------------------------------------------------------------------------------------------------------
+
+struct Case {
+  UpdateRule rule;
+  bool is_split;
+  StateFormat state;
+};
+
+template <class Element>
+using Array = std::vector<Element>;
+
+// What an update reads and writes; arrays that a case does not have are empty.
+struct Arrays {
+  Array<float> master, m, v, scales_m, scales_v;
+  Array<std::uint16_t> working, low, narrow_m, narrow_v;
+  Array<std::uint8_t> codes_m, codes_v;
+
+  template <class Self, class Do>
+  static void each(Self& self, const Do& act) {
+    act(self.master), act(self.m), act(self.v), act(self.scales_m), act(self.scales_v);
+    act(self.working), act(self.low), act(self.narrow_m), act(self.narrow_v);
+    act(self.codes_m), act(self.codes_v);
+  }
+};
+
+template <class Element>
+Element* begin_of(Array<Element>& array) {
+  return array.empty() ? nullptr : array.data();
+}
+
+std::uint16_t high_half(float value) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16); }
+
+// Codes of a moment. The scales are special values, and in every other block such that one of its codes is an edge.
+void make_codes(Array<std::uint8_t>& codes, Array<float>& scales, std::size_t count, bool is_first) {
+  const std::vector<float> special = special_values();
+  std::mt19937 random(5);
+  bool has_edges = false;
+  for (std::size_t i = 0; i < count; ++i) codes.push_back(static_cast<std::uint8_t>(random()));
+  for (std::size_t at = 0, block = 0; at < count; at += kStateBlock, ++block) {
+    float scale = std::abs(special[block / 2 % special.size()]);
+    if (scale != scale) scale = 1.0f;
+    for (std::size_t i = at; block % 2 == 0 && i < at + kStateBlock && i < count; ++i) {
+      const float one = 1.0f;
+      float share = 0.0f;
+      decode_moment(&codes[i], &one, &share, 1, is_first);
+      const float edge = kSmallest / std::abs(share);
+      if (is_edge(static_cast<long double>(edge) * share)) {
+        scale = edge;
+        has_edges = true;
+        break;
+      }
+    }
+    scales.push_back(scale);
+  }
+  NORIA_INVARIANT(has_edges, "no code is an edge");
+}
+
+Arrays made_of(const std::vector<Sample>& samples, const Case& one) {
+  Arrays arrays;
+  for (const Sample& sample : samples) {
+    const auto bits = std::bit_cast<std::uint32_t>(sample.p);
+    if (one.is_split) {
+      arrays.working.push_back(static_cast<std::uint16_t>((bits + 0x8000u) >> 16));
+      arrays.low.push_back(static_cast<std::uint16_t>(bits));
+    } else {
+      arrays.master.push_back(sample.p);
+    }
+    const int moments = num_moments(one.rule);
+    if (one.state == StateFormat::fp32 && moments > 0) arrays.m.push_back(sample.m);
+    if (one.state == StateFormat::fp32 && moments > 1) arrays.v.push_back(sample.v);
+    if (one.state == StateFormat::bf16 && moments > 0) arrays.narrow_m.push_back(high_half(sample.m));
+    if (one.state == StateFormat::bf16 && moments > 1) arrays.narrow_v.push_back(high_half(sample.v));
+  }
+  if (one.state == StateFormat::eight_bit) {
+    make_codes(arrays.codes_m, arrays.scales_m, samples.size(), true);
+    if (num_moments(one.rule) > 1) make_codes(arrays.codes_v, arrays.scales_v, samples.size(), false);
+  }
+  return arrays;
+}
+
+bool is_same(float a, float b) {
+  return (a != a && b != b) || std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+}
+float widened(std::uint16_t high) { return std::bit_cast<float>(static_cast<std::uint32_t>(high) << 16); }
+bool is_same(std::uint16_t a, std::uint16_t b) { return is_same(widened(a), widened(b)); }
+bool is_same(std::uint8_t a, std::uint8_t b) { return a == b; }
+
+template <class Element>
+std::size_t num_different(const Array<Element>& a, const Array<Element>& b) {
+  std::size_t found = a.size() == b.size() ? 0 : 1;
+  for (std::size_t i = 0; i < a.size() && i < b.size(); ++i) found += is_same(a[i], b[i]) ? 0 : 1;
+  return found;
+}
+
+std::size_t num_different(const Arrays& a, const Arrays& b) {
+  std::size_t found = num_different(a.master, b.master) + num_different(a.m, b.m) + num_different(a.v, b.v) +
+                      num_different(a.scales_m, b.scales_m) + num_different(a.scales_v, b.scales_v) +
+                      num_different(a.narrow_m, b.narrow_m) + num_different(a.narrow_v, b.narrow_v) +
+                      num_different(a.codes_m, b.codes_m) + num_different(a.codes_v, b.codes_v);
+  for (std::size_t i = 0; i < a.working.size(); ++i) {
+    const bool is_nan =
+        widened(a.working[i]) != widened(a.working[i]) && widened(b.working[i]) != widened(b.working[i]);
+    found += is_nan || (a.working[i] == b.working[i] && a.low[i] == b.low[i]) ? 0 : 1;
+  }
+  return found;
+}
+
+// ---- files ---------------------------------------------------------------------------------------------------------
+
+void write(std::ostream& file, const Arrays& arrays);
+
+template <class Element>
+void write(std::ostream& file, const Array<Element>& array) {
+  const std::uint64_t count = array.size();
+  file.write(reinterpret_cast<const char*>(&count), sizeof count);
+  file.write(reinterpret_cast<const char*>(array.data()), static_cast<std::streamsize>(count * sizeof(Element)));
+}
+
+template <class Element>
+void read(std::istream& file, Array<Element>& array) {
+  std::uint64_t count = 0;
+  file.read(reinterpret_cast<char*>(&count), sizeof count);
+  array.resize(count);
+  file.read(reinterpret_cast<char*>(array.data()), static_cast<std::streamsize>(count * sizeof(Element)));
+}
+
+void write(std::ostream& file, const Arrays& arrays) {
+  Arrays::each(arrays, [&](const auto& array) { write(file, array); });
+}
+
+// One case: what goes in, and what must come out.
+struct Vector {
+  Case one;
+  UpdateScalars scalars;
+  Array<float> gradient;
+  Array<std::uint16_t> narrow_gradient;
+  Arrays before, after;
+  double sum = 0.0;  // of the gradient's squares
+};
+
+void write(std::ostream& file, const Vector& vector) {
+  write(file, Array<Case>{vector.one});
+  write(file, Array<UpdateScalars>{vector.scalars});
+  write(file, Array<double>{vector.sum});
+  write(file, vector.gradient);
+  write(file, vector.narrow_gradient);
+  write(file, vector.before);
+  write(file, vector.after);
+}
+
+bool read(std::istream& file, Vector& vector) {
+  Array<Case> one;
+  if (file.peek() == std::istream::traits_type::eof()) return false;
+  read(file, one);
+  vector.one = one.at(0);
+  Array<UpdateScalars> scalars;
+  read(file, scalars);
+  vector.scalars = scalars.at(0);
+  Array<double> sum;
+  read(file, sum);
+  vector.sum = sum.at(0);
+  read(file, vector.gradient);
+  read(file, vector.narrow_gradient);
+  Arrays::each(vector.before, [&](auto& array) { read(file, array); });
+  Arrays::each(vector.after, [&](auto& array) { read(file, array); });
+  return file.good();
+}
+
+// ---- updates -------------------------------------------------------------------------------------------------------
+
+UpdateJob job_of(Vector& vector, Arrays& arrays) {
+  UpdateJob job;
+  job.rule = vector.one.rule;
+  job.arrays = {begin_of(arrays.master), begin_of(arrays.working), begin_of(arrays.low), {}, {}};
+  job.arrays.m = {begin_of(arrays.m), begin_of(arrays.narrow_m), begin_of(arrays.codes_m), begin_of(arrays.scales_m)};
+  job.arrays.v = {begin_of(arrays.v), begin_of(arrays.narrow_v), begin_of(arrays.codes_v), begin_of(arrays.scales_v)};
+  job.gradient = vector.one.is_split ? static_cast<const void*>(vector.narrow_gradient.data())
+                                     : static_cast<const void*>(vector.gradient.data());
+  UpdatePiece& piece = job.pieces.emplace_back();
+  piece.count = static_cast<std::int64_t>(vector.one.is_split ? vector.narrow_gradient.size() : vector.gradient.size());
+  piece.scalars = vector.scalars;
+  return job;
+}
+
+void run(const UpdateJob& job, const std::string& set) {
+  check(job);
+  update_elements(job, job.pieces[0], 0, job.pieces[0].count, set);
+}
+
+// Returns how many values are wrong: of the update, its draft, the undo of that, and the sum of squares.
+std::size_t num_different(Vector& vector, const std::string& set) {
+  Arrays updated = vector.before;
+  const UpdateJob update = job_of(vector, updated);
+  run(update, set);
+  std::size_t found = num_different(updated, vector.after);
+  const double sum = sum_of_squares(update, update.pieces[0], 0, update.pieces[0].count, set);
+  found += (sum != sum && vector.sum != vector.sum) || sum == vector.sum ? 0 : 1;
+
+  Arrays drafted = vector.before;
+  UpdateJob draft = job_of(vector, drafted);
+  const std::int64_t count = draft.pieces[0].count;
+  const UndoLogSize size{count, num_undo_blocks(count), 4 * count};
+  std::vector<std::byte> memory(static_cast<std::size_t>(undo_log_bytes(size).count) + 64);
+  auto* begin = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
+  make_draft(draft, undo_log_at(begin, size));
+  begin_draft(draft);
+  run(draft, set);
+  found += draft.log.header->num_left + num_different(drafted, vector.after);
+  run(undo_of(draft), set);
+  return found + num_different(drafted, vector.before);
+}
+
+// Hyperparameters for which each operation has edges; there are others for which some have none.
+UpdateHyper hyper_of(float factor) {
+  UpdateHyper hyper;
+  hyper.lr = 0.019, hyper.weight_decay = 0.13, hyper.beta2 = 0.984;
+  hyper.momentum = 0.87, hyper.dampening = 0.13, hyper.nesterov = true;
+  hyper.factor = factor;
+  hyper.divisor = factor == 1.0f ? 1.0f : 3.0f;
+  return hyper;
+}
+
+// Throws if an operation of a rule has no edge.
+std::vector<Vector> made() {
+  std::vector<Vector> vectors;
+  for (int number = 0; number < kNumRules; ++number) {
+    const auto rule = static_cast<UpdateRule>(number);
+    for (const float factor : kFactors) {
+      const UpdateScalars scalars = update_scalars(rule, hyper_of(factor), 3, 11);
+      const Samples samples(rule, scalars);
+      for (const auto& [operation, count] : samples.edges.counts) {
+        NORIA_INVARIANT(count > 0, std::string(to_string(rule)) + " has no edge of its operation " + operation);
+      }
+      for (const bool is_split : {false, true}) {
+        for (int state = 0; state < (num_moments(rule) > 0 ? kNumStateFormats : 1); ++state) {
+          Vector& vector = vectors.emplace_back();
+          vector.one = {rule, is_split, static_cast<StateFormat>(state)};
+          vector.scalars = scalars;
+          for (const Sample& sample : samples.all) {
+            if (is_split) vector.narrow_gradient.push_back(high_half(sample.gradient));
+            else vector.gradient.push_back(sample.gradient);
+          }
+          vector.before = made_of(samples.all, vector.one);
+          vector.after = vector.before;
+          const UpdateJob job = job_of(vector, vector.after);
+          run(job, "");
+          vector.sum = sum_of_squares(job, job.pieces[0], 0, job.pieces[0].count);
+        }
+      }
+    }
+  }
+  return vectors;
+}
+
+std::string name_of(const Case& one) {
+  const std::array<const char*, kNumStateFormats> states{"fp32", "bf16", "8bit"};
+  return std::string(to_string(one.rule)) + (one.is_split ? ", split, " : ", whole, ") +
+         states.at(static_cast<std::size_t>(one.state));
+}
+
+int compare(const std::string& path, const std::string& wanted) {
+  int result = 0;
+  for (const std::string& set : wanted.empty() ? instruction_sets() : std::vector<std::string>{wanted}) {
+    std::ifstream file(path, std::ios::binary);
+    std::size_t num_vectors = 0, num_elements = 0;
+    for (Vector vector; read(file, vector); ++num_vectors) {
+      num_elements += vector.gradient.size() + vector.narrow_gradient.size();
+      if (const std::size_t found = num_different(vector, set); found > 0) {
+        std::cout << set << ": " << found << " elements differ: " << name_of(vector.one) << "\n";
+        result = 1;
+      }
+    }
+    std::cout << set << ": compared " << num_vectors << " cases, " << num_elements << " elements\n";
+    if (num_vectors == 0) result = 1;
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace noria
+
+int main(int count, char** arguments) {
+  const std::vector<std::string> words(arguments + 1, arguments + count);
+  if (words.size() == 2 && words[0] == "write") {
+    std::ofstream file(words[1], std::ios::binary);
+    for (const noria::Vector& vector : noria::made()) noria::write(file, vector);
+    return file.good() ? 0 : 1;
+  }
+  if ((words.size() == 2 || words.size() == 3) && words[0] == "compare") {
+    return noria::compare(words[1], words.size() == 3 ? words[2] : "");
+  }
+  std::cerr << "expected: write FILE, or compare FILE [SET]\n";
+  return 2;
+}
